@@ -1,0 +1,183 @@
+"""A request's life in the bridge, from what the user asked to the text that they get.
+
+1. `check` the request against the target.
+2. Render it in the target's tokens, and in the draft's (`templates`).
+3. Start a `Tape` with the target's ids.
+4. `Speculation` runs draft and target and commits what the target says.
+5. `TextStream` turns committed bytes into text, and sees the stop strings.
+"""
+
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+
+from bridge.errors import (
+    EmptyPrompt,
+    InvalidField,
+    MaxTokensTooLarge,
+    PromptTooLong,
+    TokenOutOfRange,
+)
+from bridge.lead import Lead
+from bridge.models import Model
+from bridge.policy import Mode, Policy, SpeculationParameters
+from bridge.ports import Drafter, FinishReason, Logprob, Pass, Verifier
+from bridge.sampling import SamplingParameters
+from bridge.speculation import Speculation, Statistics
+from bridge.tape import Tape
+from bridge.templates import Message, render_bytes, render_chat, render_text
+from bridge.text import TextStream
+from bridge.translation import Rendering
+
+MAX_STOP_STRINGS = 64
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks. `input`: a text, the messages of a chat, or ids of the target."""
+
+    input: str | tuple[Message, ...] | tuple[int, ...]
+    sampling: SamplingParameters = SamplingParameters()
+    seed: int = field(default_factory=lambda: secrets.randbits(64))
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    speculation: SpeculationParameters = SpeculationParameters()
+
+
+@dataclass(frozen=True)
+class Started:
+    """The request was understood."""
+
+    prompt_token_count: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """More text, and the ids committed since the last delta."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: Sequence[Logprob] = ()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end."""
+
+    finish_reason: FinishReason
+    prompt_token_count: int
+    generated_token_count: int
+    generated_byte_count: int
+    elapsed_ns: int
+    first_token_ns: int
+    mode: Mode
+    statistics: Statistics
+
+
+def check(request: Request) -> None:
+    """Raises `InvalidField`, `UnsupportedField` or `EmptyPrompt` for what no target could do."""
+    request.sampling.checked()
+    if not request.input:
+        raise EmptyPrompt
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise InvalidField("max_tokens", "at least 1", request.max_tokens)
+    if len(request.stop) > MAX_STOP_STRINGS:
+        raise InvalidField("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(request.stop)} strings")
+    if "" in request.stop:
+        raise InvalidField("stop", "made of non-empty strings", "an empty one")
+    if request.logprobs is not None and request.logprobs > 100:
+        raise InvalidField("logprobs", "at most 100", request.logprobs)
+    assistant_tokens = request.speculation.num_assistant_tokens
+    if assistant_tokens is not None and not 1 <= assistant_tokens <= 64:
+        raise InvalidField("speculation.num_assistant_tokens", "between 1 and 64", assistant_tokens)
+    threshold = request.speculation.assistant_confidence_threshold
+    if not 0.0 <= threshold <= 1.0:
+        raise InvalidField("speculation.assistant_confidence_threshold", "between 0 and 1", threshold)
+
+
+def render(request: Request, model: Model, source: Model) -> Rendering:
+    """The request's input in `model`'s tokens. `source` is the target, whose ids an input of ids is in."""
+    match request.input:
+        case str(text):
+            return render_text(model.vocabulary, text)
+        case (Message(), *_):
+            messages = [message for message in request.input if isinstance(message, Message)]
+            return render_chat(model.vocabulary, model.chat_template, messages, model.control)
+        case _:
+            ids = tuple(id_ for id_ in request.input if isinstance(id_, int))
+            if model is source:
+                return Rendering(ids, b"", ids)
+            return render_bytes(model.vocabulary, source.vocabulary.spell(ids), model.special_ids.bos)
+
+
+def _room(request: Request, model: Model, prompt_ids: Sequence[int]) -> int:
+    """Tokens to generate; raises where they do not fit."""
+    count, context = len(prompt_ids), model.context_length
+    for id_ in prompt_ids:
+        if id_ >= model.vocabulary.size or model.vocabulary.tokens[id_] is None:
+            raise TokenOutOfRange(id_, model.vocabulary.size, model.name)
+    if count >= context:
+        raise PromptTooLong(count, context, model.name)
+    if request.max_tokens is not None and request.max_tokens > context - count:
+        raise MaxTokensTooLarge(request.max_tokens, count, context, model.name)
+    return request.max_tokens or context - count
+
+
+async def generate(
+    request: Request, model: Model, target: Verifier, draft_model: Model | None = None, draft: Drafter | None = None
+) -> AsyncIterator[Started | Delta | Finished]:
+    """The target's own continuation of the request; the draft, if any, only makes it faster."""
+    started = perf_counter_ns()
+    check(request)
+    prompt = render(request, model, model)
+    max_tokens = _room(request, model, prompt.ids)
+    policy = Policy(request.speculation)
+    lead = None
+    if draft_model is not None and draft is not None:
+        lead = Lead(draft_model, render(request, draft_model, model), policy.confidence_threshold)
+    yield Started(len(prompt.ids))
+
+    tape = Tape(model.vocabulary, prompt.ids)
+    text = TextStream(request.stop)
+    speculation = Speculation(model, tape, target, draft, lead, policy)
+    finish_reason: FinishReason | None = None
+    first_token_ns = sent = sent_bytes = 0
+    async with aclosing(speculation.run(max_tokens)) as passes:
+        async for event in passes:
+            first_token_ns = first_token_ns or perf_counter_ns() - started
+            finish_reason = event.finish_reason
+            if finish_reason is not FinishReason.STOP and sent + len(event.token_ids) == request.max_tokens:
+                finish_reason = FinishReason.LENGTH
+            delta = _delta(model, text, event, final=finish_reason is not None)
+            sent += len(delta.token_ids)
+            sent_bytes += len(model.vocabulary.spell(delta.token_ids))
+            yield delta
+            if text.stopped:
+                finish_reason = FinishReason.STOP
+                break
+    assert finish_reason is not None, "the loop ends with a reason or an error"
+    yield Finished(
+        finish_reason=finish_reason,
+        prompt_token_count=len(prompt.ids),
+        generated_token_count=sent,
+        generated_byte_count=sent_bytes,
+        elapsed_ns=perf_counter_ns() - started,
+        first_token_ns=first_token_ns,
+        mode=policy.mode if lead is not None else Mode.OFF,
+        statistics=speculation.statistics,
+    )
+
+
+def _delta(model: Model, text: TextStream, event: Pass, final: bool) -> Delta:
+    """A pass as text, up to the token that completes a stop string."""
+    said = ""
+    for count, id_ in enumerate(event.token_ids, start=1):
+        said += text.push(model.vocabulary.token_bytes(id_))
+        if text.stopped:
+            return Delta(said, event.token_ids[:count], event.logprobs[:count])
+    if final:
+        said += text.push(b"", final=True)
+    return Delta(said, event.token_ids, event.logprobs)

@@ -1,0 +1,95 @@
+"""What the draft has said beyond the committed text, and whether it still agrees with it."""
+
+from bridge.models import Model
+from bridge.ports import Proposal, Sync
+from bridge.tape import Tape
+from bridge.translation import DraftContext, Rendering, common_prefix_length
+
+
+class Lead:
+    """The draft as the bridge sees it: one epoch after the other, each beginning at agreed bytes.
+
+    The draft's context always spells committed bytes; what it proposed since then is `said`. As long as
+    what the target commits spells the same bytes, the draft is left to run. Where they part, or the
+    target has overtaken it, `sync` tells it what to keep and what to append.
+    """
+
+    def __init__(self, model: Model, prompt: Rendering, confidence_threshold: float = 0.0) -> None:
+        self._model = model
+        self._prompt = prompt
+        self._context = DraftContext(model.vocabulary, prompt)
+        self._appended = 0
+        self._threshold = confidence_threshold
+        self._held: list[int] = []
+        self._base = 0
+        self._said = bytearray()
+        self._ends: list[int] = []
+        self._credit = 0
+        self.epoch = 0
+        self.ended = False
+        self.closed = True
+
+    def sync(self, tape: Tape, credit: int) -> Sync:
+        """Begins an epoch at the end of the tape, less half a character."""
+        self._context.append(tape.data[self._appended :])
+        self._appended = len(tape.data)
+        ids = self._context.ids
+        # At least one id is sent again: the draft proposes from the forward of the last one.
+        keep = min(common_prefix_length(self._held, ids), len(ids) - 1)
+        self._held = ids
+        self._base = self._context.byte_offset
+        self._said.clear()
+        self._ends.clear()
+        self._credit = credit
+        self.epoch += 1
+        self.ended = self.closed = False
+        return Sync(self.epoch, keep, tuple(ids[keep:]), max(self._base, 0), credit)
+
+    def hear(self, proposal: Proposal) -> bool:
+        """Takes a proposal; False if nothing came of it, because its epoch is over or the turn ended."""
+        if proposal.epoch != self.epoch or self.closed:
+            return False
+        for id_, confidence in zip(proposal.token_ids, proposal.confidence, strict=True):
+            data = self._model.vocabulary.token_bytes(id_)
+            self.ended = id_ in self._model.special_ids.eos
+            if self.ended or not data or confidence < self._threshold:
+                # A control token other than an end says nothing to another model.
+                self.closed = True
+                break
+            self._held.append(id_)
+            self._said += data
+            self._ends.append(len(self._said))
+        self.closed |= proposal.done
+        return True
+
+    @property
+    def turn_over(self) -> bool:
+        """It has said all that its credit allows, or all that it has to say."""
+        return self.closed or len(self._ends) >= self._credit
+
+    def runs_on(self, tape: Tape) -> bool:
+        """Whether what it says, or is about to say, is still of use; else it wants a new epoch.
+
+        A draft that said just what was committed is left to run: its next token is under way. One that has
+        fallen behind is not: a new epoch takes it past everything committed in a single forward.
+        """
+        return self._said.startswith(self._committed(tape)) and not (self.closed and not self.ahead(tape))
+
+    def ahead(self, tape: Tape) -> bytes:
+        """What the draft said beyond the tape, as far as the two agree."""
+        committed = self._committed(tape)
+        return bytes(self._said[len(committed) :]) if self._said.startswith(committed) else b""
+
+    def grant(self, tape: Tape, tokens_ahead: int) -> int:
+        """Credit to add so that the draft may get `tokens_ahead` beyond the tape."""
+        agreed = len(self._committed(tape))
+        behind_tape = sum(1 for end in self._ends if end <= agreed)
+        added = max(behind_tape + tokens_ahead - self._credit, 0)
+        self._credit += added
+        return added
+
+    def _committed(self, tape: Tape) -> bytes:
+        """Committed bytes from where this epoch began, which can be inside the prompt's last character."""
+        if self._base < 0:
+            return self._prompt.text[self._base :] + bytes(tape.data)
+        return bytes(tape.data[self._base :])

@@ -1,0 +1,33 @@
+"""A model as the bridge knows it: from what its server says, never from its files."""
+
+from dataclasses import dataclass, field
+
+from bridge.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Ids that play a role. `eos`: all that end a text or a turn, the tokenizer's own first."""
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+
+
+@dataclass(frozen=True)
+class Model:
+    """Who a model is."""
+
+    name: str
+    context_length: int
+    vocabulary_size: int
+    vocabulary: Vocabulary = field(repr=False)
+    special_ids: SpecialIds = SpecialIds()
+    chat_template: str = ""
+
+    @property
+    def control(self) -> dict[str, str]:
+        """Variables that chat templates use for control tokens."""
+        ids = self.special_ids
+        written = {"bos_token": ids.bos, "eos_token": ids.eos[0] if ids.eos else None, "pad_token": ids.pad}
+        return {key: "" if id_ is None else self.vocabulary.name(id_) for key, id_ in written.items()}

@@ -1,0 +1,11 @@
+"""DraftBridge's client, and under `draftbridge.v1` the contract's messages and stubs.
+
+>>> from draftbridge import Client
+>>> with Client("localhost:50050") as client:
+...     print(client.generate("The capital of France is", max_tokens=8).text)
+"""
+
+from draftbridge.client import AsyncClient, Client, Event, Generation
+from draftbridge.errors import CallError
+
+__all__ = ["AsyncClient", "CallError", "Client", "Event", "Generation"]

@@ -1,0 +1,259 @@
+"""A client for the bridge, synchronous and asynchronous, over the stubs of the contract."""
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import grpc
+from grpc import aio
+
+from draftbridge.errors import CallError
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2, sampling_pb2
+
+Event: TypeAlias = bridge_pb2.GenerateStarted | bridge_pb2.GenerateDelta | bridge_pb2.GenerateFinished
+
+_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
+# For calls that only ask; a generation takes as long as it takes.
+_TIMEOUT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole generation: its text, the target's ids, and what the bridge said at its start and end."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    started: bridge_pb2.GenerateStarted
+    finished: bridge_pb2.GenerateFinished
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Generation":
+        """Put together from a stream's events."""
+        text: list[str] = []
+        ids: list[int] = []
+        started = finished = None
+        for event in events:
+            if isinstance(event, bridge_pb2.GenerateDelta):
+                text.append(event.text)
+                ids += event.token_ids
+            elif isinstance(event, bridge_pb2.GenerateStarted):
+                started = event
+            else:
+                finished = event
+        assert started is not None and finished is not None, "a stream that ends well has both"
+        return cls("".join(text), tuple(ids), started, finished)
+
+
+def generate_request(
+    prompt: str | None = None,
+    *,
+    messages: Sequence[Mapping[str, str]] | None = None,
+    token_ids: Sequence[int] | None = None,
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    logprobs: int | None = None,
+    target: str = "",
+    draft: str = "",
+    speculation: str = "auto",
+    num_assistant_tokens: int | None = None,
+    assistant_confidence_threshold: float | None = None,
+) -> bridge_pb2.GenerateRequest:
+    """The request that `generate` and `stream` send. Give one of `prompt`, `messages` and `token_ids`.
+
+    `messages`: mappings with "role" and "content". `speculation`: "auto", "off", "lockstep" or
+    "opportunistic". Raises `CallError` for a value that cannot be sent at all.
+    """
+    modes = bridge_pb2.Speculation.Mode
+    mode = f"MODE_{speculation.upper()}"
+    if mode not in modes.keys() or mode == "MODE_UNSPECIFIED":
+        raise _invalid("speculation", f"speculation must be auto, off, lockstep or opportunistic, got {speculation!r}")
+    try:
+        request = bridge_pb2.GenerateRequest(
+            sampling=sampling_pb2.SamplingParameters(
+                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+            ),
+            max_tokens=max_tokens,
+            stop=stop,
+            logprobs=logprobs,
+            target=target,
+            draft=draft,
+            speculation=bridge_pb2.Speculation(
+                mode=modes.Value(mode),
+                num_assistant_tokens=num_assistant_tokens,
+                assistant_confidence_threshold=assistant_confidence_threshold,
+            ),
+        )
+        if prompt is not None:
+            request.prompt = prompt
+        if messages is not None:
+            chat = [bridge_pb2.ChatMessage(role=one["role"], content=one["content"]) for one in messages]
+            request.chat.CopyFrom(bridge_pb2.Chat(messages=chat))
+        if token_ids is not None:
+            request.token_ids.CopyFrom(bridge_pb2.TokenIds(token_ids=token_ids))
+    except UnicodeEncodeError as error:
+        raise _invalid("prompt", f"the text is not valid Unicode ({error.reason}): remove lone surrogates") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise _invalid("request", f"a value does not fit its field ({error}): see generate_request's help") from error
+    return request
+
+
+def _invalid(field: str, message: str) -> CallError:
+    return CallError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", message, {"field": field})
+
+
+def _event(response: bridge_pb2.GenerateResponse) -> Event:
+    match response.WhichOneof("event"):
+        case "started":
+            return response.started
+        case "delta":
+            return response.delta
+        case _:
+            return response.finished
+
+
+def _translate_request(
+    text: str | None, token_ids: Sequence[int] | None, source: str, target: str
+) -> bridge_pb2.TranslateRequest:
+    if text is not None:
+        return bridge_pb2.TranslateRequest(text=text, source=source, target=target)
+    return bridge_pb2.TranslateRequest(
+        token_ids=bridge_pb2.TokenIds(token_ids=token_ids or ()), source=source, target=target
+    )
+
+
+class Client:
+    """Talks to the bridge at `address`, HOST:PORT. Use it as a context manager, or `close` it.
+
+    Every method raises `CallError`.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends running calls."""
+        self._channel.close()
+
+    def stream(self, prompt: str | None = None, **options: Any) -> Iterator[Event]:
+        """Events as they come: GenerateStarted, GenerateDelta..., GenerateFinished.
+
+        Options are those of `generate_request`. Leaving the iteration early cancels the generation.
+        """
+        call = self._stub.Generate(generate_request(prompt, **options))
+        try:
+            for response in call:
+                yield _event(response)
+        except grpc.RpcError as error:
+            raise CallError.from_rpc(error, self._address) from error
+        finally:
+            call.cancel()
+
+    def generate(self, prompt: str | None = None, **options: Any) -> Generation:
+        """The whole of it at once. Options are those of `generate_request`."""
+        return Generation.of(self.stream(prompt, **options))
+
+    def models(self) -> list[model_pb2.Model]:
+        """The models that the bridge reaches."""
+        return list(self._ask(self._stub.ListModels, bridge_pb2.ListModelsRequest()).models)
+
+    def pairs(self) -> list[bridge_pb2.Pair]:
+        """The pairs that the bridge can form, its own choice first."""
+        return list(self._ask(self._stub.ListPairs, bridge_pb2.ListPairsRequest()).pairs)
+
+    def status(self) -> bridge_pb2.GetStatusResponse:
+        """How the bridge is doing."""
+        answer: bridge_pb2.GetStatusResponse = self._ask(self._stub.GetStatus, bridge_pb2.GetStatusRequest())
+        return answer
+
+    def translate(
+        self, text: str | None = None, *, token_ids: Sequence[int] | None = None, source: str, target: str
+    ) -> bridge_pb2.TranslateResponse:
+        """A text, or ids of the model `source`, in the tokens of both models."""
+        request = _translate_request(text, token_ids, source, target)
+        answer: bridge_pb2.TranslateResponse = self._ask(self._stub.Translate, request)
+        return answer
+
+    def _ask(self, method: Any, request: Any) -> Any:
+        try:
+            return method(request, timeout=_TIMEOUT_SECONDS)
+        except grpc.RpcError as error:
+            raise CallError.from_rpc(error, self._address) from error
+
+
+class AsyncClient:
+    """The same as `Client`, for asyncio."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._channel = aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends running calls."""
+        await self._channel.close()
+
+    async def stream(self, prompt: str | None = None, **options: Any) -> AsyncIterator[Event]:
+        """See `Client.stream`."""
+        call = self._stub.Generate(generate_request(prompt, **options))
+        try:
+            async for response in call:
+                yield _event(response)
+        except aio.AioRpcError as error:
+            raise CallError.from_rpc(error, self._address) from error
+        finally:
+            call.cancel()
+
+    async def generate(self, prompt: str | None = None, **options: Any) -> Generation:
+        """See `Client.generate`."""
+        return Generation.of([event async for event in self.stream(prompt, **options)])
+
+    async def models(self) -> list[model_pb2.Model]:
+        """See `Client.models`."""
+        return list((await self._ask(self._stub.ListModels, bridge_pb2.ListModelsRequest())).models)
+
+    async def pairs(self) -> list[bridge_pb2.Pair]:
+        """See `Client.pairs`."""
+        return list((await self._ask(self._stub.ListPairs, bridge_pb2.ListPairsRequest())).pairs)
+
+    async def status(self) -> bridge_pb2.GetStatusResponse:
+        """See `Client.status`."""
+        answer: bridge_pb2.GetStatusResponse = await self._ask(self._stub.GetStatus, bridge_pb2.GetStatusRequest())
+        return answer
+
+    async def translate(
+        self, text: str | None = None, *, token_ids: Sequence[int] | None = None, source: str, target: str
+    ) -> bridge_pb2.TranslateResponse:
+        """See `Client.translate`."""
+        request = _translate_request(text, token_ids, source, target)
+        answer: bridge_pb2.TranslateResponse = await self._ask(self._stub.Translate, request)
+        return answer
+
+    async def _ask(self, method: Any, request: Any) -> Any:
+        try:
+            return await method(request, timeout=_TIMEOUT_SECONDS)
+        except aio.AioRpcError as error:
+            raise CallError.from_rpc(error, self._address) from error

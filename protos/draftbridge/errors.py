@@ -1,0 +1,55 @@
+"""What went wrong in a call, as the server says it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+@dataclass(frozen=True)
+class ErrorReport:
+    """An error's text, and the reason and metadata of its ErrorInfo."""
+
+    message: str
+    reason: str
+    metadata: Mapping[str, str]
+
+
+def read_report(trailing_metadata: Any) -> ErrorReport | None:
+    """The report in a failed call's trailing metadata, if there is one."""
+    for key, value in trailing_metadata or ():
+        if key == _DETAILS_KEY:
+            status = status_pb2.Status.FromString(value)
+            for detail in status.details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info):
+                    return ErrorReport(status.message, info.reason, dict(info.metadata))
+    return None
+
+
+class CallError(Exception):
+    """A call failed. The text names the remedy; `reason` is the machine's word for what went wrong."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, message: str, metadata: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.metadata = metadata
+
+    @classmethod
+    def from_rpc(cls, error: Any, address: str) -> "CallError":
+        """From a `grpc.RpcError`, synchronous or not."""
+        code = error.code()
+        if report := read_report(error.trailing_metadata()):
+            return cls(code, report.reason, report.message, report.metadata)
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            message = f"nothing answers at {address}: check the address and that a bridge is running there"
+            return cls(code, "SERVICE_UNREACHABLE", message, {"address": address})
+        if code is grpc.StatusCode.UNIMPLEMENTED:
+            message = f"{address} is no bridge: give the address that `draftbridge bridge` or `up` prints"
+            return cls(code, "NOT_A_BRIDGE", message, {"address": address})
+        return cls(code, code.name, f"{address}: {error.details()}", {"address": address})

@@ -1,0 +1,116 @@
+"""Draft and target at the other end of a gRPC stream: the ports of `bridge`, spoken over the wire."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+from draftbridge.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from grpc import aio
+
+from bridge.models import Model
+from bridge.ports import Candidates, Grant, Pass, Proposal, Run, Sync
+from bridge.sampling import SamplingParameters
+from services import wire
+from services.status import from_rpc_error
+
+
+class _Stream:
+    """One bidirectional call. Writing to a call that has failed is silent: reading tells why it failed."""
+
+    def __init__(self, call: "aio.StreamStreamCall[Any, Any]", address: str) -> None:
+        self._call = call
+        self._address = address
+
+    async def write(self, message: Any) -> None:
+        # A call that is over raises InvalidStateError, one that breaks in this moment AioRpcError.
+        with suppress(aio.AioRpcError, asyncio.InvalidStateError):
+            await self._call.write(message)
+
+    async def read(self) -> AsyncIterator[Any]:
+        try:
+            async for message in self._call:
+                yield message
+        except aio.AioRpcError as error:
+            raise from_rpc_error(error, self._address) from error
+
+    def close(self) -> None:
+        self._call.cancel()
+
+
+class RemoteDrafter:
+    """Implements `bridge.ports.Drafter`."""
+
+    def __init__(
+        self, channel: aio.Channel, address: str, model: Model, sampling: SamplingParameters, seed: int
+    ) -> None:
+        self._stream = _Stream(draft_pb2_grpc.DraftServiceStub(channel).Draft(), address)
+        self._opening: draft_pb2.DraftRequest | None = draft_pb2.DraftRequest(
+            open=draft_pb2.DraftOpen(
+                sampling=wire.write_sampling(wire.truncation(sampling)), seed=seed, model=model.name
+            )
+        )
+
+    async def sync(self, sync: Sync) -> None:
+        """See `Drafter`."""
+        if self._opening is not None:
+            await self._stream.write(self._opening)
+            self._opening = None
+        await self._stream.write(wire.write_sync(sync))
+
+    async def grant(self, epoch: int, credit: int) -> None:
+        """See `Drafter`."""
+        await self._stream.write(draft_pb2.DraftRequest(grant=draft_pb2.DraftGrant(epoch=epoch, credit=credit)))
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        """See `Drafter`."""
+        async for message in self._stream.read():
+            yield wire.read_proposal(message)
+
+    def close(self) -> None:
+        """Ends the stream, and with it the session at the other end."""
+        self._stream.close()
+
+
+class RemoteVerifier:
+    """Implements `bridge.ports.Verifier`."""
+
+    def __init__(
+        self,
+        channel: aio.Channel,
+        address: str,
+        model: Model,
+        sampling: SamplingParameters,
+        seed: int,
+        logprobs: int | None,
+    ) -> None:
+        self._stream = _Stream(target_pb2_grpc.TargetServiceStub(channel).Verify(), address)
+        self._opening: target_pb2.VerifyRequest | None = target_pb2.VerifyRequest(
+            open=target_pb2.VerifyOpen(
+                sampling=wire.write_sampling(sampling), seed=seed, model=model.name, logprobs=logprobs
+            )
+        )
+
+    async def run(self, run: Run) -> None:
+        """See `Verifier`."""
+        if self._opening is not None:
+            await self._stream.write(self._opening)
+            self._opening = None
+        await self._stream.write(wire.write_run(run))
+
+    async def candidates(self, candidates: Candidates) -> None:
+        """See `Verifier`."""
+        await self._stream.write(wire.write_candidates(candidates))
+
+    async def grant(self, grant: Grant) -> None:
+        """See `Verifier`."""
+        await self._stream.write(wire.write_grant(grant))
+
+    async def passes(self) -> AsyncIterator[Pass]:
+        """See `Verifier`."""
+        async for message in self._stream.read():
+            yield wire.read_pass(message)
+
+    def close(self) -> None:
+        """Ends the stream, and with it the session at the other end."""
+        self._stream.close()

@@ -1,0 +1,224 @@
+"""BridgeService: requests to `bridge.generation`, its results to responses."""
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, closing
+from time import perf_counter_ns
+from typing import Any
+
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
+from grpc import aio
+
+from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
+from bridge.generation import Delta, Finished, Request, Started, check, generate
+from bridge.policy import Mode, SpeculationParameters
+from bridge.templates import Message
+from bridge.vocabulary import Vocabulary
+from services import wire
+from services.bridge.remote import RemoteDrafter, RemoteVerifier
+from services.bridge.zoo import Zoo
+from services.version import VERSION
+
+
+class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
+    """What applications talk to. gRPC asks for these method names."""
+
+    def __init__(self, zoo: Zoo) -> None:
+        self._zoo = zoo
+        self._started_ns = perf_counter_ns()
+        self._active = self._finished = self._failed = 0
+
+    async def Generate(  # noqa: N802
+        self, request: bridge_pb2.GenerateRequest, context: "aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[bridge_pb2.GenerateResponse]:
+        """See the contract."""
+        self._active += 1
+        finished = False
+        try:
+            async for response in self._generate(request):
+                finished |= response.WhichOneof("event") == "finished"
+                yield response
+        finally:
+            self._active -= 1
+            self._finished += finished
+            self._failed += not finished
+
+    async def _generate(self, message: bridge_pb2.GenerateRequest) -> AsyncIterator[bridge_pb2.GenerateResponse]:
+        request = _read_request(message)
+        check(request)
+        target = self._zoo.target(message.target)
+        off = request.speculation.mode is Mode.OFF
+        draft = None if off else self._zoo.draft(message.draft)
+        with ExitStack() as stack:
+            verifier = stack.enter_context(
+                closing(
+                    RemoteVerifier(
+                        target.channel,
+                        target.address,
+                        target.model,
+                        request.sampling,
+                        request.seed,
+                        request.logprobs,
+                    )
+                )
+            )
+            drafter = None
+            if draft is not None:
+                drafter = stack.enter_context(
+                    closing(RemoteDrafter(draft.channel, draft.address, draft.model, request.sampling, request.seed))
+                )
+            draft_model = draft.model if draft else None
+            async for event in generate(request, target.model, verifier, draft_model, drafter):
+                match event:
+                    case Started(prompt_token_count):
+                        yield bridge_pb2.GenerateResponse(
+                            started=bridge_pb2.GenerateStarted(
+                                target=target.model.name,
+                                draft=draft_model.name if draft_model else "",
+                                seed=request.seed,
+                                prompt_token_count=prompt_token_count,
+                            )
+                        )
+                    case Delta():
+                        yield bridge_pb2.GenerateResponse(
+                            delta=bridge_pb2.GenerateDelta(
+                                text=event.text,
+                                token_ids=event.token_ids,
+                                logprobs=wire.write_logprobs(event.logprobs),
+                            )
+                        )
+                    case Finished():
+                        yield bridge_pb2.GenerateResponse(finished=_write_finished(event))
+
+    async def GetStatus(  # noqa: N802
+        self, request: bridge_pb2.GetStatusRequest, context: "aio.ServicerContext[Any, Any]"
+    ) -> bridge_pb2.GetStatusResponse:
+        """See the contract."""
+        endpoints = []
+        for endpoint in self._zoo.endpoints:
+            problem = await self._zoo.check(endpoint)
+            endpoints.append(
+                bridge_pb2.Endpoint(
+                    address=endpoint.address, role=endpoint.role, reachable=not problem, problem=problem
+                )
+            )
+        return bridge_pb2.GetStatusResponse(
+            version=VERSION,
+            uptime_ns=perf_counter_ns() - self._started_ns,
+            active_count=self._active,
+            finished_count=self._finished,
+            failed_count=self._failed,
+            endpoints=endpoints,
+        )
+
+    async def ListModels(  # noqa: N802
+        self, request: bridge_pb2.ListModelsRequest, context: "aio.ServicerContext[Any, Any]"
+    ) -> bridge_pb2.ListModelsResponse:
+        """See the contract."""
+        by_address = {endpoint.address: endpoint.description for endpoint in self._zoo.endpoints}
+        return bridge_pb2.ListModelsResponse(models=by_address.values())
+
+    async def ListPairs(  # noqa: N802
+        self, request: bridge_pb2.ListPairsRequest, context: "aio.ServicerContext[Any, Any]"
+    ) -> bridge_pb2.ListPairsResponse:
+        """See the contract."""
+        return bridge_pb2.ListPairsResponse(
+            pairs=[
+                bridge_pb2.Pair(
+                    target=target.model.name,
+                    draft=draft.model.name,
+                    same_tokenizer=target.model.vocabulary.sha256 == draft.model.vocabulary.sha256,
+                )
+                for target in self._zoo.of_role(model_pb2.ROLE_TARGET)
+                for draft in self._zoo.of_role(model_pb2.ROLE_DRAFT)
+            ]
+        )
+
+    async def Translate(  # noqa: N802
+        self, request: bridge_pb2.TranslateRequest, context: "aio.ServicerContext[Any, Any]"
+    ) -> bridge_pb2.TranslateResponse:
+        """See the contract."""
+        source = self._zoo.model(request.source).vocabulary
+        target = self._zoo.model(request.target).vocabulary
+        match request.WhichOneof("input"):
+            case "text":
+                source_ids = source.pieces(request.text.encode()).ids
+                data = request.text.encode()
+            case "token_ids":
+                source_ids = list(request.token_ids.token_ids)
+                for id_ in source_ids:
+                    if id_ >= source.size:
+                        raise TokenOutOfRange(id_, source.size, request.source)
+                data = source.spell(source_ids)
+            case _:
+                raise InvalidField("input", "a text or token ids", "neither")
+        return bridge_pb2.TranslateResponse(
+            source_tokens=_spans(source, source_ids), target_tokens=_spans(target, target.pieces(data).ids)
+        )
+
+
+def _spans(vocabulary: Vocabulary, ids: list[int]) -> list[bridge_pb2.TokenSpan]:
+    spans, offset = [], 0
+    for id_ in ids:
+        data = vocabulary.token_bytes(id_)
+        spans.append(bridge_pb2.TokenSpan(token_id=id_, byte_offset=offset, data=data))
+        offset += len(data)
+    return spans
+
+
+def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
+    input_: str | tuple[Message, ...] | tuple[int, ...]
+    match message.WhichOneof("input"):
+        case "prompt":
+            input_ = message.prompt
+        case "chat":
+            input_ = tuple(Message(one.role, one.content) for one in message.chat.messages)
+        case "token_ids":
+            input_ = tuple(message.token_ids.token_ids)
+        case _:
+            raise EmptyPrompt
+    speculation = message.speculation
+    assistant_tokens = speculation.num_assistant_tokens if speculation.HasField("num_assistant_tokens") else None
+    return Request(
+        input=input_,
+        sampling=wire.read_sampling(message.sampling),
+        seed=message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(64),
+        max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
+        stop=tuple(message.stop),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        speculation=SpeculationParameters(
+            mode=wire.read_mode(speculation.mode),
+            num_assistant_tokens=assistant_tokens,
+            assistant_confidence_threshold=speculation.assistant_confidence_threshold,
+        ),
+    )
+
+
+def _write_finished(event: Finished) -> bridge_pb2.GenerateFinished:
+    statistics = event.statistics
+    return bridge_pb2.GenerateFinished(
+        finish_reason=wire.write_finish_reason(event.finish_reason),
+        usage=bridge_pb2.Usage(
+            prompt_token_count=event.prompt_token_count,
+            generated_token_count=event.generated_token_count,
+            cached_token_count=statistics.cached_token_count,
+        ),
+        speculation=bridge_pb2.SpeculationStatistics(
+            mode=wire.write_mode(event.mode),
+            target_pass_count=statistics.target_pass_count,
+            num_drafts=statistics.num_drafts,
+            num_draft_tokens=statistics.num_draft_tokens,
+            num_accepted_tokens=statistics.num_accepted_tokens,
+            num_accepted_tokens_per_position=statistics.num_accepted_tokens_per_position,
+            accepted_byte_count=statistics.accepted_byte_count,
+            generated_byte_count=event.generated_byte_count,
+            proposed_token_count=statistics.proposed_token_count,
+            elapsed_ns=event.elapsed_ns,
+            first_token_ns=event.first_token_ns,
+            verify_ns=statistics.verify_ns,
+            draft_ns=statistics.draft_ns,
+            translate_ns=statistics.translate_ns,
+            waited_ns=statistics.waited_ns,
+            note=statistics.note,
+        ),
+    )

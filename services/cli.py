@@ -1,0 +1,290 @@
+"""The command `draftbridge`."""
+
+import json
+import logging
+import os
+import sys
+from typing import Annotated, Any, NoReturn
+
+import typer
+from draftbridge import CallError, Client, Event
+from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
+from rich.console import Console
+from rich.table import Table
+
+from bridge.errors import DraftBridgeError, InvalidField
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Speculative decoding across tokenizers, processes and machines.\n\n"
+    "[bold]up[/] starts a target, a draft and a bridge; [bold]generate[/] asks a bridge for text. To spread them over "
+    "machines, run [bold]serve[/] where the models are and [bold]bridge[/] near the target.",
+)
+
+_out = Console()
+_err = Console(stderr=True)
+
+DEFAULT_TARGET = "gemma-3-270m"
+DEFAULT_DRAFT = "smollm2-135m-instruct"
+DEFAULT_SERVER = "127.0.0.1:50050"
+
+_MODEL_HELP = "A built-in name (gemma-3-270m, smollm2-135m-instruct), a directory, a GGUF file, or a Hugging Face id."
+Hidden = Annotated[bool, typer.Option(hidden=True)]
+
+
+def _report(text: str) -> None:
+    _err.print(f"[dim]{text}[/]")
+
+
+def _announce(address: str) -> None:
+    from services.processes import READY
+
+    print(f"{READY}{address}", flush=True)
+
+
+@app.command()
+def pull(model: Annotated[str, typer.Argument(help=_MODEL_HELP)]) -> None:
+    """Fetch a model and convert it if need be, so that serving it starts at once. Prints where it lies."""
+    from services.model.store import resolve
+
+    print(resolve(model, _report))
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help=_MODEL_HELP)],
+    role: Annotated[str, typer.Option(help="What to serve it as: draft, target or both.")] = "both",
+    listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one and prints it.")] = "127.0.0.1:50051",
+    name: Annotated[str, typer.Option(help="Name to serve it under; its own if empty.")] = "",
+    engine: Annotated[str, typer.Option(help="What runs it: torch.")] = "torch",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
+    dtype: Annotated[
+        str,
+        typer.Option(help="auto, float32, bfloat16 or float16; auto takes bfloat16 where the device computes in it."),
+    ] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; unset uses all cores.")] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Sequences held at a time.")] = 8,
+    until_stdin_closes: Hidden = False,
+) -> None:
+    """Serve one model until stopped."""
+    from services.launch import Dtype, EngineName, ModelServerConfig, Role, run_model_server
+
+    config = ModelServerConfig(
+        model=model,
+        role=_one_of(Role, "role", role),
+        listen=listen,
+        name=name,
+        engine=_one_of(EngineName, "engine", engine),
+        device=device,
+        dtype=_one_of(Dtype, "dtype", dtype),
+        threads=threads,
+        slots=slots,
+        until_stdin_closes=until_stdin_closes,
+    )
+    run_model_server(config, _report, _announce)
+
+
+@app.command()
+def bridge(
+    target: Annotated[list[str], typer.Option(help="HOST:PORT of a target service; may be given several times.")],
+    draft: Annotated[
+        list[str] | None, typer.Option(help="HOST:PORT of a draft service; may be given several times, or not at all.")
+    ] = None,
+    listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one and prints it.")] = DEFAULT_SERVER,
+    connect_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each model service.")] = 10.0,
+    until_stdin_closes: Hidden = False,
+) -> None:
+    """Run a bridge between model services until stopped."""
+    from services.launch import BridgeServerConfig, run_bridge_server
+
+    config = BridgeServerConfig(tuple(target), tuple(draft or ()), listen, connect_timeout, until_stdin_closes)
+    run_bridge_server(config, _announce)
+
+
+@app.command()
+def up(
+    target: Annotated[str, typer.Option(help=f"The model whose text you want. {_MODEL_HELP}")] = DEFAULT_TARGET,
+    draft: Annotated[str, typer.Option(help="The model that guesses ahead of it; as for --target.")] = DEFAULT_DRAFT,
+    listen: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_SERVER,
+    dtype: Annotated[str, typer.Option(help="As for serve, for both.")] = "auto",
+) -> None:
+    """Start a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
+    import signal
+    import threading
+
+    from services.model.store import resolve
+    from services.processes import fleet
+
+    stopped = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    for model in (target, draft):
+        resolve(model, _report)
+    threads = str(max(1, (os.cpu_count() or 1) // 2))
+    options = ("--listen", "127.0.0.1:0", "--dtype", dtype, "--threads", threads)
+    try:
+        with fleet(target, draft, listen=listen, target_options=options, draft_options=options) as running:
+            print(f"target  {target} at {running.target}")
+            print(f"draft   {draft} at {running.draft}")
+            _announce(running.bridge)
+            _err.print(
+                f'[dim]try: draftbridge generate "Once upon a time" --server {running.bridge}    stop: Ctrl-C[/]'
+            )
+            while not stopped.wait(0.5):
+                for name, process in running.processes.items():
+                    if process.poll() is not None and name != "draft":
+                        _fail(f"the {name} has ended; its own message is above")
+    except KeyboardInterrupt:
+        pass
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, what the user says.")],
+    server: Annotated[str, typer.Option(help="HOST:PORT of a bridge.")] = DEFAULT_SERVER,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Sample from this much of the probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text; unset draws one.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Take the prompt as a chat message, by the models' templates.")
+    ] = False,
+    speculation: Annotated[str, typer.Option(help="off, lockstep, opportunistic or auto.")] = "auto",
+    target: Annotated[str, typer.Option(help="Name of the target, if the bridge has several.")] = "",
+    draft: Annotated[str, typer.Option(help="Name of the draft, if the bridge has several.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
+) -> None:
+    """Ask a bridge for text, and print it as it comes."""
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop or (),
+        "speculation": speculation,
+        "target": target,
+        "draft": draft,
+    }
+    if chat:
+        options["messages"] = [{"role": "user", "content": prompt}]
+    with Client(server) as client:
+        for event in client.stream(None if chat else prompt, **options):
+            if as_json:
+                print(json.dumps(_as_dict(event), ensure_ascii=False), flush=True)
+            elif isinstance(event, bridge_pb2.GenerateDelta):
+                print(event.text, end="", flush=True)
+            elif isinstance(event, bridge_pb2.GenerateFinished):
+                print()
+                _err.print(f"[dim]{_summary(event)}[/]", highlight=False)
+
+
+@app.command()
+def models(server: Annotated[str, typer.Option(help="HOST:PORT of a bridge.")] = DEFAULT_SERVER) -> None:
+    """List the models that a bridge reaches, and the built-in ones."""
+    from services.model.store import BUILT_IN
+
+    with Client(server) as client:
+        found = client.models()
+    table = Table("model", "role", "engine", "device", "dtype", "context", "vocabulary", "tokenizer", title=server)
+    for model in found:
+        role = model_pb2.Role.Name(model.role).removeprefix("ROLE_").lower()
+        table.add_row(
+            model.name, role, model.engine, model.device, model.dtype, str(model.context_length),
+            str(model.vocabulary_size), model.tokenizer_sha256[:8],
+        )  # fmt: skip
+    _out.print(table)
+    _err.print(f"[dim]built in, for pull, serve and up: {', '.join(BUILT_IN)}[/]", highlight=False)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 64,
+) -> None:
+    """Start everything with the default pair, generate once with the draft and once without, and compare."""
+    from services.demo import run
+
+    run(_out, prompt, max_tokens, DEFAULT_TARGET, DEFAULT_DRAFT, _report)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from services.version import VERSION
+
+    print(VERSION)
+
+
+def _one_of(kind: Any, option: str, value: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        raise InvalidField(f"--{option}", f"one of {', '.join(kind)}", repr(value)) from None
+
+
+def _as_dict(event: Event) -> dict[str, Any]:
+    match event:
+        case bridge_pb2.GenerateStarted():
+            return {
+                "event": "started",
+                "target": event.target,
+                "draft": event.draft,
+                "seed": event.seed,
+                "prompt_token_count": event.prompt_token_count,
+            }
+        case bridge_pb2.GenerateDelta():
+            return {"event": "delta", "text": event.text, "token_ids": list(event.token_ids)}
+        case _:
+            usage, speculation = event.usage, event.speculation
+            return {
+                "event": "finished",
+                "finish_reason": sampling_pb2.FinishReason.Name(event.finish_reason),
+                "usage": {field.name: getattr(usage, field.name) for field in usage.DESCRIPTOR.fields},
+                "speculation": {
+                    field.name: list(value) if field.name.endswith("per_position") else value
+                    for field in speculation.DESCRIPTOR.fields
+                    for value in [getattr(speculation, field.name)]
+                },
+            }
+
+
+def _summary(event: bridge_pb2.GenerateFinished) -> str:
+    usage, speculation = event.usage, event.speculation
+    seconds = speculation.elapsed_ns / 1e9
+    text = f"{usage.generated_token_count} tokens in {seconds:.2f} s, {speculation.target_pass_count} target passes"
+    if speculation.num_draft_tokens:
+        text += f", {speculation.num_accepted_tokens} of {speculation.num_draft_tokens} candidates accepted"
+    return f"{text}; {speculation.note}" if speculation.note else text
+
+
+def _fail(message: str) -> NoReturn:
+    _err.print(f"[bold red]error:[/] {message}", highlight=False, markup=True, soft_wrap=True)
+    raise SystemExit(1)
+
+
+def main() -> None:
+    """The command's entry: errors of ours become a message and exit status 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # The library's progress bars and advice are not ours to show.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        app()
+    except (DraftBridgeError, CallError) as error:
+        from rich.markup import escape
+
+        _fail(escape(str(error)))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our output has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

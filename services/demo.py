@@ -1,0 +1,81 @@
+"""The first impression: the default pair, with and without its draft, side by side."""
+
+import os
+from collections.abc import Callable
+
+from draftbridge import Client, Generation
+from draftbridge.v1 import bridge_pb2
+from rich.console import Console
+from rich.table import Table
+
+from services.model.store import resolve
+from services.processes import fleet
+
+PROMPT = (
+    "A suspension bridge carries its deck on cables. The main cables run over two towers and are anchored at both "
+    "ends. Hangers connect the main cables to the deck. The advantages of a suspension bridge are"
+)
+
+
+def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str, report: Callable[[str], None]) -> None:
+    """Starts three processes, prints the text as it comes and a table, and stops the processes."""
+    prompt = prompt or PROMPT
+    for model in (target, draft):
+        resolve(model, report)
+    report("starting a target, a draft and a bridge")
+    threads = str(max(1, (os.cpu_count() or 1) // 2))
+    options = ("--listen", "127.0.0.1:0", "--threads", threads)
+    with (
+        # float32, so that the two texts below can be compared byte for byte.
+        fleet(target, draft, target_options=(*options, "--dtype", "float32"), draft_options=options) as running,
+        Client(running.bridge) as client,
+    ):
+        report(f"target {target} at {running.target}, draft {draft} at {running.draft}, bridge at {running.bridge}")
+        for mode in ("off", "auto"):  # the first call of each is slower and tells nothing
+            client.generate(prompt, max_tokens=4, speculation=mode)
+        console.print()
+        console.print(prompt, style="dim", end="", soft_wrap=True, markup=False, highlight=False)
+        together = _stream(console, client, prompt, max_tokens)
+        console.print()
+        alone = client.generate(prompt, max_tokens=max_tokens, speculation="off")
+    console.print()
+    console.print(_table(together, alone, target, draft))
+    if together.text == alone.text:
+        console.print("The two texts are the same, byte for byte.")
+    else:
+        console.print("[bold red]The two texts differ. That is a bug: please report it with the prompt.[/]")
+
+
+def _stream(console: Console, client: Client, prompt: str, max_tokens: int) -> Generation:
+    events = []
+    for event in client.stream(prompt, max_tokens=max_tokens):
+        if isinstance(event, bridge_pb2.GenerateDelta):
+            console.print(event.text, end="", soft_wrap=True, markup=False, highlight=False)
+        events.append(event)
+    return Generation.of(events)
+
+
+def _table(together: Generation, alone: Generation, target: str, draft: str) -> Table:
+    table = Table("", "tokens", "target passes", "accepted tokens", "accepted bytes", "time", "speed", "ratio")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    reference = _speed(alone)
+    for label, result in ((f"{target} + {draft}", together), (f"{target} alone", alone)):
+        usage, speculation = result.finished.usage, result.finished.speculation
+        accepted = speculation.num_draft_tokens > 0
+        table.add_row(
+            label,
+            str(usage.generated_token_count),
+            str(speculation.target_pass_count),
+            f"{speculation.num_accepted_tokens} of {speculation.num_draft_tokens}" if accepted else "-",
+            f"{speculation.accepted_byte_count} of {speculation.generated_byte_count}" if accepted else "-",
+            f"{speculation.elapsed_ns / 1e9:.2f} s",
+            f"{_speed(result):.1f} tok/s",
+            f"{_speed(result) / reference:.2f}x",
+        )
+    return table
+
+
+def _speed(result: Generation) -> float:
+    finished = result.finished
+    return float(finished.usage.generated_token_count / (finished.speculation.elapsed_ns / 1e9))

@@ -1,0 +1,1 @@
+"""A model's weights and KV cache: ids in, logits out. Knows nothing of gRPC, text or sampling."""

@@ -1,0 +1,95 @@
+"""A model directory, read: who the model is and what its tokenizer is."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import UnusableModel
+from bridge.models import Model, SpecialIds
+from bridge.vocabulary import Vocabulary
+from services.engine.engine import Engine
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model server tells of itself beside its weights."""
+
+    tokenizer_json: bytes
+    vocabulary: Vocabulary
+    special_ids: SpecialIds
+    chat_template: str
+    revision: str
+
+    def describe(self, name: str, engine: Engine) -> Model:
+        """The model as bridge and sessions know it."""
+        return Model(
+            name=name,
+            context_length=engine.context_length,
+            vocabulary_size=engine.vocabulary_size,
+            vocabulary=self.vocabulary,
+            special_ids=self.special_ids,
+            chat_template=self.chat_template,
+        )
+
+
+def read_model_files(directory: Path) -> ModelFiles:
+    """Reads everything but the weights. Raises `UnusableModel` or `TokenizerNotUnderstood`."""
+    tokenizer_json = (directory / "tokenizer.json").read_bytes()
+    vocabulary = Vocabulary(tokenizer_json)
+    settings = _json(directory / "tokenizer_config.json")
+    return ModelFiles(
+        tokenizer_json=tokenizer_json,
+        vocabulary=vocabulary,
+        special_ids=_special_ids(directory, vocabulary, settings),
+        chat_template=_chat_template(directory, settings),
+        revision=_fingerprint(directory),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UnusableModel(f"{path} is no JSON ({error}): save the model again with save_pretrained") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _special_ids(directory: Path, vocabulary: Vocabulary, settings: dict[str, Any]) -> SpecialIds:
+    """From the tokenizer's settings, and the ends of text that generation stops at besides."""
+
+    def written(key: str) -> int | None:
+        token = settings.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        return vocabulary.control_id(text) if isinstance(text, str) else None
+
+    config, generation = _json(directory / "config.json"), _json(directory / "generation_config.json")
+    ends = [written("eos_token")]
+    for source in (generation, config):
+        named = source.get("eos_token_id")
+        ends += named if isinstance(named, list) else [named]
+    eos = tuple(dict.fromkeys(id_ for id_ in ends if isinstance(id_, int)))
+    return SpecialIds(bos=written("bos_token"), eos=eos, pad=written("pad_token"))
+
+
+def _chat_template(directory: Path, settings: dict[str, Any]) -> str:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    template = settings.get("chat_template") or ""
+    if isinstance(template, list):
+        template = next((one["template"] for one in template if one.get("name") == "default"), "")
+    return str(template)
+
+
+def _fingerprint(directory: Path) -> str:
+    """Changes when a weights file is replaced; reading gigabytes to be surer would take too long."""
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,52 @@
+"""ModelService: who the model is, and its tokenizer."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from draftbridge.v1 import model_pb2, model_pb2_grpc
+from grpc import aio
+
+from services.model.host import LoadedModel
+
+_CHUNK_BYTES = 1 << 20
+
+
+class ModelServicer(model_pb2_grpc.ModelServiceServicer):
+    """Describes a loaded model. gRPC asks for these method names."""
+
+    def __init__(self, loaded: LoadedModel, role: model_pb2.Role.ValueType) -> None:
+        model, engine = loaded.model, loaded.engine
+        self._tokenizer_json = loaded.files.tokenizer_json
+        self._model = model_pb2.Model(
+            name=model.name,
+            revision=loaded.files.revision,
+            role=role,
+            engine=engine.name,
+            device=engine.device,
+            dtype=engine.dtype,
+            context_length=model.context_length,
+            vocabulary_size=model.vocabulary_size,
+            tokenizer_sha256=model.vocabulary.sha256,
+            special_ids=model_pb2.SpecialIds(
+                bos=model.special_ids.bos, eos=model.special_ids.eos, pad=model.special_ids.pad
+            ),
+            chat_template=model.chat_template,
+            slot_count=engine.slot_count,
+        )
+
+    async def GetModel(  # noqa: N802
+        self, request: model_pb2.GetModelRequest, context: "aio.ServicerContext[Any, Any]"
+    ) -> model_pb2.GetModelResponse:
+        """See the contract."""
+        return model_pb2.GetModelResponse(model=self._model)
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: model_pb2.GetTokenizerRequest, context: "aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[model_pb2.GetTokenizerResponse]:
+        """See the contract."""
+        data = self._tokenizer_json
+        for start in range(0, len(data), _CHUNK_BYTES):
+            last = start + _CHUNK_BYTES >= len(data)
+            yield model_pb2.GetTokenizerResponse(
+                chunk=data[start : start + _CHUNK_BYTES], sha256=self._model.tokenizer_sha256 if last else None
+            )

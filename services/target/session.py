@@ -1,0 +1,196 @@
+"""A target's side of one stream: decodes under credit, and takes candidates along when they come in time."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+from bridge.errors import BaseMismatch, PromptTooLong, ProtocolViolation
+from bridge.models import Model
+from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Run
+from bridge.sampling import Choice, Logits, Sampler
+from bridge.translation import common_prefix_length
+from services.engine.sequence import CachedSequence, Host, check_ids
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    choices: list[Choice]
+    ended: bool
+
+
+class TargetSession:
+    """Implements `bridge.ports.Verifier` over a model in this process.
+
+    What it is told waits in an inbox; `passes` reads it between forwards, and runs them.
+    """
+
+    def __init__(self, model: Model, host: Host, sampler: Sampler) -> None:
+        self._model = model
+        self._sampler = sampler
+        self._sequence = CachedSequence(host)
+        self._inbox: deque[Run | Candidates | Grant] = deque()
+        self._news = asyncio.Event()
+        self._pending: list[int] = []
+        self._credit = 0
+        self._patience_us = 0
+        self._width = 0
+        self._offset = 0
+        self._empty_tokens = 0
+        self._go = False  # an empty offer came: do not wait before the next forward
+        self._prefilled = False
+
+    async def run(self, run: Run) -> None:
+        """See `VerifyRun`."""
+        self._tell(run)
+
+    async def candidates(self, candidates: Candidates) -> None:
+        """See `VerifyCandidates`."""
+        self._tell(candidates)
+
+    async def grant(self, grant: Grant) -> None:
+        """See `VerifyGrant`."""
+        self._tell(grant)
+
+    async def passes(self) -> AsyncIterator[Pass]:
+        """One for each forward that yielded tokens.
+
+        Raises `BaseMismatch`, `TokenOutOfRange`, `PromptTooLong` or `ProtocolViolation` for a bad message,
+        `SlotsExhausted` or `EngineFailure`.
+        """
+        while True:
+            self._read()
+            if self._credit == 0:
+                await self._news.wait()
+                continue
+            waited_ns = await self._wait_for_candidates()
+            if self._credit and (result := await self._forward(waited_ns)):
+                yield result
+
+    def _tell(self, message: Run | Candidates | Grant) -> None:
+        self._inbox.append(message)
+        self._news.set()
+
+    def _read(self) -> None:
+        """Takes over what came; only between forwards, which read the ids."""
+        while self._inbox:
+            match self._inbox.popleft():
+                case Run() as run:
+                    self._begin(run)
+                case Candidates() as candidates:
+                    self._take(candidates)
+                case Grant() as grant:
+                    self._credit += grant.credit
+                    self._patience_us = self._patience_us if grant.patience_us is None else grant.patience_us
+                    self._width = self._width if grant.width is None else grant.width
+        self._news.clear()
+
+    def _begin(self, run: Run) -> None:
+        held = len(self._sequence.ids)
+        if run.base_token_count > held:
+            raise BaseMismatch(run.base_token_count, held)
+        length = run.base_token_count + len(run.token_ids)
+        if length == 0:
+            raise ProtocolViolation("a run needs at least one token: send the prompt's ids")
+        if length >= self._model.context_length:
+            raise PromptTooLong(length, self._model.context_length, self._model.name)
+        check_ids(run.token_ids, self._model)
+        self._sequence.replace(run.base_token_count, run.token_ids)
+        self._pending.clear()
+        self._go = False
+        self._credit, self._patience_us, self._width = run.credit, run.patience_us, run.width
+        self._offset, self._empty_tokens = run.byte_offset, run.empty_token_count
+
+    def _take(self, candidates: Candidates) -> None:
+        """Keeps what continues the sequence; all of it is dropped if it disagrees or leaves a gap."""
+        check_ids(candidates.token_ids, self._model)
+        ids = candidates.token_ids
+        start = candidates.base_token_count - len(self._sequence.ids)
+        if start < 0:
+            had = self._sequence.ids[start:]
+            if common_prefix_length(had, ids) < min(len(had), len(ids)):
+                return
+            ids, start = ids[-start:], 0
+        if start <= len(self._pending):
+            self._pending[start:] = ids
+            self._go |= not candidates.token_ids
+
+    def close(self) -> None:
+        """Frees the slot."""
+        self._sequence.close()
+
+    async def _wait_for_candidates(self) -> int:
+        """Waits for candidates as long as patience says; nanoseconds waited."""
+        started = perf_counter_ns()
+        # The first forward reads the whole prompt: that gives the draft all the time that it needs.
+        while self._prefilled and self._credit and not self._pending and not self._go:
+            left_ns = started + self._patience_us * 1000 - perf_counter_ns()
+            if left_ns <= 0:
+                break
+            try:
+                async with asyncio.timeout(left_ns / 1e9):
+                    await self._news.wait()
+            except TimeoutError:
+                break
+            self._read()
+        self._go = False
+        return perf_counter_ns() - started
+
+    async def _forward(self, waited_ns: int) -> Pass | None:
+        sequence = self._sequence
+        base = len(sequence.ids)
+        room = min(self._width, self._credit - 1, self._model.context_length - base - 1)
+        extra = tuple(self._pending[: max(room, 0)])
+        offset, empty = self._offset, self._empty_tokens
+        done = await sequence.forward(extra, lambda logits: self._verify(logits, extra, offset, empty))
+        if any(isinstance(message, Run) for message in self._inbox):
+            return None  # it is of a sequence that is no longer wanted
+        verdict = done.value
+        ids = tuple(choice.token_id for choice in verdict.choices)
+        accepted = common_prefix_length(extra, ids)
+        sequence.accept(ids, accepted)
+        cached, self._prefilled = 0 if self._prefilled else sequence.cached_token_count, True
+        agreed = common_prefix_length(self._pending, ids) == len(ids)
+        self._pending = self._pending[len(ids) :] if agreed else []
+        self._credit -= len(ids)
+        for id_ in ids:
+            data = self._model.vocabulary.token_bytes(id_)
+            self._offset += len(data)
+            self._empty_tokens = 0 if data else self._empty_tokens + 1
+        finish_reason = None
+        if verdict.ended:
+            finish_reason = FinishReason.STOP
+        elif len(sequence.ids) >= self._model.context_length:
+            finish_reason = FinishReason.CONTEXT_FULL
+        if finish_reason is not None:
+            self._credit = 0
+        return Pass(
+            base_token_count=base,
+            token_ids=ids,
+            accepted_token_count=accepted,
+            candidate_token_count=len(extra),
+            logprobs=tuple(
+                Logprob(choice.logprob, choice.top_logprobs) for choice in verdict.choices if choice.logprob is not None
+            ),
+            finish_reason=finish_reason,
+            cached_token_count=cached,
+            queue_ns=done.queue_ns,
+            forward_ns=done.forward_ns,
+            waited_ns=waited_ns,
+        )
+
+    def _verify(self, logits: Logits, extra: tuple[int, ...], offset: int, empty: int) -> _Verdict:
+        """Chooses the target's own token at each position, as long as candidates agree; logits [1 + extra, ids]."""
+        choices: list[Choice] = []
+        for position, row in enumerate(logits):
+            choice = self._sampler.choose(row, offset, empty)
+            choices.append(choice)
+            if choice.token_id in self._model.special_ids.eos:
+                return _Verdict(choices, ended=True)
+            if position == len(extra) or choice.token_id != extra[position]:
+                break
+            data = self._model.vocabulary.token_bytes(choice.token_id)
+            offset += len(data)
+            empty = 0 if data else empty + 1
+        return _Verdict(choices, ended=False)

@@ -1,0 +1,5 @@
+"""The version, in one place: the package's metadata."""
+
+from importlib.metadata import version
+
+VERSION = version("draftbridge")

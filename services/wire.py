@@ -1,0 +1,238 @@
+"""Between the contract's messages and the values of `bridge`. Protocol buffers go no further than here."""
+
+from collections.abc import Sequence
+
+from draftbridge.v1 import bridge_pb2, draft_pb2, model_pb2, sampling_pb2, target_pb2
+
+from bridge.errors import InvalidField
+from bridge.models import Model, SpecialIds
+from bridge.policy import Mode
+from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
+from bridge.sampling import SamplingParameters
+from bridge.vocabulary import Vocabulary
+
+_FINISH = {
+    FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CONTEXT_FULL: sampling_pb2.FINISH_REASON_CONTEXT_FULL,
+}
+_FINISHED = {number: reason for reason, number in _FINISH.items()}
+
+_MODES = {
+    bridge_pb2.Speculation.MODE_UNSPECIFIED: Mode.AUTO,
+    bridge_pb2.Speculation.MODE_AUTO: Mode.AUTO,
+    bridge_pb2.Speculation.MODE_OFF: Mode.OFF,
+    bridge_pb2.Speculation.MODE_LOCKSTEP: Mode.LOCKSTEP,
+    bridge_pb2.Speculation.MODE_OPPORTUNISTIC: Mode.OPPORTUNISTIC,
+}
+_MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}
+
+
+def read_sampling(message: sampling_pb2.SamplingParameters) -> SamplingParameters:
+    """Unset fields stay None."""
+
+    def optional(field: str) -> float | None:
+        return float(getattr(message, field)) if message.HasField(field) else None  # type: ignore[arg-type]
+
+    return SamplingParameters(
+        temperature=message.temperature,
+        top_k=message.top_k if message.HasField("top_k") else None,
+        top_p=optional("top_p"),
+        min_p=optional("min_p"),
+        repetition_penalty=optional("repetition_penalty"),
+        presence_penalty=optional("presence_penalty"),
+        frequency_penalty=optional("frequency_penalty"),
+        logit_bias=dict(message.logit_bias),
+    )
+
+
+def write_sampling(parameters: SamplingParameters) -> sampling_pb2.SamplingParameters:
+    """The inverse of `read_sampling`."""
+    return sampling_pb2.SamplingParameters(
+        temperature=parameters.temperature,
+        top_k=parameters.top_k,
+        top_p=parameters.top_p,
+        min_p=parameters.min_p,
+        repetition_penalty=parameters.repetition_penalty,
+        presence_penalty=parameters.presence_penalty,
+        frequency_penalty=parameters.frequency_penalty,
+        logit_bias=parameters.logit_bias,
+    )
+
+
+def truncation(parameters: SamplingParameters) -> SamplingParameters:
+    """What of the request's sampling a draft shares: temperature and truncation, nothing about single ids."""
+    return SamplingParameters(
+        temperature=parameters.temperature,
+        top_k=parameters.top_k,
+        top_p=parameters.top_p,
+        min_p=parameters.min_p,
+    )
+
+
+def read_mode(number: int) -> Mode:
+    """Raises `InvalidField` for a number that the contract has no name for."""
+    for known, mode in _MODES.items():
+        if known == number:
+            return mode
+    names = ", ".join(name for name in bridge_pb2.Speculation.Mode.keys())
+    raise InvalidField("speculation.mode", f"one of {names}", number)
+
+
+def write_mode(mode: Mode) -> bridge_pb2.Speculation.Mode.ValueType:
+    return _MODE_NUMBERS[mode]
+
+
+def read_model(message: model_pb2.Model, vocabulary: Vocabulary) -> Model:
+    ids = message.special_ids
+    return Model(
+        name=message.name,
+        context_length=message.context_length,
+        vocabulary_size=message.vocabulary_size,
+        vocabulary=vocabulary,
+        special_ids=SpecialIds(
+            bos=ids.bos if ids.HasField("bos") else None,
+            eos=tuple(ids.eos),
+            pad=ids.pad if ids.HasField("pad") else None,
+        ),
+        chat_template=message.chat_template,
+    )
+
+
+def read_sync(message: draft_pb2.DraftSync) -> Sync:
+    return Sync(message.epoch, message.keep_token_count, tuple(message.token_ids), message.byte_offset, message.credit)
+
+
+def write_sync(sync: Sync) -> draft_pb2.DraftRequest:
+    return draft_pb2.DraftRequest(
+        sync=draft_pb2.DraftSync(
+            epoch=sync.epoch,
+            keep_token_count=sync.keep_token_count,
+            token_ids=sync.token_ids,
+            byte_offset=sync.byte_offset,
+            credit=sync.credit,
+        )
+    )
+
+
+def read_proposal(message: draft_pb2.DraftResponse) -> Proposal:
+    return Proposal(
+        epoch=message.epoch,
+        token_ids=tuple(message.token_ids),
+        confidence=tuple(message.confidence),
+        done=message.done,
+        cached_token_count=message.cached_token_count,
+        queue_ns=message.queue_ns,
+        forward_ns=message.forward_ns,
+    )
+
+
+def write_proposal(proposal: Proposal) -> draft_pb2.DraftResponse:
+    return draft_pb2.DraftResponse(
+        epoch=proposal.epoch,
+        token_ids=proposal.token_ids,
+        confidence=proposal.confidence,
+        done=proposal.done,
+        cached_token_count=proposal.cached_token_count,
+        queue_ns=proposal.queue_ns,
+        forward_ns=proposal.forward_ns,
+    )
+
+
+def read_run(message: target_pb2.VerifyRun) -> Run:
+    return Run(
+        base_token_count=message.base_token_count,
+        token_ids=tuple(message.token_ids),
+        byte_offset=message.byte_offset,
+        empty_token_count=message.empty_token_count,
+        credit=message.credit,
+        patience_us=message.patience_us,
+        width=message.width,
+    )
+
+
+def write_run(run: Run) -> target_pb2.VerifyRequest:
+    return target_pb2.VerifyRequest(
+        run=target_pb2.VerifyRun(
+            base_token_count=run.base_token_count,
+            token_ids=run.token_ids,
+            byte_offset=run.byte_offset,
+            empty_token_count=run.empty_token_count,
+            credit=run.credit,
+            patience_us=run.patience_us,
+            width=run.width,
+        )
+    )
+
+
+def read_candidates(message: target_pb2.VerifyCandidates) -> Candidates:
+    return Candidates(message.base_token_count, tuple(message.token_ids))
+
+
+def write_candidates(candidates: Candidates) -> target_pb2.VerifyRequest:
+    return target_pb2.VerifyRequest(
+        candidates=target_pb2.VerifyCandidates(
+            base_token_count=candidates.base_token_count, token_ids=candidates.token_ids
+        )
+    )
+
+
+def read_grant(message: target_pb2.VerifyGrant) -> Grant:
+    return Grant(
+        credit=message.credit,
+        patience_us=message.patience_us if message.HasField("patience_us") else None,
+        width=message.width if message.HasField("width") else None,
+    )
+
+
+def write_grant(grant: Grant) -> target_pb2.VerifyRequest:
+    return target_pb2.VerifyRequest(
+        grant=target_pb2.VerifyGrant(credit=grant.credit, patience_us=grant.patience_us, width=grant.width)
+    )
+
+
+def read_pass(message: target_pb2.VerifyResponse) -> Pass:
+    return Pass(
+        base_token_count=message.base_token_count,
+        token_ids=tuple(message.token_ids),
+        accepted_token_count=message.accepted_token_count,
+        candidate_token_count=message.candidate_token_count,
+        logprobs=tuple(
+            Logprob(one.logprob, tuple((top.token_id, top.logprob) for top in one.top_logprobs))
+            for one in message.logprobs
+        ),
+        finish_reason=_FINISHED.get(message.finish_reason),
+        cached_token_count=message.cached_token_count,
+        queue_ns=message.queue_ns,
+        forward_ns=message.forward_ns,
+        waited_ns=message.waited_ns,
+    )
+
+
+def write_pass(result: Pass) -> target_pb2.VerifyResponse:
+    return target_pb2.VerifyResponse(
+        base_token_count=result.base_token_count,
+        token_ids=result.token_ids,
+        accepted_token_count=result.accepted_token_count,
+        candidate_token_count=result.candidate_token_count,
+        logprobs=write_logprobs(result.logprobs),
+        finish_reason=write_finish_reason(result.finish_reason),
+        cached_token_count=result.cached_token_count,
+        queue_ns=result.queue_ns,
+        forward_ns=result.forward_ns,
+        waited_ns=result.waited_ns,
+    )
+
+
+def write_finish_reason(reason: FinishReason | None) -> sampling_pb2.FinishReason.ValueType:
+    return _FINISH[reason] if reason else sampling_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def write_logprobs(logprobs: Sequence[Logprob]) -> list[sampling_pb2.TokenLogprobs]:
+    return [
+        sampling_pb2.TokenLogprobs(
+            logprob=one.logprob,
+            top_logprobs=[sampling_pb2.TopLogprob(token_id=id_, logprob=logprob) for id_, logprob in one.top],
+        )
+        for one in logprobs
+    ]
