@@ -91,7 +91,8 @@ def _render(vocabulary: Vocabulary, segments: Sequence[str], framed: bool) -> Re
         # A tokenizer that closes every text with its end-of-text would end the prompt.
         while count > 1 and encoding.special_tokens_mask[count - 1] and encoding.offsets[count - 1] == (0, 0):
             count -= 1
-        last = max((i for i in range(count) if encoding.ids[i] in vocabulary.special), default=-1)
+        control = vocabulary.special - {vocabulary.unknown}
+        last = max((i for i in range(count) if encoding.ids[i] in control), default=-1)
         if last >= 0:
             head = len(ids) + last + 1
             text = segment[encoding.offsets[last][1] :].encode()

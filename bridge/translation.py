@@ -75,11 +75,15 @@ class DraftContext:
         index = bisect_right(self._ends, self._consumed - _LOOKAHEAD_BYTES) - 1
         while index >= 0:
             end = self._ends[index]
-            between_spaces = self._text[end - 1] in _SPACE and self._text[end] in _SPACE
-            if end > 0 and self._seams[index] and not between_spaces:
+            if end > 0 and self._seams[index] and self._splits_at(end):
                 return index + 1, end
             index -= 1
         return 0, 0
+
+    def _splits_at(self, offset: int) -> bool:
+        """Not inside a character, and not inside white space, where pre-tokenizers look far ahead."""
+        before, after = self._text[offset - 1], self._text[offset]
+        return after & 0xC0 != 0x80 and not (before in _SPACE and after in _SPACE)
 
     def _encode_from(self, count: int, start: int) -> None:
         whole = self._whole and start == 0

@@ -108,12 +108,24 @@ def _without_dummy_prefix(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _local(part: Component) -> bool:
+    """Whether a pre-tokenizer looks at no more than one character to split there."""
+    match part["type"]:
+        case "Metaspace":
+            return True
+        case "ByteLevel":
+            return not part.get("use_regex", True)
+        case "Split":
+            return len(part["pattern"].get("String", "..")) == 1
+    return False
+
+
 @dataclass(frozen=True)
 class Pieces:
     """Consecutive tokens that spell `consumed` bytes of what was encoded.
 
-    `exact`: the tokens' bytes are exactly the bytes given. `seams[i]`: the text behind token i is
-    split off before the model sees it, so that what stands there has no part in token i.
+    `exact`: the tokens' bytes are exactly the bytes given. `seams[i]`: what stands on the two sides of the
+    end of token i has no part in how the other is encoded.
     """
 
     ids: list[int]
@@ -156,6 +168,9 @@ class Vocabulary:
         added = self._whole.get_added_tokens_decoder()
         self.special = frozenset(id_ for id_, token in added.items() if token.special)
         written = {id_: token for token, id_ in self._whole.get_vocab(with_added_tokens=True).items()}
+        # Stands for whatever it stands for: no control token, though files mark it as one.
+        unknown = spec["model"].get("unk_token") or spec["model"].get("unk_id")
+        self.unknown = self._whole.token_to_id(unknown) if isinstance(unknown, str) else unknown
         self.size = max(written, default=-1) + 1
         self._bytes: list[bytes | None] = [None] * self.size
         for id_, token in written.items():
@@ -165,7 +180,7 @@ class Vocabulary:
                 self._bytes[id_] = token.encode()
             else:
                 self._bytes[id_] = _spell(token, decoder)
-        self._splits_words = any(True for _ in components(spec.get("pre_tokenizer")))
+        self._splits_by_context = any(not _local(part) for part in components(spec.get("pre_tokenizer")))
 
     @staticmethod
     def _decoder(spec: dict[str, Any]) -> list[Component]:
@@ -241,12 +256,14 @@ class Vocabulary:
         while position < len(data):
             text, bad = _valid_prefix(data[position:])
             if text:
-                encoding = self._plain_text(text, whole and position == 0)
-                spelled = self.spell(encoding.ids)
                 raw = text.encode()
-                exact &= spelled == raw or (whole and position == 0 and spelled == b" " + raw)
-                ids += encoding.ids
-                seams += self._seams(encoding)
+                first = whole and position == 0
+                spelled = b""
+                for part in self._plain(text, first):
+                    spelled += self.spell(part.ids)
+                    ids += part.ids
+                    seams += self._seams(part)
+                exact &= spelled == raw or (first and spelled == b" " + raw)
                 position += len(raw)
             if bad is None:
                 break
@@ -259,29 +276,40 @@ class Vocabulary:
                 position += 1
         return Pieces(ids, seams, position, exact)
 
-    def _plain_text(self, text: str, whole: bool) -> Encoding:
+    def _plain(self, text: str, whole: bool) -> list[Encoding]:
+        """Encodings that together say `text`, none of them with a control token."""
         tokenizer = self._whole if whole else self._middle
         tokenizer.encode_special_tokens = True
         try:
-            return tokenizer.encode(text, add_special_tokens=False)
+            encoding = tokenizer.encode(text, add_special_tokens=False)
         finally:
             tokenizer.encode_special_tokens = False
+        # Unigram models have control tokens among their pieces, and find them in the text all the same.
+        for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if id_ in self.special and id_ != self.unknown and end - start > 1:
+                before, after = text[: start + 1], text[start + 1 :]
+                return [*self._plain(before, whole), *self._plain(after, False)]
+        return [encoding]
 
     def _seams(self, encoding: Encoding) -> list[bool]:
-        words = encoding.word_ids
-        ids = encoding.ids
+        words, ids = encoding.word_ids, encoding.ids
         return [
-            index + 1 == len(ids) or words[index] != words[index + 1] or self.separable(ids[index], ids[index + 1])
+            index + 1 == len(ids) or words[index] != words[index + 1] or self._separable(ids[index], ids[index + 1])
             for index in range(len(ids))
         ]
 
-    def separable(self, left: int, right: int) -> bool:
-        """No token holds the bytes that meet here side by side, so the two can never become one."""
+    def _separable(self, left: int, right: int) -> bool:
+        """Inside a word: no token holds the bytes that meet here side by side, so the two never become one."""
+        if self._splits_by_context:
+            return False  # the rest of a word, taken by itself, may be split in another way
         before, after = self.token_bytes(left), self.token_bytes(right)
-        if not before or not after:
-            return True
-        # Inside a character everything may still change; ends of characters are what counts.
-        return (before[-1] << 8 | after[0]) not in self._neighbours
+        return not before or not after or (before[-1] << 8 | after[0]) not in self._neighbours
+
+    def warm(self) -> None:
+        """Computes now what the first use would."""
+        if not self._splits_by_context:
+            _ = self._neighbours
+        _ = self.byte_ids, self.control_texts
 
     @cached_property
     def _neighbours(self) -> frozenset[int]:

@@ -18,6 +18,8 @@ from services.status import from_rpc_error
 _ROLES = {model_pb2.ROLE_DRAFT: "draft", model_pb2.ROLE_TARGET: "target"}
 # A tokenizer.json of a quarter of a million ids has 33 MB.
 _TOKENIZER_LIMIT_BYTES = 256 << 20
+# Models in use keep theirs; this is for those that come back.
+_TOKENIZERS = 32
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Zoo:
         self._addresses = [(address, model_pb2.ROLE_TARGET) for address in targets]
         self._addresses += [(address, model_pb2.ROLE_DRAFT) for address in drafts]
         self._timeout = timeout
-        self._vocabularies: dict[str, Vocabulary] = {}
+        self._vocabularies: LRUCache[str, Vocabulary] = LRUCache(_TOKENIZERS)
         self.endpoints: list[Endpoint] = []
 
     async def connect(self) -> None:
@@ -120,7 +122,9 @@ class Zoo:
                     expected=sha256,
                     got=got,
                 )
-            self._vocabularies[sha256] = await asyncio.to_thread(Vocabulary, bytes(data))
+            vocabulary = await asyncio.to_thread(Vocabulary, bytes(data))
+            await asyncio.to_thread(vocabulary.warm)
+            self._vocabularies[sha256] = vocabulary
         return self._vocabularies[sha256]
 
     async def check(self, endpoint: Endpoint) -> str:

@@ -1,0 +1,64 @@
+"""Chats: each model's own template, and nothing that a message could forge."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.errors import InvalidField, UnusableModel
+from bridge.templates import Message, render_chat, render_text
+from tests.tiny import EXACT_KINDS, SPECIALS, vocabulary
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<turn>{{ message['role'] }}\n{{ message['content'] | trim }}<eos>\n"
+    "{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+)
+CONTROL = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+CONTENT = st.lists(
+    st.one_of(st.sampled_from([*SPECIALS, "<tu", "rn>", "<", "<eo", "s>", "<<eos>eos>", "\ufdd0"]), st.text(max_size=4))
+).map("".join)
+
+
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+@given(contents=st.lists(CONTENT, min_size=1, max_size=3), role=CONTENT)
+def test_no_content_can_close_a_turn_or_open_one(kind: str, contents: list[str], role: str) -> None:
+    words = vocabulary(kind)
+    messages = [Message(role, content) for content in contents]
+    rendering = render_chat(words, TEMPLATE, messages, CONTROL)
+    control = [id_ for id_ in rendering.ids if id_ in words.special]
+    # One beginning of text, each message opened and closed once, and the assistant's turn opened.
+    assert control == [1, *[3, 2] * len(messages), 3]
+    assert words.spell(rendering.ids).endswith(b"assistant\n")
+    for content in contents:
+        assert content.strip().encode() in words.spell(rendering.ids)
+
+
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+def test_an_honest_chat_has_the_ids_of_its_rendered_text(kind: str) -> None:
+    words = vocabulary(kind)
+    rendering = render_chat(words, TEMPLATE, [Message("user", "the dog")], CONTROL)
+    assert list(rendering.ids) == words.encode("<bos><turn>user\nthe dog<eos>\n<turn>assistant\n", whole=True).ids
+    assert rendering.text == b"assistant\n"
+    assert rendering.ids[len(rendering.head) - 1] == 3
+
+
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+def test_a_model_without_a_template_gets_a_transcript(kind: str) -> None:
+    words = vocabulary(kind)
+    rendering = render_chat(words, "", [Message("user", "hello <eos>")], CONTROL)
+    assert words.spell(rendering.ids).lstrip(b" ") == b"User: hello <eos>\n\nAssistant:"
+    assert 2 not in rendering.ids
+
+
+def test_a_template_can_refuse_a_chat_and_cannot_reach_out() -> None:
+    words = vocabulary("byte_level")
+    with pytest.raises(InvalidField, match="only one"):
+        render_chat(words, "{{ raise_exception('only one') }}", [Message("user", "x")], CONTROL)
+    with pytest.raises(UnusableModel):
+        render_chat(words, "{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", [Message("user", "x")], CONTROL)
+
+
+def test_control_tokens_in_a_prompt_are_understood() -> None:
+    words = vocabulary("byte_level")
+    rendering = render_text(words, "<turn>user\nhi")
+    assert rendering.ids[0] == 3
+    assert rendering.text == b"user\nhi"
