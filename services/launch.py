@@ -87,8 +87,9 @@ def run_model_server(config: ModelServerConfig, report: OnStart, on_start: OnSta
     directory = resolve(config.model, report)
 
     async def serve() -> None:
+        server = Server(config.listen)
         loaded = load(directory, config.name or default_name(config.model), _engine(config, directory))
-        server = Server(_registrations(loaded, config.role), config.listen, lambda: loaded.host.scheduler.alive)
+        server.register(_registrations(loaded, config.role), lambda: loaded.host.scheduler.alive)
         await server.run_until_stopped(on_start, stop=_stdin_closed(config.until_stdin_closes))
         loaded.host.scheduler.close()
 
@@ -101,10 +102,11 @@ def run_bridge_server(config: BridgeServerConfig, on_start: OnStart) -> None:
     async def serve() -> None:
         zoo = Zoo(config.targets, config.drafts, config.connect_timeout)
         try:
+            server = Server(config.listen)
             await zoo.connect()
             descriptor = bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"]
             add = bridge_pb2_grpc.add_BridgeServiceServicer_to_server
-            server = Server([(add, BridgeServicer(zoo), descriptor)], config.listen)
+            server.register([(add, BridgeServicer(zoo), descriptor)])
             await server.run_until_stopped(on_start, stop=_stdin_closed(config.until_stdin_closes))
         finally:
             await zoo.close()

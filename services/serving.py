@@ -20,16 +20,14 @@ Registration = tuple[Callable[[Any, Any], None], Any, ServiceDescriptor]
 
 
 class Server:
-    """Serves `registrations` (add function, servicer, descriptor) at `listen`, HOST:PORT; port 0 takes a free one.
+    """Takes the port at `listen`, HOST:PORT, at once (port 0: a free one); answers once it has been started.
 
-    `alive` is asked every second; while it says no, health says NOT_SERVING.
+    `alive` is asked every second; while it says no, health says NOT_SERVING. Raises `InvalidField` or `PortTaken`.
     """
 
-    def __init__(
-        self, registrations: Sequence[Registration], listen: str, alive: Callable[[], bool] = lambda: True
-    ) -> None:
-        self._names = [descriptor.full_name for _, _, descriptor in registrations]
-        self._alive = alive
+    def __init__(self, listen: str) -> None:
+        self._names: list[str] = []
+        self._alive: Callable[[], bool] = lambda: True
         self._server = aio.server(
             interceptors=[StatusInterceptor()],
             options=[
@@ -39,11 +37,6 @@ class Server:
                 ("grpc.max_send_message_length", 64 << 20),
             ],
         )
-        for add, servicer, _ in registrations:
-            add(servicer, self._server)
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         host, _, port = listen.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
             raise InvalidField("listen", "HOST:PORT with a port from 0 to 65535", listen)
@@ -54,6 +47,16 @@ class Server:
         if bound == 0:
             raise PortTaken(listen)
         self.address = f"{host}:{bound}"
+
+    def register(self, registrations: Sequence[Registration], alive: Callable[[], bool] = lambda: True) -> None:
+        """Adds services (add function, servicer, descriptor), before `start`."""
+        for add, servicer, descriptor in registrations:
+            add(servicer, self._server)
+            self._names.append(descriptor.full_name)
+        self._alive = alive
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
 
     async def start(self) -> None:
         """Begins to answer."""

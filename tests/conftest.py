@@ -1,7 +1,11 @@
-"""Settings for the whole suite."""
+"""Settings for the whole suite, and a running fleet of tiny models."""
 
+import json
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # Nothing may reach for a hub.
@@ -10,3 +14,55 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("here")
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<turn>{{ message['role'] }}\n{{ message['content'] }}<eos>\n"
+    "{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
+)
+
+
+def save_tiny_model(directory: Path, kind: str, seed: int) -> Path:
+    """A random Llama with one of the tiny tokenizers, as a directory that can be served."""
+    import torch
+    import transformers
+
+    from tests.tiny import tokenizer_json, vocabulary
+
+    torch.manual_seed(seed)
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary(kind).size + 8,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.3,
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    (directory / "tokenizer.json").write_bytes(tokenizer_json(kind))
+    special = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(special | {"chat_template": CHAT_TEMPLATE}))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Directories of a target and a draft with different tokenizers."""
+    root = tmp_path_factory.mktemp("models")
+    return (
+        save_tiny_model(root / "tiny-target", "sentencepiece", 0),
+        save_tiny_model(root / "tiny-draft", "byte_level", 1),
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_fleet(tiny_models: tuple[Path, Path]) -> Iterator["object"]:
+    """Target, draft and bridge as real processes."""
+    from services.processes import fleet
+
+    options = ("--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1", "--slots", "3")
+    target, draft = (str(path) for path in tiny_models)
+    with fleet(target, draft, target_options=options, draft_options=options) as running:
+        yield running

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import grpc
+from cachetools import LRUCache
 from draftbridge.v1 import model_pb2, model_pb2_grpc
 from grpc import aio
 

