@@ -5,16 +5,14 @@ from collections.abc import Callable
 
 from draftbridge import Client, Generation
 from draftbridge.v1 import bridge_pb2
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from services.model.store import resolve
 from services.processes import fleet
 
-PROMPT = (
-    "A suspension bridge carries its deck on cables. The main cables run over two towers and are anchored at both "
-    "ends. Hangers connect the main cables to the deck. The advantages of a suspension bridge are"
-)
+PROMPT = "The planets of the solar system, in order from the Sun, are"
 
 
 def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str, report: Callable[[str], None]) -> None:
@@ -42,6 +40,10 @@ def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str,
     console.print(_table(together, alone, target, draft))
     if together.text == alone.text:
         console.print("The two texts are the same, byte for byte.")
+        console.print(
+            f"[dim]float32 target, {threads} of {os.cpu_count()} cores for each model; a target alone could have all. "
+            "Times vary from run to run.[/]"
+        )
     else:
         console.print("[bold red]The two texts differ. That is a bug: please report it with the prompt.[/]")
 
@@ -56,23 +58,22 @@ def _stream(console: Console, client: Client, prompt: str, max_tokens: int) -> G
 
 
 def _table(together: Generation, alone: Generation, target: str, draft: str) -> Table:
-    table = Table("", "tokens", "target passes", "accepted tokens", "accepted bytes", "time", "speed", "ratio")
+    table = Table("", f"{target}\n+ {draft}", f"{target}\nalone", box=box.SIMPLE_HEAD)
+    runs = [(run.finished.usage, run.finished.speculation) for run in (together, alone)]
+    reference = _speed(alone)
+
+    def row(label: str, of: Callable[[bridge_pb2.Usage, bridge_pb2.SpeculationStatistics], str]) -> None:
+        table.add_row(label, *(of(usage, speculation) for usage, speculation in runs))
+
+    row("tokens", lambda usage, _: str(usage.generated_token_count))
+    row("target passes", lambda _, did: str(did.target_pass_count))
+    row("accepted tokens", lambda _, did: f"{did.num_accepted_tokens} of {did.num_draft_tokens} candidates")
+    row("accepted bytes", lambda _, did: f"{did.accepted_byte_count} of {did.generated_byte_count} generated")
+    row("time", lambda _, did: f"{did.elapsed_ns / 1e9:.2f} s")
+    table.add_row("speed", *(f"{_speed(run):.1f} tokens/s" for run in (together, alone)))
+    table.add_row("ratio", *(f"{_speed(run) / reference:.2f}" for run in (together, alone)))
     for column in table.columns[1:]:
         column.justify = "right"
-    reference = _speed(alone)
-    for label, result in ((f"{target} + {draft}", together), (f"{target} alone", alone)):
-        usage, speculation = result.finished.usage, result.finished.speculation
-        accepted = speculation.num_draft_tokens > 0
-        table.add_row(
-            label,
-            str(usage.generated_token_count),
-            str(speculation.target_pass_count),
-            f"{speculation.num_accepted_tokens} of {speculation.num_draft_tokens}" if accepted else "-",
-            f"{speculation.accepted_byte_count} of {speculation.generated_byte_count}" if accepted else "-",
-            f"{speculation.elapsed_ns / 1e9:.2f} s",
-            f"{_speed(result):.1f} tok/s",
-            f"{_speed(result) / reference:.2f}x",
-        )
     return table
 
 
