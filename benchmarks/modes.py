@@ -46,7 +46,9 @@ def main() -> None:
             client.generate(**given, max_tokens=2)  # the prompt is in everyone's cache from here on
             for mode in MODES:
                 results[mode].append(client.generate(**given, max_tokens=arguments.tokens, speculation=mode))
-    Console(width=100).print(_table(results, f"{target} <- {draft}, {arguments.dtype}, {arguments.threads} thread(s) each"))
+    Console(width=100).print(
+        _table(results, f"{target} <- {draft}, {arguments.dtype}, {arguments.threads} thread(s) each")
+    )
 
 
 def _seconds_per_token(result: Generation) -> float:

@@ -56,8 +56,11 @@ class Policy:
         """The most candidates in one forward. A token of the draft may be several of the target's."""
         return 4 * self.num_assistant_tokens
 
-    def learn(self, candidate_token_count: int, accepted_token_count: int) -> None:
+    def learn(self, candidate_token_count: int, accepted_token_count: int, waited_us: int) -> None:
         """Takes note of a pass."""
+        if self.lockstep and waited_us >= _LOCKSTEP_PATIENCE_US:
+            # The draft hangs. Waiting so long again and again would be worse than having none.
+            self.mode = Mode.OPPORTUNISTIC
         if self._adapt and self.lockstep and candidate_token_count:
             if accepted_token_count == candidate_token_count:
                 self.num_assistant_tokens = min(self.num_assistant_tokens + 2, 16)

@@ -62,13 +62,14 @@ class Speculation:
         self._model, self._tape, self._policy = model, tape, policy
         self._target, self._draft, self._lead = target, draft, lead
         self._offered: list[int] = []
+        self._patience_us = 0
         self.statistics = Statistics()
 
     async def run(self, max_tokens: int) -> AsyncGenerator[Pass, None]:
         """Yields the target's passes, each already committed to the tape, until it ends or has `max_tokens`."""
         tape, policy = self._tape, self._policy
-        patience = policy.patience_us if self._draft else 0
-        await self._target.run(Run(0, tuple(tape.ids), 0, 0, max_tokens, patience, policy.width))
+        self._patience_us = policy.patience_us if self._draft else 0
+        await self._target.run(Run(0, tuple(tape.ids), 0, 0, max_tokens, self._patience_us, policy.width))
         await self._send_draft_on(max_tokens)
         async with _merged(self._target, self._draft) as events:
             async for event in events:
@@ -96,7 +97,12 @@ class Speculation:
         credit = min(policy.num_assistant_tokens, remaining - 1)
         if credit == 0:
             await self._target.grant(Grant(patience_us=0))
-        elif policy.lockstep or not lead.runs_on(self._tape):
+            return
+        if policy.patience_us != self._patience_us:
+            self._patience_us = policy.patience_us
+            self.statistics.note = "the draft did not answer in time; the target no longer waits for it"
+            await self._target.grant(Grant(patience_us=self._patience_us))
+        if policy.lockstep or not lead.runs_on(self._tape):
             started = perf_counter_ns()
             sync = lead.sync(self._tape, credit)
             self.statistics.translate_ns += perf_counter_ns() - started
@@ -140,7 +146,7 @@ class Speculation:
         accepted = event.token_ids[: event.accepted_token_count]
         agrees = common_prefix_length(self._offered, event.token_ids) == len(event.token_ids)
         self._offered = self._offered[len(event.token_ids) :] if agrees else []
-        self._policy.learn(event.candidate_token_count, event.accepted_token_count)
+        self._policy.learn(event.candidate_token_count, event.accepted_token_count, event.waited_ns // 1000)
         if statistics.target_pass_count == 0:
             statistics.cached_token_count = event.cached_token_count
         statistics.target_pass_count += 1

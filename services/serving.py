@@ -33,6 +33,9 @@ class Server:
             options=[
                 # Without this a second process would silently share the port.
                 ("grpc.so_reuseport", 0),
+                # Bridges ask every 20 seconds whether we are still there, also while we think.
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.max_receive_message_length", 64 << 20),
                 ("grpc.max_send_message_length", 64 << 20),
             ],

@@ -297,3 +297,29 @@ async def test_padding_ids_are_never_chosen() -> None:
         request = Request(PROMPT, max_tokens=30)
         _, ids, _ = await _generate(model, engine, None, None, request, temperature)
         assert max(ids) < model.vocabulary.size
+
+
+class HangingDrafter:
+    """Takes everything and says nothing, as a stopped process does."""
+
+    async def sync(self, sync: Sync) -> None:
+        pass
+
+    async def grant(self, epoch: int, credit: int) -> None:
+        pass
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        await asyncio.Event().wait()
+        yield Proposal(0, (), ())
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+async def test_a_draft_that_hangs_is_waited_for_once(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.policy._LOCKSTEP_PATIENCE_US", 200_000)
+    target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
+    engine = tiny.HashEngine(target)
+    request = Request(PROMPT, max_tokens=40, speculation=SpeculationParameters(mode))
+    async with asyncio.timeout(3):
+        _, ids, finished = await _generate(target, engine, HangingDrafter(), draft, request, 0.0)
+    assert ids == _oracle(target, engine, 0.0, 40)
+    assert ("no longer waits" in finished.statistics.note) == (mode is Mode.LOCKSTEP)

@@ -16,16 +16,25 @@ from services.status import from_rpc_error
 
 
 class _Stream:
-    """One bidirectional call. Writing to a call that has failed is silent: reading tells why it failed."""
+    """One bidirectional call.
+
+    `send` never waits: a draft that hangs and takes nothing more must not hold up the target. Sending on a call
+    that has failed is silent; reading tells why it failed.
+    """
 
     def __init__(self, call: "aio.StreamStreamCall[Any, Any]", address: str) -> None:
         self._call = call
         self._address = address
+        self._outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._writer = asyncio.create_task(self._write())
 
-    async def write(self, message: Any) -> None:
-        # A call that is over raises InvalidStateError, one that breaks in this moment AioRpcError.
+    def send(self, message: Any) -> None:
+        self._outbox.put_nowait(message)
+
+    async def _write(self) -> None:
         with suppress(aio.AioRpcError, asyncio.InvalidStateError):
-            await self._call.write(message)
+            while True:
+                await self._call.write(await self._outbox.get())
 
     async def read(self) -> AsyncIterator[Any]:
         try:
@@ -35,6 +44,7 @@ class _Stream:
             raise from_rpc_error(error, self._address) from error
 
     def close(self) -> None:
+        self._writer.cancel()
         self._call.cancel()
 
 
@@ -45,22 +55,18 @@ class RemoteDrafter:
         self, channel: aio.Channel, address: str, model: Model, sampling: SamplingParameters, seed: int
     ) -> None:
         self._stream = _Stream(draft_pb2_grpc.DraftServiceStub(channel).Draft(), address)
-        self._opening: draft_pb2.DraftRequest | None = draft_pb2.DraftRequest(
-            open=draft_pb2.DraftOpen(
-                sampling=wire.write_sampling(wire.truncation(sampling)), seed=seed, model=model.name
-            )
+        opening = draft_pb2.DraftOpen(
+            sampling=wire.write_sampling(wire.truncation(sampling)), seed=seed, model=model.name
         )
+        self._stream.send(draft_pb2.DraftRequest(open=opening))
 
     async def sync(self, sync: Sync) -> None:
         """See `Drafter`."""
-        if self._opening is not None:
-            await self._stream.write(self._opening)
-            self._opening = None
-        await self._stream.write(wire.write_sync(sync))
+        self._stream.send(wire.write_sync(sync))
 
     async def grant(self, epoch: int, credit: int) -> None:
         """See `Drafter`."""
-        await self._stream.write(draft_pb2.DraftRequest(grant=draft_pb2.DraftGrant(epoch=epoch, credit=credit)))
+        self._stream.send(draft_pb2.DraftRequest(grant=draft_pb2.DraftGrant(epoch=epoch, credit=credit)))
 
     async def proposals(self) -> AsyncIterator[Proposal]:
         """See `Drafter`."""
@@ -85,26 +91,22 @@ class RemoteVerifier:
         logprobs: int | None,
     ) -> None:
         self._stream = _Stream(target_pb2_grpc.TargetServiceStub(channel).Verify(), address)
-        self._opening: target_pb2.VerifyRequest | None = target_pb2.VerifyRequest(
-            open=target_pb2.VerifyOpen(
-                sampling=wire.write_sampling(sampling), seed=seed, model=model.name, logprobs=logprobs
-            )
+        opening = target_pb2.VerifyOpen(
+            sampling=wire.write_sampling(sampling), seed=seed, model=model.name, logprobs=logprobs
         )
+        self._stream.send(target_pb2.VerifyRequest(open=opening))
 
     async def run(self, run: Run) -> None:
         """See `Verifier`."""
-        if self._opening is not None:
-            await self._stream.write(self._opening)
-            self._opening = None
-        await self._stream.write(wire.write_run(run))
+        self._stream.send(wire.write_run(run))
 
     async def candidates(self, candidates: Candidates) -> None:
         """See `Verifier`."""
-        await self._stream.write(wire.write_candidates(candidates))
+        self._stream.send(wire.write_candidates(candidates))
 
     async def grant(self, grant: Grant) -> None:
         """See `Verifier`."""
-        await self._stream.write(wire.write_grant(grant))
+        self._stream.send(wire.write_grant(grant))
 
     async def passes(self) -> AsyncIterator[Pass]:
         """See `Verifier`."""

@@ -149,6 +149,9 @@ def open_channel(address: str) -> aio.Channel:
         ("grpc.max_receive_message_length", 64 << 20),
         ("grpc.max_send_message_length", 64 << 20),
         ("grpc.enable_retries", 0),
+        # A machine that goes away without a word is noticed within half a minute.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 2000),
         # Two channels to one address would share a connection, and with it head-of-line blocking.

@@ -227,6 +227,7 @@ def _load(source: Path, dtype: torch.dtype) -> Any:
     name = "torch_dtype" if old else "dtype"
     options = {name: dtype, "local_files_only": os.path.isdir(source)}
     config = AutoConfig.from_pretrained(source)
+    _refuse_newer(config)
     _attention_kinds(config.get_text_config())
     try:
         return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="sdpa", **options)
@@ -234,6 +235,18 @@ def _load(source: Path, dtype: torch.dtype) -> Any:
         if "scaled_dot_product_attention" not in str(error):
             raise
         return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="eager", **options)
+
+
+def _refuse_newer(config: PretrainedConfig) -> None:
+    """An older major version reads a newer one's settings without a word, and misses some of them."""
+    saved = str(getattr(config, "transformers_version", None) or "0").split(".")[0]
+    if saved.isdigit() and int(saved) > int(transformers.__version__.split(".")[0]):
+        raise UnusableModel(
+            f"the model was saved by transformers {config.transformers_version}, this is {transformers.__version__}, "
+            "which would misread it: upgrade transformers, or let DRAFTBRIDGE_CACHE name an empty directory and "
+            "fetch the model again",
+            saved_by=config.transformers_version,
+        )
 
 
 def _device(name: str) -> torch.device:
