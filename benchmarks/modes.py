@@ -14,11 +14,11 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
-from draftbridge import Client, Generation
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from draftbridge import Client, Generation
 from services.cli import DEFAULT_DRAFT, DEFAULT_TARGET
 from services.processes import fleet
 

@@ -52,13 +52,16 @@ class Lead:
         for id_, confidence in zip(proposal.token_ids, proposal.confidence, strict=True):
             data = self._model.vocabulary.token_bytes(id_)
             self.ended = id_ in self._model.special_ids.eos
-            if self.ended or not data or confidence < self._threshold:
+            if self.ended or not data:
                 # A control token other than an end says nothing to another model.
                 self.closed = True
                 break
             self._held.append(id_)
             self._said += data
             self._ends.append(len(self._said))
+            if confidence < self._threshold:
+                self.closed = True
+                break
         self.closed |= proposal.done
         return True
 

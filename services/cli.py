@@ -7,12 +7,12 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 import typer
-from draftbridge import CallError, Client, Event
-from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
 from rich.console import Console
 from rich.table import Table
 
 from bridge.errors import DraftBridgeError, InvalidField
+from draftbridge import CallError, Client, Event
+from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
 
 app = typer.Typer(
     no_args_is_help=True,

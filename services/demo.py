@@ -3,12 +3,12 @@
 import os
 from collections.abc import Callable
 
-from draftbridge import Client, Generation
-from draftbridge.v1 import bridge_pb2
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from draftbridge import Client, Generation
+from draftbridge.v1 import bridge_pb2
 from services.model.store import resolve
 from services.processes import fleet
 

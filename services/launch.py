@@ -18,7 +18,6 @@ from draftbridge.v1 import (
     target_pb2,
     target_pb2_grpc,
 )
-
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.draft.servicer import DraftServicer

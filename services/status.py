@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
-from draftbridge.errors import read_report
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
@@ -17,6 +16,7 @@ from grpc import aio
 
 from bridge import errors
 from bridge.errors import DraftBridgeError
+from draftbridge.errors import read_report
 
 _log = logging.getLogger(__name__)
 

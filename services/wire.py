@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-from draftbridge.v1 import bridge_pb2, draft_pb2, model_pb2, sampling_pb2, target_pb2
-
 from bridge.errors import InvalidField
 from bridge.models import Model, SpecialIds
 from bridge.policy import Mode
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
 from bridge.sampling import SamplingParameters
 from bridge.vocabulary import Vocabulary
+from draftbridge.v1 import bridge_pb2, draft_pb2, model_pb2, sampling_pb2, target_pb2
 
 _FINISH = {
     FinishReason.STOP: sampling_pb2.FINISH_REASON_STOP,

@@ -323,3 +323,32 @@ async def test_a_draft_that_hangs_is_waited_for_once(mode: Mode, monkeypatch: py
         _, ids, finished = await _generate(target, engine, HangingDrafter(), draft, request, 0.0)
     assert ids == _oracle(target, engine, 0.0, 40)
     assert ("no longer waits" in finished.statistics.note) == (mode is Mode.LOCKSTEP)
+
+
+async def test_an_unsure_token_ends_the_drafts_turn() -> None:
+    model = tiny.model("byte_level")
+    engine = tiny.HashEngine(model)
+    proposed = {}
+    for threshold in (0.0, 0.99):
+        host = tiny.host(tiny.HashEngine(model))
+        speculation = SpeculationParameters(Mode.LOCKSTEP, 6, assistant_confidence_threshold=threshold)
+        request = Request(PROMPT, max_tokens=40, speculation=speculation)
+        with closing(DraftSession(model, host, tiny.sampler(model))) as session:
+            _, ids, finished = await _generate(model, engine, session, model, request, 0.0)
+        host.scheduler.close()
+        assert ids == _oracle(model, engine, 0.0, 40)
+        proposed[threshold] = finished.statistics.num_draft_tokens
+    assert 0 < proposed[0.99] < proposed[0.0]
+
+
+async def test_a_prompt_too_long_for_the_draft_goes_on_without_it() -> None:
+    target, draft = tiny.model("byte_level"), tiny.model("unigram", context_length=5)
+    engine = tiny.HashEngine(target)
+    host = tiny.host(tiny.HashEngine(draft))
+    request = Request(PROMPT, max_tokens=20, speculation=SpeculationParameters(Mode.LOCKSTEP))
+    with closing(DraftSession(draft, host, tiny.sampler(draft))) as session:
+        async with asyncio.timeout(4):  # an empty offer: the target does not wait
+            _, ids, finished = await _generate(target, engine, session, draft, request, 0.0)
+    host.scheduler.close()
+    assert ids == _oracle(target, engine, 0.0, 20)
+    assert finished.statistics.num_drafts == 0

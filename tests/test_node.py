@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from draftbridge import Client
 
+from draftbridge import Client
 from services.processes import Fleet
 
 HERE = Path(__file__).parent

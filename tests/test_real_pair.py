@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from draftbridge import Client, Generation
-from draftbridge.v1 import bridge_pb2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draftbridge import Client, Generation
+from draftbridge.v1 import bridge_pb2
 from services.model.store import resolve
 from services.processes import Fleet, fleet
 

@@ -6,6 +6,10 @@ from collections.abc import Callable
 
 import grpc
 import pytest
+from google.protobuf import descriptor_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
 from draftbridge import AsyncClient, CallError, Client
 from draftbridge.v1 import (
     bridge_pb2,
@@ -18,10 +22,6 @@ from draftbridge.v1 import (
     target_pb2,
     target_pb2_grpc,
 )
-from google.protobuf import descriptor_pb2
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
-
 from services.bridge.servicer import BridgeServicer
 from services.draft.servicer import DraftServicer
 from services.model.servicer import ModelServicer

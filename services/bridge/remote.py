@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from draftbridge.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from grpc import aio
 
 from bridge.models import Model
 from bridge.ports import Candidates, Grant, Pass, Proposal, Run, Sync
 from bridge.sampling import SamplingParameters
+from draftbridge.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from services import wire
 from services.status import from_rpc_error
 

@@ -6,7 +6,6 @@ from contextlib import ExitStack, closing
 from time import perf_counter_ns
 from typing import Any
 
-from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from grpc import aio
 
 from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
@@ -14,6 +13,7 @@ from bridge.generation import Delta, Finished, Request, Started, check, generate
 from bridge.policy import Mode, SpeculationParameters
 from bridge.templates import Message
 from bridge.vocabulary import Vocabulary
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services import wire
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
 from services.bridge.zoo import Zoo

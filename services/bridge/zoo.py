@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import grpc
 from cachetools import LRUCache
-from draftbridge.v1 import model_pb2, model_pb2_grpc
 from grpc import aio
 
 from bridge.errors import ChecksumMismatch, DraftBridgeError, ModelNotFound, RoleNotServed, Unreachable
 from bridge.models import Model
 from bridge.vocabulary import Vocabulary
+from draftbridge.v1 import model_pb2, model_pb2_grpc
 from services import wire
 from services.status import from_rpc_error
 

@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 from contextlib import closing
 from typing import Any
 
-from draftbridge.v1 import draft_pb2, draft_pb2_grpc
 from grpc import aio
 
 from bridge.errors import ProtocolViolation
+from draftbridge.v1 import draft_pb2, draft_pb2_grpc
 from services import wire
 from services.draft.session import DraftSession
 from services.model.host import LoadedModel

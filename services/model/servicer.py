@@ -3,9 +3,9 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-from draftbridge.v1 import model_pb2, model_pb2_grpc
 from grpc import aio
 
+from draftbridge.v1 import model_pb2, model_pb2_grpc
 from services.model.host import LoadedModel
 
 _CHUNK_BYTES = 1 << 20

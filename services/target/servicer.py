@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator
 from contextlib import closing
 from typing import Any
 
-from draftbridge.v1 import target_pb2, target_pb2_grpc
 from grpc import aio
 
 from bridge.errors import ProtocolViolation
+from draftbridge.v1 import target_pb2, target_pb2_grpc
 from services import wire
 from services.model.host import LoadedModel
 from services.streams import check_model, first_message, listening
