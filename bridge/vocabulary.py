@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
@@ -278,18 +279,26 @@ class Vocabulary:
 
     def _plain(self, text: str, whole: bool) -> list[Encoding]:
         """Encodings that together say `text`, none of them with a control token."""
+        encoding = self._encode_plain(text, whole)
+        if self.special.isdisjoint(encoding.ids) or not self._control_pattern.search(text):
+            return [encoding]
+        # Unigram models have control tokens among their pieces and find them in any text: cut each in two.
+        cuts = [0, *(match_.start() + 1 for match_ in self._control_pattern.finditer(text)), len(text)]
+        return [self._encode_plain(text[start:end], whole and start == 0) for start, end in pairwise(cuts)]
+
+    def _encode_plain(self, text: str, whole: bool) -> Encoding:
         tokenizer = self._whole if whole else self._middle
         tokenizer.encode_special_tokens = True
         try:
-            encoding = tokenizer.encode(text, add_special_tokens=False)
+            return tokenizer.encode(text, add_special_tokens=False)
         finally:
             tokenizer.encode_special_tokens = False
-        # Unigram models have control tokens among their pieces, and find them in the text all the same.
-        for id_, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if id_ in self.special and id_ != self.unknown and end - start > 1:
-                before, after = text[: start + 1], text[start + 1 :]
-                return [*self._plain(before, whole), *self._plain(after, False)]
-        return [encoding]
+
+    @cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        """Finds where control tokens are spelled, overlapping ones too."""
+        spelled = "|".join(re.escape(text) for text in self.control_texts if len(text) > 1)
+        return re.compile(f"(?={spelled})" if spelled else r"(?!)")
 
     def _seams(self, encoding: Encoding) -> list[bool]:
         words, ids = encoding.word_ids, encoding.ids

@@ -71,3 +71,10 @@ def test_a_decoder_that_no_table_can_be_made_of_is_refused_by_name() -> None:
     spec["decoder"] = {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
     with pytest.raises(TokenizerNotUnderstood, match="CTC"):
         Vocabulary(json.dumps(spec).encode())
+
+
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+def test_spelled_control_tokens_stay_text_however_many(kind: str) -> None:
+    text = "<eos>" * 3000 + "<<bos>bos><turn>"
+    pieces = vocabulary(kind).pieces(text.encode())
+    assert vocabulary(kind).spell(pieces.ids) == text.encode()
