@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=Path(__file__).parents[1] / "tests" / "prompts.json")
     arguments = parser.parse_args()
     target, draft = (DEFAULT_DRAFT, DEFAULT_TARGET) if arguments.swap else (DEFAULT_TARGET, DEFAULT_DRAFT)
-    options = ("--listen", "127.0.0.1:0", "--threads", str(arguments.threads), "--dtype", arguments.dtype)
+    options = ("--threads", str(arguments.threads), "--dtype", arguments.dtype)
     results: dict[str, list[Generation]] = defaultdict(list)
     with (
         fleet(target, draft, target_options=options, draft_options=options) as running,

@@ -16,6 +16,8 @@
     ├── NotReady                  the request is fine, the other side is not in the state for it
     │   ├── BaseMismatch
     │   ├── RoleNotServed
+    │   ├── ModelChanged
+    │   ├── CacheUnusable
     │   └── UnusableModel
     │       ├── TokenizerNotUnderstood
     │       └── ChecksumMismatch
@@ -149,6 +151,30 @@ class RoleNotServed(NotReady):
             address=address,
             model=model,
             role=role,
+        )
+
+
+class ModelChanged(NotReady):
+    """The server now has a model with another tokenizer than the one that the client knows."""
+
+    reason = "MODEL_CHANGED"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model} now has another tokenizer than when the bridge asked for it: restart the bridge", model=model
+        )
+
+
+class CacheUnusable(NotReady):
+    """Models cannot be kept where they should be."""
+
+    reason = "CACHE_UNUSABLE"
+
+    def __init__(self, directory: object, detail: object) -> None:
+        super().__init__(
+            f"models cannot be kept in {directory} ({detail}): let the environment's DRAFTBRIDGE_CACHE name a "
+            "directory that can be written to",
+            directory=directory,
         )
 
 

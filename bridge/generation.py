@@ -7,6 +7,7 @@
 5. `TextStream` turns committed bytes into text, and sees the stop strings.
 """
 
+import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -30,6 +31,8 @@ from bridge.tape import Tape
 from bridge.templates import Message, render_bytes, render_chat, render_text
 from bridge.text import TextStream
 from bridge.translation import Rendering
+
+_log = logging.getLogger(__name__)
 
 MAX_STOP_STRINGS = 64
 
@@ -119,6 +122,8 @@ def _room(request: Request, model: Model, prompt_ids: Sequence[int]) -> int:
     for id_ in prompt_ids:
         if id_ >= model.vocabulary.size or model.vocabulary.tokens[id_] is None:
             raise TokenOutOfRange(id_, model.vocabulary.size, model.name)
+    if count == 0:
+        raise EmptyPrompt
     if count >= context:
         raise PromptTooLong(count, context, model.name)
     if request.max_tokens is not None and request.max_tokens > context - count:
@@ -135,14 +140,19 @@ async def generate(
     prompt = render(request, model, model)
     max_tokens = _room(request, model, prompt.ids)
     policy = Policy(request.speculation)
-    lead = None
+    lead, note = None, ""
     if draft_model is not None and draft is not None:
-        lead = Lead(draft_model, render(request, draft_model, model), policy.confidence_threshold)
+        try:
+            lead = Lead(draft_model, render(request, draft_model, model), policy.confidence_threshold)
+        except Exception as error:  # a draft's template may refuse what the target's takes
+            _log.warning("the draft cannot take a request that the target takes: %s", error)
+            draft, note = None, f"the draft could not take the request ({error}); the target went on alone"
     yield Started(len(prompt.ids))
 
     tape = Tape(model.vocabulary, prompt.ids)
     text = TextStream(request.stop)
     speculation = Speculation(model, tape, target, draft, lead, policy)
+    speculation.statistics.note = note
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = 0
     async with aclosing(speculation.run(max_tokens)) as passes:
@@ -166,7 +176,7 @@ async def generate(
         generated_byte_count=sent_bytes,
         elapsed_ns=perf_counter_ns() - started,
         first_token_ns=first_token_ns,
-        mode=policy.mode if lead is not None else Mode.OFF,
+        mode=Mode.OFF if speculation.alone else policy.mode,
         statistics=speculation.statistics,
     )
 

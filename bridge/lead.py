@@ -1,5 +1,6 @@
 """What the draft has said beyond the committed text, and whether it still agrees with it."""
 
+from bridge.errors import ProtocolViolation
 from bridge.models import Model
 from bridge.ports import Proposal, Sync
 from bridge.tape import Tape
@@ -29,11 +30,13 @@ class Lead:
         self.ended = False
         self.closed = True
 
-    def sync(self, tape: Tape, credit: int) -> Sync:
-        """Begins an epoch at the end of the tape, less half a character."""
+    def sync(self, tape: Tape, credit: int) -> Sync | None:
+        """Begins an epoch at the end of the tape, less half a character; None if that is nothing to continue."""
         self._context.append(tape.data[self._appended :])
         self._appended = len(tape.data)
         ids = self._context.ids
+        if not ids:
+            return None
         # At least one id is sent again: the draft proposes from the forward of the last one.
         keep = min(common_prefix_length(self._held, ids), len(ids) - 1)
         self._held = ids
@@ -49,7 +52,11 @@ class Lead:
         """Takes a proposal; False if nothing came of it, because its epoch is over or the turn ended."""
         if proposal.epoch != self.epoch or self.closed:
             return False
-        for id_, confidence in zip(proposal.token_ids, proposal.confidence, strict=True):
+        # A service may leave out how sure it is.
+        confidences = proposal.confidence or (1.0,) * len(proposal.token_ids)
+        if len(confidences) != len(proposal.token_ids):
+            raise ProtocolViolation("a draft sends a confidence for each token, or none at all")
+        for id_, confidence in zip(proposal.token_ids, confidences, strict=True):
             data = self._model.vocabulary.token_bytes(id_)
             self.ended = id_ in self._model.special_ids.eos
             if self.ended or not data:

@@ -11,10 +11,11 @@ Vocabularies" (2025); with shared noise in place of rejection sampling, so that 
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
+from typing import Any
 
 from bridge.errors import DraftBridgeError, Unreachable
 from bridge.lead import Lead
@@ -65,16 +66,21 @@ class Speculation:
         self._patience_us = 0
         self.statistics = Statistics()
 
+    @property
+    def alone(self) -> bool:
+        """Whether the target goes on, or went on, without a draft."""
+        return self._draft is None
+
     async def run(self, max_tokens: int) -> AsyncGenerator[Pass, None]:
         """Yields the target's passes, each already committed to the tape, until it ends or has `max_tokens`."""
         tape, policy = self._tape, self._policy
         self._patience_us = policy.patience_us if self._draft else 0
         await self._target.run(Run(0, tuple(tape.ids), 0, 0, max_tokens, self._patience_us, policy.width))
-        await self._send_draft_on(max_tokens)
+        await self._try(self._send_draft_on(max_tokens))
         async with _merged(self._target, self._draft) as events:
             async for event in events:
                 if isinstance(event, Proposal):
-                    await self._offer(event)
+                    await self._try(self._offer(event))
                 elif isinstance(event, Lost):
                     await self._go_on_alone(event.error)
                 else:
@@ -83,10 +89,17 @@ class Speculation:
                     remaining = max_tokens - tape.generated_token_count
                     ended = event.finish_reason is not None or remaining == 0
                     if not ended:  # both go on while the text is sent
-                        await self._send_draft_on(remaining)
+                        await self._try(self._send_draft_on(remaining))
                     yield event
                     if ended:
                         return
+
+    async def _try(self, step: Coroutine[Any, Any, None]) -> None:
+        """Whatever goes wrong on the draft's side costs the draft, never the request."""
+        try:
+            await step
+        except Exception as error:  # told and, if it is not one of ours, logged
+            await self._go_on_alone(error)
 
     async def _send_draft_on(self, remaining: int) -> None:
         """Lets the draft run on from where it is, or sends it back to the last agreeing byte."""
@@ -106,7 +119,10 @@ class Speculation:
             started = perf_counter_ns()
             sync = lead.sync(self._tape, credit)
             self.statistics.translate_ns += perf_counter_ns() - started
-            await self._draft.sync(sync)
+            if sync is None:
+                await self._send_candidates()
+            else:
+                await self._draft.sync(sync)
         else:
             if added := lead.grant(self._tape, credit):
                 await self._draft.grant(lead.epoch, added)
@@ -127,10 +143,10 @@ class Speculation:
         if self._lead.ended and self._model.special_ids.eos:
             ids.append(self._model.special_ids.eos[0])
         ids = ids[: self._policy.width]
-        known = common_prefix_length(self._offered, ids)
         self.statistics.translate_ns += perf_counter_ns() - started
-        if known < len(ids) or self._policy.lockstep:
-            await self._target.candidates(Candidates(len(self._tape.ids) + known, tuple(ids[known:])))
+        # All of them, also those that it has already: they show the target what the rest continues.
+        if ids[: len(self._offered)] != self._offered or len(ids) > len(self._offered) or self._policy.lockstep:
+            await self._target.candidates(Candidates(len(self._tape.ids), tuple(ids)))
             self._offered = ids
 
     async def _go_on_alone(self, error: Exception) -> None:

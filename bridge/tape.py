@@ -29,11 +29,6 @@ class Tape:
         return self._ids
 
     @property
-    def generated_ids(self) -> Sequence[int]:
-        """Ids behind the prompt."""
-        return self._ids[self._prompt_token_count :]
-
-    @property
     def generated_token_count(self) -> int:
         return len(self._ids) - self._prompt_token_count
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateError
-from jinja2.exceptions import SecurityError
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bridge.errors import InvalidField, UnusableModel
@@ -45,15 +47,21 @@ def render_chat(
         {"role": _shield(message.role, vocabulary, mark), "content": _shield(message.content, vocabulary, mark)}
         for message in messages
     ]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
     environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     variables: dict[str, Any] = {"messages": shielded, "add_generation_prompt": True, **control}
     try:
         text = environment.from_string(template or PLAIN_TEMPLATE).render(variables)
-    except SecurityError as error:
-        raise UnusableModel(f"the chat template does what no template may ({error}): fix the template") from error
-    except TemplateError as error:
+    except _RefusedError as error:
         raise InvalidField("chat.messages", f"as the model's chat template wants them ({error})", "others") from error
+    except Exception as error:  # a template is a program, and can fail like any
+        raise UnusableModel(
+            f"the model's chat template failed ({type(error).__name__}: {error}): mend the template, or send a prompt "
+            "instead of a chat"
+        ) from error
     # A template writes its own beginning of text; the plain transcript gets the tokenizer's.
     return _render(vocabulary, text.split(mark), framed=not template)
 
@@ -64,9 +72,23 @@ def render_bytes(vocabulary: Vocabulary, data: bytes, bos: int | None) -> Render
     return Rendering(head, data, head + tuple(vocabulary.pieces(data, whole=True).ids))
 
 
+class _RefusedError(Exception):
+    """A template refuses a chat, for instance because roles do not alternate."""
+
+
 def _raise_exception(message: str) -> None:
-    # Templates call this to refuse a chat, for instance when roles do not alternate.
-    raise TemplateError(message)
+    raise _RefusedError(message)
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks, for training, what the assistant said; here it changes nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  # as the library declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """The body, as it is."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _shield(text: str, vocabulary: Vocabulary, mark: str) -> str:

@@ -34,7 +34,9 @@ class DraftContext:
     """The draft's ids for a prompt and everything committed behind it.
 
     Spells exactly the prompt and the bytes appended, less the beginning of a character whose end has
-    not come yet. The ids are those of a full encoding, but only what can still change is encoded again.
+    not come yet. The ids are those of a full encoding, but only what can still change is encoded again. (A
+    Unigram tokenizer that finds two segmentations of equal score takes one or the other by what it rounded
+    before them; here it may take the other.)
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt: Rendering) -> None:

@@ -6,7 +6,6 @@ a token's written form becomes text, and it is applied to each token by itself.
 """
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -326,7 +325,7 @@ class Vocabulary:
         found: set[int] = set()
         for data in self._bytes:
             if data:
-                found.update(a << 8 | b for a, b in itertools.pairwise(data))
+                found.update(a << 8 | b for a, b in pairwise(data))
         return frozenset(found)
 
 

@@ -65,8 +65,8 @@ def serve(
         str,
         typer.Option(help="auto, float32, bfloat16 or float16; auto takes bfloat16 where the device computes in it."),
     ] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; unset uses all cores.")] = None,
-    slots: Annotated[int, typer.Option(min=1, help="Sequences held at a time.")] = 8,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; unset uses all cores.")] = None,
+    slots: Annotated[int, typer.Option(min=1, max=1024, help="Sequences held at a time.")] = 8,
     until_stdin_closes: Hidden = False,
 ) -> None:
     """Serve one model until stopped."""
@@ -123,7 +123,7 @@ def up(
     for model in (target, draft):
         resolve(model, _report)
     threads = str(max(1, (os.cpu_count() or 1) // 2))
-    options = ("--listen", "127.0.0.1:0", "--dtype", dtype, "--threads", threads)
+    options = ("--dtype", dtype, "--threads", threads)
     try:
         with fleet(target, draft, listen=listen, target_options=options, draft_options=options) as running:
             print(f"target  {target} at {running.target}")
@@ -144,11 +144,13 @@ def up(
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, what the user says.")],
     server: Annotated[str, typer.Option(help="HOST:PORT of a bridge.")] = DEFAULT_SERVER,
-    max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, max=2**32 - 1, help="The most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Sample from this much of the probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from this many tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text; unset draws one.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text; unset draws one.")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Take the prompt as a chat message, by the models' templates.")

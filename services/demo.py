@@ -22,7 +22,7 @@ def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str,
         resolve(model, report)
     report("starting a target, a draft and a bridge")
     threads = str(max(1, (os.cpu_count() or 1) // 2))
-    options = ("--listen", "127.0.0.1:0", "--threads", threads)
+    options = ("--threads", threads)
     with (
         # float32, so that the two texts below can be compared byte for byte.
         fleet(target, draft, target_options=(*options, "--dtype", "float32"), draft_options=options) as running,

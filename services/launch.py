@@ -1,6 +1,7 @@
 """The two kinds of processes, put together and run until they are stopped."""
 
 import asyncio
+import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -20,13 +21,12 @@ from draftbridge.v1 import (
 )
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
-from services.draft.servicer import DraftServicer
-from services.engine.engine import Engine
+from services.draft.servicer import DraftServicer, NoDraftServicer
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer
 from services.model.store import default_name, resolve
-from services.serving import Registration, Server
-from services.target.servicer import TargetServicer
+from services.serving import Server
+from services.target.servicer import NoTargetServicer, TargetServicer
 
 OnStart = Callable[[str], None]
 
@@ -87,9 +87,16 @@ def run_model_server(config: ModelServerConfig, report: OnStart, on_start: OnSta
 
     async def serve() -> None:
         server = Server(config.listen)
-        loaded = load(directory, config.name or default_name(config.model), _engine(config, directory))
-        server.register(_registrations(loaded, config.role), lambda: loaded.host.scheduler.alive)
-        await server.run_until_stopped(on_start, stop=_stdin_closed(config.until_stdin_closes))
+        stop = _stop_event(config.until_stdin_closes)
+        # In a thread, so that we can be stopped meanwhile.
+        loading = asyncio.create_task(asyncio.to_thread(_load, config, directory))
+        await asyncio.wait((loading, asyncio.create_task(stop.wait())), return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            await server.stop()
+            return
+        loaded = await loading
+        _register(server, loaded, config.role)
+        await server.run_until(stop, on_start, lambda: loaded.host.scheduler.alive)
         loaded.host.scheduler.close()
 
     asyncio.run(serve())
@@ -102,68 +109,71 @@ def run_bridge_server(config: BridgeServerConfig, on_start: OnStart) -> None:
         zoo = Zoo(config.targets, config.drafts, config.connect_timeout)
         try:
             server = Server(config.listen)
+            stop = _stop_event(config.until_stdin_closes)
             await zoo.connect()
-            descriptor = bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"]
-            add = bridge_pb2_grpc.add_BridgeServiceServicer_to_server
-            server.register([(add, BridgeServicer(zoo), descriptor)])
-            await server.run_until_stopped(on_start, stop=_stdin_closed(config.until_stdin_closes))
+            server.register(
+                bridge_pb2_grpc.add_BridgeServiceServicer_to_server,
+                BridgeServicer(zoo),
+                bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"],
+            )
+            await server.run_until(stop, on_start)
         finally:
             await zoo.close()
 
     asyncio.run(serve())
 
 
-def _engine(config: ModelServerConfig, directory: Path) -> Engine:
+def _load(config: ModelServerConfig, directory: Path) -> LoadedModel:
     # Imported here because it takes seconds, and no other command needs it.
     from services.engine.torch_engine import TorchEngine
 
-    return TorchEngine(
+    engine = TorchEngine(
         directory,
         device=config.device,
         dtype=config.dtype.value,
         threads=config.threads,
         slot_count=config.slots,
     )
+    return load(directory, config.name or default_name(config.model), engine)
 
 
-def _registrations(loaded: LoadedModel, role: Role) -> list[Registration]:
+def _register(server: Server, loaded: LoadedModel, role: Role) -> None:
+    """Adds the services of the role, and in place of the others such as say that they are not served."""
+    name = loaded.model.name
     number = {Role.DRAFT: model_pb2.ROLE_DRAFT, Role.TARGET: model_pb2.ROLE_TARGET, Role.BOTH: model_pb2.ROLE_BOTH}
-    registrations: list[Registration] = [
-        (
-            model_pb2_grpc.add_ModelServiceServicer_to_server,
-            ModelServicer(loaded, number[role]),
-            model_pb2.DESCRIPTOR.services_by_name["ModelService"],
-        )
-    ]
-    if role in (Role.DRAFT, Role.BOTH):
-        registrations.append(
-            (
-                draft_pb2_grpc.add_DraftServiceServicer_to_server,
-                DraftServicer(loaded),
-                draft_pb2.DESCRIPTOR.services_by_name["DraftService"],
-            )
-        )
-    if role in (Role.TARGET, Role.BOTH):
-        registrations.append(
-            (
-                target_pb2_grpc.add_TargetServiceServicer_to_server,
-                TargetServicer(loaded),
-                target_pb2.DESCRIPTOR.services_by_name["TargetService"],
-            )
-        )
-    return registrations
+    server.register(
+        model_pb2_grpc.add_ModelServiceServicer_to_server,
+        ModelServicer(loaded, number[role]),
+        model_pb2.DESCRIPTOR.services_by_name["ModelService"],
+    )
+    drafts, targets = role in (Role.DRAFT, Role.BOTH), role in (Role.TARGET, Role.BOTH)
+    server.register(
+        draft_pb2_grpc.add_DraftServiceServicer_to_server,
+        DraftServicer(loaded) if drafts else NoDraftServicer(name),
+        draft_pb2.DESCRIPTOR.services_by_name["DraftService"] if drafts else None,
+    )
+    server.register(
+        target_pb2_grpc.add_TargetServiceServicer_to_server,
+        TargetServicer(loaded) if targets else NoTargetServicer(name),
+        target_pb2.DESCRIPTOR.services_by_name["TargetService"] if targets else None,
+    )
 
 
-def _stdin_closed(watch: bool) -> asyncio.Event:
-    """Set when standard input ends, which it does when the process that started us is gone, however it went."""
+def _stop_event(watch_stdin: bool) -> asyncio.Event:
+    """Set by SIGINT and SIGTERM; and, if asked, when standard input ends.
+
+    It ends when the process that started us is gone, however it went.
+    """
     event = asyncio.Event()
-    if watch:
-        loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
+    for signal_ in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_, event.set)
 
-        def wait() -> None:
-            sys.stdin.buffer.read()
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(event.set)
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(event.set)
 
+    if watch_stdin:
         threading.Thread(target=wait, name="stdin", daemon=True).start()
     return event

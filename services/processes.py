@@ -50,8 +50,9 @@ def fleet(
             processes[name] = process
             stack.callback(stop, process)
 
-        start("target", "serve", target, "--role", "target", "--until-stdin-closes", *target_options)
-        start("draft", "serve", draft, "--role", "draft", "--until-stdin-closes", *draft_options)
+        common = ("--until-stdin-closes", "--listen", "127.0.0.1:0")
+        start("target", "serve", target, "--role", "target", *common, *target_options)
+        start("draft", "serve", draft, "--role", "draft", *common, *draft_options)
         target_address, draft_address = (_ready(name, processes[name]) for name in ("target", "draft"))
         start(
             "bridge", "bridge", "--target", target_address, "--draft", draft_address, "--listen", listen,

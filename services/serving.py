@@ -1,8 +1,7 @@
 """A gRPC server as every process of ours runs it: health, reflection, errors mapped, drained at the end."""
 
 import asyncio
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -16,18 +15,15 @@ from services.status import StatusInterceptor
 _GRACE_SECONDS = 2.0
 _HEALTH_INTERVAL_SECONDS = 1.0
 
-Registration = tuple[Callable[[Any, Any], None], Any, ServiceDescriptor]
-
 
 class Server:
-    """Takes the port at `listen`, HOST:PORT, at once (port 0: a free one); answers once it has been started.
+    """Takes the port at `listen`, HOST:PORT, at once (port 0: a free one); answers once it is run.
 
-    `alive` is asked every second; while it says no, health says NOT_SERVING. Raises `InvalidField` or `PortTaken`.
+    Raises `InvalidField` or `PortTaken`.
     """
 
     def __init__(self, listen: str) -> None:
         self._names: list[str] = []
-        self._alive: Callable[[], bool] = lambda: True
         self._server = aio.server(
             interceptors=[StatusInterceptor()],
             options=[
@@ -41,7 +37,7 @@ class Server:
             ],
         )
         host, _, port = listen.rpartition(":")
-        if not host or not port.isdigit() or int(port) > 65535:
+        if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
             raise InvalidField("listen", "HOST:PORT with a port from 0 to 65535", listen)
         try:
             bound = self._server.add_insecure_port(listen)
@@ -51,43 +47,39 @@ class Server:
             raise PortTaken(listen)
         self.address = f"{host}:{bound}"
 
-    def register(self, registrations: Sequence[Registration], alive: Callable[[], bool] = lambda: True) -> None:
-        """Adds services (add function, servicer, descriptor), before `start`."""
-        for add, servicer, descriptor in registrations:
-            add(servicer, self._server)
+    def register(self, add: Callable[[Any, Any], None], servicer: object, descriptor: ServiceDescriptor | None) -> None:
+        """Adds a service; without a descriptor, health and reflection do not speak of it."""
+        add(servicer, self._server)
+        if descriptor is not None:
             self._names.append(descriptor.full_name)
-        self._alive = alive
+
+    async def run_until(
+        self, stop: asyncio.Event, on_start: Callable[[str], None], alive: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Serves until `stop`, then lets running calls end for a moment.
+
+        `alive` is asked every second; while it says no, health says NOT_SERVING.
+        """
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
-
-    async def start(self) -> None:
-        """Begins to answer."""
         await self._server.start()
-        await self._tell_health()
-
-    async def run_until_stopped(self, on_start: Callable[[str], None], stop: asyncio.Event) -> None:
-        """Serves until `stop`, SIGINT or SIGTERM, then lets running calls end for a moment."""
-        loop = asyncio.get_running_loop()
-        for signal_ in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signal_, stop.set)
-        await self.start()
+        await self._tell_health(alive())
         on_start(self.address)
         while not stop.is_set():
             try:
                 async with asyncio.timeout(_HEALTH_INTERVAL_SECONDS):
                     await stop.wait()
             except TimeoutError:
-                await self._tell_health()
+                await self._tell_health(alive())
+        await self._health.enter_graceful_shutdown()
         await self.stop()
 
     async def stop(self, grace: float = _GRACE_SECONDS) -> None:
         """Takes no more calls, gives running ones `grace` seconds."""
-        await self._health.enter_graceful_shutdown()
         await self._server.stop(grace)
 
-    async def _tell_health(self) -> None:
+    async def _tell_health(self, alive: bool) -> None:
         serving = health_pb2.HealthCheckResponse.ServingStatus
-        status = serving.SERVING if self._alive() else serving.NOT_SERVING
         for name in ("", *self._names):
-            await self._health.set(name, status)
+            await self._health.set(name, serving.SERVING if alive else serving.NOT_SERVING)

@@ -21,6 +21,7 @@ from draftbridge.errors import read_report
 _log = logging.getLogger(__name__)
 
 DOMAIN = "draftbridge"
+_LONGEST_TEXT = 600
 _DETAILS_KEY = "grpc-status-details-bin"
 
 # The first class that an error is an instance of decides.
@@ -68,13 +69,20 @@ async def _abort(context: "aio.ServicerContext[Any, Any]", error: Exception) -> 
     if not isinstance(error, DraftBridgeError):
         _log.error("unexpected error in a call", exc_info=error)
         error = DraftBridgeError("an internal error occurred; the server's log has it whole")
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    metadata = {key: _clipped(value) for key, value in error.metadata.items()}
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
+    message = _clipped(str(error))
     detail = AnyMessage()
     detail.Pack(info)
     code = code_of(error)
-    status = status_pb2.Status(code=code.value[0], message=str(error), details=[detail])
-    await context.abort(code, str(error), trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),))
+    status = status_pb2.Status(code=code.value[0], message=message, details=[detail])
+    await context.abort(code, message, trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),))
     raise AssertionError("abort raises")
+
+
+def _clipped(text: str) -> str:
+    """Trailing metadata have a limit of a few kilobytes, and what a user sent can be long."""
+    return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + "..."
 
 
 class _Malformed:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
-from bridge.errors import ModelNotFound, ProtocolViolation
+from bridge.errors import ModelChanged, ModelNotFound, ProtocolViolation
 from bridge.models import Model
 
 T = TypeVar("T")
@@ -19,39 +19,44 @@ async def first_message(requests: AsyncIterator[R]) -> R:
     return request  # type: ignore[no-any-return]
 
 
-def check_model(expected: str, model: Model) -> None:
-    """Raises `ModelNotFound` where the client expects another model than is served."""
-    if expected not in ("", model.name):
+def check_model(name: str, tokenizer_sha256: str, model: Model) -> None:
+    """Raises `ModelNotFound` or `ModelChanged` where the client expects another model than is served."""
+    if name not in ("", model.name):
         raise ModelNotFound(
-            f"this server has {model.name}, not {expected}: ask the server that has it, or restart the bridge",
-            expected=expected,
+            f"this server has {model.name}, not {name}: ask the server that has it, or restart the bridge",
+            expected=name,
             model=model.name,
         )
+    if tokenizer_sha256 not in ("", model.vocabulary.sha256):
+        raise ModelChanged(model.name)
 
 
 async def listening(
-    requests: AsyncIterator[R], hear: Callable[[R], Awaitable[None]], says: AsyncIterator[T]
+    requests: AsyncIterator[R],
+    hear: Callable[[R], Awaitable[None]],
+    no_more: Callable[[], None],
+    says: AsyncIterator[T],
 ) -> AsyncIterator[T]:
-    """Yields what a session says while it is told what comes in; ends when the client closes its side.
+    """Yields what a session says while it is told what comes in.
 
-    An error of either side ends both.
+    When the client closes its side the session is told `no_more`. An error of either side ends both.
     """
     speaking: asyncio.Future[T] | None = None
 
     async def listen() -> None:
         async for request in requests:
             await hear(request)
+        no_more()
 
     listener = asyncio.create_task(listen())
     try:
         while True:
             speaking = asyncio.ensure_future(anext(says))
-            await asyncio.wait((listener, speaking), return_when=asyncio.FIRST_COMPLETED)
-            if speaking.done():
-                yield speaking.result()
-            elif listener.done():
+            waiting = (speaking,) if listener.done() else (listener, speaking)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if listener.done():
                 listener.result()
-                return
+            yield await speaking
     except StopAsyncIteration:
         return
     finally:

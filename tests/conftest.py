@@ -62,7 +62,7 @@ def tiny_fleet(tiny_models: tuple[Path, Path]) -> Iterator["object"]:
     """Target, draft and bridge as real processes."""
     from services.processes import fleet
 
-    options = ("--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", "1", "--slots", "3")
+    options = ("--dtype", "float32", "--threads", "1", "--slots", "3")
     target, draft = (str(path) for path in tiny_models)
     with fleet(target, draft, target_options=options, draft_options=options) as running:
         yield running

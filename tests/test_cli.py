@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -86,7 +87,8 @@ def test_wrong_generations_are_refused(tiny_fleet: Fleet) -> None:
     assert "sampling.top_p must be" in refused(command("generate", "x", "--top-p", "7", *at))
     assert "opportunistic" in refused(command("generate", "x", "--speculation", "no", *at))
     assert "is no bridge" in refused(command("generate", "x", "--server", tiny_fleet.target))
-    assert "a value does not fit" in refused(command("generate", "x", "--max-tokens", "-3", *at))
+    assert "--max-tokens" in refused(command("generate", "x", "--max-tokens", "-3", *at))
+    assert "HOST:PORT" in refused(command("generate", "x", "--server", ""))
     assert "valid Unicode" in refused(
         subprocess.run(
             [sys.executable.encode(), b"-m", b"services.cli", b"generate", b"\xff\xfe", b"--server", at[1].encode()],
@@ -137,6 +139,34 @@ def test_what_is_no_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Pa
     assert "--role must be one of" in refused(command("serve", str(tiny_models[0]), "--role", "king"))
     assert "--dtype must be one of" in refused(command("serve", str(tiny_models[0]), "--dtype", "int3"))
     assert "--device cpu" in refused(command("serve", str(tiny_models[0]), "--device", "cuda:77"))
+
+
+def test_a_damaged_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
+    def damaged(name: str, content: bytes) -> str:
+        place = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(tiny_models[0], place)
+        (place / name).write_bytes(content)
+        return str(place)
+
+    config = (tiny_models[0] / "config.json").read_bytes()
+    weights = (tiny_models[0] / "model.safetensors").read_bytes()
+    at = ("--listen", "127.0.0.1:0")
+    for model in (
+        damaged("config.json", b"{nope"),
+        damaged("config.json", config.replace(b'"llama"', b'"zebra"')),
+        damaged("config.json", config.replace(b'"hidden_size": 32', b'"hidden_size": 48')),
+        damaged("model.safetensors", weights[: len(weights) // 2]),
+    ):
+        assert "cannot be loaded" in (said := refused(command("serve", model, *at))) or "is no JSON" in said
+    assert "tokenizer.json" in refused(command("serve", damaged("tokenizer.json", b"{}"), *at))
+
+
+def test_a_cache_that_cannot_be_is_said_so(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert "DRAFTBRIDGE_CACHE" in refused(command("pull", "gemma-3-270m", DRAFTBRIDGE_CACHE=str(file)))
+    (tmp_path / "models" / "gemma-3-270m").mkdir(parents=True)
+    assert "delete it" in refused(command("pull", "gemma-3-270m", DRAFTBRIDGE_CACHE=str(tmp_path)))
 
 
 def test_a_directory_is_a_model_as_it_is(tiny_models: tuple[Path, Path]) -> None:

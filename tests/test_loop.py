@@ -3,20 +3,22 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, closing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.errors import Unreachable
+from bridge.errors import EmptyPrompt, Unreachable
 from bridge.generation import Delta, Finished, Request, generate, render
 from bridge.lead import Lead
-from bridge.models import Model
+from bridge.models import Model, SpecialIds
 from bridge.policy import Mode, Policy, SpeculationParameters
 from bridge.ports import FinishReason, Proposal, Sync
 from bridge.sampling import SamplingParameters
 from bridge.speculation import Speculation
 from bridge.tape import Tape
+from bridge.templates import Message
 from services.draft.session import DraftSession
 from services.target.session import TargetSession
 from tests import tiny
@@ -121,7 +123,7 @@ def test_output_is_the_targets_own_for_any_proposals(
                         assert event.candidate_token_count >= event.accepted_token_count
                 assert drafter.epochs >= (count > 1)
                 assert host.slots.free_count == engine.slot_count - 1
-                return list(tape.generated_ids)
+                return list(tape.ids[len(tape.ids) - tape.generated_token_count :])
         finally:
             host.scheduler.close()
 
@@ -352,3 +354,75 @@ async def test_a_prompt_too_long_for_the_draft_goes_on_without_it() -> None:
     host.scheduler.close()
     assert ids == _oracle(target, engine, 0.0, 20)
     assert finished.statistics.num_drafts == 0
+
+
+class StrangeDrafter(HangingDrafter):
+    """Breaks the contract in a way of its own."""
+
+    def __init__(self, proposals: list[Proposal], error: Exception | None = None) -> None:
+        self._says = proposals
+        self._error = error
+
+    async def sync(self, sync: Sync) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        for proposal in self._says:
+            yield proposal
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        StrangeDrafter([Proposal(1, (50, 60), ())]),  # does not say how sure it is
+        StrangeDrafter([Proposal(1, (50, 60), (0.5,))]),
+        StrangeDrafter([Proposal(1, (10_000_000,), (0.5,)), Proposal(99, (5,), (0.5,))]),
+        StrangeDrafter([], RuntimeError("a bug of ours")),
+    ],
+)
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+async def test_a_strange_draft_changes_nothing(
+    drafter: StrangeDrafter, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bridge.policy._LOCKSTEP_PATIENCE_US", 200_000)
+    target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
+    engine = tiny.HashEngine(target)
+    request = Request(PROMPT, max_tokens=30, speculation=SpeculationParameters(mode))
+    async with asyncio.timeout(3):
+        _, ids, _ = await _generate(target, engine, drafter, draft, request, 0.0)
+    assert ids == _oracle(target, engine, 0.0, 30)
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+@pytest.mark.parametrize(
+    ("draft_kind", "input_", "template"),
+    [
+        ("wordpiece", " ", ""),  # nothing that this draft has a token for
+        ("wordpiece", "\n\n", ""),
+        ("byte_level", (1,), ""),  # only a control token of the target
+        ("byte_level", (Message("user", "hi"),), "{{ raise_exception('only systems') }}"),
+    ],
+)
+async def test_what_only_the_target_can_take_is_generated_all_the_same(
+    mode: Mode, draft_kind: str, input_: object, template: str
+) -> None:
+    target = tiny.model("sentencepiece")
+    draft = replace(tiny.model(draft_kind), chat_template=template, special_ids=SpecialIds(eos=(2,)))
+    engine = tiny.HashEngine(target)
+    request = Request(input_, max_tokens=30, speculation=SpeculationParameters(mode))  # type: ignore[arg-type]
+    alone = await _generate(target, engine, None, None, request, 0.0)
+    host = tiny.host(tiny.HashEngine(draft))
+    async with asyncio.timeout(4):
+        with closing(DraftSession(draft, host, tiny.sampler(draft))) as session:
+            together = await _generate(target, engine, session, draft, request, 0.0)
+    host.scheduler.close()
+    assert together[:2] == alone[:2]
+    assert ("could not take" in together[2].statistics.note) == bool(template)
+
+
+async def test_a_prompt_without_tokens_is_empty() -> None:
+    target = tiny.model("wordpiece")
+    with pytest.raises(EmptyPrompt):
+        await _generate(target, tiny.HashEngine(target), None, None, Request(" "), 0.0)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bridge.errors import EngineFailure
 from bridge.noise import gumbel, position_state, signed, token_key, token_keys, uniform
 from bridge.sampling import Sampler, SamplingParameters
 from tests import tiny
@@ -76,3 +77,14 @@ def test_samples_follow_the_softmax_and_the_test_would_notice_if_not() -> None:
 
     assert chi_square(counts) < 25  # 4 degrees: 5e-5 beyond
     assert chi_square(biased) > 25
+
+
+def test_extreme_temperatures_and_broken_logits() -> None:
+    logits = np.array([1.0, 5.0, 3.0, -80.0, 4.9], np.float32)
+    for temperature in (1e-308, 1e-9):
+        sampler = Sampler(SamplingParameters(temperature=temperature), 1, np.arange(5), np.ones(5, bool))
+        choice = sampler.choose(logits, 0, 0)
+        assert (choice.token_id, choice.probability) == (1, 1.0)
+    for broken in (np.full(5, np.nan, np.float32), np.full(5, np.inf, np.float32)):
+        with pytest.raises(EngineFailure, match="float32"):
+            sampler.choose(broken, 0, 0)

@@ -66,7 +66,7 @@ class Setup:
 @pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: f"{pair[0]}<-{pair[1]}")
 def setup(request: pytest.FixtureRequest) -> Iterator[Setup]:
     target, draft = request.param
-    options = ("--listen", "127.0.0.1:0", "--dtype", "float32", "--threads", str(os.cpu_count() or 1))
+    options = ("--dtype", "float32", "--threads", str(os.cpu_count() or 1))
     directory = resolve(target)
     resolve(draft)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()

@@ -245,13 +245,54 @@ async def test_a_target_refuses_wrong_streams(tiny_fleet: Fleet, messages: list,
 
 
 async def test_a_role_that_is_not_served_says_so(tiny_fleet: Fleet) -> None:
-    async with grpc.aio.insecure_channel(tiny_fleet.draft) as channel:
-        call = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=10)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    for address, method in (
+        (tiny_fleet.draft, lambda channel: target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=10)),
+        (tiny_fleet.target, lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Draft(timeout=10)),
+    ):
+        async with grpc.aio.insecure_channel(address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await method(channel).read()
+        error = CallError.from_rpc(caught.value, "")
+        assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLE_NOT_SERVED")
     with Client(tiny_fleet.draft) as client, pytest.raises(CallError, match="is no bridge"):
         client.generate("x")
+
+
+async def test_a_half_closed_stream_still_gets_what_it_has_credit_for(tiny_fleet: Fleet) -> None:
+    async with grpc.aio.insecure_channel(tiny_fleet.target) as channel:
+        call = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=10)
+        await call.write(target_pb2.VerifyRequest(open=target_pb2.VerifyOpen()))
+        run = target_pb2.VerifyRun(token_ids=[1, 7, 8], credit=5, patience_us=60_000_000)
+        await call.write(target_pb2.VerifyRequest(run=run))
+        await call.done_writing()
+        assert sum([len(response.token_ids) async for response in call]) == 5
+
+
+async def test_a_draft_of_another_tokenizer_than_expected_is_refused(tiny_fleet: Fleet) -> None:
+    async with grpc.aio.insecure_channel(tiny_fleet.draft) as channel:
+        call = draft_pb2_grpc.DraftServiceStub(channel).Draft(timeout=10)
+        opening = draft_pb2.DraftOpen(model="tiny-draft", tokenizer_sha256="0" * 64)
+        await call.write(draft_pb2.DraftRequest(open=opening))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+    assert CallError.from_rpc(caught.value, "").reason == "MODEL_CHANGED"
+
+
+def test_the_client_is_forgiving_where_it_can_be_and_clear_where_not(tiny_fleet: Fleet) -> None:
+    with Client(tiny_fleet.bridge) as client:
+        whole = client.generate(PROMPT, max_tokens=40).text
+        stop = whole[10:13]
+        assert client.generate(PROMPT, max_tokens=40, stop=stop).text == whole[: whole.index(stop)]
+        for wrong in ({"prompt": "x", "token_ids": [5]}, {}, {"prompt": "x", "speculation": None}, {"prompt": 5}):
+            with pytest.raises(CallError):
+                client.generate(**wrong)
+        with pytest.raises(CallError):
+            client.translate(source="tiny-target", target="tiny-draft")
+        with pytest.raises(CallError) as caught:
+            client.generate("x", target="a" * 20_000)
+        assert caught.value.reason == "MODEL_NOT_FOUND"
+    with pytest.raises(CallError, match="HOST:PORT"):
+        Client("")
 
 
 async def test_a_dropped_stream_frees_its_slot(tiny_fleet: Fleet) -> None:

@@ -200,6 +200,28 @@ async def test_the_end_of_text_ends_the_pass() -> None:
         assert result.finish_reason is FinishReason.STOP
 
 
+async def test_an_ended_text_stays_ended_until_the_next_run() -> None:
+    async with target() as session:
+        passes = aiter(session.passes())
+        await session.run(run(token_ids=(5,) * 511, credit=9))
+        assert (await anext(passes)).finish_reason is FinishReason.CONTEXT_FULL
+        await session.grant(Grant(credit=5))
+        waiting = asyncio.ensure_future(anext(passes))
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+        await session.run(run())
+        assert list((await waiting).token_ids) == oracle(1)
+
+
+async def test_candidates_that_cannot_be_are_cut_off() -> None:
+    truth = oracle(4)
+    async with target() as session:
+        await session.run(run(credit=4))
+        await session.candidates(Candidates(3, (*truth[:2], 99_999, 7)))
+        result = await anext(aiter(session.passes()))
+        assert (result.accepted_token_count, result.candidate_token_count) == (2, 2)
+
+
 async def test_slots_run_out_and_come_back_with_their_cache() -> None:
     host = tiny.host(tiny.HashEngine(MODEL, slot_count=1))
     async with target(host) as first:

@@ -57,6 +57,22 @@ def test_a_template_can_refuse_a_chat_and_cannot_reach_out() -> None:
         render_chat(words, "{{ ''.__class__.__mro__ }}{{ messages.append(1) }}", [Message("user", "x")], CONTROL)
 
 
+def test_a_template_may_use_what_templates_of_the_hub_use() -> None:
+    words = vocabulary("byte_level")
+    template = (
+        "{% for message in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{% generation %}"
+        "{{ message['content'] }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y') | length }}"
+    )
+    rendering = render_chat(words, template, [Message("user", "a"), Message("user", "b")], CONTROL)
+    assert words.spell(rendering.ids) == b"a4"
+
+
+@pytest.mark.parametrize("template", ["{{ 1 / 0 }}", "{{ messages + 1 }}", "{% nothing %}", "{{ x.y.z }}"])
+def test_a_broken_template_is_the_models_fault(template: str) -> None:
+    with pytest.raises(UnusableModel, match="chat template failed"):
+        render_chat(vocabulary("byte_level"), template, [Message("user", "a")], CONTROL)
+
+
 def test_control_tokens_in_a_prompt_are_understood() -> None:
     words = vocabulary("byte_level")
     rendering = render_text(words, "<turn>user\nhi")

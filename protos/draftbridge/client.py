@@ -56,7 +56,7 @@ def generate_request(
     top_p: float | None = None,
     min_p: float | None = None,
     seed: int | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     logprobs: int | None = None,
     target: str = "",
     draft: str = "",
@@ -66,20 +66,24 @@ def generate_request(
 ) -> bridge_pb2.GenerateRequest:
     """The request that `generate` and `stream` send. Give one of `prompt`, `messages` and `token_ids`.
 
-    `messages`: mappings with "role" and "content". `speculation`: "auto", "off", "lockstep" or
-    "opportunistic". Raises `CallError` for a value that cannot be sent at all.
+    `stop`: one string or several. `messages`: mappings with "role" and "content". `speculation`: "auto", "off",
+    "lockstep" or "opportunistic". Raises `CallError` for a value that cannot be sent at all.
     """
     modes = bridge_pb2.Speculation.Mode
-    mode = f"MODE_{speculation.upper()}"
+    mode = f"MODE_{str(speculation).upper()}"
     if mode not in modes.keys() or mode == "MODE_UNSPECIFIED":
-        raise _invalid("speculation", f"speculation must be auto, off, lockstep or opportunistic, got {speculation!r}")
+        allowed = "auto, off, lockstep or opportunistic"
+        raise _invalid("speculation", f"speculation must be {allowed}, got {speculation!r}")
+    given = [value is not None for value in (prompt, messages, token_ids)]
+    if sum(given) != 1:
+        raise _invalid("input", f"give one of prompt, messages and token_ids, not {sum(given)} of them")
     try:
         request = bridge_pb2.GenerateRequest(
             sampling=sampling_pb2.SamplingParameters(
                 temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
             ),
             max_tokens=max_tokens,
-            stop=stop,
+            stop=[stop] if isinstance(stop, str) else stop,
             logprobs=logprobs,
             target=target,
             draft=draft,
@@ -99,7 +103,9 @@ def generate_request(
     except UnicodeEncodeError as error:
         raise _invalid("prompt", f"the text is not valid Unicode ({error.reason}): remove lone surrogates") from error
     except (ValueError, TypeError, KeyError) as error:
-        raise _invalid("request", f"a value does not fit its field ({error}): see generate_request's help") from error
+        raise _invalid(
+            "request", f"a value does not fit its field ({error}): see the help of draftbridge.client.generate_request"
+        ) from error
     return request
 
 
@@ -120,11 +126,23 @@ def _event(response: bridge_pb2.GenerateResponse) -> Event:
 def _translate_request(
     text: str | None, token_ids: Sequence[int] | None, source: str, target: str
 ) -> bridge_pb2.TranslateRequest:
-    if text is not None:
-        return bridge_pb2.TranslateRequest(text=text, source=source, target=target)
-    return bridge_pb2.TranslateRequest(
-        token_ids=bridge_pb2.TokenIds(token_ids=token_ids or ()), source=source, target=target
-    )
+    if (text is None) == (token_ids is None):
+        raise _invalid("input", "give either a text or token_ids")
+    try:
+        if text is not None:
+            return bridge_pb2.TranslateRequest(text=text, source=source, target=target)
+        return bridge_pb2.TranslateRequest(
+            token_ids=bridge_pb2.TokenIds(token_ids=token_ids), source=source, target=target
+        )
+    except (ValueError, TypeError) as error:
+        raise _invalid("request", f"a value does not fit its field ({error})") from error
+
+
+def _checked(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise _invalid("address", f"an address is HOST:PORT, got {address!r}")
+    return address
 
 
 class Client:
@@ -135,7 +153,7 @@ class Client:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        self._channel = grpc.insecure_channel(_checked(address), options=_OPTIONS)
         self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
 
     def __enter__(self) -> "Client":
@@ -201,7 +219,7 @@ class AsyncClient:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._channel = aio.insecure_channel(address, options=_OPTIONS)
+        self._channel = aio.insecure_channel(_checked(address), options=_OPTIONS)
         self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
 
     async def __aenter__(self) -> "AsyncClient":

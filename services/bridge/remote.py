@@ -56,7 +56,10 @@ class RemoteDrafter:
     ) -> None:
         self._stream = _Stream(draft_pb2_grpc.DraftServiceStub(channel).Draft(), address)
         opening = draft_pb2.DraftOpen(
-            sampling=wire.write_sampling(wire.truncation(sampling)), seed=seed, model=model.name
+            sampling=wire.write_sampling(wire.truncation(sampling)),
+            seed=seed,
+            model=model.name,
+            tokenizer_sha256=model.vocabulary.sha256,
         )
         self._stream.send(draft_pb2.DraftRequest(open=opening))
 
@@ -92,7 +95,11 @@ class RemoteVerifier:
     ) -> None:
         self._stream = _Stream(target_pb2_grpc.TargetServiceStub(channel).Verify(), address)
         opening = target_pb2.VerifyOpen(
-            sampling=wire.write_sampling(sampling), seed=seed, model=model.name, logprobs=logprobs
+            sampling=wire.write_sampling(sampling),
+            seed=seed,
+            model=model.name,
+            tokenizer_sha256=model.vocabulary.sha256,
+            logprobs=logprobs,
         )
         self._stream.send(target_pb2.VerifyRequest(open=opening))
 

@@ -26,22 +26,25 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
     def __init__(self, zoo: Zoo) -> None:
         self._zoo = zoo
         self._started_ns = perf_counter_ns()
-        self._active = self._finished = self._failed = 0
+        self._active = self._finished = self._failed = self._cancelled = 0
 
     async def Generate(  # noqa: N802
         self, request: bridge_pb2.GenerateRequest, context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[bridge_pb2.GenerateResponse]:
         """See the contract."""
         self._active += 1
-        finished = False
         try:
             async for response in self._generate(request):
-                finished |= response.WhichOneof("event") == "finished"
                 yield response
+            self._finished += 1
+        except Exception:
+            self._failed += 1
+            raise
+        except BaseException:  # the client has gone
+            self._cancelled += 1
+            raise
         finally:
             self._active -= 1
-            self._finished += finished
-            self._failed += not finished
 
     async def _generate(self, message: bridge_pb2.GenerateRequest) -> AsyncIterator[bridge_pb2.GenerateResponse]:
         request = _read_request(message)
@@ -108,6 +111,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             active_count=self._active,
             finished_count=self._finished,
             failed_count=self._failed,
+            cancelled_count=self._cancelled,
             endpoints=endpoints,
         )
 
@@ -147,7 +151,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             case "token_ids":
                 source_ids = list(request.token_ids.token_ids)
                 for id_ in source_ids:
-                    if id_ >= source.size:
+                    if id_ >= source.size or source.tokens[id_] is None:
                         raise TokenOutOfRange(id_, source.size, request.source)
                 data = source.spell(source_ids)
             case _:

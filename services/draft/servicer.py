@@ -6,12 +6,26 @@ from typing import Any
 
 from grpc import aio
 
-from bridge.errors import ProtocolViolation
+from bridge.errors import ProtocolViolation, RoleNotServed
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc
 from services import wire
 from services.draft.session import DraftSession
 from services.model.host import LoadedModel
 from services.streams import check_model, first_message, listening
+
+
+class NoDraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """Stands where the draft role is not served, and says so."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    async def Draft(  # noqa: N802
+        self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: "aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[draft_pb2.DraftResponse]:
+        """Refuses."""
+        raise RoleNotServed("this server", self._model, "draft")
+        yield  # makes it a stream
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
@@ -26,7 +40,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """See the contract."""
         requests = aiter(request_iterator)
         opening = (await first_message(requests)).open
-        check_model(opening.model, self._loaded.model)
+        check_model(opening.model, opening.tokenizer_sha256, self._loaded.model)
         sampler = self._loaded.sampler(wire.read_sampling(opening.sampling), opening.seed)
         with closing(DraftSession(self._loaded.model, self._loaded.host, sampler)) as session:
 
@@ -39,5 +53,5 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
                     case kind:
                         raise ProtocolViolation(f"{kind or 'nothing'} came in the middle of a stream: open only once")
 
-            async for proposal in listening(requests, hear, session.proposals()):
+            async for proposal in listening(requests, hear, session.no_more, session.proposals()):
                 yield wire.write_proposal(proposal)

@@ -36,7 +36,7 @@ class DraftSession:
         self._offset = 0
         self._credit = 0
         self._done = False
-        self._fresh = False  # nothing was proposed in this epoch yet
+        self._last = False  # nothing more will be told
 
     async def sync(self, sync: Sync) -> None:
         """See `DraftSync`."""
@@ -46,6 +46,11 @@ class DraftSession:
         """See `DraftGrant`."""
         self._tell(Grant(epoch, credit))
 
+    def no_more(self) -> None:
+        """Nothing more will be told: `proposals` ends when the credit does."""
+        self._last = True
+        self._news.set()
+
     async def proposals(self) -> AsyncIterator[Proposal]:
         """One for each token.
 
@@ -54,6 +59,8 @@ class DraftSession:
         while True:
             self._read()
             if self._credit == 0 or self._done:
+                if self._last:
+                    return
                 await self._news.wait()
             elif len(self._sequence.ids) >= self._model.context_length:
                 self._done = True
@@ -94,10 +101,9 @@ class DraftSession:
         check_ids(sync.token_ids, self._model)
         self._sequence.replace(sync.keep_token_count, sync.token_ids)
         self._epoch, self._offset, self._credit = sync.epoch, sync.byte_offset, sync.credit
-        self._done, self._fresh = False, True
+        self._done = False
 
     async def _propose(self) -> Proposal:
-        fresh, self._fresh = self._fresh, False
         epoch, offset = self._epoch, self._offset
         done = await self._sequence.forward((), lambda logits: self._sampler.choose(logits[0], offset, 0))
         id_ = done.value.token_id
@@ -105,12 +111,13 @@ class DraftSession:
         self._offset += len(self._model.vocabulary.token_bytes(id_))
         self._credit -= 1
         self._done = id_ in self._model.special_ids.eos
+        cached, self._sequence.cached_token_count = self._sequence.cached_token_count, 0
         return Proposal(
             epoch,
             (id_,),
             (done.value.probability,),
             done=self._done,
-            cached_token_count=self._sequence.cached_token_count if fresh else 0,
+            cached_token_count=cached,
             queue_ns=done.queue_ns,
             forward_ns=done.forward_ns,
         )

@@ -74,7 +74,11 @@ class Scheduler:
                 self._run(jobs)
 
     def _gather(self) -> list[_Job] | None:
-        """The rows that are waiting, at least one; none twice of a slot; None at the end."""
+        """The rows that are waiting and still wanted; None at the end.
+
+        No slot is in it twice: a sequence waits for its row, and a slot given up in the middle of one has
+        its row cancelled.
+        """
         first = self._jobs.get()
         if first is None:
             return None
@@ -101,6 +105,9 @@ class Scheduler:
         for job, row_logits in zip(jobs, logits, strict=True):
             try:
                 value = job.finish(row_logits)
+            except EngineFailure as error:
+                _settle(job, error)
+                continue
             except Exception:
                 _log.exception("sampling failed")
                 _settle(job, EngineFailure("sampling from the model's logits failed: see the server's log"))

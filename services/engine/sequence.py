@@ -44,6 +44,7 @@ class CachedSequence:
 
     host: Host
     ids: list[int] = field(default_factory=list)
+    # Found in the slot when it was taken; whoever reports it sets it to 0.
     cached_token_count: int = 0
     _slot: int | None = None
     # Ids whose keys and values the slot holds, as far as they agree with `ids`.

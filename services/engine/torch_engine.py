@@ -226,15 +226,25 @@ def _load(source: Path, dtype: torch.dtype) -> Any:
     old = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (4, 56)
     name = "torch_dtype" if old else "dtype"
     options = {name: dtype, "local_files_only": os.path.isdir(source)}
-    config = AutoConfig.from_pretrained(source)
-    _refuse_newer(config)
-    _attention_kinds(config.get_text_config())
     try:
-        return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="sdpa", **options)
-    except ValueError as error:
-        if "scaled_dot_product_attention" not in str(error):
-            raise
-        return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="eager", **options)
+        config = AutoConfig.from_pretrained(source)
+        _refuse_newer(config)
+        _attention_kinds(config.get_text_config())
+        try:
+            return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="sdpa", **options)
+        except ValueError as error:
+            if "scaled_dot_product_attention" not in str(error):
+                raise
+            return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="eager", **options)
+    except UnusableModel:
+        raise
+    except Exception as error:  # files can be damaged in as many ways as the library has errors
+        reason = " ".join(str(error).split())[:300]
+        raise UnusableModel(
+            f"the model in {source} cannot be loaded ({type(error).__name__}: {reason}): check that its files are "
+            "whole and that it is a causal language model, or save it again with save_pretrained",
+            model=source,
+        ) from error
 
 
 def _refuse_newer(config: PretrainedConfig) -> None:
@@ -254,6 +264,8 @@ def _device(name: str) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it computes nothing")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UnusableModel(

@@ -71,7 +71,7 @@ def _special_ids(directory: Path, vocabulary: Vocabulary, settings: dict[str, An
     for source in (generation, config):
         named = source.get("eos_token_id")
         ends += named if isinstance(named, list) else [named]
-    eos = tuple(dict.fromkeys(id_ for id_ in ends if isinstance(id_, int)))
+    eos = tuple(dict.fromkeys(id_ for id_ in ends if isinstance(id_, int) and 0 <= id_ < vocabulary.size))
     return SpecialIds(bos=written("bos_token"), eos=eos, pad=written("pad_token"))
 
 

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from bridge.errors import ChecksumMismatch, ModelNotFound, UnusableModel
+from bridge.errors import CacheUnusable, ChecksumMismatch, ModelNotFound, UnusableModel
 
 Report = Callable[[str], None]
 
@@ -61,6 +62,10 @@ BUILT_IN = {
     )
 }
 
+_REMEDY = f"give a directory, a GGUF file, a Hugging Face id, or one of {', '.join(BUILT_IN)}"
+# What a killed command left in the cache is swept away after so long.
+_STALE_SECONDS = 24 * 3600
+
 
 def cache_directory() -> Path:
     """Where models are kept; the environment's DRAFTBRIDGE_CACHE says otherwise."""
@@ -78,6 +83,8 @@ def resolve(reference: str, report: Report = lambda text: None) -> Path:
 
     `report` is told each step in words. Raises `ModelNotFound`, `UnusableModel` or `ChecksumMismatch`.
     """
+    if not reference:
+        raise ModelNotFound(f"no model was named: {_REMEDY}", model="")
     if reference in BUILT_IN:
         return _built_in(BUILT_IN[reference], report)
     path = Path(reference).expanduser()
@@ -87,8 +94,7 @@ def resolve(reference: str, report: Report = lambda text: None) -> Path:
         return _gguf(path, path.stem, None, report)
     if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
         raise ModelNotFound(
-            f"there is no model at {reference}: give a directory, a GGUF file, a Hugging Face id, or one of "
-            f"{', '.join(BUILT_IN)}",
+            f"there is no model at {reference}: {_REMEDY}",
             model=reference,
         )
     return _from_hub(reference, report)
@@ -107,20 +113,27 @@ def _directory(path: Path) -> Path:
     return path
 
 
+def _kept(path: Path) -> Path:
+    """A directory of the cache; only complete ones get there, but anybody may have been at it since."""
+    try:
+        return _directory(path)
+    except UnusableModel as error:
+        raise UnusableModel(f"{path} is damaged: delete it and run the same command again", model=path) from error
+
+
 def _from_hub(reference: str, report: Report) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-    remedy = f"give a directory, a GGUF file, a Hugging Face id, or one of {', '.join(BUILT_IN)}"
     report(f"fetching {reference} from the Hugging Face hub")
     try:
         found = snapshot_download(reference, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ModelNotFound(f"nobody knows a model {reference!r}: {remedy}", model=reference) from error
+        raise ModelNotFound(f"nobody knows a model {reference!r}: {_REMEDY}", model=reference) from error
     except Exception as error:  # offline, refused, timed out: the library has many words for it
         raise ModelNotFound(
             f"{reference!r} is no built-in model and no file here, and the Hugging Face hub was not reached "
-            f"({type(error).__name__}): {remedy}",
+            f"({type(error).__name__}): {_REMEDY}",
             model=reference,
         ) from error
     return _directory(Path(found))
@@ -128,8 +141,8 @@ def _from_hub(reference: str, report: Report) -> Path:
 
 def _built_in(model: BuiltIn, report: Report) -> Path:
     final = cache_directory() / model.name
-    if final.is_dir():
-        return final
+    if final.exists():
+        return _kept(final)
     report(f"fetching {model.description} ({model.megabytes} MB; {model.license})")
     with _scratch() as scratch:
         gguf = scratch / f"{model.name}.gguf"
@@ -176,8 +189,8 @@ def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
             got=digest,
         )
     final = cache_directory() / (name if sha256 else f"{name}-{digest[:12]}")
-    if final.is_dir():
-        return final
+    if final.exists():
+        return _kept(final)
     report(f"converting {name} (once)")
     with _scratch() as scratch:
         converted = scratch / "converted"
@@ -206,6 +219,13 @@ def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
 def _scratch() -> Iterator[Path]:
     """A directory in the cache, so that what is finished can be moved into place at once."""
     parent = cache_directory()
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".scratch-") as scratch:
-        yield Path(scratch)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for stale in parent.glob(".scratch-*"):
+            if time.time() - stale.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(stale, ignore_errors=True)
+        scratch = tempfile.TemporaryDirectory(dir=parent, prefix=".scratch-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise CacheUnusable(parent, error.strerror) from error
+    with scratch as path:
+        yield Path(path)

@@ -6,12 +6,26 @@ from typing import Any
 
 from grpc import aio
 
-from bridge.errors import ProtocolViolation
+from bridge.errors import ProtocolViolation, RoleNotServed
 from draftbridge.v1 import target_pb2, target_pb2_grpc
 from services import wire
 from services.model.host import LoadedModel
 from services.streams import check_model, first_message, listening
 from services.target.session import TargetSession
+
+
+class NoTargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """Stands where the target role is not served, and says so."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    async def Verify(  # noqa: N802
+        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: "aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        """Refuses."""
+        raise RoleNotServed("this server", self._model, "target")
+        yield  # makes it a stream
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -26,7 +40,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         """See the contract."""
         requests = aiter(request_iterator)
         opening = (await first_message(requests)).open
-        check_model(opening.model, self._loaded.model)
+        check_model(opening.model, opening.tokenizer_sha256, self._loaded.model)
         logprobs = opening.logprobs if opening.HasField("logprobs") else None
         sampler = self._loaded.sampler(wire.read_sampling(opening.sampling), opening.seed, logprobs)
         with closing(TargetSession(self._loaded.model, self._loaded.host, sampler)) as session:
@@ -42,5 +56,5 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                     case kind:
                         raise ProtocolViolation(f"{kind or 'nothing'} came in the middle of a stream: open only once")
 
-            async for result in listening(requests, hear, session.passes()):
+            async for result in listening(requests, hear, session.no_more, session.passes()):
                 yield wire.write_pass(result)

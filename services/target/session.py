@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter_ns
 
 from bridge.errors import BaseMismatch, PromptTooLong, ProtocolViolation
@@ -40,6 +41,8 @@ class TargetSession:
         self._empty_tokens = 0
         self._go = False  # an empty offer came: do not wait before the next forward
         self._prefilled = False
+        self._ended = False  # the text is over, whatever credit there is
+        self._last = False  # nothing more will be told
 
     async def run(self, run: Run) -> None:
         """See `VerifyRun`."""
@@ -53,6 +56,11 @@ class TargetSession:
         """See `VerifyGrant`."""
         self._tell(grant)
 
+    def no_more(self) -> None:
+        """Nothing more will be told: `passes` ends when the credit does."""
+        self._last = True
+        self._news.set()
+
     async def passes(self) -> AsyncIterator[Pass]:
         """One for each forward that yielded tokens.
 
@@ -61,7 +69,9 @@ class TargetSession:
         """
         while True:
             self._read()
-            if self._credit == 0:
+            if self._credit == 0 or self._ended:
+                if self._last:
+                    return
                 await self._news.wait()
                 continue
             waited_ns = await self._wait_for_candidates()
@@ -98,14 +108,15 @@ class TargetSession:
         check_ids(run.token_ids, self._model)
         self._sequence.replace(run.base_token_count, run.token_ids)
         self._pending.clear()
-        self._go = False
+        self._go = self._ended = False
+        self._prefilled &= run.base_token_count > 0
         self._credit, self._patience_us, self._width = run.credit, run.patience_us, run.width
         self._offset, self._empty_tokens = run.byte_offset, run.empty_token_count
 
     def _take(self, candidates: Candidates) -> None:
         """Keeps what continues the sequence; all of it is dropped if it disagrees or leaves a gap."""
-        check_ids(candidates.token_ids, self._model)
-        ids = candidates.token_ids
+        size = self._model.vocabulary_size
+        ids = tuple(takewhile(lambda id_: id_ < size, candidates.token_ids))
         start = candidates.base_token_count - len(self._sequence.ids)
         if start < 0:
             had = self._sequence.ids[start:]
@@ -124,7 +135,7 @@ class TargetSession:
         """Waits for candidates as long as patience says; nanoseconds waited."""
         started = perf_counter_ns()
         # The first forward reads the whole prompt: that gives the draft all the time that it needs.
-        while self._prefilled and self._credit and not self._pending and not self._go:
+        while self._prefilled and self._credit and not (self._pending or self._go or self._last):
             left_ns = started + self._patience_us * 1000 - perf_counter_ns()
             if left_ns <= 0:
                 break
@@ -150,7 +161,8 @@ class TargetSession:
         ids = tuple(choice.token_id for choice in verdict.choices)
         accepted = common_prefix_length(extra, ids)
         sequence.accept(ids, accepted)
-        cached, self._prefilled = 0 if self._prefilled else sequence.cached_token_count, True
+        self._prefilled = True
+        cached, sequence.cached_token_count = sequence.cached_token_count, 0
         agreed = common_prefix_length(self._pending, ids) == len(ids)
         self._pending = self._pending[len(ids) :] if agreed else []
         self._credit -= len(ids)
@@ -163,8 +175,7 @@ class TargetSession:
             finish_reason = FinishReason.STOP
         elif len(sequence.ids) >= self._model.context_length:
             finish_reason = FinishReason.CONTEXT_FULL
-        if finish_reason is not None:
-            self._credit = 0
+        self._ended = finish_reason is not None
         return Pass(
             base_token_count=base,
             token_ids=ids,

@@ -439,7 +439,7 @@ class SpeculationStatistics(_message.Message):
     WAITED_NS_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
-    """How draft and target took turns at the end."""
+    """How draft and target took turns at the end; MODE_OFF if the draft was lost."""
     target_pass_count: _builtins.int
     """Forwards of the target, prefill included."""
     num_drafts: _builtins.int
@@ -528,6 +528,7 @@ class GetStatusResponse(_message.Message):
     ACTIVE_COUNT_FIELD_NUMBER: _builtins.int
     FINISHED_COUNT_FIELD_NUMBER: _builtins.int
     FAILED_COUNT_FIELD_NUMBER: _builtins.int
+    CANCELLED_COUNT_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
@@ -539,6 +540,8 @@ class GetStatusResponse(_message.Message):
     """Generations that ended well."""
     failed_count: _builtins.int
     """Generations that ended in an error."""
+    cancelled_count: _builtins.int
+    """Generations that their client gave up."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]:
         """Services that it was told of."""
@@ -551,11 +554,12 @@ class GetStatusResponse(_message.Message):
         active_count: _builtins.int = ...,
         finished_count: _builtins.int = ...,
         failed_count: _builtins.int = ...,
+        cancelled_count: _builtins.int = ...,
         endpoints: _abc.Iterable[Global___Endpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -66,10 +66,15 @@ class DraftOpen(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """Seed of the shared noise."""
     model: _builtins.str
     """The model that the client expects here; empty accepts whichever is served."""
+    tokenizer_sha256: _builtins.str
+    """SHA-256 of the tokenizer that the client knows the model by; empty accepts any. Another one is
+    FAILED_PRECONDITION with reason MODEL_CHANGED.
+    """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParameters:
         """Temperature and truncation of the request, over the draft's own vocabulary. Penalties and biases
@@ -82,10 +87,11 @@ class DraftOpen(_message.Message):
         sampling: _sampling_pb2.SamplingParameters | None = ...,
         seed: _builtins.int = ...,
         model: _builtins.str = ...,
+        tokenizer_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "sampling", b"sampling", "seed", b"seed", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -177,7 +183,9 @@ class DraftResponse(_message.Message):
     done: _builtins.bool
     """The draft has nothing to add in this epoch: its text ended, or its context is full."""
     cached_token_count: _builtins.int
-    """Tokens of the sequence that were found in the cache, in the first response of an epoch."""
+    """Tokens of the sequence that were found in a cache when the stream's first epoch began; in its first
+    response only.
+    """
     queue_ns: _builtins.int
     """Nanoseconds spent waiting for a place in a forward."""
     forward_ns: _builtins.int
@@ -188,7 +196,7 @@ class DraftResponse(_message.Message):
 
     @_builtins.property
     def confidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """The draft's own probability of each, from the distribution that it was sampled from."""
+        """The draft's own probability of each, from the distribution that it was sampled from; may be left out."""
 
     def __init__(
         self,

@@ -49,6 +49,7 @@ class DraftServiceServicer:
     def Draft(self, request_iterator, context):
         """One stream is one sequence: its cache lives as long as the stream. The client opens, then syncs
         and grants as often as it likes; the service streams proposals as it makes them, while credit lasts.
+        A client that closes its side still gets what it has given credit for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,6 +36,7 @@ class DraftServiceStub:
     Draft: _grpc.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]
     """One stream is one sequence: its cache lives as long as the stream. The client opens, then syncs
     and grants as often as it likes; the service streams proposals as it makes them, while credit lasts.
+    A client that closes its side still gets what it has given credit for.
     """
 
 @_typing.type_check_only
@@ -46,6 +47,7 @@ class DraftServiceAsyncStub(DraftServiceStub):
     Draft: _aio.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]  # type: ignore[assignment]
     """One stream is one sequence: its cache lives as long as the stream. The client opens, then syncs
     and grants as often as it likes; the service streams proposals as it makes them, while credit lasts.
+    A client that closes its side still gets what it has given credit for.
     """
 
 class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,6 +61,7 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_draft_pb2.DraftResponse], _abc.AsyncIterator[_draft_pb2.DraftResponse]]:
         """One stream is one sequence: its cache lives as long as the stream. The client opens, then syncs
         and grants as often as it likes; the service streams proposals as it makes them, while credit lasts.
+        A client that closes its side still gets what it has given credit for.
         """
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

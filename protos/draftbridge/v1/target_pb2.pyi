@@ -73,12 +73,17 @@ class VerifyOpen(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """Seed of the noise."""
     model: _builtins.str
     """The model that the client expects here; empty accepts whichever is served."""
     logprobs: _builtins.int
     """The most probable tokens to report at each position; unset reports none, 0 the chosen one only."""
+    tokenizer_sha256: _builtins.str
+    """SHA-256 of the tokenizer that the client knows the model by; empty accepts any. Another one is
+    FAILED_PRECONDITION with reason MODEL_CHANGED.
+    """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParameters:
         """How the target's own tokens are chosen."""
@@ -90,10 +95,11 @@ class VerifyOpen(_message.Message):
         seed: _builtins.int = ...,
         model: _builtins.str = ...,
         logprobs: _builtins.int | None = ...,
+        tokenizer_sha256: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "model", b"model", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs", "model", b"model", "sampling", b"sampling", "seed", b"seed", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -196,7 +202,7 @@ class VerifyGrant(_message.Message):
     PATIENCE_US_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
     credit: _builtins.int
-    """Tokens added to the credit."""
+    """Tokens added to the credit; a text that has ended stays ended until the next run."""
     patience_us: _builtins.int
     """New patience in microseconds; unset leaves it."""
     width: _builtins.int
@@ -248,7 +254,7 @@ class VerifyResponse(_message.Message):
     finish_reason: _sampling_pb2.FinishReason.ValueType
     """Set on the last response of a sequence that ended."""
     cached_token_count: _builtins.int
-    """Tokens of the sequence that were in the cache before this forward."""
+    """Tokens of the sequence that were found in a cache when the stream began; in its first response only."""
     queue_ns: _builtins.int
     """Nanoseconds spent waiting for a place in a forward."""
     forward_ns: _builtins.int

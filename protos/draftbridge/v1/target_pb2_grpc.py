@@ -48,7 +48,8 @@ class TargetServiceServicer:
 
     def Verify(self, request_iterator, context):
         """One stream is one sequence: its cache lives as long as the stream. The client opens, then runs,
-        offers candidates and grants as often as it likes; the service answers once per forward.
+        offers candidates and grants as often as it likes; the service answers once per forward. A client
+        that closes its side still gets what it has given credit for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

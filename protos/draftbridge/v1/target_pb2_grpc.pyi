@@ -35,7 +35,8 @@ class TargetServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
     Verify: _grpc.StreamStreamMultiCallable[_target_pb2.VerifyRequest, _target_pb2.VerifyResponse]
     """One stream is one sequence: its cache lives as long as the stream. The client opens, then runs,
-    offers candidates and grants as often as it likes; the service answers once per forward.
+    offers candidates and grants as often as it likes; the service answers once per forward. A client
+    that closes its side still gets what it has given credit for.
     """
 
 @_typing.type_check_only
@@ -45,7 +46,8 @@ class TargetServiceAsyncStub(TargetServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Verify: _aio.StreamStreamMultiCallable[_target_pb2.VerifyRequest, _target_pb2.VerifyResponse]  # type: ignore[assignment]
     """One stream is one sequence: its cache lives as long as the stream. The client opens, then runs,
-    offers candidates and grants as often as it likes; the service answers once per forward.
+    offers candidates and grants as often as it likes; the service answers once per forward. A client
+    that closes its side still gets what it has given credit for.
     """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -58,7 +60,8 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_pb2.VerifyResponse], _abc.AsyncIterator[_target_pb2.VerifyResponse]]:
         """One stream is one sequence: its cache lives as long as the stream. The client opens, then runs,
-        offers candidates and grants as often as it likes; the service answers once per forward.
+        offers candidates and grants as often as it likes; the service answers once per forward. A client
+        that closes its side still gets what it has given credit for.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
