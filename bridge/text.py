@@ -7,8 +7,9 @@ from collections.abc import Sequence
 class TextStream:
     """Whole characters only, and nothing from a stop string on.
 
-    Text that may be the beginning of a stop string is held back until it cannot be one any more. Bytes
-    that are no UTF-8 become U+FFFD, as Hugging Face's decoders have them.
+    Of several stop strings the one that is complete first counts, however the bytes come. Text that may be the
+    beginning of a stop string is held back until it cannot be one any more. Bytes that are no UTF-8 become U+FFFD,
+    as Hugging Face's decoders have them.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
@@ -21,10 +22,10 @@ class TextStream:
         """Takes the next bytes and returns the text that can be sent. `final`: no more will come."""
         assert not self.stopped
         self._held += self._decoder.decode(data, final)
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return self._held[: min(found)]
+            return self._held[: min(found)[1]]
         keep = 0 if final else self._beginning_of_stop()
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return text

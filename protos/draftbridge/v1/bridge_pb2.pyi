@@ -203,7 +203,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The text ends before the first of these strings to appear. None is empty; at most 64."""
+        """The text ends before the first of these strings to be complete. None is empty; at most 64."""
 
     @_builtins.property
     def speculation(self) -> Global___Speculation:
