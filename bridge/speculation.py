@@ -150,6 +150,8 @@ class Speculation:
             self._offered = ids
 
     async def _go_on_alone(self, error: Exception) -> None:
+        if self._draft is None:
+            return  # it was dropped before; its first fault is the one to tell
         if not isinstance(error, DraftBridgeError):
             _log.error("the draft failed; going on without it", exc_info=error)
         reason = error.reason if isinstance(error, DraftBridgeError) else "INTERNAL"

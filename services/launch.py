@@ -1,8 +1,8 @@
 """The two kinds of processes, put together and run until they are stopped."""
 
 import asyncio
+import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -170,7 +170,9 @@ def _stop_event(watch_stdin: bool) -> asyncio.Event:
         loop.add_signal_handler(signal_, event.set)
 
     def wait() -> None:
-        sys.stdin.buffer.read()
+        # Not through sys.stdin, whose lock a thread must not hold when the interpreter ends.
+        while os.read(0, 1 << 16):
+            pass
         if not loop.is_closed():
             loop.call_soon_threadsafe(event.set)
 

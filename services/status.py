@@ -21,7 +21,7 @@ from draftbridge.errors import read_report
 _log = logging.getLogger(__name__)
 
 DOMAIN = "draftbridge"
-_LONGEST_TEXT = 600
+_LONGEST_BYTES = 600
 _DETAILS_KEY = "grpc-status-details-bin"
 
 # The first class that an error is an instance of decides.
@@ -82,7 +82,8 @@ async def _abort(context: "aio.ServicerContext[Any, Any]", error: Exception) -> 
 
 def _clipped(text: str) -> str:
     """Trailing metadata have a limit of a few kilobytes, and what a user sent can be long."""
-    return text if len(text) <= _LONGEST_TEXT else text[:_LONGEST_TEXT] + "..."
+    data = text.encode(errors="replace")
+    return text if len(data) <= _LONGEST_BYTES else data[:_LONGEST_BYTES].decode(errors="ignore") + "..."
 
 
 class _Malformed:
