@@ -87,10 +87,14 @@ def resolve(reference: str, report: Report = lambda text: None) -> Path:
         raise ModelNotFound(f"no model was named: {_REMEDY}", model="")
     if reference in BUILT_IN:
         return _built_in(BUILT_IN[reference], report)
-    path = Path(reference).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(reference).expanduser()
+        is_directory, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a user that does not exist
+        raise ModelNotFound(f"there is no model at {reference[:200]} ({error}): {_REMEDY}") from error
+    if is_directory:
         return _directory(path)
-    if path.is_file():
+    if is_file:
         return _gguf(path, path.stem, None, report)
     if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
         raise ModelNotFound(
