@@ -203,6 +203,7 @@ def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], 
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     if not children.exists():
         process.kill()
+        # Linux only; elsewhere there is no list of children to check that they are gone.
         pytest.skip("this system does not tell a process's children")
     yield process, [int(pid) for pid in children.read_text().split()]
     process.kill()

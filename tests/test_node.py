@@ -17,6 +17,7 @@ PROTOS = HERE.parent / "protos"
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The script beside its installed packages."""
+    # Node is no requirement of the project: where it or its registry is missing, only this file has to do without.
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("Node.js is not installed")
     place = tmp_path_factory.mktemp("node")
