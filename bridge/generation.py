@@ -7,6 +7,7 @@
 5. `TextStream` turns committed bytes into text, and sees the stop strings.
 """
 
+import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Sequence
@@ -28,7 +29,7 @@ from bridge.ports import Drafter, FinishReason, Logprob, Pass, Verifier
 from bridge.sampling import SamplingParameters
 from bridge.speculation import Speculation, Statistics
 from bridge.tape import Tape
-from bridge.templates import Message, render_bytes, render_chat, render_text
+from bridge.templates import Chat, end_of_turn, render_chat, render_ids_for, render_text_for
 from bridge.text import TextStream
 from bridge.translation import Rendering
 
@@ -39,9 +40,9 @@ MAX_STOP_STRINGS = 64
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks. `input`: a text, the messages of a chat, or ids of the target."""
+    """What a user asks. `input`: a text, a chat, or ids of the target."""
 
-    input: str | tuple[Message, ...] | tuple[int, ...]
+    input: str | Chat | tuple[int, ...]
     sampling: SamplingParameters = SamplingParameters()
     seed: int = field(default_factory=lambda: secrets.randbits(64))
     max_tokens: int | None = None
@@ -83,7 +84,7 @@ class Finished:
 def check(request: Request) -> None:
     """Raises `InvalidField`, `UnsupportedField` or `EmptyPrompt` for what no target could do."""
     request.sampling.checked()
-    if not request.input:
+    if not (request.input.messages if isinstance(request.input, Chat) else request.input):
         raise EmptyPrompt
     if request.max_tokens is not None and request.max_tokens < 1:
         raise InvalidField("max_tokens", "at least 1", request.max_tokens)
@@ -105,15 +106,11 @@ def render(request: Request, model: Model, source: Model) -> Rendering:
     """The request's input in `model`'s tokens. `source` is the target, whose ids an input of ids is in."""
     match request.input:
         case str(text):
-            return render_text(model.vocabulary, text)
-        case (Message(), *_):
-            messages = [message for message in request.input if isinstance(message, Message)]
-            return render_chat(model.vocabulary, model.chat_template, messages, model.control)
-        case _:
-            ids = tuple(id_ for id_ in request.input if isinstance(id_, int))
-            if model is source:
-                return Rendering(ids, b"", ids)
-            return render_bytes(model.vocabulary, source.vocabulary.spell(ids), model.special_ids.bos)
+            return render_text_for(model, text, source)
+        case Chat():
+            return render_chat(model, request.input)
+        case ids:
+            return render_ids_for(model, ids, source)
 
 
 def _room(request: Request, model: Model, prompt_ids: Sequence[int]) -> int:
@@ -137,13 +134,15 @@ async def generate(
     """The target's own continuation of the request; the draft, if any, only makes it faster."""
     started = perf_counter_ns()
     check(request)
-    prompt = render(request, model, model)
+    # Encoding a long prompt takes a while in which others want to go on.
+    prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = _room(request, model, prompt.ids)
     policy = Policy(request.speculation)
     lead, note = None, ""
     if draft_model is not None and draft is not None:
         try:
-            lead = Lead(draft_model, render(request, draft_model, model), policy.confidence_threshold)
+            rendering = await asyncio.to_thread(render, request, draft_model, model)
+            lead = Lead(draft_model, rendering, policy.confidence_threshold)
         except Exception as error:  # a draft's template may refuse what the target's takes
             _log.warning("the draft cannot take a request that the target takes: %s", error)
             draft, note = None, f"the draft could not take the request ({error}); the target went on alone"
@@ -151,7 +150,9 @@ async def generate(
 
     tape = Tape(model.vocabulary, prompt.ids)
     text = TextStream(request.stop)
-    speculation = Speculation(model, tape, target, draft, lead, policy)
+    # A draft's end of text is the end of a turn where the target is in one.
+    end = end_of_turn(model) if isinstance(request.input, Chat) else None
+    speculation = Speculation(model, tape, target, draft, lead, policy, end)
     speculation.statistics.note = note
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = 0

@@ -1,10 +1,12 @@
 """What the draft has said beyond the committed text, and whether it still agrees with it."""
 
+from bisect import bisect_right
+
 from bridge.errors import ProtocolViolation
 from bridge.models import Model
 from bridge.ports import Proposal, Sync
 from bridge.tape import Tape
-from bridge.translation import DraftContext, Rendering, common_prefix_length
+from bridge.translation import DraftContext, Rendering
 
 
 class Lead:
@@ -19,12 +21,14 @@ class Lead:
         self._model = model
         self._prompt = prompt
         self._context = DraftContext(model.vocabulary, prompt)
-        self._appended = 0
         self._threshold = confidence_threshold
-        self._held: list[int] = []
-        self._base = 0
+        self._appended = 0
+        self._proposed: list[int] = []
         self._said = bytearray()
         self._ends: list[int] = []
+        self._agreed = 0
+        self._parted = False
+        self._base = 0
         self._credit = 0
         self.epoch = 0
         self.ended = False
@@ -32,21 +36,24 @@ class Lead:
 
     def sync(self, tape: Tape, credit: int) -> Sync | None:
         """Begins an epoch at the end of the tape, less half a character; None if that is nothing to continue."""
-        self._context.append(tape.data[self._appended :])
+        keep, ids = self._context.append(tape.data[self._appended :], self._proposed)
         self._appended = len(tape.data)
-        ids = self._context.ids
-        if not ids:
+        if not self._context.ids:
             return None
-        # At least one id is sent again: the draft proposes from the forward of the last one.
-        keep = min(common_prefix_length(self._held, ids), len(ids) - 1)
-        self._held = ids
-        self._base = self._context.byte_offset
+        if self.epoch == 0:
+            keep, ids = 0, list(self._context.ids)
+        elif not ids:
+            # At least one id is sent again: the draft proposes from the forward of the last one.
+            keep, ids = keep - 1, [self._context.ids[keep - 1]]
+        self._proposed.clear()
         self._said.clear()
         self._ends.clear()
+        self._base = self._context.byte_offset
+        self._agreed, self._parted = 0, False
         self._credit = credit
         self.epoch += 1
         self.ended = self.closed = False
-        return Sync(self.epoch, keep, tuple(ids[keep:]), max(self._base, 0), credit)
+        return Sync(self.epoch, keep, tuple(ids), max(self._base, 0), credit)
 
     def hear(self, proposal: Proposal) -> bool:
         """Takes a proposal; False if nothing came of it, because its epoch is over or the turn ended."""
@@ -63,7 +70,7 @@ class Lead:
                 # A control token other than an end says nothing to another model.
                 self.closed = True
                 break
-            self._held.append(id_)
+            self._proposed.append(id_)
             self._said += data
             self._ends.append(len(self._said))
             if confidence < self._threshold:
@@ -83,23 +90,29 @@ class Lead:
         A draft that said just what was committed is left to run: its next token is under way. One that has
         fallen behind is not: a new epoch takes it past everything committed in a single forward.
         """
-        return self._said.startswith(self._committed(tape)) and not (self.closed and not self.ahead(tape))
+        return self._agrees(tape) and not (self.closed and self._agreed == len(self._said))
 
     def ahead(self, tape: Tape) -> bytes:
         """What the draft said beyond the tape, as far as the two agree."""
-        committed = self._committed(tape)
-        return bytes(self._said[len(committed) :]) if self._said.startswith(committed) else b""
+        return bytes(self._said[self._agreed :]) if self._agrees(tape) else b""
 
     def grant(self, tape: Tape, tokens_ahead: int) -> int:
         """Credit to add so that the draft may get `tokens_ahead` beyond the tape."""
-        agreed = len(self._committed(tape))
-        behind_tape = sum(1 for end in self._ends if end <= agreed)
-        added = max(behind_tape + tokens_ahead - self._credit, 0)
+        self._agrees(tape)
+        added = max(bisect_right(self._ends, self._agreed) + tokens_ahead - self._credit, 0)
         self._credit += added
         return added
 
-    def _committed(self, tape: Tape) -> bytes:
-        """Committed bytes from where this epoch began, which can be inside the prompt's last character."""
-        if self._base < 0:
-            return self._prompt.text[self._base :] + bytes(tape.data)
-        return bytes(tape.data[self._base :])
+    def _agrees(self, tape: Tape) -> bool:
+        """Whether what it said begins with what was committed since this epoch began.
+
+        Looks only at what was committed since the last look. An epoch can begin inside the prompt's last
+        character, whose rest the draft says first.
+        """
+        start = self._base + self._agreed
+        committed = self._prompt.text[start:] + bytes(tape.data) if start < 0 else bytes(tape.data[start:])
+        if not self._parted and self._said.startswith(committed, self._agreed):
+            self._agreed += len(committed)
+            return True
+        self._parted = self._parted or not committed.startswith(bytes(self._said[self._agreed :]))
+        return False

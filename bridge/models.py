@@ -31,3 +31,12 @@ class Model:
         ids = self.special_ids
         written = {"bos_token": ids.bos, "eos_token": ids.eos[0] if ids.eos else None, "pad_token": ids.pad}
         return {key: "" if id_ is None else self.vocabulary.name(id_) for key, id_ in written.items()}
+
+    def counterpart(self, id_: int, source: "Model") -> int | None:
+        """This model's control token for the control token `id_` of `source`: that of the same role, or name."""
+        here, there = self.special_ids, source.special_ids
+        if id_ == there.bos and here.bos is not None:
+            return here.bos
+        if id_ in there.eos and here.eos:
+            return here.eos[0]
+        return self.vocabulary.control_id(source.vocabulary.name(id_))

@@ -58,9 +58,18 @@ class Speculation:
     """One generation's run of the loop over its tape."""
 
     def __init__(
-        self, model: Model, tape: Tape, target: Verifier, draft: Drafter | None, lead: Lead | None, policy: Policy
+        self,
+        model: Model,
+        tape: Tape,
+        target: Verifier,
+        draft: Drafter | None,
+        lead: Lead | None,
+        policy: Policy,
+        end: int | None = None,
     ) -> None:
+        """`end`: what the target says where the draft ends the text; its end of text if None."""
         self._model, self._tape, self._policy = model, tape, policy
+        self._end = next(iter(model.special_ids.eos), None) if end is None else end
         self._target, self._draft, self._lead = target, draft, lead
         self._offered: list[int] = []
         self._patience_us = 0
@@ -140,8 +149,8 @@ class Speculation:
         assert self._lead is not None
         started = perf_counter_ns()
         ids = candidates(self._model.vocabulary, self._lead.ahead(self._tape))
-        if self._lead.ended and self._model.special_ids.eos:
-            ids.append(self._model.special_ids.eos[0])
+        if self._lead.ended and self._end is not None:
+            ids.append(self._end)
         ids = ids[: self._policy.width]
         self.statistics.translate_ns += perf_counter_ns() - started
         # All of them, also those that it has already: they show the target what the rest continues.

@@ -1,16 +1,20 @@
 """What a user asked for, in the tokens of one model: a text, or a chat in the model's own template."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import Template, nodes, pass_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from bridge.errors import InvalidField, UnusableModel
+from bridge.errors import DraftBridgeError, InvalidField, UnusableModel
+from bridge.models import Model
 from bridge.translation import Rendering
 from bridge.vocabulary import Vocabulary
 
@@ -19,42 +23,150 @@ PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+# What the bridge itself says to a template.
+_RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token")
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat."""
+    """One turn of a chat. `fields`: what a template may want beside, such as `tool_calls` or `name`."""
 
     role: str
     content: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages, and what else the models' templates are given, such as `tools`. Values are those of JSON."""
+
+    messages: tuple[Message, ...]
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def render_text(vocabulary: Vocabulary, text: str) -> Rendering:
     """A prompt as the model's tokenizer takes it: control tokens understood, beginning of text added."""
-    return _render(vocabulary, [text], framed=True)
+    return _render(vocabulary, text, framed=True)
 
 
-def render_chat(
-    vocabulary: Vocabulary, template: str, messages: Sequence[Message], control: dict[str, str]
-) -> Rendering:
-    """A chat in the model's own template (plain transcript if empty), ready for the assistant's turn.
+def render_chat(model: Model, chat: Chat) -> Rendering:
+    """A chat in the model's own template (plain transcript if it has none), ready for the assistant's turn.
 
-    `control`: the template's `bos_token`, `eos_token` and so on. A control token spelled in a message is
-    plain text: it is broken with a mark that no message contains before rendering, and encoded in two parts.
+    A control token spelled in a message, or in anything else that the user gives, is plain text: it is broken
+    with a mark that nobody wrote before rendering, and encoded in two parts.
+    Raises `InvalidField` for a chat that the template refuses, `UnusableModel` for a template that fails.
     """
-    mark = _unused_mark(messages)
-    shielded = [
-        {"role": _shield(message.role, vocabulary, mark), "content": _shield(message.content, vocabulary, mark)}
-        for message in messages
-    ]
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-    )
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    variables: dict[str, Any] = {"messages": shielded, "add_generation_prompt": True, **control}
+    for name in _RESERVED:
+        if name in chat.variables:
+            raise InvalidField("chat.template_variables", f"without {name!r}, which the bridge sets itself", "it")
+    text, mark = _rendered(model, chat, add_generation_prompt=True)
+    # A template writes its own beginning of text; the plain transcript gets the tokenizer's.
+    return _render(model.vocabulary, text, mark, framed=not model.chat_template)
+
+
+def render_text_for(model: Model, text: str, source: Model) -> Rendering:
+    """A prompt that was written for `source`: its control tokens become those of the same role in `model`."""
+    if model.vocabulary is source.vocabulary:
+        return render_text(model.vocabulary, text)
+    parts: list[str | int] = []
+    done = 0
+    for start, end in sorted(source.vocabulary.control_spans(text), key=lambda span: (span[0], -span[1])):
+        id_ = source.vocabulary.control_id(text[start:end])
+        if start >= done and id_ is not None:
+            parts += [text[done:start], id_]
+            done = end
+    return _render_parts(model, [*parts, text[done:]], source)
+
+
+def render_ids_for(model: Model, ids: Sequence[int], source: Model) -> Rendering:
+    """A prompt that was given in ids of `source`, in the tokens of `model`."""
+    if model.vocabulary is source.vocabulary:
+        return Rendering(ids, len(ids), b"")
+    parts: list[str | int] = []
+    said = b""
     try:
-        text = environment.from_string(template or PLAIN_TEMPLATE).render(variables)
+        for id_ in ids:
+            if id_ in source.vocabulary.control:
+                parts += [said.decode(), id_]
+                said = b""
+            else:
+                said += source.vocabulary.token_bytes(id_)
+        parts.append(said.decode())
+        if source.vocabulary.dummy_prefix:
+            # The space in front is of no text's own.
+            first = next((i for i, part in enumerate(parts) if isinstance(part, str) and part), len(parts) - 1)
+            parts[first] = str(parts[first]).removeprefix(" ")
+        return _render_parts(model, parts, source)
+    except UnicodeDecodeError:  # not a text, so nothing but bytes
+        data, frame = source.vocabulary.spell(ids), model.vocabulary.frame
+        return Rendering([*frame, *model.vocabulary.pieces(data, whole=True).ids], len(frame), data)
+
+
+@lru_cache(maxsize=256)
+def end_of_turn(model: Model) -> int | None:
+    """The id that ends the assistant's turn in the model's template; None if that cannot be seen."""
+    if not model.chat_template:
+        return None
+    try:
+        text, mark = _rendered(
+            model, Chat((Message("user", "a"), Message("assistant", "b"))), add_generation_prompt=False
+        )
+        ids = _render(model.vocabulary, text, mark, framed=False).ids
+    except DraftBridgeError:
+        return None
+    return next((id_ for id_ in reversed(ids) if id_ in model.special_ids.eos), None)
+
+
+def _render_parts(model: Model, parts: Sequence[str | int], source: Model) -> Rendering:
+    """Texts, and control tokens of `source` between them."""
+    texts = [part for part in parts if isinstance(part, str)]
+    mark = _unused_mark(texts)
+    text = ""
+    for part in parts:
+        if isinstance(part, str):
+            text += _shield(part, model.vocabulary, mark)
+        elif text or part != source.special_ids.bos:  # at the very beginning, the model's own frame stands
+            counterpart = model.counterpart(part, source)
+            written = source.vocabulary.name(part)
+            # What the model has no token for stays as it is written, as text.
+            text += (
+                _shield(written, model.vocabulary, mark) if counterpart is None else model.vocabulary.name(counterpart)
+            )
+    return _render(model.vocabulary, text, mark, framed=True)
+
+
+def _render(vocabulary: Vocabulary, text: str, mark: str = "", *, framed: bool) -> Rendering:
+    prompt = vocabulary.prompt(text, mark=mark)
+    frame = vocabulary.frame if framed else ()
+    rest = text[prompt.settled :].replace(mark, "") if mark else text[prompt.settled :]
+    return Rendering([*frame, *prompt.ids], len(frame) + prompt.settled_token_count, rest.encode())
+
+
+def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, str]:
+    """What the template writes, and the mark that breaks control tokens in it."""
+    given = [{"role": one.role, "content": one.content, **one.fields} for one in chat.messages]
+    mark = _unused_mark([json.dumps([given, dict(chat.variables)], ensure_ascii=False)])
+
+    def shield(value: Any) -> Any:
+        match value:
+            case str():
+                return _shield(value, model.vocabulary, mark)
+            case Mapping():
+                return {shield(key): shield(one) for key, one in value.items()}
+            case list() | tuple():
+                return [shield(one) for one in value]
+        return value
+
+    variables = {
+        **shield(chat.variables),
+        **model.control,
+        "messages": shield(given),
+        "add_generation_prompt": add_generation_prompt,
+        "_mark": mark,
+        "_shield": shield,
+    }
+    try:
+        return _compiled(model.chat_template or PLAIN_TEMPLATE).render(variables), mark
     except _RefusedError as error:
         raise InvalidField("chat.messages", f"as the model's chat template wants them ({error})", "others") from error
     except Exception as error:  # a template is a program, and can fail like any
@@ -62,14 +174,17 @@ def render_chat(
             f"the model's chat template failed ({type(error).__name__}: {error}): mend the template, or send a prompt "
             "instead of a chat"
         ) from error
-    # A template writes its own beginning of text; the plain transcript gets the tokenizer's.
-    return _render(vocabulary, text.split(mark), framed=not template)
 
 
-def render_bytes(vocabulary: Vocabulary, data: bytes, bos: int | None) -> Rendering:
-    """A prompt of which only the bytes are known, as the start of a text behind `bos`."""
-    head = () if bos is None else (bos,)
-    return Rendering(head, data, head + tuple(vocabulary.pieces(data, whole=True).ids))
+@lru_cache(maxsize=64)
+def _compiled(template: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
+    )
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    environment.filters["tojson"] = _to_json
+    return environment.from_string(template)
 
 
 class _RefusedError(Exception):
@@ -78,6 +193,34 @@ class _RefusedError(Exception):
 
 def _raise_exception(message: str) -> None:
     raise _RefusedError(message)
+
+
+@pass_context
+def _to_json(
+    context: Context,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As templates of the hub expect it: not escaped for HTML, as Jinja's own is. Marks are no part of the value."""
+    mark: str = context["_mark"]
+    shield: Callable[[str], str] = context["_shield"]
+
+    def bare(value: Any) -> Any:
+        match value:
+            case str():
+                return value.replace(mark, "")
+            case Mapping():
+                return {bare(key): bare(one) for key, one in value.items()}
+            case list() | tuple():
+                return [bare(one) for one in value]
+        return value
+
+    return shield(
+        json.dumps(bare(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    )
 
 
 class _GenerationTag(Extension):
@@ -92,33 +235,23 @@ class _GenerationTag(Extension):
 
 
 def _shield(text: str, vocabulary: Vocabulary, mark: str) -> str:
-    for control in vocabulary.control_texts:
-        text = text.replace(control, control[:1] + mark + control[1:])
-    return text
+    """`text` with its control tokens broken: a mark behind the first character, or what says that this one is plain."""
+    places = {
+        (start, True) if end - start == 1 else (start + 1, False) for start, end in vocabulary.control_spans(text)
+    }
+    shielded, done = "", 0
+    for place, literal in sorted(places):
+        if place == done and shielded.endswith(mark) and not literal:
+            continue  # it is broken here already
+        shielded += text[done:place] + (mark + mark + text[place] + mark if literal else mark)
+        done = place + literal
+    return shielded + text[done:]
 
 
-def _unused_mark(messages: Sequence[Message]) -> str:
-    said = "".join(message.role + message.content for message in messages)
+def _unused_mark(texts: Sequence[str]) -> str:
     # Noncharacters: Unicode reserves them for use inside a program.
-    return next(mark for code in range(0xFDD0, 0xFDF0) if (mark := chr(code)) not in said or code == 0xFDEF)
-
-
-def _render(vocabulary: Vocabulary, segments: Sequence[str], framed: bool) -> Rendering:
-    """Encodes segments one by one, the first as the start of a text, what the tokenizer puts in front kept."""
-    ids: list[int] = []
-    head, text = 0, b""
-    for index, segment in enumerate(segments):
-        encoding = vocabulary.encode(segment, whole=index == 0, framed=framed and index == 0)
-        count = len(encoding.ids)
-        # A tokenizer that closes every text with its end-of-text would end the prompt.
-        while count > 1 and encoding.special_tokens_mask[count - 1] and encoding.offsets[count - 1] == (0, 0):
-            count -= 1
-        control = vocabulary.special - {vocabulary.unknown}
-        last = max((i for i in range(count) if encoding.ids[i] in control), default=-1)
-        if last >= 0:
-            head = len(ids) + last + 1
-            text = segment[encoding.offsets[last][1] :].encode()
-        else:
-            text += segment.encode()
-        ids += encoding.ids[:count]
-    return Rendering(tuple(ids[:head]), text, tuple(ids))
+    marks = (chr(code) for code in range(0xFDD0, 0xFDF0))
+    mark = next((mark for mark in marks if not any(mark in text for text in texts)), None)
+    if mark is None:
+        raise InvalidField("the prompt", "free of at least one of the noncharacters U+FDD0 to U+FDEF", "all of them")
+    return mark

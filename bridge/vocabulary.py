@@ -6,139 +6,66 @@ a token's written form becomes text, and it is applied to each token by itself.
 """
 
 import hashlib
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise, takewhile
 
+import numpy as np
 from tokenizers import Encoding, Tokenizer
 
-from bridge.errors import TokenizerNotUnderstood
+from bridge import tokenizer_json as spec_of
+from bridge.prefix_cache import Block, PrefixCache
 
-Component = Mapping[str, Any]
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes with (GPT-2, `bytes_to_unicode`)."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in plain}
-    others = (byte for byte in range(256) if byte not in plain)
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-
-
-def components(component: Component | None) -> Iterator[Component]:
-    """The parts of a normalizer, pre-tokenizer or decoder, sequences taken apart."""
-    if component is None:
-        return
-    if component["type"] == "Sequence":
-        for key in ("normalizers", "pretokenizers", "decoders", "processors"):
-            for part in component.get(key, ()):
-                yield from components(part)
-    else:
-        yield component
-
-
-def _spell(token: str, decoder: Sequence[Component]) -> bytes:
-    """The bytes of one token in the middle of a text, as `decoder` has them."""
-    for part in decoder:
-        match part["type"]:
-            case "ByteLevel":
-                if all(char in _ALPHABET for char in token):
-                    return bytes(_ALPHABET[char] for char in token)
-            case "ByteFallback":
-                if match_ := _BYTE_TOKEN.match(token):
-                    return bytes([int(match_[1], 16)])
-            case "Replace":
-                token = token.replace(part["pattern"]["String"], part["content"])
-            case "Metaspace":
-                token = token.replace(part["replacement"], " ")
-            case "WordPiece":
-                prefix = part["prefix"]
-                token = token[len(prefix) :] if token.startswith(prefix) else " " + token
-            case "BPEDecoder":
-                token = token.replace(part["suffix"], " ")
-    return token.encode("utf-8", "surrogatepass")
-
-
-def _understood(decoder: Sequence[Component]) -> None:
-    # Fuse joins tokens and Strip trims the whole text's ends: neither changes the middle of a text.
-    known = {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "WordPiece", "BPEDecoder", "Fuse", "Strip"}
-    for part in decoder:
-        if part["type"] not in known or (part["type"] == "Replace" and "String" not in part["pattern"]):
-            raise TokenizerNotUnderstood(
-                f"the tokenizer's decoder has a part {part['type']!r} that DraftBridge cannot turn into bytes: "
-                "serve this model from a tokenizer.json with a byte-level, SentencePiece-style or WordPiece decoder",
-                component="decoder",
-                type=part["type"],
-            )
-
-
-def _without_dummy_prefix(spec: dict[str, Any]) -> dict[str, Any]:
-    """The same tokenizer for the middle of a text: no space is put in front, no token around."""
-
-    def keep(component: Component | None, list_key: str) -> Component | None:
-        if component is None:
-            return None
-        if component["type"] == "Sequence":
-            parts = [part for one in component[list_key] if (part := keep(one, list_key))]
-            return {**component, list_key: parts}
-        if component["type"] == "Prepend":
-            return None
-        changed = dict(component)
-        if component["type"] == "Metaspace":
-            changed |= {"prepend_scheme": "never"}
-            changed.pop("add_prefix_space", None)
-        if component["type"] == "ByteLevel":
-            changed |= {"add_prefix_space": False}
-        return changed
-
-    return {
-        **spec,
-        "normalizer": keep(spec.get("normalizer"), "normalizers"),
-        "pre_tokenizer": keep(spec.get("pre_tokenizer"), "pretokenizers"),
-        "post_processor": None,
-    }
-
-
-def _local(part: Component) -> bool:
-    """Whether a pre-tokenizer looks at no more than one character to split there."""
-    match part["type"]:
-        case "Metaspace":
-            return True
-        case "ByteLevel":
-            return not part.get("use_regex", True)
-        case "Split":
-            return len(part["pattern"].get("String", "..")) == 1
-    return False
+# A boundary between tokens is final once this many bytes, or characters, stand behind it. Pre-tokenizers look
+# ahead by a few characters (a contraction, a group of digits); runs that they look at whole are treated apart.
+LOOKAHEAD = 32
+# The library holds the interpreter's lock while it encodes one text, not while it encodes a batch.
+_LONG_TEXT = 8192
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Consecutive tokens that spell `consumed` bytes of what was encoded.
+    """Consecutive tokens for `consumed` bytes of what was encoded.
 
-    `exact`: the tokens' bytes are exactly the bytes given. `seams[i]`: what stands on the two sides of the
-    end of token i has no part in how the other is encoded.
+    `ends[i]`: offset in it, in bytes, behind token i. `seams[i]`: what stands on the two sides of the end of
+    token i has no part in how the other is encoded. `exact`: the tokens' bytes are exactly those given.
     """
 
     ids: list[int]
+    ends: list[int]
     seams: list[bool]
     consumed: int
     exact: bool
 
 
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt's ids. The first `settled_token_count` of them, for the first `settled` characters, are the
+    same whatever text follows; no control token is behind them."""
+
+    ids: list[int]
+    settled_token_count: int
+    settled: int
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of a text, `ends` in its characters."""
+
+    ids: list[int]
+    ends: list[int]
+    seams: list[bool]
+
+
 class Vocabulary:
-    """A tokenizer, understood down to bytes.
+    """A tokenizer, understood down to bytes. All its methods may be called from any thread.
 
     >>> vocabulary = Vocabulary(path.read_bytes())
-    >>> vocabulary.spell(vocabulary.encode("naïve").ids)
+    >>> vocabulary.spell(vocabulary.pieces("naïve".encode()).ids)
     b'na\\xc3\\xafve'
 
     Raises `TokenizerNotUnderstood` for a file that is no tokenizer, or one whose decoder has parts
@@ -147,53 +74,39 @@ class Vocabulary:
 
     def __init__(self, tokenizer_json: bytes) -> None:
         self.sha256 = hashlib.sha256(tokenizer_json).hexdigest()
-        try:
-            spec = json.loads(tokenizer_json)
-            self._whole = Tokenizer.from_str(tokenizer_json.decode())
-        except Exception as error:  # the library raises plain Exception for a file that it cannot read
-            raise TokenizerNotUnderstood(
-                f"this is no tokenizer.json that the tokenizers library reads ({error}): "
-                "save the model's fast tokenizer again with save_pretrained"
-            ) from error
-        self._whole.no_truncation()
-        self._whole.no_padding()
-        middle = _without_dummy_prefix(spec)
-        if all(middle.get(part) == spec.get(part) for part in ("normalizer", "pre_tokenizer")):
-            self._middle = self._whole
-        else:
-            self._middle = Tokenizer.from_str(json.dumps({**middle, "truncation": None, "padding": None}))
-        decoder = self._decoder(spec)
-        _understood(decoder)
+        spec, self._whole = spec_of.read(tokenizer_json)
+        # Whether a space is put in front of a text.
+        self.dummy_prefix = spec_of.has_dummy_prefix(spec)
+        self._splits_by_context = spec_of.splits_by_context(spec)
+        self._changes_characters = spec_of.changes_characters(spec)
+        self._variants = {
+            (start, plain): spec_of.variant(spec, self._whole, middle=not start, plain=plain)
+            for start in ((True, False) if self.dummy_prefix else (False,))
+            for plain in (True, False)
+        }
+        decoder = spec_of.decoder(spec)
         byte_level = any(part["type"] == "ByteLevel" for part in decoder)
-        added = self._whole.get_added_tokens_decoder()
-        self.special = frozenset(id_ for id_, token in added.items() if token.special)
+        self._added = self._whole.get_added_tokens_decoder()
+        self._single_words = any(token.single_word for token in self._added.values())
+        self.special = frozenset(id_ for id_, token in self._added.items() if token.special)
         written = {id_: token for token, id_ in self._whole.get_vocab(with_added_tokens=True).items()}
         # Stands for whatever it stands for: no control token, though files mark it as one.
-        unknown = spec["model"].get("unk_token") or spec["model"].get("unk_id")
+        unknown = spec_of.unknown_token(spec)
         self.unknown = self._whole.token_to_id(unknown) if isinstance(unknown, str) else unknown
+        self.control = self.special - {self.unknown}
         self.size = max(written, default=-1) + 1
         self._bytes: list[bytes | None] = [None] * self.size
         for id_, token in written.items():
             if id_ in self.special:
                 self._bytes[id_] = b""
-            elif id_ in added and byte_level:
+            elif id_ in self._added and byte_level:
                 self._bytes[id_] = token.encode()
             else:
-                self._bytes[id_] = _spell(token, decoder)
-        self._splits_by_context = any(not _local(part) for part in components(spec.get("pre_tokenizer")))
-
-    @staticmethod
-    def _decoder(spec: dict[str, Any]) -> list[Component]:
-        decoder = list(components(spec.get("decoder")))
-        if decoder:
-            return decoder
-        # Some files leave the decoder out; what was done on the way in tells what to undo.
-        for part in components(spec.get("pre_tokenizer")):
-            if part["type"] in ("ByteLevel", "Metaspace"):
-                return [part]
-        if spec["model"].get("type") == "WordPiece":
-            return [{"type": "WordPiece", "prefix": spec["model"]["continuing_subword_prefix"]}]
-        return []
+                self._bytes[id_] = spec_of.spell(token, decoder)
+        self._spelled = [data or b"" for data in self._bytes]
+        # Longer than any control token that a text may be about to spell.
+        self._lookahead = max([LOOKAHEAD, *(len(token.content) for token in self._added.values())])
+        self.prefixes = PrefixCache()
 
     @property
     def tokens(self) -> Sequence[bytes | None]:
@@ -208,9 +121,16 @@ class Vocabulary:
             if data is not None and len(data) == 1:
                 written = self._whole.id_to_token(id_) or ""
                 # Of several, `<0x41>` is what byte fallback writes and "A" what the model reads.
-                if data[0] not in table or not _BYTE_TOKEN.match(written):
+                if data[0] not in table or not spec_of.BYTE_TOKEN.match(written):
                     table[data[0]] = id_
         return table
+
+    @cached_property
+    def frame(self) -> tuple[int, ...]:
+        """Control tokens that the tokenizer puts in front of a text."""
+        encoding = self._whole.encode("a")
+        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+        return tuple(id_ for id_, _ in takewhile(lambda pair: pair[1], marked))
 
     def spell(self, ids: Iterable[int]) -> bytes:
         """The bytes of `ids`, in the middle of a text. Control tokens have none."""
@@ -218,11 +138,15 @@ class Vocabulary:
 
     def token_bytes(self, id_: int) -> bytes:
         """The bytes of one id; an id without a token has none."""
-        return (self._bytes[id_] or b"") if id_ < self.size else b""
+        return self._spelled[id_] if id_ < self.size else b""
 
     def name(self, id_: int) -> str:
         """How the tokenizer writes the id."""
         return self._whole.id_to_token(id_) or f"<{id_}>"
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """What the tokenizer itself says that `ids` spell, as the start of a text, control tokens written out."""
+        return str(self._whole.decode(list(ids), skip_special_tokens=False))
 
     def control_id(self, written: str) -> int | None:
         """The control token that is written so, if there is one."""
@@ -230,19 +154,154 @@ class Vocabulary:
         return id_ if id_ in self.special else None
 
     @cached_property
-    def control_texts(self) -> tuple[str, ...]:
-        """How the control tokens are written, longest first."""
-        texts = (self._whole.id_to_token(id_) for id_ in self.special)
-        return tuple(sorted((text for text in texts if text), key=len, reverse=True))
+    def control_texts(self) -> frozenset[str]:
+        """How the control tokens are written."""
+        return frozenset(text for id_ in self.special if (text := self._whole.id_to_token(id_)))
 
-    def encode(self, text: str, *, whole: bool = False, framed: bool = False) -> Encoding:
-        """The tokenizer's own encoding of `text`, control tokens in it understood as such.
+    def control_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where `text` spells a control token: starts and ends, in characters, overlapping ones too."""
+        starts, lengths = self._control_shapes
+        return [
+            (start, start + length)
+            for match_ in starts.finditer(text)
+            for start in [match_.start()]
+            for length in lengths
+            if text[start : start + length] in self.control_texts
+        ]
 
-        `whole`: as the start of a text, where some tokenizers put a space; otherwise as the middle of
-        one. `framed`: with the control tokens that the tokenizer puts around a text.
+    @cached_property
+    def _control_shapes(self) -> tuple[re.Pattern[str], list[int]]:
+        """What the control tokens begin with, and how long they are: thousands of them in one alternation are slow."""
+        firsts = "".join(sorted({re.escape(text[0]) for text in self.control_texts}))
+        return re.compile(f"[{firsts}]" if firsts else r"(?!)"), sorted({len(text) for text in self.control_texts})
+
+    def cuttable(self, before: str, after: str) -> bool:
+        """Whether a seam between these two characters stays one, whatever comes after `LOOKAHEAD` more.
+
+        Not inside a run that pre-tokenizers look at whole, and not where a normalizer may join the two.
         """
-        tokenizer = self._whole if whole else self._middle
-        return tokenizer.encode(text, add_special_tokens=framed)
+        if not before or not after:
+            return True  # a byte that is no part of a character
+        if before.isspace() and after.isspace():
+            return False
+        if self._single_words and not after.isspace():
+            return False  # an added token that must stand alone looks at what is before it
+        if self._splits_by_context and _in_word(before) and _in_word(after):
+            return False
+        return not self._changes_characters or _stands_alone(before, after)
+
+    def prompt(self, text: str, *, mark: str = "", plain: bool = False) -> EncodedPrompt:
+        """The tokenizer's own encoding of a whole text; only what no earlier text began with is encoded.
+
+        Control tokens in it are understood as such, unless `plain`. What stands on the two sides of a `mark`
+        is encoded apart, and the mark itself left out; behind two marks in a row all is plain up to the next.
+        The control tokens of `frame` are not added.
+        """
+        known = self.prefixes.find(text, f"{plain} {mark}".encode())
+        tokens = self._marked(text, known.position, mark, plain)
+        # What the tail of an earlier text settled is part of the first new block.
+        behind = known.ids[known.token_count :]
+        blocks: list[Block] = []
+        done, settled = 0, known.position
+        for end in known.ends:
+            count = max(self._last_cut(text, tokens, end), done)
+            settled = tokens.ends[count - 1] if count else settled
+            blocks.append(Block(np.array(behind + tokens.ids[done:count], np.uint32), settled))
+            behind, done = [], count
+        count = max(self._last_cut(text, tokens, len(text)), done)
+        settled = tokens.ends[count - 1] if count else settled
+        rest = text[known.last_end :]
+        self.prefixes.keep(known, blocks, Block(np.array(behind + tokens.ids[done:count], np.uint32), settled, rest))
+        # Behind the last control token there is text and nothing else, so it settles all before it.
+        control = next((i + 1 for i in range(len(tokens.ids) - 1, -1, -1) if tokens.ids[i] in self.control), 0)
+        count = max(count, control)
+        settled = tokens.ends[count - 1] if count else settled
+        known_count = len(known.ids)
+        known.ids += tokens.ids
+        return EncodedPrompt(known.ids, known_count + count, settled)
+
+    def _last_cut(self, text: str, tokens: _Tokens, known: int) -> int:
+        """How many tokens cannot change if only the first `known` characters of `text` do not."""
+        count = bisect_right(tokens.ends, known - self._lookahead)
+        while count > 0:
+            end = tokens.ends[count - 1]
+            if end > 0 and tokens.seams[count - 1] and self.cuttable(text[end - 1], text[end]):
+                added = self._added.get(tokens.ids[count - 1])
+                # Behind an added token a text begins anew, or is robbed of its white space.
+                if added is None or not (self.dummy_prefix or added.rstrip):
+                    return count
+            count -= 1
+        return 0
+
+    def _marked(self, text: str, start: int, mark: str, plain: bool) -> _Tokens:
+        """Tokens of `text` from `start` on."""
+        ids: list[int] = []
+        ends: list[int] = []
+        seams: list[bool] = []
+        position = start
+        literal = plain
+        for segment in text[start:].split(mark) if mark else [text[start:]]:
+            first = position == 0
+            for tokens, length in self._plain(segment, first) if literal else self._understood(segment, first):
+                ids += tokens.ids
+                ends += [position + end for end in tokens.ends]
+                seams += tokens.seams
+                position += length
+            position += len(mark)
+            literal = plain or not segment
+        return _Tokens(ids, ends, seams)
+
+    def _understood(self, text: str, start: bool) -> list[tuple[_Tokens, int]]:
+        """Tokens of `text`, control tokens in it understood as such, and its length."""
+        encoding = self._encode(text, start, plain=False)
+        if start or not self.dummy_prefix or self._added.keys().isdisjoint(encoding.ids):
+            return [(self._tokens(text, encoding), len(text))]
+        # A text begins anew behind each added token, but not here.
+        encoding = self._encode(text, True, plain=False)
+        first = next(i for i, id_ in enumerate(encoding.ids) if id_ in self._added)
+        begin = encoding.offsets[first][0]
+        before, anew = text[:begin], self._tokens(text, encoding)
+        rest = _Tokens(anew.ids[first:], [end - begin for end in anew.ends[first:]], anew.seams[first:])
+        return [
+            (self._tokens(before, self._encode(before, False, plain=False)), begin),
+            (rest, len(text) - begin),
+        ]
+
+    def _plain(self, text: str, start: bool) -> list[tuple[_Tokens, int]]:
+        """Tokens that together say `text`, none of them a control token, and the lengths of what each say."""
+        encoding = self._encode(text, start, plain=True)
+        if self.control.isdisjoint(encoding.ids):
+            return [(self._tokens(text, encoding), len(text))]
+        # Unigram models have control tokens among their pieces and find them in any text: cut each in two, and
+        # say byte by byte what is a single character.
+        inside = {0, len(text)}
+        for begin, end in self.control_spans(text):
+            inside |= {begin, end} if end - begin == 1 else {begin + 1}
+        parts = []
+        for begin, end in pairwise(sorted(inside)):
+            part = text[begin:end]
+            encoding = self._encode(part, start and begin == 0, plain=True)
+            tokens = self._tokens(part, encoding)
+            if not self.control.isdisjoint(encoding.ids):
+                ids = [self.byte_ids[byte] for byte in part.encode() if byte in self.byte_ids]
+                tokens = _Tokens(ids, [len(part)] * len(ids), [False] * len(ids))
+            parts.append((tokens, len(part)))
+        return parts
+
+    def _encode(self, text: str, start: bool, *, plain: bool) -> Encoding:
+        tokenizer: Tokenizer = self._variants[start and self.dummy_prefix, plain]
+        return tokenizer.encode(text) if len(text) < _LONG_TEXT else tokenizer.encode_batch([text])[0]
+
+    def _tokens(self, text: str, encoding: Encoding) -> _Tokens:
+        offsets = encoding.offsets
+        # A normalizer can put characters out of order.
+        ends = list(accumulate((end for _, end in offsets), max))
+        seams = self._seams(encoding)
+        # Two tokens can say one character: a part of it each, or a dummy space and the character.
+        for index, (start, _) in enumerate(offsets[1:]):
+            if start < ends[index]:
+                seams[index] = False
+        return _Tokens(encoding.ids, ends, seams)
 
     def pieces(self, data: bytes, *, whole: bool = False) -> Pieces:
         """Tokens for `data`, any bytes at all, as the middle of a text (`whole`: as its start).
@@ -251,81 +310,78 @@ class Vocabulary:
         tokens where the vocabulary has them. Ends before a character whose last bytes are missing.
         """
         ids: list[int] = []
+        ends: list[int] = []
         seams: list[bool] = []
         position, exact = 0, True
         while position < len(data):
-            text, bad = _valid_prefix(data[position:])
+            text, bad = _valid_prefix(data[position:] if position else data)
             if text:
-                raw = text.encode()
-                first = whole and position == 0
-                spelled = b""
-                for part in self._plain(text, first):
-                    spelled += self.spell(part.ids)
-                    ids += part.ids
-                    seams += self._seams(part)
-                exact &= spelled == raw or (first and spelled == b" " + raw)
+                raw, start = text.encode(), whole and position == 0
+                encoding = self._encode(text, start, plain=True)
+                spelled = [self._spelled[id_] for id_ in encoding.ids]
+                said = b"".join(spelled)
+                dummy = b" " if start and len(said) > len(raw) else b""
+                if said == dummy + raw and self.control.isdisjoint(encoding.ids):
+                    ids += encoding.ids
+                    ends += accumulate(map(len, spelled[1:]), initial=position - len(dummy) + len(spelled[0]))
+                    seams += self._seams(encoding)
+                else:
+                    exact &= self._inexact(text, start, position, ids, ends, seams)
                 position += len(raw)
             if bad is None:
                 break
             for byte in bad:
+                position += 1
                 if byte in self.byte_ids:
                     ids.append(self.byte_ids[byte])
+                    ends.append(position)
                     seams.append(True)
                 else:
                     exact = False
-                position += 1
-        return Pieces(ids, seams, position, exact)
+        return Pieces(ids, ends, seams, position, exact)
 
-    def _plain(self, text: str, whole: bool) -> list[Encoding]:
-        """Encodings that together say `text`, none of them with a control token."""
-        encoding = self._encode_plain(text, whole)
-        if self.special.isdisjoint(encoding.ids) or not self._control_pattern.search(text):
-            return [encoding]
-        # Unigram models have control tokens among their pieces and find them in any text: cut each in two.
-        cuts = [0, *(match_.start() + 1 for match_ in self._control_pattern.finditer(text)), len(text)]
-        return [self._encode_plain(text[start:end], whole and start == 0) for start, end in pairwise(cuts)]
-
-    def _encode_plain(self, text: str, whole: bool) -> Encoding:
-        tokenizer = self._whole if whole else self._middle
-        tokenizer.encode_special_tokens = True
-        try:
-            return tokenizer.encode(text, add_special_tokens=False)
-        finally:
-            tokenizer.encode_special_tokens = False
-
-    @cached_property
-    def _control_pattern(self) -> re.Pattern[str]:
-        """Finds where control tokens are spelled, overlapping ones too."""
-        spelled = "|".join(re.escape(text) for text in self.control_texts if len(text) > 1)
-        return re.compile(f"(?={spelled})" if spelled else r"(?!)")
+    def _inexact(
+        self, text: str, start: bool, position: int, ids: list[int], ends: list[int], seams: list[bool]
+    ) -> bool:
+        """Adds the tokens of a text that does not come back as it was, or not at once; whether it did after all."""
+        offsets = list(accumulate((len(character.encode()) for character in text), initial=position))
+        first, character = len(ids), 0
+        for tokens, length in self._plain(text, start):
+            ids += tokens.ids
+            ends += [offsets[character + end] for end in tokens.ends]
+            seams += tokens.seams
+            character += length
+        return self.spell(ids[first:]).removeprefix(b" " if start else b"") == text.encode()
 
     def _seams(self, encoding: Encoding) -> list[bool]:
         words, ids = encoding.word_ids, encoding.ids
-        return [
-            index + 1 == len(ids) or words[index] != words[index + 1] or self._separable(ids[index], ids[index + 1])
-            for index in range(len(ids))
-        ]
+        if self._splits_by_context:
+            # The rest of a word, taken by itself, may be split in another way.
+            seams = [left != right for left, right in pairwise(words)]
+        else:
+            pairs = zip(pairwise(words), pairwise(ids), strict=True)
+            seams = [a != b or self._separable(left, right) for (a, b), (left, right) in pairs]
+        if None in words:  # added tokens are no words
+            seams = [seam or words[i] is None or words[i + 1] is None for i, seam in enumerate(seams)]
+        return [*seams, True] if ids else []
 
     def _separable(self, left: int, right: int) -> bool:
         """Inside a word: no token holds the bytes that meet here side by side, so the two never become one."""
-        if self._splits_by_context:
-            return False  # the rest of a word, taken by itself, may be split in another way
-        before, after = self.token_bytes(left), self.token_bytes(right)
+        before, after = self._spelled[left], self._spelled[right]
         return not before or not after or (before[-1] << 8 | after[0]) not in self._neighbours
 
     def warm(self) -> None:
         """Computes now what the first use would."""
         if not self._splits_by_context:
             _ = self._neighbours
-        _ = self.byte_ids, self.control_texts
+        _ = self.byte_ids, self._control_shapes, self.frame
 
     @cached_property
     def _neighbours(self) -> frozenset[int]:
         """Every two bytes that stand side by side inside some token."""
         found: set[int] = set()
-        for data in self._bytes:
-            if data:
-                found.update(a << 8 | b for a, b in pairwise(data))
+        for data in self._spelled:
+            found.update(a << 8 | b for a, b in pairwise(data))
         return frozenset(found)
 
 
@@ -341,3 +397,14 @@ def _valid_prefix(data: bytes) -> tuple[str, bytes | None]:
         if error.reason == "unexpected end of data":
             return text, None
         return text, data[error.start : error.end]
+
+
+def _in_word(character: str) -> bool:
+    """A letter, a digit, or a mark on one."""
+    return character.isalnum() or unicodedata.category(character)[0] == "M"
+
+
+def _stands_alone(before: str, after: str) -> bool:
+    """Whether no Unicode normalization joins or reorders the two."""
+    extends = unicodedata.combining(after) != 0 or unicodedata.category(after) in ("Mn", "Mc", "Me", "Cf")
+    return not extends and unicodedata.is_normalized("NFC", before + after)

@@ -1,12 +1,16 @@
 """Between the contract's messages and the values of `bridge`. Protocol buffers go no further than here."""
 
 from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf import json_format, struct_pb2
 
 from bridge.errors import InvalidField
 from bridge.models import Model, SpecialIds
 from bridge.policy import Mode
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
 from bridge.sampling import SamplingParameters
+from bridge.templates import Chat, Message
 from bridge.vocabulary import Vocabulary
 from draftbridge.v1 import bridge_pb2, draft_pb2, model_pb2, sampling_pb2, target_pb2
 
@@ -66,6 +70,42 @@ def truncation(parameters: SamplingParameters) -> SamplingParameters:
         top_k=parameters.top_k,
         top_p=parameters.top_p,
         min_p=parameters.min_p,
+    )
+
+
+def read_chat(message: bridge_pb2.Chat) -> Chat:
+    """Messages and template variables."""
+    return Chat(
+        tuple(Message(one.role, one.content, _read_struct(one.fields)) for one in message.messages),
+        _read_struct(message.template_variables),
+    )
+
+
+def _read_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
+    """JSON values. A Struct has no whole numbers; those that are whole become so again."""
+
+    def whole(value: Any) -> Any:
+        match value:
+            case float() if value.is_integer():
+                return int(value)
+            case dict():
+                return {key: whole(one) for key, one in value.items()}
+            case list():
+                return [whole(one) for one in value]
+        return value
+
+    return {key: whole(value) for key, value in json_format.MessageToDict(struct).items()}
+
+
+def write_prefix_cache(vocabulary: Vocabulary) -> bridge_pb2.PrefixCacheStatus:
+    """How its prefix cache is doing."""
+    statistics = vocabulary.prefixes.statistics
+    return bridge_pb2.PrefixCacheStatus(
+        tokenizer_sha256=vocabulary.sha256,
+        query_character_count=statistics.query_character_count,
+        hit_character_count=statistics.hit_character_count,
+        block_count=statistics.block_count,
+        byte_count=statistics.byte_count,
     )
 
 

@@ -18,7 +18,7 @@ from bridge.ports import FinishReason, Proposal, Sync
 from bridge.sampling import SamplingParameters
 from bridge.speculation import Speculation
 from bridge.tape import Tape
-from bridge.templates import Message
+from bridge.templates import Chat, Message
 from services.draft.session import DraftSession
 from services.target.session import TargetSession
 from tests import tiny
@@ -402,7 +402,7 @@ async def test_a_strange_draft_changes_nothing(
         ("wordpiece", " ", ""),  # nothing that this draft has a token for
         ("wordpiece", "\n\n", ""),
         ("byte_level", (1,), ""),  # only a control token of the target
-        ("byte_level", (Message("user", "hi"),), "{{ raise_exception('only systems') }}"),
+        ("byte_level", Chat((Message("user", "hi"),)), "{{ raise_exception('only systems') }}"),
     ],
 )
 async def test_what_only_the_target_can_take_is_generated_all_the_same(

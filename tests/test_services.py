@@ -28,7 +28,7 @@ from services.model.servicer import ModelServicer
 from services.processes import Fleet
 from services.status import DOMAIN
 from services.target.servicer import TargetServicer
-from tests.tiny import vocabulary
+from tests.tiny import own_ids, vocabulary
 
 PROMPT = "The quick brown fox"
 
@@ -77,7 +77,7 @@ def test_without_a_seed_one_is_drawn_and_reported(client: Client) -> None:
 
 def test_ids_and_chats_are_taken_too(client: Client) -> None:
     by_text = client.generate(PROMPT, max_tokens=12)
-    ids = vocabulary("sentencepiece").encode(PROMPT, whole=True, framed=True).ids
+    ids = own_ids("sentencepiece", PROMPT, framed=True)
     assert client.generate(token_ids=ids, max_tokens=12).token_ids == by_text.token_ids
     chat = client.generate(messages=[{"role": "user", "content": "hello <eos>"}], max_tokens=12)
     assert chat.started.prompt_token_count > 5

@@ -125,6 +125,12 @@ def vocabulary(kind: str) -> Vocabulary:
     return Vocabulary(tokenizer_json(kind))
 
 
+def own_ids(kind: str, text: str, *, framed: bool) -> list[int]:
+    """What the library gives for a text, but for an end of text behind it, which would end a prompt."""
+    ids: list[int] = Tokenizer.from_str(tokenizer_json(kind).decode()).encode(text, add_special_tokens=framed).ids
+    return ids[:-1] if framed and ids and ids[-1] == 2 else ids
+
+
 def model(kind: str, context_length: int = 512, padding: int = 5, **options: object) -> Model:
     """A model with that tokenizer; `padding` rows of its output belong to no token."""
     words = vocabulary(kind)

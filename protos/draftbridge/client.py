@@ -48,7 +48,8 @@ class Generation:
 def generate_request(
     prompt: str | None = None,
     *,
-    messages: Sequence[Mapping[str, str]] | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    template_variables: Mapping[str, Any] | None = None,
     token_ids: Sequence[int] | None = None,
     max_tokens: int | None = None,
     temperature: float = 0.0,
@@ -66,8 +67,10 @@ def generate_request(
 ) -> bridge_pb2.GenerateRequest:
     """The request that `generate` and `stream` send. Give one of `prompt`, `messages` and `token_ids`.
 
-    `stop`: one string or several. `messages`: mappings with "role" and "content". `speculation`: "auto", "off",
-    "lockstep" or "opportunistic". Raises `CallError` for a value that cannot be sent at all.
+    `messages`: mappings with "role", "content" and what the models' templates know besides, such as "tool_calls".
+    `template_variables`: more for the templates, such as `tools`; JSON values. `stop`: one string or several.
+    `speculation`: "auto", "off", "lockstep" or "opportunistic".
+    Raises `CallError` for a value that cannot be sent at all.
     """
     modes = bridge_pb2.Speculation.Mode
     mode = f"MODE_{str(speculation).upper()}"
@@ -96,8 +99,11 @@ def generate_request(
         if prompt is not None:
             request.prompt = prompt
         if messages is not None:
-            chat = [bridge_pb2.ChatMessage(role=one["role"], content=one["content"]) for one in messages]
-            request.chat.CopyFrom(bridge_pb2.Chat(messages=chat))
+            request.chat.CopyFrom(bridge_pb2.Chat(messages=[_chat_message(one) for one in messages]))
+        if template_variables is not None:
+            if messages is None:
+                raise _invalid("template_variables", "template_variables go with messages, and there are none")
+            request.chat.template_variables.update(template_variables)
         if token_ids is not None:
             request.token_ids.CopyFrom(bridge_pb2.TokenIds(token_ids=token_ids))
     except UnicodeEncodeError as error:
@@ -107,6 +113,14 @@ def generate_request(
             "request", f"a value does not fit its field ({error}): see the help of draftbridge.client.generate_request"
         ) from error
     return request
+
+
+def _chat_message(message: Mapping[str, Any]) -> bridge_pb2.ChatMessage:
+    sent = bridge_pb2.ChatMessage(role=message["role"], content=message["content"])
+    fields = {key: value for key, value in message.items() if key not in ("role", "content")}
+    if fields:
+        sent.fields.update(fields)
+    return sent
 
 
 def _invalid(field: str, message: str) -> CallError:

@@ -11,7 +11,8 @@ from grpc import aio
 from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
 from bridge.generation import Delta, Finished, Request, Started, check, generate
 from bridge.policy import Mode, SpeculationParameters
-from bridge.templates import Message
+from bridge.templates import Chat
+from bridge.translation import translate
 from bridge.vocabulary import Vocabulary
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services import wire
@@ -113,6 +114,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             failed_count=self._failed,
             cancelled_count=self._cancelled,
             endpoints=endpoints,
+            prefix_caches=[wire.write_prefix_cache(vocabulary) for vocabulary in self._zoo.vocabularies()],
         )
 
     async def ListModels(  # noqa: N802
@@ -142,22 +144,21 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         self, request: bridge_pb2.TranslateRequest, context: "aio.ServicerContext[Any, Any]"
     ) -> bridge_pb2.TranslateResponse:
         """See the contract."""
-        source = self._zoo.model(request.source).vocabulary
-        target = self._zoo.model(request.target).vocabulary
+        source, target = self._zoo.model(request.source), self._zoo.model(request.target)
         match request.WhichOneof("input"):
             case "text":
-                source_ids = source.pieces(request.text.encode()).ids
                 data = request.text.encode()
+                source_ids, target_ids = source.vocabulary.pieces(data).ids, target.vocabulary.pieces(data).ids
             case "token_ids":
                 source_ids = list(request.token_ids.token_ids)
                 for id_ in source_ids:
-                    if id_ >= source.size or source.tokens[id_] is None:
-                        raise TokenOutOfRange(id_, source.size, request.source)
-                data = source.spell(source_ids)
+                    if id_ >= source.vocabulary.size or source.vocabulary.tokens[id_] is None:
+                        raise TokenOutOfRange(id_, source.vocabulary.size, source.name)
+                target_ids = translate(source_ids, source, target)
             case _:
                 raise InvalidField("input", "a text or token ids", "neither")
         return bridge_pb2.TranslateResponse(
-            source_tokens=_spans(source, source_ids), target_tokens=_spans(target, target.pieces(data).ids)
+            source_tokens=_spans(source.vocabulary, source_ids), target_tokens=_spans(target.vocabulary, target_ids)
         )
 
 
@@ -171,12 +172,12 @@ def _spans(vocabulary: Vocabulary, ids: list[int]) -> list[bridge_pb2.TokenSpan]
 
 
 def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
-    input_: str | tuple[Message, ...] | tuple[int, ...]
+    input_: str | Chat | tuple[int, ...]
     match message.WhichOneof("input"):
         case "prompt":
             input_ = message.prompt
         case "chat":
-            input_ = tuple(Message(one.role, one.content) for one in message.chat.messages)
+            input_ = wire.read_chat(message.chat)
         case "token_ids":
             input_ = tuple(message.token_ids.token_ids)
         case _:

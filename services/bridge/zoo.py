@@ -75,6 +75,12 @@ class Zoo:
         """Services that the bridge uses in a role."""
         return [endpoint for endpoint in self.endpoints if endpoint.role == role]
 
+    def vocabularies(self) -> list[Vocabulary]:
+        """The tokenizers in use, each once."""
+        return list(
+            {endpoint.model.vocabulary.sha256: endpoint.model.vocabulary for endpoint in self.endpoints}.values()
+        )
+
     def _find(self, name: str, role: model_pb2.Role.ValueType) -> Endpoint:
         candidates = self.of_role(role)
         for endpoint in candidates:

@@ -8,6 +8,7 @@ from draftbridge.v1 import model_pb2 as _model_pb2
 from draftbridge.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -29,19 +30,25 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    FIELDS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user" or "assistant", or what the models' templates know besides."""
     content: _builtins.str
     """What was said. Control tokens of any model in here are plain text."""
+    @_builtins.property
+    def fields(self) -> _struct_pb2.Struct:
+        """What templates may want beside, such as `tool_calls`, `tool_call_id` or `name`. Plain text throughout."""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        fields: _struct_pb2.Struct | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "fields", b"fields", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -54,18 +61,26 @@ class Chat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """In order."""
+
+    @_builtins.property
+    def template_variables(self) -> _struct_pb2.Struct:
+        """Variables for the models' templates, such as `tools`. Plain text throughout; `messages`,
+        `add_generation_prompt` and the names of control tokens are the bridge's own.
+        """
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        template_variables: _struct_pb2.Struct | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["template_variables", b"template_variables"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_variables", b"template_variables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -530,6 +545,7 @@ class GetStatusResponse(_message.Message):
     FAILED_COUNT_FIELD_NUMBER: _builtins.int
     CANCELLED_COUNT_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHES_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     uptime_ns: _builtins.int
@@ -546,6 +562,10 @@ class GetStatusResponse(_message.Message):
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]:
         """Services that it was told of."""
 
+    @_builtins.property
+    def prefix_caches(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixCacheStatus]:
+        """The prefix cache of each tokenizer in use."""
+
     def __init__(
         self,
         *,
@@ -556,14 +576,53 @@ class GetStatusResponse(_message.Message):
         failed_count: _builtins.int = ...,
         cancelled_count: _builtins.int = ...,
         endpoints: _abc.Iterable[Global___Endpoint] | None = ...,
+        prefix_caches: _abc.Iterable[Global___PrefixCacheStatus] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "prefix_caches", b"prefix_caches", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class PrefixCacheStatus(_message.Message):
+    """What a tokenizer made of the beginnings of prompts, kept so that they are not encoded again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
+    QUERY_CHARACTER_COUNT_FIELD_NUMBER: _builtins.int
+    HIT_CHARACTER_COUNT_FIELD_NUMBER: _builtins.int
+    BLOCK_COUNT_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    tokenizer_sha256: _builtins.str
+    """SHA-256 of the `tokenizer.json`, in hex."""
+    query_character_count: _builtins.int
+    """Characters of prompts that were looked up."""
+    hit_character_count: _builtins.int
+    """Those of them that were found."""
+    block_count: _builtins.int
+    """Blocks held."""
+    byte_count: _builtins.int
+    """Bytes held."""
+    def __init__(
+        self,
+        *,
+        tokenizer_sha256: _builtins.str = ...,
+        query_character_count: _builtins.int = ...,
+        hit_character_count: _builtins.int = ...,
+        block_count: _builtins.int = ...,
+        byte_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "byte_count", b"byte_count", "hit_character_count", b"hit_character_count", "query_character_count", b"query_character_count", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixCacheStatus: _TypeAlias = PrefixCacheStatus  # noqa: Y015
 
 @_typing.final
 class Endpoint(_message.Message):
@@ -729,7 +788,7 @@ class TranslateRequest(_message.Message):
     """Name of the model whose tokens come out."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Ids of the model `source`."""
+        """Ids of the model `source`. Its control tokens become those of the same role."""
 
     def __init__(
         self,
@@ -781,7 +840,7 @@ Global___TokenSpan: _TypeAlias = TokenSpan  # noqa: Y015
 
 @_typing.final
 class TranslateResponse(_message.Message):
-    """The same bytes in two vocabularies."""
+    """The same bytes in two vocabularies, as the middle of a text: no space is put in front."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

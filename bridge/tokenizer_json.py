@@ -1,0 +1,204 @@
+"""What a `tokenizer.json` says of how its tokens become bytes, and of how far its parts look around.
+
+The format is that of the tokenizers library: a normalizer, a pre-tokenizer, a model and a decoder, each a
+component or a sequence of them. Nothing here goes by a model's name.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from bridge.errors import TokenizerNotUnderstood
+
+Component = Mapping[str, Any]
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
+# The largest vocabularies have a quarter of a million ids; a table of billions would fill the memory.
+_MOST_IDS = 1 << 22
+# Where a sequence of components lists them.
+_LIST_KEYS = ("normalizers", "pretokenizers", "decoders", "processors")
+# Fuse joins tokens and Strip trims the whole text's ends: neither changes the middle of a text.
+_DECODERS = {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "WordPiece", "BPEDecoder", "Fuse", "Strip"}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write bytes with (GPT-2, `bytes_to_unicode`)."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in plain}
+    others = (byte for byte in range(256) if byte not in plain)
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def read(tokenizer_json: bytes) -> tuple[dict[str, Any], Tokenizer]:
+    """The file's content, and the library's tokenizer of it. Raises `TokenizerNotUnderstood`."""
+    try:
+        spec = json.loads(tokenizer_json)
+        # What a training run or a classifier wants: never the same ids twice, or less than the whole text.
+        spec |= {"truncation": None, "padding": None}
+        if spec["model"].get("dropout"):
+            spec["model"]["dropout"] = None
+            tokenizer_json = json.dumps(spec).encode()
+        tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+    except Exception as error:  # the library raises plain Exception for a file that it cannot read
+        raise TokenizerNotUnderstood(
+            f"this is no tokenizer.json that the tokenizers library reads ({error}): "
+            "save the model's fast tokenizer again with save_pretrained",
+            component="file",
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if largest >= _MOST_IDS:
+        raise TokenizerNotUnderstood(
+            f"the tokenizer has an id {largest}, larger than any vocabulary's ({_MOST_IDS}): mend its tokenizer.json",
+            component="model",
+        )
+    return spec, tokenizer
+
+
+def components(component: Component | None) -> Iterator[Component]:
+    """The parts of a normalizer, pre-tokenizer or decoder, sequences taken apart."""
+    if component is None:
+        return
+    if component["type"] == "Sequence":
+        for key in _LIST_KEYS:
+            for part in component.get(key, ()):
+                yield from components(part)
+    else:
+        yield component
+
+
+def decoder(spec: Mapping[str, Any]) -> list[Component]:
+    """The parts of the decoder. Raises `TokenizerNotUnderstood` for one that is not a matter of single tokens."""
+    parts = list(components(spec.get("decoder"))) or _implied_decoder(spec)
+    for part in parts:
+        if part["type"] not in _DECODERS or (part["type"] == "Replace" and "String" not in part["pattern"]):
+            raise TokenizerNotUnderstood(
+                f"the tokenizer's decoder has a part {part['type']!r} that DraftBridge cannot turn into bytes: "
+                "serve this model from a tokenizer.json with a byte-level, SentencePiece-style or WordPiece decoder",
+                component="decoder",
+                type=part["type"],
+            )
+    return parts
+
+
+def _implied_decoder(spec: Mapping[str, Any]) -> list[Component]:
+    """Some files leave the decoder out; what was done on the way in tells what to undo."""
+    for part in components(spec.get("pre_tokenizer")):
+        if part["type"] in ("ByteLevel", "Metaspace"):
+            return [part]
+    if spec["model"].get("type") == "WordPiece":
+        return [{"type": "WordPiece", "prefix": spec["model"]["continuing_subword_prefix"]}]
+    return []
+
+
+def spell(token: str, parts: Sequence[Component]) -> bytes:
+    """The bytes of one token in the middle of a text, as the decoder has them."""
+    for part in parts:
+        match part["type"]:
+            case "ByteLevel":
+                if all(char in _ALPHABET for char in token):
+                    return bytes(_ALPHABET[char] for char in token)
+            case "ByteFallback":
+                if match_ := BYTE_TOKEN.match(token):
+                    return bytes([int(match_[1], 16)])
+            case "Replace":
+                token = token.replace(part["pattern"]["String"], part["content"])
+            case "Metaspace":
+                token = token.replace(part["replacement"], " ")
+            case "WordPiece":
+                prefix = part["prefix"]
+                token = token[len(prefix) :] if token.startswith(prefix) else " " + token
+            case "BPEDecoder":
+                token = token.replace(part["suffix"], " ")
+    return token.encode("utf-8", "surrogatepass")
+
+
+def variant(spec: Mapping[str, Any], of: Tokenizer, *, middle: bool, plain: bool) -> Tokenizer:
+    """The same tokenizer with its model shared.
+
+    `middle`: for the middle of a text, where no dummy space is put in front. `plain`: takes control tokens that
+    are written out in a text as text. Adds no control token around a text, ever.
+    """
+    frame = {
+        "version": spec.get("version", "1.0"),
+        "normalizer": _middle(spec.get("normalizer")) if middle else spec.get("normalizer"),
+        "pre_tokenizer": _middle(spec.get("pre_tokenizer")) if middle else spec.get("pre_tokenizer"),
+        "decoder": spec.get("decoder"),
+        "model": {"type": "BPE", "vocab": {}, "merges": []},
+        "added_tokens": [],
+    }
+    tokenizer = Tokenizer.from_str(json.dumps(frame))
+    tokenizer.model = of.model
+    wanted = of.get_added_tokens_decoder()
+    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    tokenizer.add_tokens([AddedToken(**{flag: getattr(token, flag) for flag in flags}) for token in wanted.values()])
+    if tokenizer.get_added_tokens_decoder() != wanted:
+        raise TokenizerNotUnderstood(
+            "the tokenizer's added tokens have ids that the library would not give them: save the model's fast "
+            "tokenizer again with save_pretrained",
+            component="added_tokens",
+        )
+    tokenizer.encode_special_tokens = plain
+    return tokenizer
+
+
+def has_dummy_prefix(spec: Mapping[str, Any]) -> bool:
+    """Whether a text's beginning is taken otherwise than its middle."""
+    return any(_middle(spec.get(part)) != spec.get(part) for part in ("normalizer", "pre_tokenizer"))
+
+
+def _middle(component: Component | None) -> Component | None:
+    """A normalizer or pre-tokenizer without what it does to a text's beginning."""
+    if component is None or component["type"] == "Prepend":
+        return None
+    if component["type"] == "Sequence":
+        key = next(key for key in _LIST_KEYS if key in component)
+        return {**component, key: [part for one in component[key] if (part := _middle(one))]}
+    changed = dict(component)
+    match component["type"]:
+        case "Metaspace":
+            changed |= {"prepend_scheme": "never"}
+            changed.pop("add_prefix_space", None)
+        case "ByteLevel":
+            changed |= {"add_prefix_space": False}
+        case "Strip" if component.get("strip_left"):
+            changed |= {"strip_left": False}
+    return changed
+
+
+def splits_by_context(spec: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer looks at more than one character to split there."""
+    return any(not _is_local(part) for part in components(spec.get("pre_tokenizer")))
+
+
+def _is_local(part: Component) -> bool:
+    match part["type"]:
+        case "Metaspace":
+            return True
+        case "ByteLevel":
+            return not part.get("use_regex", True)
+        case "Split":
+            return len(part["pattern"].get("String", "..")) == 1
+    return False
+
+
+def changes_characters(spec: Mapping[str, Any]) -> bool:
+    """Whether a normalizer does more than writing spaces in another way."""
+    return any(
+        part["type"] != "Prepend" and not (part["type"] == "Replace" and part["pattern"].get("String") == " ")
+        for part in components(spec.get("normalizer"))
+    )
+
+
+def unknown_token(spec: Mapping[str, Any]) -> str | int | None:
+    """The token, or its id, that stands for whatever the vocabulary cannot say."""
+    model = spec["model"]
+    unknown: str | int | None = model.get("unk_token")
+    return model.get("unk_id") if unknown is None else unknown
