@@ -18,7 +18,7 @@ import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
-_SHORTEST_BLOCK = 256
+_SHORTEST_BLOCK_BYTES = 256
 _DIGEST_BYTES = 16
 # Measured with tracemalloc: digest, array, block and the cache's own entry, beside the ids themselves.
 _ENTRY_BYTES = 700
@@ -26,26 +26,26 @@ _ENTRY_BYTES = 700
 
 @dataclass(frozen=True)
 class Block:
-    """Ids that end a settled beginning, and how many characters of the text that beginning has.
+    """Ids that end a settled beginning, and how many bytes of the text that beginning has.
 
-    `text`: for a tail, the characters of the text behind the last whole block that it was settled by.
+    `text`: for a tail, what is behind the last whole block, by which it was settled.
     """
 
     ids: NDArray[np.uint32]
     settled: int
-    text: str = ""
+    text: bytes = b""
 
     @property
     def byte_count(self) -> int:
         """Bytes of memory, near enough."""
-        return _ENTRY_BYTES + self.ids.nbytes + 4 * len(self.text)
+        return _ENTRY_BYTES + self.ids.nbytes + len(self.text)
 
 
 @dataclass
 class Known:
     """The longest beginning of a text that was found, and where to go on from.
 
-    `ids` stand for the first `position` characters; `token_count` of them are of whole blocks, the others of a
+    `ids` stand for the first `position` bytes; `token_count` of them are of whole blocks, the others of a
     tail. `ends`: where the blocks end that were not found; `last_end`: where the text's last block ends.
     """
 
@@ -59,12 +59,12 @@ class Known:
 
 @dataclass(frozen=True)
 class PrefixStatistics:
-    """Characters of text that were looked up and found, and what is held."""
+    """Bytes of text that were looked up and found, blocks that are held and the memory that they take."""
 
-    query_character_count: int
-    hit_character_count: int
+    query_byte_count: int
+    hit_byte_count: int
     block_count: int
-    byte_count: int
+    held_byte_count: int
 
 
 class PrefixCache:
@@ -75,7 +75,7 @@ class PrefixCache:
         self._lock = threading.Lock()
         self._queried = self._hit = 0
 
-    def find(self, text: str, salt: bytes) -> Known:
+    def find(self, text: bytes, salt: bytes) -> Known:
         """The longest beginning of `text` that is known. `salt` tells apart ways to read the same text."""
         ends = list(_block_ends(len(text)))
         digests = list(_digests(text, salt, ends))
@@ -99,10 +99,11 @@ class PrefixCache:
         token_count = sum(len(block.ids) for block in found[:whole])
         return Known(ids, token_count, found[-1].settled if found else 0, ends[whole + 1 :], ends[-1], digests)
 
-    def keep(self, known: Known, blocks: list[Block], tail: Block) -> None:
-        """Stores the whole blocks that follow those of `known`, and what is behind them."""
+    def keep(self, known: Known, blocks: list[Block], rest: bytes) -> None:
+        """Stores the whole blocks that were not found, and behind them the tail, of which `rest` is the text."""
+        tail = Block(blocks[-1].ids, blocks[-1].settled, rest)
         digests = known._digests[len(known._digests) - len(known.ends) :]
-        keyed = [*zip(digests, blocks, strict=True), (_tail_key(known._digests[-1]), tail)]
+        keyed = [*zip(digests, blocks[:-1], strict=True), (_tail_key(known._digests[-1]), tail)]
         with self._lock:
             for key, block in reversed(keyed):
                 if block.byte_count <= self._blocks.maxsize:
@@ -120,15 +121,15 @@ def _block_ends(length: int) -> Iterator[int]:
     end = 0
     while end <= length:
         yield end
-        end += _SHORTEST_BLOCK << (end // (16 * _SHORTEST_BLOCK)).bit_length()
+        end += _SHORTEST_BLOCK_BYTES << (end // (16 * _SHORTEST_BLOCK_BYTES)).bit_length()
 
 
-def _digests(text: str, salt: bytes, ends: list[int]) -> Iterator[bytes]:
+def _digests(text: bytes, salt: bytes, ends: list[int]) -> Iterator[bytes]:
     """One for the beginning up to each of `ends`."""
     digest = hashlib.blake2b(salt, digest_size=_DIGEST_BYTES).digest()
     yield digest
     for start, end in pairwise(ends):
-        digest = hashlib.blake2b(digest + text[start:end].encode(), digest_size=_DIGEST_BYTES).digest()
+        digest = hashlib.blake2b(digest + text[start:end], digest_size=_DIGEST_BYTES).digest()
         yield digest
 
 

@@ -138,8 +138,8 @@ def _render_parts(model: Model, parts: Sequence[str | int], source: Model) -> Re
 def _render(vocabulary: Vocabulary, text: str, mark: str = "", *, framed: bool) -> Rendering:
     prompt = vocabulary.prompt(text, mark=mark)
     frame = vocabulary.frame if framed else ()
-    rest = text[prompt.settled :].replace(mark, "") if mark else text[prompt.settled :]
-    return Rendering([*frame, *prompt.ids], len(frame) + prompt.settled_token_count, rest.encode())
+    rest = text.encode()[prompt.settled :].replace(mark.encode(), b"") if mark else text.encode()[prompt.settled :]
+    return Rendering([*frame, *prompt.ids], len(frame) + prompt.settled_token_count, rest)
 
 
 def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, str]:

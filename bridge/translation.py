@@ -4,7 +4,6 @@ To the draft: `DraftContext` holds what the draft's tokenizer makes of everythin
 To the target: `candidates` says the draft's bytes in ids that continue the committed ones.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,30 +63,14 @@ class DraftContext:
 
         Returns how many ids it keeps and those that follow them.
         """
-        count, start = self._stable()
+        count = self._vocabulary.settled(self._text, self._ends, self._seams, self._consumed - LOOKAHEAD)
+        start = self._ends[count - 1] if count else 0
         held = self._ids[self._settled + count :] + list(proposed)
         self._text += data
         self._encode_from(count, start)
         now = self._ids[self._settled + count :]
         kept = common_prefix_length(held, now)
         return self._settled + count + kept, now[kept:]
-
-    def _stable(self) -> tuple[int, int]:
-        """How many tokens of the text can no longer change, and the offset behind them."""
-        count = bisect_right(self._ends, self._consumed - LOOKAHEAD)
-        while count > 0:
-            end = self._ends[count - 1]
-            if end > 0 and self._seams[count - 1] and self._cuttable(end):
-                return count, end
-            count -= 1
-        return 0, 0
-
-    def _cuttable(self, offset: int) -> bool:
-        if self._text[offset] & 0xC0 == 0x80:
-            return False  # inside a character
-        before = self._text[max(offset - 4, 0) : offset].decode(errors="ignore")
-        after = self._text[offset : offset + 4].decode(errors="ignore")
-        return self._vocabulary.cuttable(before[-1:], after[:1])
 
     def _encode_from(self, count: int, start: int) -> None:
         pieces = self._vocabulary.pieces(bytes(self._text[start:]), whole=self._whole and start == 0)

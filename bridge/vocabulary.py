@@ -10,7 +10,7 @@ import re
 import unicodedata
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise, takewhile
 
@@ -20,11 +20,14 @@ from tokenizers import Encoding, Tokenizer
 from bridge import tokenizer_json as spec_of
 from bridge.prefix_cache import Block, PrefixCache
 
-# A boundary between tokens is final once this many bytes, or characters, stand behind it. Pre-tokenizers look
+# A boundary between tokens is final once this many bytes stand behind it. Pre-tokenizers look
 # ahead by a few characters (a contraction, a group of digits); runs that they look at whole are treated apart.
 LOOKAHEAD = 32
 # The library holds the interpreter's lock while it encodes one text, not while it encodes a batch.
 _LONG_TEXT = 8192
+# Where words end, and how long a chunk is at least that is tried by itself.
+_WORD_END = re.compile(r"(?<=\S)(?=[ \t\n])")
+_CHUNK_CHARACTERS = 24
 
 
 @dataclass(frozen=True)
@@ -44,21 +47,29 @@ class Pieces:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt's ids. The first `settled_token_count` of them, for the first `settled` characters, are the
-    same whatever text follows; no control token is behind them."""
+    """A prompt's ids. The first `settled_token_count` of them, for the first `settled` bytes, are the same
+    whatever follows; no control token is behind them."""
 
     ids: list[int]
     settled_token_count: int
     settled: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Tokens:
-    """Tokens of a text, `ends` in its characters."""
+    """Tokens of consecutive texts; `ends` and `seams` as those of `Pieces`."""
 
-    ids: list[int]
-    ends: list[int]
-    seams: list[bool]
+    ids: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    seams: list[bool] = field(default_factory=list)
+    exact: bool = True
+
+    def add(self, more: "_Tokens", position: int) -> None:
+        """Appends the tokens of a text that begins at `position`."""
+        self.ids += more.ids
+        self.ends += [position + end for end in more.ends] if position else more.ends
+        self.seams += more.seams
+        self.exact &= more.exact
 
 
 class Vocabulary:
@@ -86,26 +97,31 @@ class Vocabulary:
         }
         decoder = spec_of.decoder(spec)
         byte_level = any(part["type"] == "ByteLevel" for part in decoder)
-        self._added = self._whole.get_added_tokens_decoder()
-        self._single_words = any(token.single_word for token in self._added.values())
-        self.special = frozenset(id_ for id_, token in self._added.items() if token.special)
+        added = self._whole.get_added_tokens_decoder()
+        self._single_words = any(token.single_word for token in added.values())
+        self.special = frozenset(id_ for id_, token in added.items() if token.special)
         written = {id_: token for token, id_ in self._whole.get_vocab(with_added_tokens=True).items()}
         # Stands for whatever it stands for: no control token, though files mark it as one.
         unknown = spec_of.unknown_token(spec)
         self.unknown = self._whole.token_to_id(unknown) if isinstance(unknown, str) else unknown
         self.control = self.special - {self.unknown}
+        self._added = {id_: token for id_, token in added.items() if id_ != self.unknown}
         self.size = max(written, default=-1) + 1
         self._bytes: list[bytes | None] = [None] * self.size
         for id_, token in written.items():
             if id_ in self.special:
                 self._bytes[id_] = b""
-            elif id_ in self._added and byte_level:
+            elif id_ in added and byte_level:
                 self._bytes[id_] = token.encode()
             else:
                 self._bytes[id_] = spec_of.spell(token, decoder)
         self._spelled = [data or b"" for data in self._bytes]
+        # The same, but control tokens as they are written out in a text that may have some.
+        self._written = list(self._spelled)
+        for id_ in self.special:
+            self._written[id_] = written[id_].encode()
         # Longer than any control token that a text may be about to spell.
-        self._lookahead = max([LOOKAHEAD, *(len(token.content) for token in self._added.values())])
+        self._lookahead = max([LOOKAHEAD, *(len(token.content.encode()) for token in added.values())])
         self.prefixes = PrefixCache()
 
     @property
@@ -197,111 +213,60 @@ class Vocabulary:
         is encoded apart, and the mark itself left out; behind two marks in a row all is plain up to the next.
         The control tokens of `frame` are not added.
         """
-        known = self.prefixes.find(text, f"{plain} {mark}".encode())
-        tokens = self._marked(text, known.position, mark, plain)
+        data = text.encode()
+        known = self.prefixes.find(data, f"{plain} {mark}".encode())
+        tokens = self._marked(data, known.position, mark, plain)
         # What the tail of an earlier text settled is part of the first new block.
         behind = known.ids[known.token_count :]
         blocks: list[Block] = []
         done, settled = 0, known.position
-        for end in known.ends:
-            count = max(self._last_cut(text, tokens, end), done)
+        for end in [*known.ends, len(data)]:
+            count = max(self._last_cut(data, tokens, end), done)
             settled = tokens.ends[count - 1] if count else settled
             blocks.append(Block(np.array(behind + tokens.ids[done:count], np.uint32), settled))
             behind, done = [], count
-        count = max(self._last_cut(text, tokens, len(text)), done)
-        settled = tokens.ends[count - 1] if count else settled
-        rest = text[known.last_end :]
-        self.prefixes.keep(known, blocks, Block(np.array(behind + tokens.ids[done:count], np.uint32), settled, rest))
+        self.prefixes.keep(known, blocks, data[known.last_end :])
         # Behind the last control token there is text and nothing else, so it settles all before it.
         control = next((i + 1 for i in range(len(tokens.ids) - 1, -1, -1) if tokens.ids[i] in self.control), 0)
-        count = max(count, control)
+        count = max(done, control)
         settled = tokens.ends[count - 1] if count else settled
         known_count = len(known.ids)
         known.ids += tokens.ids
         return EncodedPrompt(known.ids, known_count + count, settled)
 
-    def _last_cut(self, text: str, tokens: _Tokens, known: int) -> int:
-        """How many tokens cannot change if only the first `known` characters of `text` do not."""
-        count = bisect_right(tokens.ends, known - self._lookahead)
+    def _last_cut(self, data: bytes, tokens: _Tokens, known: int) -> int:
+        """How many tokens cannot change if only the first `known` bytes of `data` do not."""
+        count = self.settled(data, tokens.ends, tokens.seams, known - self._lookahead)
+        while count:
+            added = self._added.get(tokens.ids[count - 1])
+            # Behind an added token a text begins anew, or is robbed of its white space.
+            if added is None or not (self.dummy_prefix or added.rstrip):
+                break
+            count = self.settled(data, tokens.ends, tokens.seams[: count - 1], known - self._lookahead)
+        return count
+
+    def settled(self, data: bytes | bytearray, ends: Sequence[int], seams: Sequence[bool], limit: int) -> int:
+        """How many tokens of `data` are the same whatever comes behind `limit` and the `LOOKAHEAD` after it."""
+        count = min(bisect_right(ends, limit), len(seams))
         while count > 0:
-            end = tokens.ends[count - 1]
-            if end > 0 and tokens.seams[count - 1] and self.cuttable(text[end - 1], text[end]):
-                added = self._added.get(tokens.ids[count - 1])
-                # Behind an added token a text begins anew, or is robbed of its white space.
-                if added is None or not (self.dummy_prefix or added.rstrip):
-                    return count
+            end = ends[count - 1]
+            if end > 0 and seams[count - 1] and data[end] & 0xC0 != 0x80:
+                before = data[max(end - 4, 0) : end].decode(errors="ignore")
+                after = data[end : end + 4].decode(errors="ignore")
+                if self.cuttable(before[-1:], after[:1]):
+                    break
             count -= 1
-        return 0
+        return count
 
-    def _marked(self, text: str, start: int, mark: str, plain: bool) -> _Tokens:
-        """Tokens of `text` from `start` on."""
-        ids: list[int] = []
-        ends: list[int] = []
-        seams: list[bool] = []
-        position = start
-        literal = plain
-        for segment in text[start:].split(mark) if mark else [text[start:]]:
-            first = position == 0
-            for tokens, length in self._plain(segment, first) if literal else self._understood(segment, first):
-                ids += tokens.ids
-                ends += [position + end for end in tokens.ends]
-                seams += tokens.seams
-                position += length
-            position += len(mark)
+    def _marked(self, data: bytes, start: int, mark: str, plain: bool) -> _Tokens:
+        """Tokens of `data`, which is UTF-8, from `start` on."""
+        tokens, position, literal = _Tokens(), start, plain
+        text = data[start:].decode()
+        for segment in text.split(mark) if mark else [text]:
+            tokens.add(self._read(segment, position == 0, plain=literal), position)
+            position += len(segment.encode()) + len(mark.encode())
             literal = plain or not segment
-        return _Tokens(ids, ends, seams)
-
-    def _understood(self, text: str, start: bool) -> list[tuple[_Tokens, int]]:
-        """Tokens of `text`, control tokens in it understood as such, and its length."""
-        encoding = self._encode(text, start, plain=False)
-        if start or not self.dummy_prefix or self._added.keys().isdisjoint(encoding.ids):
-            return [(self._tokens(text, encoding), len(text))]
-        # A text begins anew behind each added token, but not here.
-        encoding = self._encode(text, True, plain=False)
-        first = next(i for i, id_ in enumerate(encoding.ids) if id_ in self._added)
-        begin = encoding.offsets[first][0]
-        before, anew = text[:begin], self._tokens(text, encoding)
-        rest = _Tokens(anew.ids[first:], [end - begin for end in anew.ends[first:]], anew.seams[first:])
-        return [
-            (self._tokens(before, self._encode(before, False, plain=False)), begin),
-            (rest, len(text) - begin),
-        ]
-
-    def _plain(self, text: str, start: bool) -> list[tuple[_Tokens, int]]:
-        """Tokens that together say `text`, none of them a control token, and the lengths of what each say."""
-        encoding = self._encode(text, start, plain=True)
-        if self.control.isdisjoint(encoding.ids):
-            return [(self._tokens(text, encoding), len(text))]
-        # Unigram models have control tokens among their pieces and find them in any text: cut each in two, and
-        # say byte by byte what is a single character.
-        inside = {0, len(text)}
-        for begin, end in self.control_spans(text):
-            inside |= {begin, end} if end - begin == 1 else {begin + 1}
-        parts = []
-        for begin, end in pairwise(sorted(inside)):
-            part = text[begin:end]
-            encoding = self._encode(part, start and begin == 0, plain=True)
-            tokens = self._tokens(part, encoding)
-            if not self.control.isdisjoint(encoding.ids):
-                ids = [self.byte_ids[byte] for byte in part.encode() if byte in self.byte_ids]
-                tokens = _Tokens(ids, [len(part)] * len(ids), [False] * len(ids))
-            parts.append((tokens, len(part)))
-        return parts
-
-    def _encode(self, text: str, start: bool, *, plain: bool) -> Encoding:
-        tokenizer: Tokenizer = self._variants[start and self.dummy_prefix, plain]
-        return tokenizer.encode(text) if len(text) < _LONG_TEXT else tokenizer.encode_batch([text])[0]
-
-    def _tokens(self, text: str, encoding: Encoding) -> _Tokens:
-        offsets = encoding.offsets
-        # A normalizer can put characters out of order.
-        ends = list(accumulate((end for _, end in offsets), max))
-        seams = self._seams(encoding)
-        # Two tokens can say one character: a part of it each, or a dummy space and the character.
-        for index, (start, _) in enumerate(offsets[1:]):
-            if start < ends[index]:
-                seams[index] = False
-        return _Tokens(encoding.ids, ends, seams)
+        return tokens
 
     def pieces(self, data: bytes, *, whole: bool = False) -> Pieces:
         """Tokens for `data`, any bytes at all, as the middle of a text (`whole`: as its start).
@@ -309,49 +274,95 @@ class Vocabulary:
         Control tokens written out in it are plain text. Bytes that are no UTF-8 become single-byte
         tokens where the vocabulary has them. Ends before a character whose last bytes are missing.
         """
-        ids: list[int] = []
-        ends: list[int] = []
-        seams: list[bool] = []
-        position, exact = 0, True
+        tokens, position = _Tokens(), 0
         while position < len(data):
             text, bad = _valid_prefix(data[position:] if position else data)
             if text:
-                raw, start = text.encode(), whole and position == 0
-                encoding = self._encode(text, start, plain=True)
-                spelled = [self._spelled[id_] for id_ in encoding.ids]
-                said = b"".join(spelled)
-                dummy = b" " if start and len(said) > len(raw) else b""
-                if said == dummy + raw and self.control.isdisjoint(encoding.ids):
-                    ids += encoding.ids
-                    ends += accumulate(map(len, spelled[1:]), initial=position - len(dummy) + len(spelled[0]))
-                    seams += self._seams(encoding)
-                else:
-                    exact &= self._inexact(text, start, position, ids, ends, seams)
-                position += len(raw)
+                tokens.add(self._read(text, whole and position == 0, plain=True), position)
+                position += len(text.encode())
             if bad is None:
                 break
             for byte in bad:
                 position += 1
                 if byte in self.byte_ids:
-                    ids.append(self.byte_ids[byte])
-                    ends.append(position)
-                    seams.append(True)
+                    tokens.add(_Tokens([self.byte_ids[byte]], [0], [True]), position)
                 else:
-                    exact = False
-        return Pieces(ids, ends, seams, position, exact)
+                    tokens.exact = False
+        return Pieces(tokens.ids, tokens.ends, tokens.seams, position, tokens.exact)
 
-    def _inexact(
-        self, text: str, start: bool, position: int, ids: list[int], ends: list[int], seams: list[bool]
-    ) -> bool:
-        """Adds the tokens of a text that does not come back as it was, or not at once; whether it did after all."""
-        offsets = list(accumulate((len(character.encode()) for character in text), initial=position))
-        first, character = len(ids), 0
-        for tokens, length in self._plain(text, start):
-            ids += tokens.ids
-            ends += [offsets[character + end] for end in tokens.ends]
-            seams += tokens.seams
-            character += length
-        return self.spell(ids[first:]).removeprefix(b" " if start else b"") == text.encode()
+    def _read(self, text: str, start: bool, *, plain: bool) -> _Tokens:
+        """Tokens of `text` as the tokenizer gives them; `plain`: none of them a control token."""
+        encoding = self._encode(text, start, plain=plain)
+        ids = encoding.ids
+        raw = text.encode()
+        if plain and not self.control.isdisjoint(ids):
+            return self._read_literally(text, start)
+        if not plain and not start and self.dummy_prefix and not self._added.keys().isdisjoint(ids):
+            # A text begins anew behind each added token, but not here.
+            begin = next(offset for id_, (offset, _) in zip(ids, encoding.offsets, strict=True) if id_ in self._added)
+            tokens = self._read(text[:begin], False, plain=False)
+            tokens.add(self._read(text[begin:], True, plain=False), len(text[:begin].encode()))
+            return tokens
+        written = [(self._spelled if plain else self._written)[id_] for id_ in ids]
+        said = b"".join(written)
+        dummy = b" " if start and len(said) > len(raw) else b""
+        if said == dummy + raw:
+            lengths = map(len, written)
+            ends = list(accumulate(lengths, initial=-len(dummy)))[1:]
+            return _Tokens(ids, ends, self._seams(encoding))
+        if self._changes_characters:
+            return self._read_in_chunks(text, ids, start, plain)
+        characters = list(accumulate((len(character.encode()) for character in text), initial=0))
+        tokens = _Tokens(ids, [characters[end] for _, end in encoding.offsets], self._seams(encoding), exact=False)
+        # Two tokens can say one character: a part of it each, or a dummy space and the character.
+        for index, (begin, _) in enumerate(encoding.offsets[1:]):
+            tokens.seams[index] &= characters[begin] >= tokens.ends[index]
+        return tokens
+
+    def _read_literally(self, text: str, start: bool) -> _Tokens:
+        """For Unigram models, which have control tokens among their pieces and find them in any text.
+
+        Each that is written there is cut in two, and what is a single character is said byte by byte.
+        """
+        places = {0, len(text)}
+        for begin, end in self.control_spans(text):
+            places |= {begin, end} if end - begin == 1 else {begin + 1}
+        tokens, position = _Tokens(), 0
+        for begin, end in pairwise(sorted(places)):
+            raw = text[begin:end].encode()
+            if self.control.isdisjoint(self._encode(text[begin:end], start and begin == 0, plain=True).ids):
+                part = self._read(text[begin:end], start and begin == 0, plain=True)
+            else:
+                ids = [self.byte_ids[byte] for byte in raw if byte in self.byte_ids]
+                part = _Tokens(ids, [len(raw)] * len(ids), [False] * len(ids), exact=len(ids) == len(raw))
+            tokens.add(part, position)
+            position += len(raw)
+        return tokens
+
+    def _read_in_chunks(self, text: str, ids: list[int], start: bool, plain: bool) -> _Tokens:
+        """For text that a normalizer changed, where the library's offsets are not always right.
+
+        Seams are where the text, cut before a word, gives the same `ids`.
+        """
+        cuts = [0]
+        for match_ in _WORD_END.finditer(text):
+            place = match_.start()
+            if place - cuts[-1] >= _CHUNK_CHARACTERS and self.cuttable(text[place - 1], text[place]):
+                cuts.append(place)
+        tokens, position = _Tokens(exact=False), 0
+        for begin, end in pairwise([*cuts, len(text)]):
+            position += len(text[begin:end].encode())
+            part = self._encode(text[begin:end], start and begin == 0, plain=plain).ids
+            tokens.ids += part
+            tokens.ends += [position] * len(part)
+            tokens.seams += [False] * (len(part) - 1) + [True] * bool(part)
+        if tokens.ids != ids:
+            tokens = _Tokens(ids, [position] * len(ids), [False] * len(ids), exact=False)
+        return tokens
+
+    def _encode(self, text: str, start: bool, *, plain: bool) -> Encoding:
+        tokenizer: Tokenizer = self._variants[start and self.dummy_prefix, plain]
+        return tokenizer.encode(text) if len(text) < _LONG_TEXT else tokenizer.encode_batch([text])[0]
 
     def _seams(self, encoding: Encoding) -> list[bool]:
         words, ids = encoding.word_ids, encoding.ids
@@ -367,6 +378,8 @@ class Vocabulary:
 
     def _separable(self, left: int, right: int) -> bool:
         """Inside a word: no token holds the bytes that meet here side by side, so the two never become one."""
+        if self.unknown in (left, right):
+            return False  # unknown characters in a row can be one token
         before, after = self._spelled[left], self._spelled[right]
         return not before or not after or (before[-1] << 8 | after[0]) not in self._neighbours
 

@@ -102,10 +102,10 @@ def write_prefix_cache(vocabulary: Vocabulary) -> bridge_pb2.PrefixCacheStatus:
     statistics = vocabulary.prefixes.statistics
     return bridge_pb2.PrefixCacheStatus(
         tokenizer_sha256=vocabulary.sha256,
-        query_character_count=statistics.query_character_count,
-        hit_character_count=statistics.hit_character_count,
+        query_byte_count=statistics.query_byte_count,
+        hit_byte_count=statistics.hit_byte_count,
         block_count=statistics.block_count,
-        byte_count=statistics.byte_count,
+        held_byte_count=statistics.held_byte_count,
     )
 
 

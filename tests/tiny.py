@@ -53,7 +53,10 @@ def _byte_level() -> dict:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=400,
+        show_progress=False,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     return _trained(tokenizer, trainer)
 
@@ -64,7 +67,7 @@ def _sentencepiece() -> dict:
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
     specials = [*SPECIALS, "<unk>"]
-    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=specials, limit_alphabet=60)
+    trainer = trainers.BpeTrainer(vocab_size=200, show_progress=False, special_tokens=specials, limit_alphabet=60)
     spec = _trained(tokenizer, trainer)
     spec["normalizer"] = {
         "type": "Sequence",
@@ -99,7 +102,7 @@ def _unigram() -> dict:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
     specials = [*SPECIALS, "<unk>"]
-    trainer = trainers.UnigramTrainer(vocab_size=250, special_tokens=specials, unk_token="<unk>")
+    trainer = trainers.UnigramTrainer(vocab_size=250, show_progress=False, special_tokens=specials, unk_token="<unk>")
     spec = _trained(tokenizer, trainer)
     spec["post_processor"] = json.loads(
         processors.TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 2)]).__getstate__()
@@ -116,7 +119,9 @@ def _wordpiece() -> dict:
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
-    return _trained(tokenizer, trainers.WordPieceTrainer(vocab_size=300, special_tokens=[*SPECIALS, "<unk>"]))
+    return _trained(
+        tokenizer, trainers.WordPieceTrainer(vocab_size=300, show_progress=False, special_tokens=[*SPECIALS, "<unk>"])
+    )
 
 
 @functools.cache

@@ -593,32 +593,32 @@ class PrefixCacheStatus(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
-    QUERY_CHARACTER_COUNT_FIELD_NUMBER: _builtins.int
-    HIT_CHARACTER_COUNT_FIELD_NUMBER: _builtins.int
+    QUERY_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    HIT_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
-    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    HELD_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     tokenizer_sha256: _builtins.str
     """SHA-256 of the `tokenizer.json`, in hex."""
-    query_character_count: _builtins.int
-    """Characters of prompts that were looked up."""
-    hit_character_count: _builtins.int
+    query_byte_count: _builtins.int
+    """Bytes of prompts that were looked up."""
+    hit_byte_count: _builtins.int
     """Those of them that were found."""
     block_count: _builtins.int
     """Blocks held."""
-    byte_count: _builtins.int
-    """Bytes held."""
+    held_byte_count: _builtins.int
+    """Memory held, in bytes."""
     def __init__(
         self,
         *,
         tokenizer_sha256: _builtins.str = ...,
-        query_character_count: _builtins.int = ...,
-        hit_character_count: _builtins.int = ...,
+        query_byte_count: _builtins.int = ...,
+        hit_byte_count: _builtins.int = ...,
         block_count: _builtins.int = ...,
-        byte_count: _builtins.int = ...,
+        held_byte_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "byte_count", b"byte_count", "hit_character_count", b"hit_character_count", "query_character_count", b"query_character_count", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "held_byte_count", b"held_byte_count", "hit_byte_count", b"hit_byte_count", "query_byte_count", b"query_byte_count", "tokenizer_sha256", b"tokenizer_sha256"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
