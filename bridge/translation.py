@@ -6,6 +6,7 @@ To the target: `candidates` says the draft's bytes in ids that continue the comm
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from bridge.models import Model
 from bridge.vocabulary import LOOKAHEAD, Vocabulary
@@ -42,7 +43,8 @@ class DraftContext:
         self._prompt_length = len(prompt.text)
         # Whether the tokenizer starts this text as it starts a text of its own (a dummy space in front).
         tail = list(prompt.ids[self._settled :])
-        self._whole = bool(tail) and tail == vocabulary.pieces(prompt.text, whole=True).ids
+        begins = bool(tail) or self._settled == len(vocabulary.frame)
+        self._whole = begins and tail == vocabulary.pieces(prompt.text, whole=True).ids
         self._ends: list[int] = []
         self._seams: list[bool] = []
         self._consumed = 0
@@ -97,6 +99,22 @@ def candidates(vocabulary: Vocabulary, data: bytes) -> list[int]:
             return pieces.ids[:count]
         position += len(token)
     return pieces.ids
+
+
+@dataclass(frozen=True)
+class Span:
+    """A token, the bytes that it stands for, and where they begin among those of all tokens before it."""
+
+    token_id: int
+    byte_offset: int
+    data: bytes
+
+
+def spans(vocabulary: Vocabulary, ids: Sequence[int]) -> list[Span]:
+    """The tokens `ids` with their bytes."""
+    tokens = [vocabulary.token_bytes(id_) for id_ in ids]
+    offsets = accumulate(map(len, tokens), initial=0)
+    return [Span(*one) for one in zip(ids, offsets, tokens, strict=False)]
 
 
 def translate(ids: Sequence[int], source: Model, to: Model) -> list[int]:

@@ -161,8 +161,12 @@ class Vocabulary:
         return self._whole.id_to_token(id_) or f"<{id_}>"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """What the tokenizer itself says that `ids` spell, as the start of a text, control tokens written out."""
-        return str(self._whole.decode(list(ids), skip_special_tokens=False))
+        """What the tokenizer itself says that `ids` spell, as the start of a text, control tokens left out."""
+        return str(self._whole.decode(list(ids), skip_special_tokens=True))
+
+    def is_added(self, id_: int) -> bool:
+        """Whether the id is of an added token: one that is found in a text before all else."""
+        return id_ in self._added
 
     def control_id(self, written: str) -> int | None:
         """The control token that is written so, if there is one."""

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -32,6 +33,7 @@ DEFAULT_DRAFT = "smollm2-135m-instruct"
 DEFAULT_SERVER = "127.0.0.1:50050"
 
 _MODEL_HELP = "A built-in name (gemma-3-270m, smollm2-135m-instruct), a directory, a GGUF file, or a Hugging Face id."
+_TOKENIZER_HELP = f"{_MODEL_HELP[:-1]}, or a tokenizer.json; with --server, a name that the bridge knows."
 Hidden = Annotated[bool, typer.Option(hidden=True)]
 
 
@@ -204,6 +206,38 @@ def models(server: Annotated[str, typer.Option(help="HOST:PORT of a bridge.")] =
 
 
 @app.command()
+def translate(
+    text: Annotated[str, typer.Argument(help="The text to be said in both models' tokens.")],
+    source: Annotated[str, typer.Option("--from", help=f"A model. {_TOKENIZER_HELP}")] = DEFAULT_TARGET,
+    target: Annotated[str, typer.Option("--to", help="The other model.")] = DEFAULT_DRAFT,
+    server: Annotated[str, typer.Option(help="HOST:PORT of a bridge to ask; without it no service is needed.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print ids, offsets and bytes (base64) as JSON.")] = False,
+) -> None:
+    """Show how two models cut the same text into tokens."""
+    from bridge.translation import spans
+    from services.model.store import read_vocabulary
+    from services.segmentation import Segmentation, show
+
+    if server:
+        with Client(server) as client:
+            answer = client.translate(text, source=source, target=target)
+        rows: dict[str, Sequence[Any]] = {"from": answer.source_tokens, "to": answer.target_tokens}
+    else:
+        data = _utf_8(text)
+        vocabularies = {"from": read_vocabulary(source, _report), "to": read_vocabulary(target, _report)}
+        rows = {row: spans(one, one.pieces(data).ids) for row, one in vocabularies.items()}
+    if as_json:
+        for row, tokens in rows.items():
+            rows[row] = [
+                {"token_id": one.token_id, "byte_offset": one.byte_offset, "bytes": one.data.hex()} for one in tokens
+            ]
+        print(json.dumps(rows))
+    else:
+        above, below = ([one.data for one in tokens] for tokens in rows.values())
+        show(_out, Segmentation(source, above), Segmentation(target, below))
+
+
+@app.command()
 def demo(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 64,
@@ -220,6 +254,13 @@ def version() -> None:
     from services.version import VERSION
 
     print(VERSION)
+
+
+def _utf_8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise InvalidField("TEXT", "valid UTF-8", "bytes that are none") from None
 
 
 def _one_of(kind: Any, option: str, value: str) -> Any:

@@ -11,6 +11,7 @@ from bridge.policy import Mode
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
 from bridge.sampling import SamplingParameters
 from bridge.templates import Chat, Message
+from bridge.translation import Span
 from bridge.vocabulary import Vocabulary
 from draftbridge.v1 import bridge_pb2, draft_pb2, model_pb2, sampling_pb2, target_pb2
 
@@ -95,6 +96,13 @@ def _read_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
         return value
 
     return {key: whole(value) for key, value in json_format.MessageToDict(struct).items()}
+
+
+def write_spans(spans: Sequence[Span]) -> list[bridge_pb2.TokenSpan]:
+    """Tokens and where they stand."""
+    return [
+        bridge_pb2.TokenSpan(token_id=span.token_id, byte_offset=span.byte_offset, data=span.data) for span in spans
+    ]
 
 
 def write_prefix_cache(vocabulary: Vocabulary) -> bridge_pb2.PrefixCacheStatus:

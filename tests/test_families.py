@@ -79,6 +79,7 @@ def test_the_middle_of_a_text_spells_what_the_library_decodes(family: str, text:
 @example(prompt="a", text="a" * 10_000, places=[3, 5_000, 9_990])
 @example(prompt="|---", text="|---|---|\n" * 200, places=list(range(0, 2000, 7)))
 @example(prompt=" ", text=" " * 2000 + "x", places=[1000])
+@example(prompt="\x1b", text="0, ", places=[])
 def test_the_draft_reads_what_a_whole_encoding_reads(family: str, prompt: str, text: str, places: list[int]) -> None:
     words = vocabulary(family)
     words.prefixes = PrefixCache()

@@ -12,8 +12,7 @@ from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
 from bridge.generation import Delta, Finished, Request, Started, check, generate
 from bridge.policy import Mode, SpeculationParameters
 from bridge.templates import Chat
-from bridge.translation import translate
-from bridge.vocabulary import Vocabulary
+from bridge.translation import spans, translate
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services import wire
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
@@ -158,17 +157,9 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             case _:
                 raise InvalidField("input", "a text or token ids", "neither")
         return bridge_pb2.TranslateResponse(
-            source_tokens=_spans(source.vocabulary, source_ids), target_tokens=_spans(target.vocabulary, target_ids)
+            source_tokens=wire.write_spans(spans(source.vocabulary, source_ids)),
+            target_tokens=wire.write_spans(spans(target.vocabulary, target_ids)),
         )
-
-
-def _spans(vocabulary: Vocabulary, ids: list[int]) -> list[bridge_pb2.TokenSpan]:
-    spans, offset = [], 0
-    for id_ in ids:
-        data = vocabulary.token_bytes(id_)
-        spans.append(bridge_pb2.TokenSpan(token_id=id_, byte_offset=offset, data=data))
-        offset += len(data)
-    return spans
 
 
 def _read_request(message: bridge_pb2.GenerateRequest) -> Request:

@@ -9,11 +9,12 @@ import grpc
 from cachetools import LRUCache
 from grpc import aio
 
-from bridge.errors import ChecksumMismatch, DraftBridgeError, ModelNotFound, RoleNotServed, Unreachable
+from bridge.errors import ChecksumMismatch, ModelNotFound, RoleNotServed, TokenizerNotUnderstood, Unreachable
 from bridge.models import Model
 from bridge.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2, model_pb2_grpc
 from services import wire
+from services.bridge.quarantine import flaw_of
 from services.status import from_rpc_error
 
 _ROLES = {model_pb2.ROLE_DRAFT: "draft", model_pb2.ROLE_TARGET: "target"}
@@ -41,7 +42,7 @@ class Zoo:
         self._addresses = [(address, model_pb2.ROLE_TARGET) for address in targets]
         self._addresses += [(address, model_pb2.ROLE_DRAFT) for address in drafts]
         self._timeout = timeout
-        self._vocabularies: LRUCache[str, Vocabulary] = LRUCache(_TOKENIZERS)
+        self._vocabularies: LRUCache[str, tuple[Vocabulary, str]] = LRUCache(_TOKENIZERS)
         self.endpoints: list[Endpoint] = []
 
     async def connect(self) -> None:
@@ -101,19 +102,25 @@ class Zoo:
             description = answer.model
             if description.role not in (role, model_pb2.ROLE_BOTH):
                 raise RoleNotServed(address, description.name, _ROLES[role])
-            model = wire.read_model(description, await self._vocabulary(stub, description, address))
-            return Endpoint(address, role, channel, description, model)
-        except aio.AioRpcError as error:
+            vocabulary, flaw = await self._vocabulary(stub, description, address)
+            if flaw and role == model_pb2.ROLE_TARGET:
+                raise TokenizerNotUnderstood(
+                    f"{description.name} at {address} can be a draft but no target: a target's text must be its "
+                    f"tokens' bytes in a row, and {flaw}",
+                    component="decoder",
+                    model=description.name,
+                )
+            return Endpoint(address, role, channel, description, wire.read_model(description, vocabulary))
+        except BaseException as error:
             await channel.close()
-            raise from_rpc_error(error, address) from error
-        except DraftBridgeError:
-            await channel.close()
+            if isinstance(error, aio.AioRpcError):
+                raise from_rpc_error(error, address) from error
             raise
 
     async def _vocabulary(
         self, stub: "model_pb2_grpc.ModelServiceAsyncStub", description: model_pb2.Model, address: str
-    ) -> Vocabulary:
-        """The model's tokenizer, fetched once for each checksum."""
+    ) -> tuple[Vocabulary, str]:
+        """The model's tokenizer, fetched and tried once for each checksum, and what keeps it from being a target's."""
         sha256 = description.tokenizer_sha256
         if sha256 not in self._vocabularies:
             data, said = bytearray(), ""
@@ -129,9 +136,15 @@ class Zoo:
                     expected=sha256,
                     got=got,
                 )
-            vocabulary = await asyncio.to_thread(Vocabulary, bytes(data))
+            try:
+                flaw = await flaw_of(bytes(data))
+                vocabulary = await asyncio.to_thread(Vocabulary, bytes(data))
+            except TokenizerNotUnderstood as error:
+                raise TokenizerNotUnderstood(
+                    f"{description.name} at {address}: {error}", **(error.metadata | {"model": description.name})
+                ) from error
             await asyncio.to_thread(vocabulary.warm)
-            self._vocabularies[sha256] = vocabulary
+            self._vocabularies[sha256] = vocabulary, flaw
         return self._vocabularies[sha256]
 
     async def check(self, endpoint: Endpoint) -> str:

@@ -5,6 +5,7 @@ directory that transformers reads. What has to be fetched or converted is done o
 user's cache directory; a directory appears there only when it is complete.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -21,6 +22,7 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from bridge.errors import CacheUnusable, ChecksumMismatch, ModelNotFound, UnusableModel
+from bridge.vocabulary import Vocabulary
 
 Report = Callable[[str], None]
 
@@ -102,6 +104,19 @@ def resolve(reference: str, report: Report = lambda text: None) -> Path:
             model=reference,
         )
     return _from_hub(reference, report)
+
+
+def read_vocabulary(reference: str, report: Report = lambda text: None) -> Vocabulary:
+    """The tokenizer of what `reference` names: anything that `resolve` takes, or a `tokenizer.json` by itself.
+
+    Raises what `resolve` raises, or `TokenizerNotUnderstood`.
+    """
+    path = Path(reference)
+    with contextlib.suppress(OSError, ValueError):  # a name too long is none of a file
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if file.suffix == ".json" and file.is_file():
+            return Vocabulary(file.read_bytes())
+    return Vocabulary((resolve(reference, report) / "tokenizer.json").read_bytes())
 
 
 def _directory(path: Path) -> Path:

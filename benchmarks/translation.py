@@ -1,0 +1,285 @@
+"""What translation costs, for every ordered pair of real tokenizers, beside how Transformers does it.
+
+    python -m benchmarks.translation [--rounds 200] [--tokens 8] [--json FILE] [--only NAME ...]
+
+A round: the draft proposes tokens, they become candidates in the target's ids, the target commits some of them and
+a token of its own, and the draft is told what to keep and what follows. The text is that of this repository's files;
+in half of the rounds the draft goes wrong somewhere. Both ways are timed, everything between the ids that come in
+and the ids that go out. The same rounds are then done by the functions of Transformers' generator for two
+tokenizers (`AssistedCandidateGeneratorDifferentTokenizers`), and both drafts' contexts are compared with the text.
+The second table is about the prefix cache.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import permutations
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
+
+from bridge.lead import Lead
+from bridge.models import Model
+from bridge.ports import Proposal
+from bridge.prefix_cache import PrefixCache
+from bridge.tape import Tape
+from bridge.templates import render_text
+from bridge.translation import candidates
+from bridge.vocabulary import Vocabulary
+from tests import real
+
+SIZES = (1_000, 100_000)
+TURN = 200
+
+
+@dataclass
+class Way:
+    """Seconds of each round, and how often the draft's context was not the text."""
+
+    seconds: list[float] = field(default_factory=list)
+    wrong: int = 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """What happened: ids that the draft proposed, and ids that the target committed."""
+
+    proposed: tuple[int, ...]
+    committed: tuple[int, ...]
+
+
+def corpus(length: int) -> str:
+    """English and code: this repository's own files, as often as it takes."""
+    root = Path(__file__).parents[1]
+    files = sorted(
+        [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("bridge/*.py"), *root.glob("services/**/*.py")]
+    )
+    text = "\n".join(file.read_text() for file in files)
+    return (text * (length // len(text) + 1))[:length]
+
+
+def script(text: str, start: int, draft: Vocabulary, target: Vocabulary, rounds: int, count: int) -> list[Round]:
+    """Rounds over `text` from byte `start` on. Wrong guesses are tokens of elsewhere in the text."""
+    chance = random.Random(0)
+    data = text.encode()
+    elsewhere = draft.pieces(data[:4000]).ids
+    played: list[Round] = []
+    position = start
+    for _ in range(rounds):
+        window = data[position : position + 400].decode(errors="ignore").encode()
+        proposed = draft.pieces(window).ids[:count]
+        if chance.random() < 0.5:
+            wrong = chance.randrange(len(proposed))
+            proposed[wrong:] = chance.choices(elsewhere, k=len(proposed) - wrong)
+        said = candidates(target, draft.spell(proposed))
+        committed: list[int] = []
+        for id_ in said:
+            if not window.startswith(target.spell([*committed, id_])):
+                break
+            committed.append(id_)
+        rest = target.pieces(window[len(target.spell(committed)) :])
+        committed.append(rest.ids[0])
+        position += len(target.spell(committed))
+        played.append(Round(tuple(proposed), tuple(committed)))
+    return played
+
+
+def ours(prompt: str, played: Sequence[Round], draft: Model, target: Model) -> Way:
+    """The bridge's own parts, as its loop calls them."""
+    way = Way()
+    tape = Tape(target.vocabulary, render_text(target.vocabulary, prompt).ids)
+    lead = Lead(draft, render_text(draft.vocabulary, prompt))
+    syncs = [lead.sync(tape, 8)]
+    ends = [0]
+    for number, one in enumerate(played, start=1):
+        proposal = Proposal(number, one.proposed, ())
+        started = perf_counter()
+        lead.hear(proposal)
+        candidates(target.vocabulary, lead.ahead(tape))
+        tape.commit(one.committed)
+        sync = lead.sync(tape, 8)
+        way.seconds.append(perf_counter() - started)
+        syncs.append(sync)
+        ends.append(len(tape.data))
+    # Looked at afterwards: reading the whole context between rounds would leave no cache warm.
+    held: list[int] = []
+    said = prompt.encode() + bytes(tape.data)
+    for proposed, sync, end in zip([(), *(one.proposed for one in played)], syncs, ends, strict=True):
+        assert sync is not None
+        held = [*(held + list(proposed))[: sync.keep_token_count], *sync.token_ids]
+        way.wrong += not reads(draft.vocabulary, held, said[: len(prompt.encode()) + end])
+    return way
+
+
+def theirs(
+    prompt: str, played: Sequence[Round], draft: Vocabulary, tokenizers: Sequence[Any], target: Vocabulary
+) -> Way:
+    """The functions of Transformers' generator, called as `get_candidates` calls them, less the models."""
+    way = Way()
+    source, destination = tokenizers
+    generator = object.__new__(AssistedCandidateGeneratorDifferentTokenizers)
+    generator.target_tokenizer, generator.assistant_tokenizer = source, destination
+    generator.prev_target_ids_len = generator.prev_assistant_ids = None
+    generator.target_lookbehind = generator.assistant_lookbehind = 10
+    generator.main_model_max_length = None
+    ids = list(render_text(target, prompt).ids)
+    said = prompt.encode()
+    contexts = []
+    for one in played:
+        input_ids, proposed = torch.tensor([ids]), torch.tensor([one.proposed])
+        started = perf_counter()
+        assistant_ids, _ = generator._prepare_assistant_input_ids(input_ids)
+        between = perf_counter()
+        contexts.append((assistant_ids[0].tolist(), said))
+        sequences = torch.cat([assistant_ids, proposed], dim=-1)
+        generator.prev_assistant_ids = assistant_ids
+        resumed = perf_counter()
+        generator._process_assistant_outputs(input_ids, sequences)
+        way.seconds.append(between - started + perf_counter() - resumed)
+        generator.prev_target_ids_len = input_ids.shape[1]
+        generator.prev_assistant_ids = sequences
+        ids += one.committed
+        said += target.spell(one.committed)
+    way.wrong = sum(not reads(draft, held, read) for held, read in contexts)
+    # The first round converts the whole prompt.
+    way.seconds.pop(0)
+    return way
+
+
+def reads(vocabulary: Vocabulary, ids: Sequence[int], said: bytes) -> bool:
+    """Whether ids spell what was said, less a character that is not finished, with or without a space in front."""
+    spelled = vocabulary.spell(ids)
+    if vocabulary.dummy_prefix:
+        spelled = spelled.removeprefix(b" ")
+    return said.startswith(spelled) and said[len(spelled) :].decode(errors="ignore") == ""
+
+
+def cached(name: str, text: str) -> dict[str, float]:
+    """A conversation and one more turn, encoded whole by the library and behind what is cached."""
+    vocabulary = real.vocabulary(name)
+    library = Tokenizer.from_str(real.tokenizer_json(name).decode())
+    conversation, turns = text[: SIZES[-1]], [text[i : i + TURN] for i in range(0, 20 * TURN, TURN)]
+
+    def best(call: Callable[[], object]) -> float:
+        started = perf_counter()
+        call()
+        return perf_counter() - started
+
+    whole = [best(lambda turn=turn: library.encode(conversation + turn)) for turn in turns[:5]]  # type: ignore[misc]
+    first, later = [], []
+    for turn in turns:
+        vocabulary.prefixes = PrefixCache()
+        first.append(best(lambda: render_text(vocabulary, conversation)))
+        later.append(best(lambda turn=turn: render_text(vocabulary, conversation + turn)))  # type: ignore[misc]
+        assert render_text(vocabulary, conversation + turn).ids == library.encode(conversation + turn).ids
+    return {
+        "library_ms": median(whole) * 1e3,
+        "first_ms": median(first) * 1e3,
+        "next_turn_ms": median(later) * 1e3,
+        "ratio": median(later) / median(whole),
+    }
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=8, help="that the draft proposes in a round")
+    parser.add_argument("--only", nargs="*", default=real.NAMES, help="tokenizers to take")
+    parser.add_argument("--json", type=Path, help="where to write everything that was measured")
+    arguments = parser.parse_args()
+    console = Console(width=130)
+    text = corpus(SIZES[-1] + arguments.rounds * arguments.tokens * 16)
+    models = {name: Model(name, 1 << 30, real.vocabulary(name).size, real.vocabulary(name)) for name in arguments.only}
+    library = {
+        name: PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(real.tokenizer_json(name).decode()))
+        for name in arguments.only
+    }
+    for model in models.values():
+        model.vocabulary.warm()
+    results = []
+    for target, draft in permutations(models.values(), 2):
+        row: dict[str, Any] = {"target": target.name, "draft": draft.name}
+        for size in SIZES:
+            # The same rounds whatever is before them.
+            prompt, start = text[SIZES[-1] - size : SIZES[-1]], len(text[: SIZES[-1]].encode())
+            played = script(text, start, draft.vocabulary, target.vocabulary, arguments.rounds, arguments.tokens)
+            tokenizers = (library[target.name], library[draft.name])
+            way = ours(prompt, played, draft, target)
+            other = theirs(prompt, played, draft.vocabulary, tokenizers, target.vocabulary)
+            row[str(size)] = {
+                "median_us": median(way.seconds) * 1e6,
+                "p95_us": quantiles(way.seconds, n=20)[-1] * 1e6,
+                "wrong": way.wrong,
+                "transformers_median_us": median(other.seconds) * 1e6,
+                "transformers_wrong": other.wrong,
+                "rounds": len(played),
+            }
+        results.append(row)
+    short, long = (str(size) for size in SIZES)
+    table = Table(
+        "target <- draft",
+        f"µs at {short}",
+        f"µs at {long}",
+        "growth",
+        "p95",
+        "wrong",
+        "Transformers",
+        "ratio",
+        "its wrong",
+        title=f"A round of {arguments.tokens} tokens, medians of {arguments.rounds}, characters of context as given",
+        box=box.SIMPLE,
+    )
+    for row in results:
+        near, far = row[short], row[long]
+        table.add_row(
+            f"{row['target']} <- {row['draft']}",
+            f"{near['median_us']:.0f}",
+            f"{far['median_us']:.0f}",
+            f"{far['median_us'] / near['median_us']:.2f}",
+            f"{far['p95_us']:.0f}",
+            f"{near['wrong'] + far['wrong']}",
+            f"{far['transformers_median_us']:.0f}",
+            f"{far['transformers_median_us'] / far['median_us']:.1f}x",
+            f"{(near['transformers_wrong'] + far['transformers_wrong']) / (near['rounds'] + far['rounds']):.0%}",
+        )
+    console.print(table)
+    prefixes = {name: cached(name, text) for name in models}
+    table = Table(
+        "tokenizer", "library, whole", "ours, first time", "ours, next turn", "of whole", box=box.SIMPLE,
+        title=f"A conversation of {SIZES[-1]} characters and a turn of {TURN}, in ms",
+    )  # fmt: skip
+    for name, one in prefixes.items():
+        times = (f"{one['library_ms']:.1f}", f"{one['first_ms']:.1f}", f"{one['next_turn_ms']:.2f}")
+        table.add_row(name, *times, f"{one['ratio']:.1%}")
+    console.print(table)
+    if arguments.json:
+        machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
+        arguments.json.write_text(
+            json.dumps(
+                {"machine": machine, "arguments": asdict_of(arguments), "pairs": results, "prefixes": prefixes},
+                indent=1,
+            )
+        )
+
+
+def asdict_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the run was asked."""
+    return {"rounds": arguments.rounds, "tokens": arguments.tokens, "only": list(arguments.only)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Whether a byte table is true, by the tokenizer's own encode and decode over a fixed set of probes.
+
+A target needs a tokenizer whose decoding is concatenation: what it commits is told to the user token by token. A
+draft needs less: it is enough that what it says can be read.
+"""
+
+from bridge.errors import TokenizerNotUnderstood
+from bridge.vocabulary import Vocabulary
+
+TEXTS = (
+    "Hello, world! It's 12:34 (or 1234567.89?) in the U.S.A. -- isn't it?",
+    "  two  spaces,\ttabs\n\nblank lines\r\n   indented, and a , b .  c 's",
+    "naïve café Ã© e\u0301 Å \u212b ﬁ ½ ß İ",
+    "東京へようこそ 한국어 שלום مرحبا हिन्दी ไทย Ελλάδα Привет",
+    "🎉 👩‍👩‍👧 👍🏽 🇩🇪 \u200b\ufeff\x00\x1b\x7f",
+    "def f(x):\n    return {'a': [x, 0]}  # <b>&amp;</b>",
+    "0, 0, 0, 0 |---|---| aaaaaaaaaaaaaaaa ................",
+)
+# Ids tried one by one; spread over the vocabulary where it has more.
+_MOST_IDS = 4096
+
+
+def prove(vocabulary: Vocabulary) -> str:
+    """Tries every probe. What makes its texts more than its tokens' bytes in a row; empty if nothing does.
+
+    Raises `TokenizerNotUnderstood` where the table is wrong.
+    """
+    _check_tokens(vocabulary)
+    for text in TEXTS:
+        ids = vocabulary.pieces(text.encode(), whole=True).ids
+        said = vocabulary.decode(ids)
+        spelled = vocabulary.spell(ids).decode(errors="replace")
+        if not _alike(said, spelled):
+            if _alike(said.replace(" ", ""), spelled.replace(" ", "")):
+                return f"its decoder moves spaces: it says {said!r} where its tokens spell {spelled!r}"
+            raise _wrong(f"the text {text!r}", said, spelled)
+    return ""
+
+
+def _check_tokens(vocabulary: Vocabulary) -> None:
+    """Each id between two others, where nothing is trimmed."""
+    anchor = vocabulary.pieces(b"x", whole=True).ids
+    known = [id_ for id_, data in enumerate(vocabulary.tokens) if data]
+    for id_ in known[:: max(1, len(known) // _MOST_IDS)]:
+        ids = [*anchor, id_, *anchor]
+        said, spelled = vocabulary.decode(ids), vocabulary.spell(ids).decode(errors="replace")
+        if not _alike(said.replace(" ", ""), spelled.replace(" ", "")) and not vocabulary.is_added(id_):
+            raise _wrong(f"the id {id_} ({vocabulary.name(id_)!r})", said, spelled)
+
+
+def _alike(said: str, spelled: str) -> bool:
+    """Equal, but for a space in front and for how many marks stand for bytes that are no text."""
+    if "\ufffd" not in said and "\ufffd" not in spelled:
+        return spelled in (said, " " + said)
+    # Byte fallback marks every byte of a run that has one wrong, so no more can be told than what stands around.
+    left, right = said.strip(" "), spelled.strip(" ")
+    return "\ufffd" in left and left[0] == right[0] and left[-1] == right[-1]
+
+
+def _wrong(what: str, said: str, spelled: str) -> TokenizerNotUnderstood:
+    return TokenizerNotUnderstood(
+        f"the byte table made of this tokenizer is wrong: for {what} its decoder says {said!r} and the table "
+        f"{spelled!r}; save the model's fast tokenizer again with save_pretrained, and report it if that does not help",
+        component="decoder",
+    )

@@ -1,0 +1,93 @@
+"""Two segmentations of the same bytes, one above the other: what `draftbridge translate` prints."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+# Neighbouring tokens differ in colour; each row has colours of its own.
+_STYLES = (("black on bright_cyan", "black on cyan"), ("black on bright_yellow", "black on yellow"))
+# White space and control characters, made visible. A line's end is shown where it is.
+_VISIBLE = {" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥", "\x7f": "␡"} | {
+    chr(code): chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\r\t"
+}
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """A model's tokens, in bytes. A control token has none."""
+
+    name: str
+    tokens: Sequence[bytes]
+
+    @property
+    def ends(self) -> list[int]:
+        """The offset behind each token."""
+        return list(accumulate(map(len, self.tokens)))
+
+
+def show(console: Console, above: Segmentation, below: Segmentation) -> None:
+    """Prints both, aligned at byte offsets, a mark where a token ends, and how many there are of each."""
+    data = b"".join(above.tokens)
+    # A tokenizer that changes what it reads says other bytes; then each row stands by itself.
+    if data == b"".join(below.tokens):
+        segments = list(_segments(data, {*above.ends, *below.ends}))
+        width = max(console.width - len(str(len(data))) - 2, 8)
+        for line in _lines(segments, width):
+            offset = str(line[0][0]).rjust(len(str(len(data))))
+            console.print(Text(f"{offset}  ", "dim") + _row(line, above, _STYLES[0]), soft_wrap=True)
+            console.print(Text(" " * len(offset) + "  ") + _row(line, below, _STYLES[1]), soft_wrap=True)
+            console.print()
+    else:
+        for one, styles in zip((above, below), _STYLES, strict=True):
+            said = b"".join(one.tokens)
+            console.print(_row(list(_segments(said, set(one.ends))), one, styles), soft_wrap=True)
+    common = len(set(above.ends) & set(below.ends) - {0})
+    for one, styles in zip((above, below), _STYLES, strict=True):
+        count = len(one.tokens)
+        bytes_each = f"{len(b''.join(one.tokens)) / count:.2f} bytes a token" if count else "nothing"
+        console.print(Text("  ", styles[0]) + Text(f" {one.name}: {count} tokens, {bytes_each}"))
+    console.print(f"{len(data)} bytes; both have a token's end at {common} places", style="dim", highlight=False)
+
+
+def _segments(data: bytes, ends: set[int]) -> Iterator[tuple[int, int, str]]:
+    """What no token of either ends inside of: start, end and how it is shown."""
+    for start, end in pairwise(sorted({0, len(data), *ends})):
+        yield start, end, _shown(data[start:end])
+
+
+def _shown(data: bytes) -> str:
+    """As text; what is only a part of a character, as bytes."""
+    try:
+        return "".join(_VISIBLE.get(character, character) for character in data.decode())
+    except UnicodeDecodeError as error:
+        part = "".join(f"‹{byte:02x}›" for byte in data[error.start : error.end])
+        return _shown(data[: error.start]) + part + _shown(data[error.end :])
+
+
+def _lines(segments: Sequence[tuple[int, int, str]], width: int) -> Iterator[list[tuple[int, int, str]]]:
+    line: list[tuple[int, int, str]] = []
+    used = 0
+    for segment in segments:
+        cells = cell_len(segment[2]) + 1
+        if line and used + cells > width:
+            yield line
+            line, used = [], 0
+        line.append(segment)
+        used += cells
+    if line:
+        yield line
+
+
+def _row(line: Sequence[tuple[int, int, str]], of: Segmentation, styles: tuple[str, str]) -> Text:
+    """One line of one model: `│` where a token ends, a space of its colour where only the other model's does."""
+    row, ends = Text(), of.ends
+    for _, end, shown in line:
+        index = next(i for i, token_end in enumerate(ends) if token_end >= end)
+        style = styles[index % 2]
+        row.append(shown, style)
+        row.append("│" if ends[index] == end else " ", style)
+    return row
