@@ -116,10 +116,6 @@ class Vocabulary:
             else:
                 self._bytes[id_] = spec_of.spell(token, decoder)
         self._spelled = [data or b"" for data in self._bytes]
-        # The same, but control tokens as they are written out in a text that may have some.
-        self._written = list(self._spelled)
-        for id_ in self.special:
-            self._written[id_] = written[id_].encode()
         # Longer than any control token that a text may be about to spell.
         self._lookahead = max([LOOKAHEAD, *(len(token.content.encode()) for token in added.values())])
         self.prefixes = PrefixCache()
@@ -266,10 +262,11 @@ class Vocabulary:
         """Tokens of `data`, which is UTF-8, from `start` on."""
         tokens, position, literal = _Tokens(), start, plain
         text = data[start:].decode()
-        for segment in text.split(mark) if mark else [text]:
+        for index, segment in enumerate(text.split(mark) if mark else [text]):
             tokens.add(self._read(segment, position == 0, plain=literal), position)
             position += len(segment.encode()) + len(mark.encode())
-            literal = plain or not segment
+            # Nothing between two marks; before the first there is only the beginning.
+            literal = plain or (not segment and index > 0)
         return tokens
 
     def pieces(self, data: bytes, *, whole: bool = False) -> Pieces:
@@ -297,31 +294,56 @@ class Vocabulary:
     def _read(self, text: str, start: bool, *, plain: bool) -> _Tokens:
         """Tokens of `text` as the tokenizer gives them; `plain`: none of them a control token."""
         encoding = self._encode(text, start, plain=plain)
-        ids = encoding.ids
-        raw = text.encode()
+        ids, words = encoding.ids, encoding.word_ids
         if plain and not self.control.isdisjoint(ids):
             return self._read_literally(text, start)
-        if not plain and not start and self.dummy_prefix and not self._added.keys().isdisjoint(ids):
-            # A text begins anew behind each added token, but not here.
-            begin = next(offset for id_, (offset, _) in zip(ids, encoding.offsets, strict=True) if id_ in self._added)
-            tokens = self._read(text[:begin], False, plain=False)
-            tokens.add(self._read(text[begin:], True, plain=False), len(text[:begin].encode()))
-            return tokens
-        written = [(self._spelled if plain else self._written)[id_] for id_ in ids]
-        said = b"".join(written)
+        if plain or self._added.keys().isdisjoint(ids):
+            return self._section(text, ids, words, start)
+        # A text begins anew behind each added token, and tokens there must be told apart from those before it.
+        tokens, first, character = _Tokens(), 0, 0
+        for index, (id_, (begin, end)) in enumerate(zip(ids, encoding.offsets, strict=True)):
+            if id_ not in self._added:
+                continue
+            if not start and self.dummy_prefix:  # but not at its own beginning
+                before = self._read(text[:begin], False, plain=False)
+                before.add(self._read(text[begin:], True, plain=False), len(text[:begin].encode()))
+                return before
+            position = len(text[:character].encode())
+            section = self._section(text[character:begin], ids[first:index], words[first:index], self.dummy_prefix)
+            tokens.add(section, position)
+            tokens.add(_Tokens([id_], [len(text[begin:end].encode())], [True]), len(text[:begin].encode()))
+            first, character = index + 1, end
+        section = self._section(text[character:], ids[first:], words[first:], self.dummy_prefix)
+        tokens.add(section, len(text[:character].encode()))
+        return tokens
+
+    def _section(self, text: str, ids: list[int], words: list[int | None], start: bool) -> _Tokens:
+        """Where the tokens `ids` of `text`, without any control token, end. `start`: a space may be put in front."""
+        raw = text.encode()
+        spelled = [self._spelled[id_] for id_ in ids]
+        said = b"".join(spelled)
         dummy = b" " if start and len(said) > len(raw) else b""
         if said == dummy + raw:
-            lengths = map(len, written)
-            ends = list(accumulate(lengths, initial=-len(dummy)))[1:]
-            return _Tokens(ids, ends, self._seams(encoding))
-        if self._changes_characters:
-            return self._read_in_chunks(text, ids, start, plain)
-        characters = list(accumulate((len(character.encode()) for character in text), initial=0))
-        tokens = _Tokens(ids, [characters[end] for _, end in encoding.offsets], self._seams(encoding), exact=False)
-        # Two tokens can say one character: a part of it each, or a dummy space and the character.
-        for index, (begin, _) in enumerate(encoding.offsets[1:]):
-            tokens.seams[index] &= characters[begin] >= tokens.ends[index]
-        return tokens
+            ends = list(accumulate(map(len, spelled), initial=-len(dummy)))[1:]
+            return _Tokens(ids, ends, self._seams(ids, words))
+        # A normalizer changed it, or something in it cannot be said, and the library's offsets are not always right
+        # then. So seams are where the text, cut before a word, gives the same ids.
+        cuts = [0]
+        for match_ in _WORD_END.finditer(text):
+            place = match_.start()
+            if place - cuts[-1] >= _CHUNK_CHARACTERS and self.cuttable(text[place - 1], text[place]):
+                cuts.append(place)
+        ends, seams, position = [], [], 0
+        for begin, end in pairwise([*cuts, len(text)]):
+            position += len(text[begin:end].encode())
+            part = self._encode(text[begin:end], start and begin == 0, plain=True).ids
+            if part != ids[len(ends) : len(ends) + len(part)]:
+                break
+            ends += [position] * len(part)
+            seams += [False] * (len(part) - 1) + [True] * bool(part)
+        if len(ends) < len(ids):
+            ends, seams = [len(raw)] * len(ids), [False] * len(ids)
+        return _Tokens(ids, ends, seams, exact=False)
 
     def _read_literally(self, text: str, start: bool) -> _Tokens:
         """For Unigram models, which have control tokens among their pieces and find them in any text.
@@ -343,33 +365,11 @@ class Vocabulary:
             position += len(raw)
         return tokens
 
-    def _read_in_chunks(self, text: str, ids: list[int], start: bool, plain: bool) -> _Tokens:
-        """For text that a normalizer changed, where the library's offsets are not always right.
-
-        Seams are where the text, cut before a word, gives the same `ids`.
-        """
-        cuts = [0]
-        for match_ in _WORD_END.finditer(text):
-            place = match_.start()
-            if place - cuts[-1] >= _CHUNK_CHARACTERS and self.cuttable(text[place - 1], text[place]):
-                cuts.append(place)
-        tokens, position = _Tokens(exact=False), 0
-        for begin, end in pairwise([*cuts, len(text)]):
-            position += len(text[begin:end].encode())
-            part = self._encode(text[begin:end], start and begin == 0, plain=plain).ids
-            tokens.ids += part
-            tokens.ends += [position] * len(part)
-            tokens.seams += [False] * (len(part) - 1) + [True] * bool(part)
-        if tokens.ids != ids:
-            tokens = _Tokens(ids, [position] * len(ids), [False] * len(ids), exact=False)
-        return tokens
-
     def _encode(self, text: str, start: bool, *, plain: bool) -> Encoding:
         tokenizer: Tokenizer = self._variants[start and self.dummy_prefix, plain]
         return tokenizer.encode(text) if len(text) < _LONG_TEXT else tokenizer.encode_batch([text])[0]
 
-    def _seams(self, encoding: Encoding) -> list[bool]:
-        words, ids = encoding.word_ids, encoding.ids
+    def _seams(self, ids: list[int], words: list[int | None]) -> list[bool]:
         if self._splits_by_context:
             # The rest of a word, taken by itself, may be split in another way.
             seams = [left != right for left, right in pairwise(words)]

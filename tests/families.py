@@ -1,4 +1,4 @@
-"""Tokenizers of every family in use, trained in a moment on the corpus of `tiny`."""
+"""Tokenizers of every family in use, trained in a moment on the corpus of `tiny`, and real ones beside them."""
 
 import functools
 import io
@@ -17,9 +17,8 @@ from tokenizers import (
     trainers,
 )
 
-from bridge.models import Model, SpecialIds
 from bridge.vocabulary import Vocabulary
-from tests import tiny
+from tests import real, tiny
 from tests.tiny import CORPUS, SPECIALS
 
 LLAMA_3 = (
@@ -192,44 +191,32 @@ FAMILIES: dict[str, Callable[[], Tokenizer]] = {
     "bert": _wordpiece_uncased,
     "bert-cased": _wordpiece_cased,
 }
-# Those that say any Unicode text as it is. The others have a normalizer, or no token for some characters.
-EXACT = (
-    "gpt-2",
-    "llama-3",
-    "deepseek",
-    "o200k",
-    "roberta",
-    "bytes",
-    "added-tokens",
-    "llama-2",
-    "llama-2-new",
-    "gemma",
-    "unigram",
-)
+# Those that say any Unicode text as it is. The others have a normalizer, or no token for some characters; SmolLM2
+# has none for some bytes.
+EXACT = [*("gpt-2", "llama-3", "deepseek", "o200k", "roberta", "bytes", "added-tokens"), "gemma", "unigram"]
+EXACT += ["llama-2", "llama-2-new", *(f"real {name}" for name in real.NAMES if name not in ("qwen", "smollm2"))]
 # Those whose pieces are scored: two segmentations may have the very same score.
 SCORED = ("unigram", "t5", "xlnet", "characters")
+# Those that cannot tell ▁ from a space.
+SPACED = ("llama-2", "llama-2-new", "gemma", "unigram", "real gemma-3", "real mistral-v1", "real mistral-v3")
+NAMES = [*FAMILIES, *(f"real {name}" for name in real.NAMES)]
 
 
 @functools.cache
-def tokenizer_json(family: str) -> bytes:
+def tokenizer_json(name: str) -> bytes:
     """The tokenizer as a file's content."""
-    return FAMILIES[family]().to_str().encode()
+    if name.startswith("real "):
+        return real.tokenizer_json(name.removeprefix("real "))
+    return FAMILIES[name]().to_str().encode()
 
 
 @functools.cache
-def vocabulary(family: str) -> Vocabulary:
+def vocabulary(name: str) -> Vocabulary:
     """The tokenizer, understood."""
-    return Vocabulary(tokenizer_json(family))
+    return Vocabulary(tokenizer_json(name))
 
 
 @functools.cache
-def library(family: str) -> Tokenizer:
+def library(name: str) -> Tokenizer:
     """The tokenizers library's own, as the slow oracle."""
-    return Tokenizer.from_str(tokenizer_json(family).decode())
-
-
-@functools.cache
-def model(family: str) -> Model:
-    """A model with that tokenizer, some rows of whose output belong to no token."""
-    words = vocabulary(family)
-    return Model(family, 4096, words.size + 64, words, SpecialIds(bos=1, eos=(2,), pad=0))
+    return Tokenizer.from_str(tokenizer_json(name).decode())

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from bridge.errors import InvalidField, UnusableModel
 from bridge.models import Model
+from bridge.prefix_cache import PrefixCache
 from bridge.templates import Chat, Message, render_chat, render_text
 from bridge.translation import Rendering
 from tests import tiny
@@ -34,7 +35,10 @@ def render(kind: str, template: str, *messages: Message, **variables: object) ->
 def test_no_content_can_close_a_turn_or_open_one(kind: str, contents: list[str], role: str) -> None:
     words = vocabulary(kind)
     messages = [Message(role, content) for content in contents]
+    words.prefixes = PrefixCache()
     rendering = render(kind, TEMPLATE, *messages)
+    # The same from what is cached.
+    assert render(kind, TEMPLATE, *messages).ids == rendering.ids
     control = [id_ for id_ in rendering.ids if id_ in words.special]
     # One beginning of text, each message opened and closed once, and the assistant's turn opened.
     assert control == [1, *[3, 2] * len(messages), 3]

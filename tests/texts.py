@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from tests.tiny import CORPUS, SPECIALS
+from tests.tiny import CORPUS
 
 # What has gone wrong somewhere: runs that a pattern looks at whole, characters that a normalizer joins or
 # turns round, white space of other scripts, characters of several code points, characters of many bytes.
@@ -27,13 +27,6 @@ PIECES = st.one_of(
 )
 TEXTS = st.lists(PIECES, max_size=40).map("".join)
 PLACES = st.lists(st.integers(0, 100_000), max_size=30)
-
-
-def without_control(text: str) -> str:
-    """The text with nothing in it that a control token is written as."""
-    for written in [*SPECIALS, "<unk>", "<mask>", "<|end|>"]:
-        text = text.replace(written, "<")
-    return text
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
