@@ -5,11 +5,12 @@ them, so that little of a common beginning is missed and few of them cover a lon
 digest of the text up to its end, so that it is found only behind the very same beginning (as vLLM's automatic
 prefix caching does with KV blocks). Its value are the tokens that the text up to there settles for good,
 whatever follows. What came last behind a block, less than a block long, is kept as its tail: a conversation
-goes on from there.
+goes on from there. What two such had in common is kept as its branch: requests with one system prompt do.
 """
 
 import hashlib
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,7 +29,7 @@ _ENTRY_BYTES = 700
 class Block:
     """Ids that end a settled beginning, and how many bytes of the text that beginning has.
 
-    `text`: for a tail, what is behind the last whole block, by which it was settled.
+    `text`: for a tail or a branch, what is behind the last whole block, by which it was settled.
     """
 
     ids: NDArray[np.uint32]
@@ -46,14 +47,18 @@ class Known:
     """The longest beginning of a text that was found, and where to go on from.
 
     `ids` stand for the first `position` bytes; `token_count` of them are of whole blocks, the others of a
-    tail. `ends`: where the blocks end that were not found; `last_end`: where the text's last block ends.
+    tail or a branch. `block_end`: where those whole blocks end; `ends`: where those end that were not found;
+    `last_end`: where the text's last block ends. `branch_end`: where the text parts from the last one that came
+    this way, if that is worth keeping.
     """
 
     ids: list[int]
     token_count: int
     position: int
+    block_end: int
     ends: list[int]
     last_end: int
+    branch_end: int | None
     _digests: list[bytes] = field(repr=False)
 
 
@@ -88,22 +93,28 @@ class PrefixCache:
                 found.append(block)
             whole = len(found)
             tail = self._blocks.get(_tail_key(digests[whole]))
-            if tail and text.startswith(tail.text, ends[whole]):
-                found.append(tail)
+            branch = self._blocks.get(_branch_key(digests[whole]))
+            behind = [one for one in (tail, branch) if one and text.startswith(one.text, ends[whole])]
+            found += behind[:1]
             # Touched from the end, so that the beginning, which the rest is worthless without, goes last.
             for digest in reversed(digests[1 : whole + 1]):
                 self._blocks.get(digest)
             self._queried += len(text)
             self._hit += found[-1].settled if found else 0
         ids = np.concatenate([block.ids for block in found]).tolist() if found else []
+        branch_end = None
+        if tail and not behind:
+            branch_end = ends[whole] + _common_length(tail.text, text[ends[whole] : ends[whole] + len(tail.text)])
         token_count = sum(len(block.ids) for block in found[:whole])
-        return Known(ids, token_count, found[-1].settled if found else 0, ends[whole + 1 :], ends[-1], digests)
+        position = found[-1].settled if found else 0
+        return Known(ids, token_count, position, ends[whole], ends[whole + 1 :], ends[-1], branch_end, digests)
 
-    def keep(self, known: Known, blocks: list[Block], rest: bytes) -> None:
-        """Stores the whole blocks that were not found, and behind them the tail, of which `rest` is the text."""
-        tail = Block(blocks[-1].ids, blocks[-1].settled, rest)
-        digests = known._digests[len(known._digests) - len(known.ends) :]
-        keyed = [*zip(digests, blocks[:-1], strict=True), (_tail_key(known._digests[-1]), tail)]
+    def keep(self, known: Known, blocks: list[Block], tail: Block, branch: Block | None) -> None:
+        """Stores the whole blocks that were not found, and what is behind the last and behind the first of them."""
+        first = len(known._digests) - len(known.ends)
+        keyed = [*zip(known._digests[first:], blocks, strict=True), (_tail_key(known._digests[-1]), tail)]
+        if branch is not None:
+            keyed.append((_branch_key(known._digests[first - 1]), branch))
         with self._lock:
             for key, block in reversed(keyed):
                 if block.byte_count <= self._blocks.maxsize:
@@ -135,3 +146,12 @@ def _digests(text: bytes, salt: bytes, ends: list[int]) -> Iterator[bytes]:
 
 def _tail_key(digest: bytes) -> bytes:
     return digest + b"tail"
+
+
+def _branch_key(digest: bytes) -> bytes:
+    return digest + b"branch"
+
+
+def _common_length(left: bytes, right: bytes) -> int:
+    """How many bytes two strings begin with alike."""
+    return bisect_left(range(min(len(left), len(right))), True, key=lambda end: left[: end + 1] != right[: end + 1])

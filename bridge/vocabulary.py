@@ -218,32 +218,30 @@ class Vocabulary:
         tokens = self._marked(data, known.position, mark, plain)
         # What the tail of an earlier text settled is part of the first new block.
         behind = known.ids[known.token_count :]
+
+        def block(start: int, end: int, text: bytes = b"", before: Sequence[int] = ()) -> tuple[Block, int]:
+            count = max(self.settled(data, tokens.ends, tokens.seams, end - self._lookahead), start)
+            ids = np.array([*before, *tokens.ids[start:count]], np.uint32)
+            return Block(ids, tokens.ends[count - 1] if count else known.position, text), count
+
         blocks: list[Block] = []
-        done, settled = 0, known.position
-        for end in [*known.ends, len(data)]:
-            count = max(self._last_cut(data, tokens, end), done)
-            settled = tokens.ends[count - 1] if count else settled
-            blocks.append(Block(np.array(behind + tokens.ids[done:count], np.uint32), settled))
-            behind, done = [], count
-        self.prefixes.keep(known, blocks, data[known.last_end :])
+        done, before = 0, behind
+        for end in known.ends:
+            new, done = block(done, end, before=before)
+            blocks.append(new)
+            before = []
+        tail, done = block(done, len(data), data[known.last_end :], before)
+        branch = None
+        if known.branch_end is not None:
+            branch, _ = block(0, known.branch_end, data[known.block_end : known.branch_end], behind)
+        self.prefixes.keep(known, blocks, tail, branch)
         # Behind the last control token there is text and nothing else, so it settles all before it.
         control = next((i + 1 for i in range(len(tokens.ids) - 1, -1, -1) if tokens.ids[i] in self.control), 0)
         count = max(done, control)
-        settled = tokens.ends[count - 1] if count else settled
+        settled = tokens.ends[count - 1] if count else known.position
         known_count = len(known.ids)
         known.ids += tokens.ids
         return EncodedPrompt(known.ids, known_count + count, settled)
-
-    def _last_cut(self, data: bytes, tokens: _Tokens, known: int) -> int:
-        """How many tokens cannot change if only the first `known` bytes of `data` do not."""
-        count = self.settled(data, tokens.ends, tokens.seams, known - self._lookahead)
-        while count:
-            added = self._added.get(tokens.ids[count - 1])
-            # Behind an added token a text begins anew, or is robbed of its white space.
-            if added is None or not (self.dummy_prefix or added.rstrip):
-                break
-            count = self.settled(data, tokens.ends, tokens.seams[: count - 1], known - self._lookahead)
-        return count
 
     def settled(self, data: bytes | bytearray, ends: Sequence[int], seams: Sequence[bool], limit: int) -> int:
         """How many tokens of `data` are the same whatever comes behind `limit` and the `LOOKAHEAD` after it."""
@@ -311,7 +309,9 @@ class Vocabulary:
             position = len(text[:character].encode())
             section = self._section(text[character:begin], ids[first:index], words[first:index], self.dummy_prefix)
             tokens.add(section, position)
-            tokens.add(_Tokens([id_], [len(text[begin:end].encode())], [True]), len(text[:begin].encode()))
+            # Behind it a text is robbed of its white space, or begins with a space that it has not.
+            seam = not (self.dummy_prefix or self._added[id_].rstrip)
+            tokens.add(_Tokens([id_], [len(text[begin:end].encode())], [seam]), len(text[:begin].encode()))
             first, character = index + 1, end
         section = self._section(text[character:], ids[first:], words[first:], self.dummy_prefix)
         tokens.add(section, len(text[:character].encode()))

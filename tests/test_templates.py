@@ -1,14 +1,27 @@
 """Chats: each model's own template, and nothing that a message could forge."""
 
+import json
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from bridge.errors import InvalidField, UnusableModel
-from bridge.models import Model
+from bridge.models import Model, SpecialIds
 from bridge.prefix_cache import PrefixCache
-from bridge.templates import Chat, Message, render_chat, render_text
+from bridge.templates import (
+    Chat,
+    Message,
+    end_of_turn,
+    render_chat,
+    render_ids_for,
+    render_text,
+    render_text_for,
+)
 from bridge.translation import Rendering
+from bridge.vocabulary import Vocabulary
 from tests import tiny
 from tests.tiny import EXACT_KINDS, SPECIALS, vocabulary
 
@@ -91,3 +104,74 @@ def test_control_tokens_in_a_prompt_are_understood() -> None:
     rendering = render_text(words, "<turn>user\nhi")
     assert rendering.ids[0] == 3
     assert rendering.text == b"user\nhi"
+
+
+def test_tools_and_other_variables_pass_through_and_stay_plain() -> None:
+    template = (
+        "{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% if strict %}!{% endif %}"
+        "{% for message in messages %}{{ message.name }}:{{ message.content }}"
+        "{% for call in message.tool_calls %}{{ call.arguments | tojson(ensure_ascii=True) }}{% endfor %}{% endfor %}"
+    )
+    message = Message("user", "hi", {"name": "<turn>Ann", "tool_calls": [{"arguments": {"<eos>é": ["<bos>", 5]}}]})
+    rendering = render("byte_level", template, message, tools=[{"name": "f<eos>", "limit": 3}], strict=True)
+    words = vocabulary("byte_level")
+    assert words.special.isdisjoint(rendering.ids)
+    said = '{"name": "f<eos>", "limit": 3}!<turn>Ann:hi{"<eos>\\u00e9": ["<bos>", 5]}'
+    assert words.spell(rendering.ids) == said.encode()
+
+
+def test_what_the_bridge_says_to_a_template_nobody_else_can_say() -> None:
+    with pytest.raises(InvalidField, match="add_generation_prompt"):
+        render("byte_level", TEMPLATE, Message("user", "x"), add_generation_prompt=False)
+
+
+@pytest.mark.parametrize("kind", EXACT_KINDS)
+@given(contents=st.lists(st.text("†<eos>x", max_size=6), min_size=1, max_size=2))
+def test_a_control_token_of_one_character_stays_plain_too(kind: str, contents: list[str]) -> None:
+    tokenizer = Tokenizer.from_str(tiny.tokenizer_json(kind).decode())
+    tokenizer.add_special_tokens(["†"])
+    words = Vocabulary(tokenizer.to_str().encode())
+    template = TEMPLATE.replace("<turn>", "†")
+    of = replace(tiny.model(kind), vocabulary=words, chat_template=template)
+    messages = tuple(Message("user", content) for content in contents)
+    for _ in range(2):  # the second time from what is cached
+        rendering = render_chat(of, Chat(messages))
+        turn = words.control_id("†")
+        assert [id_ for id_ in rendering.ids if id_ in words.special] == [1, *[turn, 2] * len(messages), turn]
+        for content in contents:
+            # A vocabulary without a token for its bytes cannot say it at all.
+            assert content.replace("†", "").encode() in words.spell(rendering.ids).replace("†".encode(), b"")
+
+
+def test_the_end_of_a_turn_is_what_the_template_ends_it_with() -> None:
+    of = replace(tiny.model("byte_level"), special_ids=SpecialIds(bos=1, eos=(2, 3), pad=0))
+    ends = "{% for m in messages %}<bos>{{ m.content }}<turn>\n{% endfor %}"
+    assert end_of_turn(replace(of, chat_template=ends)) == 3
+    assert end_of_turn(replace(of, chat_template=ends.replace("<turn>", "<eos>"))) == 2
+    assert end_of_turn(replace(of, chat_template="{{ nothing.at.all }}")) is None
+    assert end_of_turn(of) is None
+
+
+def test_a_prompts_control_tokens_go_to_another_model_by_their_role() -> None:
+    source, other = tiny.model("byte_level"), tiny.model("sentencepiece")
+    shifted = Tokenizer.from_str(tiny.tokenizer_json("sentencepiece").decode())
+    spec = json.loads(shifted.to_str().replace('"<bos>"', '"<|begin|>"').replace('"<eos>"', '"<|end|>"'))
+    words = Vocabulary(json.dumps(spec).encode())
+    other = replace(other, vocabulary=words)
+    text = "<bos>the dog<eos>|the <|end|> fox<pad><bos>"
+    rendering = render_text_for(other, text, source)
+    # In front stands the model's own beginning; <pad> is known to both by its name; what is a control token
+    # of the other model only was text to the first, and still is.
+    assert [id_ for id_ in rendering.ids if id_ in words.special] == [1, 2, 0, 1]
+    assert words.spell(rendering.ids).replace(b" ", b"") == b"thedog|the<|end|>fox"
+    ids = render_text(source.vocabulary, text).ids
+    assert render_ids_for(other, ids, source).ids == rendering.ids
+    assert render_ids_for(source, ids, source).ids == ids
+
+
+def test_a_prompt_of_ids_that_are_no_text_is_said_byte_by_byte() -> None:
+    source, other = tiny.model("byte_level"), tiny.model("sentencepiece")
+    half = source.vocabulary.pieces("東".encode()[:2] + b"x").ids
+    rendering = render_ids_for(other, [1, *half], source)
+    assert other.vocabulary.spell(rendering.ids).endswith("東".encode()[:2] + b"x")
+    assert rendering.ids[0] == 1
