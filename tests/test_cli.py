@@ -18,7 +18,7 @@ from services.cli import app
 from services.model import store
 from services.processes import READY, Fleet
 
-COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "demo", "version"]
+COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version"]
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -77,6 +77,46 @@ def test_models_lists_what_is_there(tiny_fleet: Fleet) -> None:
     assert "tiny-target" in done.stdout
     assert "tiny-draft" in done.stdout
     assert "gemma-3-270m" in done.stderr
+
+
+TEXT = "The quick\tbrown 東京 🎉\n"
+
+
+def test_translate_shows_two_segmentations_aligned(tiny_models: tuple[Path, Path]) -> None:
+    target, draft = (str(path) for path in tiny_models)
+    done = command("translate", "--from", target, "--to", draft, TEXT, COLUMNS="60", NO_COLOR="1")
+    assert done.returncode == 0, done.stderr
+    rows = [line[4:] for line in done.stdout.splitlines() if "│" in line]
+    assert len(rows) % 2 == 0
+    for above, below in zip(rows[::2], rows[1::2], strict=True):
+        # What differs is only where a token ends.
+        assert above.replace("│", " ").rstrip() == below.replace("│", " ").rstrip()
+        assert len(above) <= 60
+    assert f"{len(TEXT.encode())} bytes" in done.stdout
+    assert done.stdout.count("tokens") == 2
+
+
+def test_translate_as_json_is_the_same_with_a_bridge_and_without(
+    tiny_fleet: Fleet, tiny_models: tuple[Path, Path]
+) -> None:
+    target, draft = tiny_models
+    local = command("translate", "--from", str(target / "tokenizer.json"), "--to", str(draft), "--json", TEXT)
+    asked = command(
+        "translate", "--from", target.name, "--to", draft.name, "--server", tiny_fleet.bridge, "--json", TEXT
+    )
+    assert local.stdout == asked.stdout
+    for tokens in json.loads(local.stdout).values():
+        assert b"".join(bytes.fromhex(token["bytes"]) for token in tokens) == TEXT.encode()
+
+
+def test_wrong_translations_are_refused(tiny_fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for arguments, said in (
+        (("--from", "nowhere", "--to", "tiny-draft", "--server", tiny_fleet.bridge, "x"), "no model 'nowhere'"),
+        (("--from", str(tmp_path / "tokenizer.json"), "x"), "no tokenizer.json that"),
+        (("--from", str(tmp_path / "none.json"), "x"), "there is no model at"),
+    ):
+        assert said in refused(command("translate", *arguments))
 
 
 def test_wrong_generations_are_refused(tiny_fleet: Fleet) -> None:

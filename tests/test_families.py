@@ -146,13 +146,19 @@ def test_candidates_spell_what_the_draft_said(draft: str, target: str, text: str
 
 @pytest.mark.parametrize("family", NAMES)
 @settings(max_examples=60)
-@given(texts=st.lists(TEXTS, min_size=1, max_size=4), times=st.integers(1, 40))
-def test_a_prompt_that_goes_on_from_another_is_encoded_as_a_whole(family: str, texts: list[str], times: int) -> None:
+@given(
+    texts=st.lists(st.tuples(TEXTS, st.integers(0, 1000)), min_size=1, max_size=6),
+    times=st.integers(1, 40),
+)
+def test_a_prompt_that_goes_on_from_another_is_encoded_as_a_whole(
+    family: str, texts: list[tuple[str, int]], times: int
+) -> None:
     words = vocabulary(family)
     words.prefixes = PrefixCache()
     text = ""
-    for more in texts:
-        text += without_control(family, more * times)
+    for more, share in texts:
+        # From its end, or from somewhere before, as requests with one system prompt do.
+        text = text[: len(text) * share // 500] + without_control(family, more * times)
         if without_control(family, text) != text:
             return
         rendering = render_text(words, text)

@@ -121,6 +121,38 @@ def test_models_pairs_status_and_translate(client: Client) -> None:
         assert [token.byte_offset for token in tokens] == [
             sum(len(one.data) for one in tokens[:index]) for index in range(len(tokens))
         ]
+    # Ids in: control tokens go by their role, what has bytes by its bytes.
+    ids = [1, *(token.token_id for token in answer.source_tokens), 2]
+    back = client.translate(token_ids=ids, source="tiny-target", target="tiny-draft")
+    assert [token.token_id for token in back.target_tokens] == [
+        1, *(token.token_id for token in answer.target_tokens), 2
+    ]  # fmt: skip
+    assert [len(token.data) for token in back.source_tokens][:: len(ids) - 1] == [0, 0]
+
+
+def test_a_prompt_that_comes_again_is_found_in_both_prefix_caches(client: Client) -> None:
+    def hits() -> dict[str, int]:
+        return {one.tokenizer_sha256: one.hit_byte_count for one in client.status().prefix_caches}
+
+    system = "The quick brown fox jumps over the lazy dog. " * 6
+    client.generate(system, max_tokens=2)
+    before = hits()
+    client.generate(system + "She sells", max_tokens=2)
+    grown = {sha256: count - before[sha256] for sha256, count in hits().items()}
+    assert len(grown) == 2
+    assert all(count > len(system) // 2 for count in grown.values())
+
+
+def test_a_chat_takes_what_its_template_knows_besides(client: Client) -> None:
+    messages = [{"role": "user", "content": "the dog", "name": "<eos>Ann", "tool_calls": [{"n": 1}]}]
+    alone = client.generate(messages=messages[:1], template_variables={"tools": [{"name": "f"}]}, max_tokens=8)
+    assert alone.text == client.generate(messages=[{"role": "user", "content": "the dog"}], max_tokens=8).text
+    with pytest.raises(CallError, match="add_generation_prompt"):
+        client.generate(messages=messages, template_variables={"add_generation_prompt": False})
+    with pytest.raises(CallError, match="go with messages"):
+        client.generate("x", template_variables={"tools": []})
+    with pytest.raises(CallError, match="surrogates"):
+        client.generate("a\ud800b")
 
 
 async def test_the_asynchronous_client_does_the_same(tiny_fleet: Fleet) -> None:
