@@ -106,6 +106,10 @@ class Vocabulary:
         self.unknown = self._whole.token_to_id(unknown) if isinstance(unknown, str) else unknown
         self.control = self.special - {self.unknown}
         self._added = {id_: token for id_, token in added.items() if id_ != self.unknown}
+        # Added tokens whose neighbours must be looked at apart from each other.
+        self._apart = self.control | {
+            id_ for id_, token in self._added.items() if self.dummy_prefix or token.lstrip or token.rstrip
+        }
         self.size = max(written, default=-1) + 1
         self._bytes: list[bytes | None] = [None] * self.size
         for id_, token in written.items():
@@ -295,26 +299,26 @@ class Vocabulary:
         ids, words = encoding.ids, encoding.word_ids
         if plain and not self.control.isdisjoint(ids):
             return self._read_literally(text, start)
-        if plain or self._added.keys().isdisjoint(ids):
+        if plain or self._apart.isdisjoint(ids):
             return self._section(text, ids, words, start)
-        # A text begins anew behind each added token, and tokens there must be told apart from those before it.
-        tokens, first, character = _Tokens(), 0, 0
+        # A text begins anew behind such a token, and is another one than that before it.
+        tokens, position, first, character = _Tokens(), 0, 0, 0
         for index, (id_, (begin, end)) in enumerate(zip(ids, encoding.offsets, strict=True)):
-            if id_ not in self._added:
+            if id_ not in self._apart:
                 continue
             if not start and self.dummy_prefix:  # but not at its own beginning
                 before = self._read(text[:begin], False, plain=False)
                 before.add(self._read(text[begin:], True, plain=False), len(text[:begin].encode()))
                 return before
-            position = len(text[:character].encode())
             section = self._section(text[character:begin], ids[first:index], words[first:index], self.dummy_prefix)
             tokens.add(section, position)
+            position += len(text[character:begin].encode())
+            length = len(text[begin:end].encode())
             # Behind it a text is robbed of its white space, or begins with a space that it has not.
-            seam = not (self.dummy_prefix or self._added[id_].rstrip)
-            tokens.add(_Tokens([id_], [len(text[begin:end].encode())], [seam]), len(text[:begin].encode()))
+            tokens.add(_Tokens([id_], [length], [not (self.dummy_prefix or self._added[id_].rstrip)]), position)
+            position += length
             first, character = index + 1, end
-        section = self._section(text[character:], ids[first:], words[first:], self.dummy_prefix)
-        tokens.add(section, len(text[:character].encode()))
+        tokens.add(self._section(text[character:], ids[first:], words[first:], self.dummy_prefix), position)
         return tokens
 
     def _section(self, text: str, ids: list[int], words: list[int | None], start: bool) -> _Tokens:
