@@ -88,6 +88,16 @@ def decoder(spec: Mapping[str, Any]) -> list[Component]:
     return parts
 
 
+def whole_text_step(parts: Sequence[Component]) -> str:
+    """What a decoder does to a text that is already put together, in words; empty if nothing but trimming."""
+    types = [part["type"] for part in parts]
+    fused = types.index("Fuse") if "Fuse" in types else len(parts)
+    for part in parts[fused:]:
+        if part["type"] == "Replace" and len(part["pattern"]["String"]) > 1:
+            return f"its decoder replaces {part['pattern']['String']!r} wherever tokens meet"
+    return ""
+
+
 def _implied_decoder(spec: Mapping[str, Any]) -> list[Component]:
     """Some files leave the decoder out; what was done on the way in tells what to undo."""
     for part in components(spec.get("pre_tokenizer")):

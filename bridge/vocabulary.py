@@ -96,6 +96,8 @@ class Vocabulary:
             for plain in (True, False)
         }
         decoder = spec_of.decoder(spec)
+        # Why decoding is more than concatenation, as far as the file tells.
+        self.whole_text_step = spec_of.whole_text_step(decoder)
         byte_level = any(part["type"] == "ByteLevel" for part in decoder)
         added = self._whole.get_added_tokens_decoder()
         self._single_words = any(token.single_word for token in added.values())
