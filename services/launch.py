@@ -4,10 +4,11 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any, TypeVar
 
 from draftbridge.v1 import (
     bridge_pb2,
@@ -29,6 +30,7 @@ from services.serving import Server
 from services.target.servicer import NoTargetServicer, TargetServicer
 
 OnStart = Callable[[str], None]
+T = TypeVar("T")
 
 
 class Role(StrEnum):
@@ -89,12 +91,10 @@ def run_model_server(config: ModelServerConfig, report: OnStart, on_start: OnSta
         server = Server(config.listen)
         stop = _stop_event(config.until_stdin_closes)
         # In a thread, so that we can be stopped meanwhile.
-        loading = asyncio.create_task(asyncio.to_thread(_load, config, directory))
-        await asyncio.wait((loading, asyncio.create_task(stop.wait())), return_when=asyncio.FIRST_COMPLETED)
-        if stop.is_set():
-            await server.stop()
-            return
-        loaded = await loading
+        loaded = await _unless(stop, asyncio.to_thread(_load, config, directory))
+        if loaded is None:
+            # The thread cannot be, and would keep the process until it has read gigabytes for nobody.
+            os._exit(0)
         _register(server, loaded, config.role)
         await server.run_until(stop, on_start, lambda: loaded.host.scheduler.alive)
         loaded.host.scheduler.close()
@@ -110,7 +110,8 @@ def run_bridge_server(config: BridgeServerConfig, on_start: OnStart) -> None:
         try:
             server = Server(config.listen)
             stop = _stop_event(config.until_stdin_closes)
-            await zoo.connect()
+            if await _unless(stop, zoo.connect()) is None:
+                return
             server.register(
                 bridge_pb2_grpc.add_BridgeServiceServicer_to_server,
                 BridgeServicer(zoo),
@@ -121,6 +122,17 @@ def run_bridge_server(config: BridgeServerConfig, on_start: OnStart) -> None:
             await zoo.close()
 
     asyncio.run(serve())
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The work's result, or None if `stop` came first; the work is cancelled then."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for one in (task, stopped):
+            one.cancel()
 
 
 def _load(config: ModelServerConfig, directory: Path) -> LoadedModel:

@@ -1,6 +1,7 @@
 """Services that go away, hang and come back under a running bridge."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2
 from services.processes import READY, fleet, stop
+from tests.waiting import eventually
 
 PROMPT = "The quick brown fox"
 OPTIONS = ("--dtype", "float32", "--threads", "1")
@@ -41,6 +43,26 @@ def served(model: Path, address: str) -> Iterator[None]:
         yield
     finally:
         stop(process)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see when signals are handled")
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT])
+def test_a_bridge_that_waits_for_its_models_can_be_stopped(signal_: signal.Signals) -> None:
+    command = ["bridge", "--target", free_address(), "--connect-timeout", "600", "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen([sys.executable, "-m", "services.cli", *command], stderr=subprocess.PIPE, text=True)
+
+    def handles() -> bool:
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+        return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+    with process:
+        try:
+            eventually(handles)
+            process.send_signal(signal_)
+            assert process.communicate(timeout=10)[1] == ""
+            assert process.returncode == 0
+        finally:
+            process.kill()
 
 
 def test_services_come_and_go(tiny_models: tuple[Path, Path]) -> None:

@@ -1,8 +1,6 @@
 """Real processes, real gRPC over loopback: what works, what is refused and how, and what is freed."""
 
 import asyncio
-import time
-from collections.abc import Callable
 
 import grpc
 import pytest
@@ -29,6 +27,7 @@ from services.processes import Fleet
 from services.status import DOMAIN
 from services.target.servicer import TargetServicer
 from tests.tiny import own_ids, vocabulary
+from tests.waiting import eventually
 
 PROMPT = "The quick brown fox"
 
@@ -37,22 +36,6 @@ PROMPT = "The quick brown fox"
 def client(tiny_fleet: Fleet):
     with Client(tiny_fleet.bridge) as client:
         yield client
-
-
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    pause = asyncio.Event()
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        asyncio.run(_wait(pause))
-
-
-async def _wait(event: asyncio.Event) -> None:
-    try:
-        async with asyncio.timeout(0.02):
-            await event.wait()
-    except TimeoutError:
-        pass
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

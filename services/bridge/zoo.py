@@ -45,10 +45,11 @@ class Zoo:
         self._vocabularies: LRUCache[str, tuple[Vocabulary, str]] = LRUCache(_TOKENIZERS)
         self.endpoints: list[Endpoint] = []
 
-    async def connect(self) -> None:
-        """Asks every service who it is. Raises `Unreachable`, `RoleNotServed`, `ChecksumMismatch`, ..."""
+    async def connect(self) -> "Zoo":
+        """Itself, when every service has said who it is. Raises `Unreachable`, `RoleNotServed`, ..."""
         for address, role in self._addresses:
             self.endpoints.append(await self._connect(address, role))
+        return self
 
     async def close(self) -> None:
         """Closes the channels."""
