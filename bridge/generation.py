@@ -9,6 +9,7 @@
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -36,6 +37,7 @@ from bridge.translation import Rendering
 _log = logging.getLogger(__name__)
 
 MAX_STOP_STRINGS = 64
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ def check(request: Request) -> None:
     request.sampling.checked()
     if not (request.input.messages if isinstance(request.input, Chat) else request.input):
         raise EmptyPrompt
+    texts = [request.input] if isinstance(request.input, str) else []
+    if isinstance(request.input, Chat):
+        texts = [text for one in request.input.messages for text in (one.role, one.content)]
+    if any(_SURROGATE.search(text) for text in texts):
+        raise InvalidField("the prompt", "Unicode text", "a lone surrogate")
     if request.max_tokens is not None and request.max_tokens < 1:
         raise InvalidField("max_tokens", "at least 1", request.max_tokens)
     if len(request.stop) > MAX_STOP_STRINGS:

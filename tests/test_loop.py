@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.errors import EmptyPrompt, Unreachable
+from bridge.errors import EmptyPrompt, InvalidField, Unreachable
 from bridge.generation import Delta, Finished, Request, generate, render
 from bridge.lead import Lead
 from bridge.models import Model, SpecialIds
@@ -420,6 +420,13 @@ async def test_what_only_the_target_can_take_is_generated_all_the_same(
     host.scheduler.close()
     assert together[:2] == alone[:2]
     assert ("could not take" in together[2].statistics.note) == bool(template)
+
+
+@pytest.mark.parametrize("input_", ["a\ud800", Chat((Message("user", "\udfffb"),))])
+async def test_lone_surrogates_are_refused(input_: str | Chat) -> None:
+    target = tiny.model("byte_level")
+    with pytest.raises(InvalidField, match="lone surrogate"):
+        await _generate(target, tiny.HashEngine(target), None, None, Request(input_), 0.0)
 
 
 async def test_a_prompt_without_tokens_is_empty() -> None:
