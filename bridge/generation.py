@@ -84,7 +84,7 @@ class Finished:
 
 
 def check(request: Request) -> None:
-    """Raises `InvalidField`, `UnsupportedField` or `EmptyPrompt` for what no target could do."""
+    """Raises `InvalidField` or `EmptyPrompt` for what no target could do."""
     request.sampling.checked()
     if not (request.input.messages if isinstance(request.input, Chat) else request.input):
         raise EmptyPrompt
@@ -95,6 +95,10 @@ def check(request: Request) -> None:
         raise InvalidField("the prompt", "Unicode text", "a lone surrogate")
     if request.max_tokens is not None and request.max_tokens < 1:
         raise InvalidField("max_tokens", "at least 1", request.max_tokens)
+    if request.max_tokens is not None and request.sampling.min_tokens > request.max_tokens:
+        raise InvalidField(
+            "sampling.min_tokens", f"at most max_tokens, {request.max_tokens}", request.sampling.min_tokens
+        )
     if len(request.stop) > MAX_STOP_STRINGS:
         raise InvalidField("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(request.stop)} strings")
     if "" in request.stop:
@@ -141,6 +145,7 @@ async def generate(
     """The target's own continuation of the request; the draft, if any, only makes it faster."""
     started = perf_counter_ns()
     check(request)
+    request.sampling.checked(model.vocabulary.size)
     # Encoding a long prompt takes a while in which others want to go on.
     prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = _room(request, model, prompt.ids)

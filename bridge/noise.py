@@ -12,6 +12,8 @@ Generators", 2014). `docs/noise.md` is the specification, with test vectors.
 
 import hashlib
 from collections.abc import Collection
+from types import ModuleType
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +22,15 @@ from bridge.vocabulary import Vocabulary
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
+# Of NumPy or of torch: what is done with it both understand.
+Array: TypeAlias = Any
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+# What is computed at a time, so that it stays in the core's cache.
+_CHUNK = 1 << 14
 
 
 def signed(value: int) -> int:
@@ -61,11 +67,11 @@ def token_keys(vocabulary: Vocabulary, eos: Collection[int]) -> Int64:
     return keys
 
 
-def _shift_right(x: Int64, bits: int) -> Int64:
+def _shift_right(x: Array, bits: int) -> Array:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _mix(x: Int64) -> Int64:
+def _mix(x: Array) -> Array:
     x = (x ^ _shift_right(x, 30)) * signed(_MIX_1)
     x = (x ^ _shift_right(x, 27)) * signed(_MIX_2)
     return x ^ _shift_right(x, 31)
@@ -85,13 +91,25 @@ def position_state(seed: int, offset: int, counter: int = 0) -> int:
     return signed(_mix_int((state ^ (counter & _MASK)) + _GOLDEN))
 
 
-def uniform(state: int, keys: Int64) -> Float64:
-    """One number per key, strictly between 0 and 1, in steps of 2**-52."""
+def uniform(state: Any, keys: Array, xp: ModuleType = np) -> Array:
+    """One number per key, strictly between 0 and 1, in steps of 2**-52, the same to the last bit everywhere.
+
+    `keys`: int64 of the array namespace `xp` (NumPy or torch), any shape; `state`: an int, or states that broadcast.
+    """
     bits = _shift_right(_mix(keys ^ state), 12)
-    return (bits.astype(np.float64) + 0.5) * 2.0**-52
+    return (xp.asarray(bits, dtype=xp.float64) + 0.5) * 2.0**-52
+
+
+def gumbel_of(state: Any, keys: Array, xp: ModuleType = np) -> Array:
+    """Standard Gumbel noise, shapes as those of `uniform`; the last places are the namespace's own."""
+    return -xp.log(-xp.log(uniform(state, keys, xp)))
 
 
 def gumbel(seed: int, offset: int, counter: int, keys: Int64) -> Float64:
-    """Standard Gumbel noise for the tokens with `keys` at one position, shape of `keys`."""
-    noise: Float64 = -np.log(-np.log(uniform(position_state(seed, offset, counter), keys)))
+    """Standard Gumbel noise for the tokens with `keys` [n] at one position; [n]."""
+    state = position_state(seed, offset, counter)
+    noise = np.empty(len(keys))
+    for start in range(0, len(keys), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        noise[part] = gumbel_of(state, keys[part])
     return noise

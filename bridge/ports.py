@@ -65,6 +65,7 @@ class Run:
     credit: int
     patience_us: int
     width: int
+    generated_token_count: int = 0
 
 
 @dataclass(frozen=True)

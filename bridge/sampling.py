@@ -1,21 +1,28 @@
 """How a token is chosen from logits. The same code for draft and target, at every temperature."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.errors import EngineFailure, InvalidField, UnsupportedField
+from bridge.errors import EngineFailure, InvalidField
 from bridge.noise import Int64, gumbel
 
 Logits = NDArray[np.float32]
 
+# Where top_p begins to look for the ids that it keeps, instead of sorting all of them.
+_FIRST_SORTED = 1024
+
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How tokens are chosen; names and meanings follow Hugging Face `generate`."""
+    """How tokens are chosen and what ends a text; names and meanings follow Hugging Face `generate` and vLLM.
+
+    A top_k of 0 is off. `stop_token_ids` end the text beside the model's own ends, `ignore_eos` leaves out those;
+    none of either is chosen before `min_tokens` tokens are.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -25,23 +32,76 @@ class SamplingParameters:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
-    def checked(self) -> "SamplingParameters":
-        """Itself; raises `InvalidField` or `UnsupportedField`."""
-        if not 0.0 <= self.temperature <= 100.0:
-            raise InvalidField("sampling.temperature", "between 0 and 100", self.temperature)
-        if self.top_k is not None and self.top_k < 1:
-            raise InvalidField("sampling.top_k", "at least 1, or unset", self.top_k)
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise InvalidField("sampling.top_p", "above 0 and at most 1", self.top_p)
-        if self.min_p is not None and not 0.0 <= self.min_p <= 1.0:
-            raise InvalidField("sampling.min_p", "between 0 and 1", self.min_p)
-        for name, off in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)):
-            if getattr(self, name) not in (None, off):
-                raise UnsupportedField(f"sampling.{name}")
-        if self.logit_bias:
-            raise UnsupportedField("sampling.logit_bias")
+    def checked(self, size: int | None = None) -> "SamplingParameters":
+        """Itself; raises `InvalidField`. `size`: ids of the vocabulary that single ids are of, if it is known."""
+        _check("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100")
+        if self.top_p is not None:
+            _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        if self.min_p is not None:
+            _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "between 0 and 1")
+        if self.repetition_penalty is not None:
+            penalty = self.repetition_penalty
+            _check("repetition_penalty", penalty, 0.0 < penalty <= 100.0, "above 0 and at most 100")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(name, value, value is None or -100.0 <= value <= 100.0, "between -100 and 100")
+        for id_, bias in self.logit_bias.items():
+            _check(f"logit_bias[{id_}]", bias, math.isfinite(bias), "finite")
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for id_ in ids:
+                _check(name, id_, size is None or id_ < size, f"of ids below {size}, as the target has")
         return self
+
+    def ends(self, eos: Iterable[int]) -> frozenset[int]:
+        """Ids that end a text of a model whose own ends are `eos`."""
+        return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos))
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether what is chosen depends on what was."""
+        neutral = (None, 1.0), (None, 0.0), (None, 0.0)
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return any(value not in off for value, off in zip(penalties, neutral, strict=True))
+
+
+def _check(name: str, value: object, holds: bool, allowed: str) -> None:
+    if not holds:
+        raise InvalidField(f"sampling.{name}", allowed, value)
+
+
+class History:
+    """What penalties and `min_tokens` look at: the ids of the prompt, and those generated since, with their counts."""
+
+    def __init__(self, prompt: Iterable[int], generated: Iterable[int] = ()) -> None:
+        self._prompt = frozenset(prompt)
+        self._counts: dict[int, int] = {}
+        self.generated_token_count = 0
+        self.extend(generated)
+
+    def extend(self, ids: Iterable[int]) -> None:
+        """Adds generated ids."""
+        for id_ in ids:
+            self._counts[id_] = self._counts.get(id_, 0) + 1
+            self.generated_token_count += 1
+
+    def copy(self) -> "History":
+        """One of its own, to go on from here and perhaps be thrown away."""
+        copied = History(())
+        copied._prompt, copied._counts = self._prompt, dict(self._counts)
+        copied.generated_token_count = self.generated_token_count
+        return copied
+
+    def seen(self) -> Int64:
+        """Every id so far, each once."""
+        return np.fromiter(self._prompt | self._counts.keys(), np.int64)
+
+    def generated(self) -> tuple[Int64, Int64]:
+        """Ids generated so far, each once, and how often."""
+        return np.fromiter(self._counts, np.int64), np.fromiter(self._counts.values(), np.int64)
 
 
 @dataclass(frozen=True)
@@ -59,32 +119,57 @@ class Sampler:
     """Chooses tokens of one vocabulary for one request.
 
     `keys`: the noise key of each id, shape [size]; `allowed`: ids that exist, shape [size]. Columns of
-    the logits beyond `size` are padding and never chosen. `logprobs`: how many alternatives to report.
+    the logits beyond `size` are padding and never chosen. `ends`: ids that end the text. `logprobs`: how many
+    alternatives to report.
     """
 
     parameters: SamplingParameters
     seed: int
     keys: Int64
     allowed: NDArray[np.bool_]
+    ends: frozenset[int] = frozenset()
     logprobs: int | None = None
 
-    def choose(self, logits: Logits, offset: int, counter: int) -> Choice:
-        """The token at `offset` generated bytes, behind `counter` tokens without bytes; logits [columns]."""
+    def choose(self, logits: Logits, offset: int, counter: int, history: History | None = None) -> Choice:
+        """The token at `offset` generated bytes, behind `counter` tokens without bytes; logits [columns].
+
+        `history`: the tokens before it; needed only where the parameters look back. Log probabilities that are
+        reported are the model's own, before penalties and temperature.
+        """
         size = min(len(self.keys), len(logits))
-        scores = np.where(self.allowed[:size], logits[:size], -np.inf)
+        scores = np.where(self.allowed[:size], logits[:size], np.float32(-np.inf))
         if not np.isfinite(best := scores.max()):
             raise EngineFailure(
                 f"the model's best logit is {best}: its weights are damaged, or overflow in this dtype; try float32"
             )
+        adjusted = self._adjusted(scores, history)
         if self.parameters.temperature == 0.0:
-            token_id = int(scores.argmax())
-            return self._report(token_id, scores, _probability(scores, token_id))
-        # The best becomes 0 first, so that the smallest temperature overflows in no place that counts.
-        with np.errstate(over="ignore"):
-            scaled = (scores.astype(np.float64) - best) / self.parameters.temperature
-        kept, logp = _truncate(scaled, self.parameters)
+            token_id = int(adjusted.argmax())
+            return self._report(token_id, scores, _probability(adjusted, token_id))
+        kept, logp = _truncate(adjusted, self.parameters)
         winner = int((logp + gumbel(self.seed, offset, counter, self.keys[kept])).argmax())
         return self._report(int(kept[winner]), scores, math.exp(logp[winner]))
+
+    def _adjusted(self, scores: Logits, history: History | None) -> Logits:
+        """In the order of Hugging Face's processors; presence and frequency, which it has not, behind repetition."""
+        parameters = self.parameters
+        early = history is not None and history.generated_token_count < parameters.min_tokens
+        if not (parameters.logit_bias or parameters.looks_back or early):
+            return scores
+        scores = scores.copy()
+        for id_, bias in parameters.logit_bias.items():
+            scores[id_] += np.float32(bias)
+        if history is not None and parameters.looks_back:
+            if (penalty := parameters.repetition_penalty) is not None:
+                seen = history.seen()
+                before = scores[seen]
+                scores[seen] = np.where(before < 0, before * np.float32(penalty), before / np.float32(penalty))
+            ids, counts = history.generated()
+            scores[ids] -= np.float32(parameters.frequency_penalty or 0.0) * counts.astype(np.float32)
+            scores[ids] -= np.float32(parameters.presence_penalty or 0.0)
+        if early:
+            scores[list(self.ends)] = -np.inf
+        return scores
 
     def _report(self, token_id: int, scores: Logits, probability: float) -> Choice:
         if self.logprobs is None:
@@ -105,22 +190,42 @@ def _probability(scores: Logits, token_id: int) -> float:
     return float(1.0 / np.exp(scores - scores[token_id]).sum())
 
 
-def _truncate(scores: NDArray[np.float64], parameters: SamplingParameters) -> tuple[Int64, NDArray[np.float64]]:
+def _truncate(scores: Logits, parameters: SamplingParameters) -> tuple[Int64, NDArray[np.float64]]:
     """Ids that may be chosen, ascending, and their log probabilities, renormalised over them.
 
-    In the order of Hugging Face's warpers: top_k, top_p, min_p, each over what the one before left.
+    In the order of Hugging Face's warpers: temperature, top_k, top_p, min_p, each over what the one before left.
     """
     kept = np.flatnonzero(scores > -np.inf)
-    if parameters.top_k is not None and parameters.top_k < len(kept):
-        # Ids as good as the last kept stay too, as they do in Hugging Face's.
-        threshold = np.partition(scores[kept], -parameters.top_k)[-parameters.top_k]
-        kept = kept[scores[kept] >= threshold]
+    if parameters.top_k and parameters.top_k < len(kept):
+        # Temperature changes no order. Ids as good as the last kept stay too, as they do in Hugging Face's.
+        threshold = np.partition(scores, -parameters.top_k)[-parameters.top_k]
+        kept = np.flatnonzero(scores >= threshold)
+    # The best becomes 0 first, so that the smallest temperature overflows in no place that counts.
+    with np.errstate(over="ignore"):
+        scaled = (scores[kept].astype(np.float64) - float(scores[kept].max())) / parameters.temperature
     if parameters.top_p is not None and parameters.top_p < 1.0:
-        ascending = kept[np.argsort(scores[kept], kind="stable")]
-        logp = scores[ascending] - _log_sum_exp(scores[ascending])
-        drop = np.cumsum(np.exp(logp)) <= 1.0 - parameters.top_p
-        drop[-1] = False
-        kept = np.sort(ascending[~drop])
+        inside = _nucleus(scaled, parameters.top_p)
+        kept, scaled = kept[inside], scaled[inside]
     if parameters.min_p:
-        kept = kept[scores[kept] >= scores[kept].max() + math.log(parameters.min_p)]
-    return kept.astype(np.int64), scores[kept] - _log_sum_exp(scores[kept])
+        inside = np.flatnonzero(scaled >= math.log(parameters.min_p))
+        kept, scaled = kept[inside], scaled[inside]
+    return kept.astype(np.int64), scaled - _log_sum_exp(scaled)
+
+
+def _nucleus(scores: NDArray[np.float64], top_p: float) -> Int64:
+    """Indices, ascending, of the fewest best scores whose probabilities add up to `top_p`."""
+    probabilities = np.exp(scores - _log_sum_exp(scores))
+    count = _FIRST_SORTED
+    while True:
+        if count < len(scores):
+            best = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
+        else:
+            best = np.arange(len(scores))
+        # Of equals the later one counts as better, as in Hugging Face's stable sort from the worst up.
+        ordered = best[np.argsort(scores[best], kind="stable")[::-1]]
+        better = np.cumsum(probabilities[ordered]) - probabilities[ordered]
+        inside = better < top_p
+        if not inside.all() or len(best) == len(scores):
+            inside[0] = True
+            return np.sort(ordered[inside])
+        count *= 8

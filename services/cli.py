@@ -150,6 +150,14 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Sample from this much of the probability.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Sample from this many tokens.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Leave out tokens less probable than this part of the best.")
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: fewer tokens that were there.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Subtracted for a token that was generated.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Subtracted each time that it was.")] = None,
+    min_tokens: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The fewest tokens to generate.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the model's end of text.")] = False,
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text; unset draws one.")
     ] = None,
@@ -168,6 +176,12 @@ def generate(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "min_tokens": min_tokens,
+        "ignore_eos": ignore_eos,
         "seed": seed,
         "stop": stop or (),
         "speculation": speculation,

@@ -47,6 +47,9 @@ def read_sampling(message: sampling_pb2.SamplingParameters) -> SamplingParameter
         presence_penalty=optional("presence_penalty"),
         frequency_penalty=optional("frequency_penalty"),
         logit_bias=dict(message.logit_bias),
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
     )
 
 
@@ -61,6 +64,9 @@ def write_sampling(parameters: SamplingParameters) -> sampling_pb2.SamplingParam
         presence_penalty=parameters.presence_penalty,
         frequency_penalty=parameters.frequency_penalty,
         logit_bias=parameters.logit_bias,
+        min_tokens=parameters.min_tokens,
+        stop_token_ids=parameters.stop_token_ids,
+        ignore_eos=parameters.ignore_eos,
     )
 
 
@@ -192,6 +198,7 @@ def read_run(message: target_pb2.VerifyRun) -> Run:
         token_ids=tuple(message.token_ids),
         byte_offset=message.byte_offset,
         empty_token_count=message.empty_token_count,
+        generated_token_count=message.generated_token_count,
         credit=message.credit,
         patience_us=message.patience_us,
         width=message.width,
@@ -205,6 +212,7 @@ def write_run(run: Run) -> target_pb2.VerifyRequest:
             token_ids=run.token_ids,
             byte_offset=run.byte_offset,
             empty_token_count=run.empty_token_count,
+            generated_token_count=run.generated_token_count,
             credit=run.credit,
             patience_us=run.patience_us,
             width=run.width,

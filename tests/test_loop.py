@@ -15,7 +15,7 @@ from bridge.lead import Lead
 from bridge.models import Model, SpecialIds
 from bridge.policy import Mode, Policy, SpeculationParameters
 from bridge.ports import FinishReason, Proposal, Sync
-from bridge.sampling import SamplingParameters
+from bridge.sampling import Choice, History, Logits, Sampler, SamplingParameters
 from bridge.speculation import Speculation
 from bridge.tape import Tape
 from bridge.templates import Chat, Message
@@ -75,9 +75,32 @@ class ScriptedDrafter:
             yield await self._queue.get()
 
 
-def _oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: int) -> list[int]:
+# What looks back, what cuts off, what ends a text earlier or later.
+OPTIONS: list[dict[str, object]] = [
+    {},
+    {"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"top_k": 4, "min_tokens": 6},
+    {"top_p": 0.8, "stop_token_ids": tuple(range(100, 130)), "min_tokens": 3},
+    {"min_p": 0.1, "ignore_eos": True, "logit_bias": {2: 5.0, 1: 3.0}},
+]
+
+
+def _oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: int, **options: object) -> list[int]:
     prompt = render(Request(PROMPT), target, target)
-    return tiny.decode_alone(target, engine, tiny.sampler(target, temperature), prompt.ids, count)
+    return tiny.decode_alone(target, engine, tiny.sampler(target, temperature, **options), prompt.ids, count)
+
+
+class Recording:
+    """A sampler that remembers where it drew."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self.ends = sampler.ends
+        self.draws: list[tuple[int, int]] = []
+
+    def choose(self, logits: Logits, offset: int, counter: int, history: History) -> Choice:
+        self.draws.append((offset, counter))
+        return self._sampler.choose(logits, offset, counter, history)
 
 
 @st.composite
@@ -88,7 +111,14 @@ def scripts(draw: st.DrawFn) -> list[list[int]]:
 @pytest.mark.parametrize("target_kind", tiny.KINDS)
 @pytest.mark.parametrize("draft_kind", tiny.KINDS)
 @settings(max_examples=25)
-@given(script=scripts(), honest=st.booleans(), mode=MODES, temperature=st.sampled_from([0.0, 1.0]), data=st.data())
+@given(
+    script=scripts(),
+    honest=st.booleans(),
+    mode=MODES,
+    temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.5]),
+    options=st.sampled_from(OPTIONS),
+    data=st.data(),
+)
 def test_output_is_the_targets_own_for_any_proposals(
     target_kind: str,
     draft_kind: str,
@@ -96,12 +126,13 @@ def test_output_is_the_targets_own_for_any_proposals(
     honest: bool,
     mode: Mode,
     temperature: float,
+    options: dict[str, object],
     data: st.DataObject,
 ) -> None:
     target, draft = tiny.model(target_kind), tiny.model(draft_kind)
     engine = tiny.HashEngine(target, seed=data.draw(st.integers(0, 3)))
     count = data.draw(st.integers(1, 24))
-    expected = _oracle(target, engine, temperature, count)
+    expected = _oracle(target, engine, temperature, count, **options)
     truth = target.vocabulary.spell(expected)
     if honest:
         # Proposals that are partly right, in the draft's own tokens, from places that need not be token boundaries.
@@ -111,7 +142,8 @@ def test_output_is_the_targets_own_for_any_proposals(
     async def run() -> list[int]:
         host = tiny.host(engine)
         try:
-            with closing(TargetSession(target, host, tiny.sampler(target, temperature))) as session:
+            sampler = Recording(tiny.sampler(target, temperature, **options))
+            with closing(TargetSession(target, host, sampler)) as session:  # type: ignore[arg-type]
                 request = Request(PROMPT)
                 tape = Tape(target.vocabulary, render(request, target, target).ids)
                 drafter = ScriptedDrafter(draft, script, PROMPT.encode(), truth, tape)
@@ -123,6 +155,7 @@ def test_output_is_the_targets_own_for_any_proposals(
                         assert event.candidate_token_count >= event.accepted_token_count
                 assert drafter.epochs >= (count > 1)
                 assert host.slots.free_count == engine.slot_count - 1
+                assert len(set(sampler.draws)) == len(sampler.draws), "the same noise was used twice"
                 return list(tape.ids[len(tape.ids) - tape.generated_token_count :])
         finally:
             host.scheduler.close()

@@ -38,10 +38,17 @@ def client(tiny_fleet: Fleet):
         yield client
 
 
+PENALTIES = {
+    "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "logit_bias": {10: 1.5},
+    "min_tokens": 30, "stop_token_ids": [40, 41, 42, 43], "ignore_eos": True,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_mode_gives_the_same_text(client: Client, temperature: float) -> None:
+@pytest.mark.parametrize("options", [{}, PENALTIES, {"top_k": 0, "top_p": 0.9, "min_p": 0.01}], ids=str)
+def test_every_mode_gives_the_same_text(client: Client, temperature: float, options: dict) -> None:
     results = {
-        mode: client.generate(PROMPT, max_tokens=40, speculation=mode, temperature=temperature, seed=3)
+        mode: client.generate(PROMPT, max_tokens=40, speculation=mode, temperature=temperature, seed=3, **options)
         for mode in ("off", "lockstep", "opportunistic", "auto")
     }
     assert len({(one.text, one.token_ids) for one in results.values()}) == 1
@@ -163,6 +170,13 @@ REFUSALS = [
     ({"prompt": "x", "top_k": 0}, "INVALID_ARGUMENT", "INVALID_FIELD"),
     ({"prompt": "x", "stop": [""]}, "INVALID_ARGUMENT", "INVALID_FIELD"),
     ({"prompt": "x", "stop": ["a"] * 65}, "INVALID_ARGUMENT", "INVALID_FIELD"),
+    ({"prompt": "x", "min_tokens": 9, "max_tokens": 8}, "INVALID_ARGUMENT", "INVALID_FIELD"),
+    ({"prompt": "x", "logit_bias": {100_000: 1.0}}, "INVALID_ARGUMENT", "INVALID_FIELD"),
+    ({"prompt": "x", "logit_bias": {5: float("nan")}}, "INVALID_ARGUMENT", "INVALID_FIELD"),
+    ({"prompt": "x", "stop_token_ids": [100_000]}, "INVALID_ARGUMENT", "INVALID_FIELD"),
+    ({"prompt": "x", "repetition_penalty": 0.0}, "INVALID_ARGUMENT", "INVALID_FIELD"),
+    ({"prompt": "x", "top_k": -1}, "INVALID_ARGUMENT", "INVALID_FIELD"),
+    ({"prompt": "x", "seed": 2**64}, "INVALID_ARGUMENT", "INVALID_FIELD"),
     ({"prompt": "x", "num_assistant_tokens": 0}, "INVALID_ARGUMENT", "INVALID_FIELD"),
     ({"prompt": "x", "speculation": "sideways"}, "INVALID_ARGUMENT", "INVALID_FIELD"),
     ({"prompt": "x", "target": "nobody"}, "NOT_FOUND", "MODEL_NOT_FOUND"),
@@ -205,9 +219,9 @@ def test_text_that_is_no_utf8_and_values_without_a_name_are_refused(tiny_fleet: 
     request = bridge_pb2.GenerateRequest(prompt="x", speculation=bridge_pb2.Speculation(mode=77))
     error = CallError.from_rpc(_raw(tiny_fleet.bridge, generate, request.SerializeToString()), "")
     assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "speculation.mode")
-    request = bridge_pb2.GenerateRequest(prompt="x", sampling=sampling_pb2.SamplingParameters(repetition_penalty=1.2))
+    request = bridge_pb2.GenerateRequest(prompt="x", sampling=sampling_pb2.SamplingParameters(repetition_penalty=-1.2))
     error = CallError.from_rpc(_raw(tiny_fleet.bridge, generate, request.SerializeToString()), "")
-    assert (error.reason, error.metadata["field"]) == ("UNSUPPORTED_FIELD", "sampling.repetition_penalty")
+    assert (error.reason, error.metadata["field"]) == ("INVALID_FIELD", "sampling.repetition_penalty")
 
 
 def test_errors_carry_a_google_rpc_status(tiny_fleet: Fleet) -> None:

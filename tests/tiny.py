@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from bridge.models import Model, SpecialIds
-from bridge.sampling import Logits, Sampler, SamplingParameters
+from bridge.sampling import History, Logits, Sampler, SamplingParameters
 from bridge.vocabulary import Vocabulary
 from services.engine.engine import Row
 from services.engine.scheduler import Scheduler
@@ -212,17 +212,19 @@ def sampler(of: Model, temperature: float = 0.0, seed: int = 0, **options: objec
 
     allowed = np.array([data is not None for data in of.vocabulary.tokens])
     keys = token_keys(of.vocabulary, of.special_ids.eos)
-    return Sampler(SamplingParameters(temperature=temperature, **options), seed, keys, allowed)  # type: ignore[arg-type]
+    parameters = SamplingParameters(temperature=temperature, **options)  # type: ignore[arg-type]
+    return Sampler(parameters, seed, keys, allowed, parameters.ends(of.special_ids.eos))
 
 
 def decode_alone(of: Model, engine: HashEngine, choose: Sampler, prompt: Sequence[int], count: int) -> list[int]:
     """The slow oracle: one token after the other, no cache, no candidates; ids behind the prompt."""
-    ids, offset, empty = list(prompt), 0, 0
+    ids, offset, empty, history = list(prompt), 0, 0, History(prompt)
     while len(ids) - len(prompt) < count and len(ids) < of.context_length:
-        id_ = choose.choose(engine.logits(ids), offset, empty).token_id
+        id_ = choose.choose(engine.logits(ids), offset, empty, history).token_id
         ids.append(id_)
+        history.extend((id_,))
         data = of.vocabulary.token_bytes(id_)
         offset, empty = offset + len(data), 0 if data else empty + 1
-        if id_ in of.special_ids.eos:
+        if id_ in choose.ends:
             break
     return ids[len(prompt) :]

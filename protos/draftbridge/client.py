@@ -56,6 +56,13 @@ def generate_request(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    min_tokens: int = 0,
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     logprobs: int | None = None,
@@ -83,7 +90,18 @@ def generate_request(
     try:
         request = bridge_pb2.GenerateRequest(
             sampling=sampling_pb2.SamplingParameters(
-                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+                logit_bias=logit_bias,
+                min_tokens=min_tokens,
+                stop_token_ids=stop_token_ids,
+                ignore_eos=ignore_eos,
+                seed=seed,
             ),
             max_tokens=max_tokens,
             stop=[stop] if isinstance(stop, str) else stop,

@@ -39,8 +39,10 @@ class LoadedModel:
         self.sampler(SamplingParameters(), 0)
 
     def sampler(self, parameters: SamplingParameters, seed: int, logprobs: int | None = None) -> Sampler:
-        """A sampler over the model's vocabulary. Raises `InvalidField` or `UnsupportedField`."""
-        return Sampler(parameters.checked(), seed, self._keys, self._allowed, logprobs)
+        """A sampler over the model's vocabulary. Raises `InvalidField`."""
+        parameters.checked(self.model.vocabulary.size)
+        ends = parameters.ends(self.model.special_ids.eos)
+        return Sampler(parameters, seed, self._keys, self._allowed, ends, logprobs)
 
 
 def load(directory: Path, name: str, engine: Engine) -> LoadedModel:

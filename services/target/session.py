@@ -10,7 +10,7 @@ from time import perf_counter_ns
 from bridge.errors import BaseMismatch, PromptTooLong, ProtocolViolation
 from bridge.models import Model
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Run
-from bridge.sampling import Choice, Logits, Sampler
+from bridge.sampling import Choice, History, Logits, Sampler
 from bridge.translation import common_prefix_length
 from services.engine.sequence import CachedSequence, Host, check_ids
 
@@ -39,6 +39,7 @@ class TargetSession:
         self._width = 0
         self._offset = 0
         self._empty_tokens = 0
+        self._history = History(())
         self._go = False  # an empty offer came: do not wait before the next forward
         self._prefilled = False
         self._ended = False  # the text is over, whatever credit there is
@@ -112,6 +113,8 @@ class TargetSession:
         self._prefilled &= run.base_token_count > 0
         self._credit, self._patience_us, self._width = run.credit, run.patience_us, run.width
         self._offset, self._empty_tokens = run.byte_offset, run.empty_token_count
+        prompt_length = max(length - run.generated_token_count, 0)
+        self._history = History(self._sequence.ids[:prompt_length], self._sequence.ids[prompt_length:])
 
     def _take(self, candidates: Candidates) -> None:
         """Keeps what continues the sequence; all of it is dropped if it disagrees or leaves a gap."""
@@ -153,8 +156,8 @@ class TargetSession:
         base = len(sequence.ids)
         room = min(self._width, self._credit - 1, self._model.context_length - base - 1)
         extra = tuple(self._pending[: max(room, 0)])
-        offset, empty = self._offset, self._empty_tokens
-        done = await sequence.forward(extra, lambda logits: self._verify(logits, extra, offset, empty))
+        offset, empty, history = self._offset, self._empty_tokens, self._history.copy()
+        done = await sequence.forward(extra, lambda logits: self._verify(logits, extra, offset, empty, history))
         if any(isinstance(message, Run) for message in self._inbox):
             return None  # it is of a sequence that is no longer wanted
         verdict = done.value
@@ -162,6 +165,7 @@ class TargetSession:
         accepted = common_prefix_length(extra, ids)
         sequence.accept(ids, accepted)
         self._prefilled = True
+        self._history.extend(ids)
         cached, sequence.cached_token_count = sequence.cached_token_count, 0
         agreed = common_prefix_length(self._pending, ids) == len(ids)
         self._pending = self._pending[len(ids) :] if agreed else []
@@ -191,13 +195,14 @@ class TargetSession:
             waited_ns=waited_ns,
         )
 
-    def _verify(self, logits: Logits, extra: tuple[int, ...], offset: int, empty: int) -> _Verdict:
+    def _verify(self, logits: Logits, extra: tuple[int, ...], offset: int, empty: int, history: History) -> _Verdict:
         """Chooses the target's own token at each position, as long as candidates agree; logits [1 + extra, ids]."""
         choices: list[Choice] = []
         for position, row in enumerate(logits):
-            choice = self._sampler.choose(row, offset, empty)
+            choice = self._sampler.choose(row, offset, empty, history)
             choices.append(choice)
-            if choice.token_id in self._model.special_ids.eos:
+            history.extend((choice.token_id,))
+            if choice.token_id in self._sampler.ends:
                 return _Verdict(choices, ended=True)
             if position == len(extra) or choice.token_id != extra[position]:
                 break

@@ -85,27 +85,40 @@ class SamplingParameters(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IGNORE_EOS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Divides the logits; 0 (the default) is greedy decoding. At most 100."""
     top_k: _builtins.int
-    """Keep only this many of the most probable tokens."""
+    """Keep only this many of the most probable tokens; 0 is off."""
     top_p: _builtins.float
     """Keep the smallest set of most probable tokens whose probabilities add up to this, in (0, 1]."""
     min_p: _builtins.float
     """Drop tokens less probable than this fraction of the most probable one, in [0, 1]."""
     repetition_penalty: _builtins.float
-    """Multiplicative penalty on every token seen so far; 1 is off."""
+    """Divides the logits of tokens seen so far, prompt included, that are above 0, and multiplies the
+    others; 1 is off. Above 0, at most 100.
+    """
     presence_penalty: _builtins.float
-    """Subtracted once from every token generated so far; 0 is off."""
+    """Subtracted once from every token generated so far; 0 is off. Between -100 and 100."""
     frequency_penalty: _builtins.float
-    """Subtracted for each time a token was generated so far; 0 is off."""
+    """Subtracted for each time a token was generated so far; 0 is off. Between -100 and 100."""
     seed: _builtins.int
     """Seed of the noise. The same target, input, parameters and seed give the same text with any draft
     or none. Unset: the bridge draws one and reports it in GenerateStarted.
     """
+    min_tokens: _builtins.int
+    """Neither the model's ends of text nor `stop_token_ids` are chosen before this many tokens are."""
+    ignore_eos: _builtins.bool
+    """The model's own ends of text are tokens like any other."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of single target ids."""
+
+    @_builtins.property
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Target ids that end the text, beside the model's own ends. The last of them is part of the result."""
 
     def __init__(
         self,
@@ -119,10 +132,13 @@ class SamplingParameters(_message.Message):
         frequency_penalty: _builtins.float | None = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         seed: _builtins.int | None = ...,
+        min_tokens: _builtins.int = ...,
+        stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ignore_eos: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015

@@ -122,6 +122,7 @@ class VerifyRun(_message.Message):
     PATIENCE_US_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
     EMPTY_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     base_token_count: _builtins.int
     """Tokens to keep. More than the target has is FAILED_PRECONDITION with reason BASE_MISMATCH; the
     client then resends from 0.
@@ -138,6 +139,10 @@ class VerifyRun(_message.Message):
     """Tokens without bytes (control tokens) that were generated directly before the next token; they
     tell draws at one byte offset apart.
     """
+    generated_token_count: _builtins.int
+    """How many of the sequence's last ids were generated; those before are the prompt. Penalties and
+    `min_tokens` count them.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Committed ids that the target does not have yet."""
@@ -152,10 +157,11 @@ class VerifyRun(_message.Message):
         patience_us: _builtins.int = ...,
         width: _builtins.int = ...,
         empty_token_count: _builtins.int = ...,
+        generated_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_token_count", b"base_token_count", "byte_offset", b"byte_offset", "credit", b"credit", "empty_token_count", b"empty_token_count", "patience_us", b"patience_us", "token_ids", b"token_ids", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_token_count", b"base_token_count", "byte_offset", b"byte_offset", "credit", b"credit", "empty_token_count", b"empty_token_count", "generated_token_count", b"generated_token_count", "patience_us", b"patience_us", "token_ids", b"token_ids", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
