@@ -167,7 +167,6 @@ REFUSALS = [
     ({"prompt": "x", "temperature": float("nan")}, "INVALID_ARGUMENT", "INVALID_FIELD"),
     ({"prompt": "x", "top_p": 0.0}, "INVALID_ARGUMENT", "INVALID_FIELD"),
     ({"prompt": "x", "min_p": 1.5}, "INVALID_ARGUMENT", "INVALID_FIELD"),
-    ({"prompt": "x", "top_k": 0}, "INVALID_ARGUMENT", "INVALID_FIELD"),
     ({"prompt": "x", "stop": [""]}, "INVALID_ARGUMENT", "INVALID_FIELD"),
     ({"prompt": "x", "stop": ["a"] * 65}, "INVALID_ARGUMENT", "INVALID_FIELD"),
     ({"prompt": "x", "min_tokens": 9, "max_tokens": 8}, "INVALID_ARGUMENT", "INVALID_FIELD"),
