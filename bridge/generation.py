@@ -108,6 +108,9 @@ def check(request: Request) -> None:
     assistant_tokens = request.speculation.num_assistant_tokens
     if assistant_tokens is not None and not 1 <= assistant_tokens <= 64:
         raise InvalidField("speculation.num_assistant_tokens", "between 1 and 64", assistant_tokens)
+    temperature = request.speculation.draft_temperature
+    if temperature is not None and not 0.0 <= temperature <= 100.0:
+        raise InvalidField("speculation.draft_temperature", "between 0 and 100", temperature)
     threshold = request.speculation.assistant_confidence_threshold
     if not 0.0 <= threshold <= 1.0:
         raise InvalidField("speculation.assistant_confidence_threshold", "between 0 and 1", threshold)

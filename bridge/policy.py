@@ -18,11 +18,15 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class SpeculationParameters:
-    """What the user asked for; names follow Hugging Face's assisted generation."""
+    """What the user asked for; names follow Hugging Face's assisted generation.
+
+    `draft_temperature`: at which the draft guesses, the request's if None.
+    """
 
     mode: Mode = Mode.AUTO
     num_assistant_tokens: int | None = None
     assistant_confidence_threshold: float = 0.0
+    draft_temperature: float | None = None
 
 
 class Policy:

@@ -56,6 +56,15 @@ class SamplingParameters:
                 _check(name, id_, size is None or id_ < size, f"of ids below {size}, as the target has")
         return self
 
+    def for_draft(self, temperature: float | None = None) -> "SamplingParameters":
+        """What a draft shares: temperature (or another) and truncation, nothing about single ids or the text's end."""
+        return SamplingParameters(
+            temperature=self.temperature if temperature is None else temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+        )
+
     def ends(self, eos: Iterable[int]) -> frozenset[int]:
         """Ids that end a text of a model whose own ends are `eos`."""
         return frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else frozenset(eos))

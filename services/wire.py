@@ -70,16 +70,6 @@ def write_sampling(parameters: SamplingParameters) -> sampling_pb2.SamplingParam
     )
 
 
-def truncation(parameters: SamplingParameters) -> SamplingParameters:
-    """What of the request's sampling a draft shares: temperature and truncation, nothing about single ids."""
-    return SamplingParameters(
-        temperature=parameters.temperature,
-        top_k=parameters.top_k,
-        top_p=parameters.top_p,
-        min_p=parameters.min_p,
-    )
-
-
 def read_chat(message: bridge_pb2.Chat) -> Chat:
     """Messages and template variables."""
     return Chat(

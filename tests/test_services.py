@@ -57,6 +57,16 @@ def test_every_mode_gives_the_same_text(client: Client, temperature: float, opti
     assert results["lockstep"].started.draft == "tiny-draft"
 
 
+def test_the_drafts_temperature_changes_no_text(client: Client) -> None:
+    options = {"max_tokens": 30, "temperature": 1.0, "seed": 8, "speculation": "lockstep"}
+    results = [client.generate(PROMPT, draft_temperature=one, **options) for one in (None, 0.0, 2.0)]
+    assert len({one.text for one in results}) == 1
+    guessed = {tuple(one.finished.speculation.num_accepted_tokens_per_position) for one in results}
+    assert len(guessed) > 1, "it changes what the draft says"
+    with pytest.raises(CallError, match="draft_temperature must be between 0 and 100"):
+        client.generate(PROMPT, draft_temperature=-1.0)
+
+
 def test_without_a_seed_one_is_drawn_and_reported(client: Client) -> None:
     first = client.generate(PROMPT, max_tokens=20, temperature=1.0)
     again = client.generate(PROMPT, max_tokens=20, temperature=1.0, seed=first.started.seed)

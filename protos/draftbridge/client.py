@@ -71,6 +71,7 @@ def generate_request(
     speculation: str = "auto",
     num_assistant_tokens: int | None = None,
     assistant_confidence_threshold: float | None = None,
+    draft_temperature: float | None = None,
 ) -> bridge_pb2.GenerateRequest:
     """The request that `generate` and `stream` send. Give one of `prompt`, `messages` and `token_ids`.
 
@@ -112,6 +113,7 @@ def generate_request(
                 mode=modes.Value(mode),
                 num_assistant_tokens=num_assistant_tokens,
                 assistant_confidence_threshold=assistant_confidence_threshold,
+                draft_temperature=draft_temperature,
             ),
         )
         if prompt is not None:

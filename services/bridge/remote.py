@@ -56,7 +56,7 @@ class RemoteDrafter:
     ) -> None:
         self._stream = _Stream(draft_pb2_grpc.DraftServiceStub(channel).Draft(), address)
         opening = draft_pb2.DraftOpen(
-            sampling=wire.write_sampling(wire.truncation(sampling)),
+            sampling=wire.write_sampling(sampling),
             seed=seed,
             model=model.name,
             tokenizer_sha256=model.vocabulary.sha256,

@@ -67,8 +67,9 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             )
             drafter = None
             if draft is not None:
+                sampling = request.sampling.for_draft(request.speculation.draft_temperature)
                 drafter = stack.enter_context(
-                    closing(RemoteDrafter(draft.channel, draft.address, draft.model, request.sampling, request.seed))
+                    closing(RemoteDrafter(draft.channel, draft.address, draft.model, sampling, request.seed))
                 )
             draft_model = draft.model if draft else None
             async for event in generate(request, target.model, verifier, draft_model, drafter):
@@ -186,6 +187,7 @@ def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
             mode=wire.read_mode(speculation.mode),
             num_assistant_tokens=assistant_tokens,
             assistant_confidence_threshold=speculation.assistant_confidence_threshold,
+            draft_temperature=speculation.draft_temperature if speculation.HasField("draft_temperature") else None,
         ),
     )
 

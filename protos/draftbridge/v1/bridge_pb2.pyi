@@ -150,29 +150,39 @@ class Speculation(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     NUM_ASSISTANT_TOKENS_FIELD_NUMBER: _builtins.int
     ASSISTANT_CONFIDENCE_THRESHOLD_FIELD_NUMBER: _builtins.int
+    DRAFT_TEMPERATURE_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     """How draft and target take turns."""
     num_assistant_tokens: _builtins.int
     """Tokens that the draft proposes at a time; unset lets the bridge choose. At least 1."""
     assistant_confidence_threshold: _builtins.float
     """The draft's turn ends behind a token that it finds less probable than this, in [0, 1]."""
+    draft_temperature: _builtins.float
+    """Temperature that the draft guesses at; unset takes the request's, 0 is greedy. It changes how often
+    the draft is right, never the text.
+    """
     def __init__(
         self,
         *,
         mode: Global___Speculation.Mode.ValueType = ...,
         num_assistant_tokens: _builtins.int | None = ...,
         assistant_confidence_threshold: _builtins.float | None = ...,
+        draft_temperature: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_assistant_confidence_threshold", b"_assistant_confidence_threshold", "_num_assistant_tokens", b"_num_assistant_tokens", "assistant_confidence_threshold", b"assistant_confidence_threshold", "num_assistant_tokens", b"num_assistant_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_assistant_confidence_threshold", b"_assistant_confidence_threshold", "_draft_temperature", b"_draft_temperature", "_num_assistant_tokens", b"_num_assistant_tokens", "assistant_confidence_threshold", b"assistant_confidence_threshold", "draft_temperature", b"draft_temperature", "num_assistant_tokens", b"num_assistant_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_assistant_confidence_threshold", b"_assistant_confidence_threshold", "_num_assistant_tokens", b"_num_assistant_tokens", "assistant_confidence_threshold", b"assistant_confidence_threshold", "mode", b"mode", "num_assistant_tokens", b"num_assistant_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_assistant_confidence_threshold", b"_assistant_confidence_threshold", "_draft_temperature", b"_draft_temperature", "_num_assistant_tokens", b"_num_assistant_tokens", "assistant_confidence_threshold", b"assistant_confidence_threshold", "draft_temperature", b"draft_temperature", "mode", b"mode", "num_assistant_tokens", b"num_assistant_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__assistant_confidence_threshold: _TypeAlias = _typing.Literal["assistant_confidence_threshold"]  # noqa: Y015
     _WhichOneofArgType__assistant_confidence_threshold: _TypeAlias = _typing.Literal["_assistant_confidence_threshold", b"_assistant_confidence_threshold"]  # noqa: Y015
+    _WhichOneofReturnType__draft_temperature: _TypeAlias = _typing.Literal["draft_temperature"]  # noqa: Y015
+    _WhichOneofArgType__draft_temperature: _TypeAlias = _typing.Literal["_draft_temperature", b"_draft_temperature"]  # noqa: Y015
     _WhichOneofReturnType__num_assistant_tokens: _TypeAlias = _typing.Literal["num_assistant_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_assistant_tokens: _TypeAlias = _typing.Literal["_num_assistant_tokens", b"_num_assistant_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__assistant_confidence_threshold) -> _WhichOneofReturnType__assistant_confidence_threshold | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__draft_temperature) -> _WhichOneofReturnType__draft_temperature | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_assistant_tokens) -> _WhichOneofReturnType__num_assistant_tokens | None: ...
 
