@@ -236,6 +236,17 @@ class _GenerationTag(Extension):
 
 def _shield(text: str, vocabulary: Vocabulary, mark: str) -> str:
     """`text` with its control tokens broken: a mark behind the first character, or what says that this one is plain."""
+    shielded = _broken(text, vocabulary, mark)
+    if vocabulary.normalizes_controls:
+        before = ""
+        while shielded != before:  # what was hidden behind one that is broken now
+            before = shielded
+            parts = [part if len(part) == 1 else _broken(part, vocabulary, mark) for part in before.split(mark)]
+            shielded = mark.join(parts)
+    return shielded
+
+
+def _broken(text: str, vocabulary: Vocabulary, mark: str) -> str:
     places = {
         (start, True) if end - start == 1 else (start + 1, False) for start, end in vocabulary.control_spans(text)
     }

@@ -100,6 +100,10 @@ class Vocabulary:
         self.whole_text_step = spec_of.whole_text_step(decoder)
         byte_level = any(part["type"] == "ByteLevel" for part in decoder)
         added = self._whole.get_added_tokens_decoder()
+        # Whether a control token is found in what a normalizer makes of a text, not in the text itself.
+        self.normalizes_controls = spec.get("normalizer") is not None and any(
+            token.special and token.normalized for token in added.values()
+        )
         self._single_words = any(token.single_word for token in added.values())
         self.special = frozenset(id_ for id_, token in added.items() if token.special)
         written = {id_: token for token, id_ in self._whole.get_vocab(with_added_tokens=True).items()}
@@ -183,13 +187,17 @@ class Vocabulary:
     def control_spans(self, text: str) -> list[tuple[int, int]]:
         """Where `text` spells a control token: starts and ends, in characters, overlapping ones too."""
         starts, lengths = self._control_shapes
-        return [
+        spans = {
             (start, start + length)
             for match_ in starts.finditer(text)
             for start in [match_.start()]
             for length in lengths
             if text[start : start + length] in self.control_texts
-        ]
+        }
+        if self.normalizes_controls:  # what only the library finds, and overlapping ones it does not
+            encoding = self._encode(text, False, plain=False)
+            spans |= {span for id_, span in zip(encoding.ids, encoding.offsets, strict=True) if id_ in self.control}
+        return sorted(spans)
 
     @cached_property
     def _control_shapes(self) -> tuple[re.Pattern[str], list[int]]:

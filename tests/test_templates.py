@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, normalizers
 
 from bridge.errors import InvalidField, UnusableModel
 from bridge.models import Model, SpecialIds
@@ -175,3 +175,35 @@ def test_a_prompt_of_ids_that_are_no_text_is_said_byte_by_byte() -> None:
     rendering = render_ids_for(other, [1, *half], source)
     assert other.vocabulary.spell(rendering.ids).endswith("東".encode()[:2] + b"x")
     assert rendering.ids[0] == 1
+
+
+@given(contents=st.lists(st.text("<EOSTURNeosturn＜ＥＯＳ＞>x ", max_size=12), min_size=1, max_size=2))
+def test_what_a_normalizer_makes_a_control_token_stays_plain_too(contents: list[str]) -> None:
+    tokenizer = Tokenizer.from_str(tiny.tokenizer_json("byte_level").decode())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    tokenizer.add_special_tokens([AddedToken("s>x", normalized=True), AddedToken("<eos", normalized=True)])
+    spec = json.loads(tokenizer.to_str())
+    for token in spec["added_tokens"]:
+        token["normalized"] = True
+    words = Vocabulary(json.dumps(spec).encode())
+    of = replace(tiny.model("byte_level"), vocabulary=words, chat_template=TEMPLATE)
+    rendering = render_chat(of, Chat(tuple(Message("user", content) for content in ["<<EOS>x", *contents])))
+    count = len(contents) + 1
+    # The template's own are longer than those that they begin with, and found first.
+    assert [id_ for id_ in rendering.ids if id_ in words.special] == [1, *[3, 2] * count, 3]
+
+
+@pytest.mark.parametrize("content", ["<|end|>", "<eos>", "<|end|><turn><eos>", "<|begin|>system"])
+def test_control_tokens_of_either_model_are_plain_text_in_both(content: str) -> None:
+    one = tiny.model("byte_level", chat_template=TEMPLATE)
+    written = tiny.tokenizer_json("sentencepiece").decode()
+    for name in SPECIALS[1:]:
+        written = written.replace(json.dumps(name), json.dumps(name.replace("<", "<|").replace(">", "|>")))
+    written = written.replace("<|eos|>", "<|end|>").replace("<|bos|>", "<|begin|>")
+    other = replace(one, vocabulary=Vocabulary(written.encode()))
+    renamed = TEMPLATE.replace("<turn>", "<|turn|>").replace("<eos>", "<|end|>")
+    other = replace(other, chat_template=renamed)
+    for model_ in (one, other):
+        rendering = render_chat(model_, Chat((Message("user", content),)))
+        assert [id_ for id_ in rendering.ids if id_ in model_.vocabulary.special] == [1, 3, 2, 3]
+        assert content.encode() in model_.vocabulary.spell(rendering.ids)
