@@ -1,24 +1,23 @@
-"""What a tokenizer's ids stand for, in bytes.
+"""A tokenizer, understood down to bytes: what its ids stand for, and what ids a text is.
 
-In the middle of a text every token id stands for a fixed byte string, whatever its neighbours, so
-that detokenizing is concatenation. The table comes from `tokenizer.json`: the decoder there says how
-a token's written form becomes text, and it is applied to each token by itself.
+Texts come in pieces, and what was encoded before is not encoded again. So every encoding tells its seams: the
+boundaries between tokens over which nothing that stands on one side has any part in how the other is encoded.
 """
 
-import hashlib
 import re
 import unicodedata
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from bridge import tokenizer_json as spec_of
 from bridge.prefix_cache import Block, PrefixCache
+from bridge.token_table import TokenTable
 
 # A boundary between tokens is final once this many bytes stand behind it. Pre-tokenizers look
 # ahead by a few characters (a contraction, a group of digits); runs that they look at whole are treated apart.
@@ -72,20 +71,17 @@ class _Tokens:
         self.exact &= more.exact
 
 
-class Vocabulary:
-    """A tokenizer, understood down to bytes. All its methods may be called from any thread.
+class Vocabulary(TokenTable):
+    """Ids for texts, beside bytes for ids. All its methods may be called from any thread.
 
     >>> vocabulary = Vocabulary(path.read_bytes())
     >>> vocabulary.spell(vocabulary.pieces("naïve".encode()).ids)
     b'na\\xc3\\xafve'
-
-    Raises `TokenizerNotUnderstood` for a file that is no tokenizer, or one whose decoder has parts
-    that no byte table can be made of.
     """
 
     def __init__(self, tokenizer_json: bytes) -> None:
-        self.sha256 = hashlib.sha256(tokenizer_json).hexdigest()
-        spec, self._whole = spec_of.read(tokenizer_json)
+        super().__init__(tokenizer_json)
+        spec, self._spec = self._spec, {}  # as large as the file, and not needed any more
         # Whether a space is put in front of a text.
         self.dummy_prefix = spec_of.has_dummy_prefix(spec)
         self._splits_by_context = spec_of.splits_by_context(spec)
@@ -95,94 +91,19 @@ class Vocabulary:
             for start in ((True, False) if self.dummy_prefix else (False,))
             for plain in (True, False)
         }
-        decoder = spec_of.decoder(spec)
-        # Why decoding is more than concatenation, as far as the file tells.
-        self.whole_text_step = spec_of.whole_text_step(decoder)
-        byte_level = any(part["type"] == "ByteLevel" for part in decoder)
-        added = self._whole.get_added_tokens_decoder()
+        added = self._added.values()
         # Whether a control token is found in what a normalizer makes of a text, not in the text itself.
         self.normalizes_controls = spec.get("normalizer") is not None and any(
-            token.special and token.normalized for token in added.values()
+            token.special and token.normalized for token in added
         )
-        self._single_words = any(token.single_word for token in added.values())
-        self.special = frozenset(id_ for id_, token in added.items() if token.special)
-        written = {id_: token for token, id_ in self._whole.get_vocab(with_added_tokens=True).items()}
-        # Stands for whatever it stands for: no control token, though files mark it as one.
-        unknown = spec_of.unknown_token(spec)
-        self.unknown = self._whole.token_to_id(unknown) if isinstance(unknown, str) else unknown
-        self.control = self.special - {self.unknown}
-        self._added = {id_: token for id_, token in added.items() if id_ != self.unknown}
+        self._single_words = any(token.single_word for token in added)
         # Added tokens whose neighbours must be looked at apart from each other.
         self._apart = self.control | {
             id_ for id_, token in self._added.items() if self.dummy_prefix or token.lstrip or token.rstrip
         }
-        self.size = max(written, default=-1) + 1
-        self._bytes: list[bytes | None] = [None] * self.size
-        for id_, token in written.items():
-            if id_ in self.special:
-                self._bytes[id_] = b""
-            elif id_ in added and byte_level:
-                self._bytes[id_] = token.encode()
-            else:
-                self._bytes[id_] = spec_of.spell(token, decoder)
-        self._spelled = [data or b"" for data in self._bytes]
-        # Longer than any control token that a text may be about to spell.
-        self._lookahead = max([LOOKAHEAD, *(len(token.content.encode()) for token in added.values())])
+        # Longer than any added token that a text may be about to spell.
+        self._lookahead = max([LOOKAHEAD, *(len(token.content.encode()) for token in added)])
         self.prefixes = PrefixCache()
-
-    @property
-    def tokens(self) -> Sequence[bytes | None]:
-        """Bytes by id; None for an id that has no token, empty for a control token."""
-        return self._bytes
-
-    @cached_property
-    def byte_ids(self) -> Mapping[int, int]:
-        """Ids that stand for a single byte, by that byte."""
-        table: dict[int, int] = {}
-        for id_, data in enumerate(self._bytes):
-            if data is not None and len(data) == 1:
-                written = self._whole.id_to_token(id_) or ""
-                # Of several, `<0x41>` is what byte fallback writes and "A" what the model reads.
-                if data[0] not in table or not spec_of.BYTE_TOKEN.match(written):
-                    table[data[0]] = id_
-        return table
-
-    @cached_property
-    def frame(self) -> tuple[int, ...]:
-        """Control tokens that the tokenizer puts in front of a text."""
-        encoding = self._whole.encode("a")
-        marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        return tuple(id_ for id_, _ in takewhile(lambda pair: pair[1], marked))
-
-    def spell(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`, in the middle of a text. Control tokens have none."""
-        return b"".join(self.token_bytes(id_) for id_ in ids)
-
-    def token_bytes(self, id_: int) -> bytes:
-        """The bytes of one id; an id without a token has none."""
-        return self._spelled[id_] if id_ < self.size else b""
-
-    def name(self, id_: int) -> str:
-        """How the tokenizer writes the id."""
-        return self._whole.id_to_token(id_) or f"<{id_}>"
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """What the tokenizer itself says that `ids` spell, as the start of a text, control tokens left out."""
-        return str(self._whole.decode(list(ids), skip_special_tokens=True))
-
-    def is_added(self, id_: int) -> bool:
-        """Whether the id is of an added token: one that is found in a text before all else."""
-        return id_ in self._added
-
-    def control_id(self, written: str) -> int | None:
-        """The control token that is written so, if there is one."""
-        id_ = self._whole.token_to_id(written)
-        return id_ if id_ in self.special else None
-
-    @cached_property
-    def control_texts(self) -> frozenset[str]:
-        """How the control tokens are written."""
-        return frozenset(text for id_ in self.special if (text := self._whole.id_to_token(id_)))
 
     def control_spans(self, text: str) -> list[tuple[int, int]]:
         """Where `text` spells a control token: starts and ends, in characters, overlapping ones too."""
