@@ -1,7 +1,9 @@
 """A model as the bridge knows it: from what its server says, never from its files."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from bridge.spelled import Spelled
 from bridge.vocabulary import Vocabulary
 
 
@@ -24,6 +26,17 @@ class Model:
     vocabulary: Vocabulary = field(repr=False)
     special_ids: SpecialIds = SpecialIds()
     chat_template: str = ""
+
+    @cached_property
+    def markup(self) -> Spelled:
+        """Added tokens that make a chat's form, and that nothing said in it may spell.
+
+        Control tokens, ends of text, and what the chat template writes, flagged as special or not.
+        """
+        words = self.vocabulary
+        ends = {words.name(id_) for id_ in self.special_ids.eos}
+        written = {text for text in words.added_texts if text.strip() and text in self.chat_template}
+        return Spelled(words.control_texts | ends | written)
 
     @property
     def control(self) -> dict[str, str]:

@@ -109,6 +109,11 @@ class PrefixCache:
         position = found[-1].settled if found else 0
         return Known(ids, token_count, position, ends[whole], ends[whole + 1 :], ends[-1], branch_end, digests)
 
+    def nothing(self, text: bytes, salt: bytes) -> Known:
+        """As if nothing of the text had been found."""
+        ends = list(_block_ends(len(text)))
+        return Known([], 0, 0, 0, ends[1:], ends[-1], None, list(_digests(text, salt, ends)))
+
     def keep(self, known: Known, blocks: list[Block], tail: Block, branch: Block | None) -> None:
         """Stores the whole blocks that were not found, and what is behind the last and behind the first of them."""
         first = len(known._digests) - len(known.ends)

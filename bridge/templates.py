@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from bridge.errors import DraftBridgeError, InvalidField, UnusableModel
 from bridge.models import Model
 from bridge.translation import Rendering
-from bridge.vocabulary import Vocabulary
+from bridge.vocabulary import Marks, Vocabulary
 
 # For models without a template, instruction tuned or not: a transcript that any language model continues.
 PLAIN_TEMPLATE = (
@@ -53,15 +53,16 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
     """A chat in the model's own template (plain transcript if it has none), ready for the assistant's turn.
 
     A control token spelled in a message, or in anything else that the user gives, is plain text: it is broken
-    with a mark that nobody wrote before rendering, and encoded in two parts.
+    with a mark that nobody wrote before rendering, and encoded in two parts. A template that passes on what it is
+    given, whole, trimmed, cut or joined, keeps it so; one that makes new text of it, letter by letter, need not.
     Raises `InvalidField` for a chat that the template refuses, `UnusableModel` for a template that fails.
     """
     for name in _RESERVED:
         if name in chat.variables:
             raise InvalidField("chat.template_variables", f"without {name!r}, which the bridge sets itself", "it")
-    text, mark = _rendered(model, chat, add_generation_prompt=True)
+    text, marks = _rendered(model, chat, add_generation_prompt=True)
     # A template writes its own beginning of text; the plain transcript gets the tokenizer's.
-    return _render(model.vocabulary, text, mark, framed=not model.chat_template)
+    return _render(model.vocabulary, text, marks, framed=not model.chat_template)
 
 
 def render_text_for(model: Model, text: str, source: Model) -> Rendering:
@@ -70,7 +71,9 @@ def render_text_for(model: Model, text: str, source: Model) -> Rendering:
         return render_text(model.vocabulary, text)
     parts: list[str | int] = []
     done = 0
-    for start, end in sorted(source.vocabulary.control_spans(text), key=lambda span: (span[0], -span[1])):
+    for start, end in sorted(
+        source.vocabulary.spans(text, source.vocabulary.controls), key=lambda span: (span[0], -span[1])
+    ):
         id_ = source.vocabulary.control_id(text[start:end])
         if start >= done and id_ is not None:
             parts += [text[done:start], id_]
@@ -108,10 +111,10 @@ def end_of_turn(model: Model) -> int | None:
     if not model.chat_template:
         return None
     try:
-        text, mark = _rendered(
+        text, marks = _rendered(
             model, Chat((Message("user", "a"), Message("assistant", "b"))), add_generation_prompt=False
         )
-        ids = _render(model.vocabulary, text, mark, framed=False).ids
+        ids = _render(model.vocabulary, text, marks, framed=False).ids
     except DraftBridgeError:
         return None
     return next((id_ for id_ in reversed(ids) if id_ in model.special_ids.eos), None)
@@ -120,37 +123,37 @@ def end_of_turn(model: Model) -> int | None:
 def _render_parts(model: Model, parts: Sequence[str | int], source: Model) -> Rendering:
     """Texts, and control tokens of `source` between them."""
     texts = [part for part in parts if isinstance(part, str)]
-    mark = _unused_mark(texts)
+    marks = _unused_marks(texts)
     text = ""
     for part in parts:
         if isinstance(part, str):
-            text += _shield(part, model.vocabulary, mark)
+            text += _shield(part, model, marks)
         elif text or part != source.special_ids.bos:  # at the very beginning, the model's own frame stands
             counterpart = model.counterpart(part, source)
             written = source.vocabulary.name(part)
             # What the model has no token for stays as it is written, as text.
-            text += (
-                _shield(written, model.vocabulary, mark) if counterpart is None else model.vocabulary.name(counterpart)
-            )
-    return _render(model.vocabulary, text, mark, framed=True)
+            text += _shield(written, model, marks) if counterpart is None else model.vocabulary.name(counterpart)
+    return _render(model.vocabulary, text, marks, framed=True)
 
 
-def _render(vocabulary: Vocabulary, text: str, mark: str = "", *, framed: bool) -> Rendering:
-    prompt = vocabulary.prompt(text, mark=mark)
+def _render(vocabulary: Vocabulary, text: str, marks: Marks | None = None, *, framed: bool) -> Rendering:
+    prompt = vocabulary.prompt(text, marks=marks)
     frame = vocabulary.frame if framed else ()
-    rest = text.encode()[prompt.settled :].replace(mark.encode(), b"") if mark else text.encode()[prompt.settled :]
-    return Rendering([*frame, *prompt.ids], len(frame) + prompt.settled_token_count, rest)
+    rest = text.encode()[prompt.settled :].decode()
+    return Rendering(
+        [*frame, *prompt.ids], len(frame) + prompt.settled_token_count, (marks.out_of(rest) if marks else rest).encode()
+    )
 
 
-def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, str]:
-    """What the template writes, and the mark that breaks control tokens in it."""
-    given = [{"role": one.role, "content": one.content, **one.fields} for one in chat.messages]
-    mark = _unused_mark([json.dumps([given, dict(chat.variables)], ensure_ascii=False)])
+def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, Marks]:
+    """What the template writes, and the marks that keep what the user gave from being markup."""
+    given = [{**one.fields, "role": one.role, "content": one.content} for one in chat.messages]
+    marks = _unused_marks([json.dumps([given, dict(chat.variables)], ensure_ascii=False)])
 
     def shield(value: Any) -> Any:
         match value:
             case str():
-                return _shield(value, model.vocabulary, mark)
+                return _shield(value, model, marks)
             case Mapping():
                 return {shield(key): shield(one) for key, one in value.items()}
             case list() | tuple():
@@ -162,11 +165,11 @@ def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple
         **model.control,
         "messages": shield(given),
         "add_generation_prompt": add_generation_prompt,
-        "_mark": mark,
+        "_marks": marks,
         "_shield": shield,
     }
     try:
-        return _compiled(model.chat_template or PLAIN_TEMPLATE).render(variables), mark
+        return _compiled(model.chat_template or PLAIN_TEMPLATE).render(variables), marks
     except _RefusedError as error:
         raise InvalidField("chat.messages", f"as the model's chat template wants them ({error})", "others") from error
     except Exception as error:  # a template is a program, and can fail like any
@@ -205,13 +208,13 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """As templates of the hub expect it: not escaped for HTML, as Jinja's own is. Marks are no part of the value."""
-    mark: str = context["_mark"]
+    marks: Marks = context["_marks"]
     shield: Callable[[str], str] = context["_shield"]
 
     def bare(value: Any) -> Any:
         match value:
             case str():
-                return value.replace(mark, "")
+                return marks.out_of(value)
             case Mapping():
                 return {bare(key): bare(one) for key, one in value.items()}
             case list() | tuple():
@@ -234,35 +237,35 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _shield(text: str, vocabulary: Vocabulary, mark: str) -> str:
-    """`text` with its control tokens broken: a mark behind the first character, or what says that this one is plain."""
-    shielded = _broken(text, vocabulary, mark)
-    if vocabulary.normalizes_controls:
-        before = ""
-        while shielded != before:  # what was hidden behind one that is broken now
-            before = shielded
-            parts = [part if len(part) == 1 else _broken(part, vocabulary, mark) for part in before.split(mark)]
-            shielded = mark.join(parts)
-    return shielded
+def _shield(text: str, model: Model, marks: Marks) -> str:
+    """`text` with the model's markup broken behind its first character, or where that is all of it, made literal.
+
+    An end that would become markup together with other markup beside it is broken off, too.
+    """
+    shielded = _broken(text, model, marks)
+    while model.vocabulary.normalizes_added:
+        # Until nothing is left that was hidden behind what is broken now.
+        again = marks.split.join(_broken(part, model, marks) for part in shielded.split(marks.split))
+        if again == shielded:
+            break
+        shielded = again
+    begins, ends = model.markup.may_join(text)
+    return marks.split * begins + shielded + marks.split * ends
 
 
-def _broken(text: str, vocabulary: Vocabulary, mark: str) -> str:
-    places = {
-        (start, True) if end - start == 1 else (start + 1, False) for start, end in vocabulary.control_spans(text)
-    }
-    shielded, done = "", 0
-    for place, literal in sorted(places):
-        if place == done and shielded.endswith(mark) and not literal:
-            continue  # it is broken here already
-        shielded += text[done:place] + (mark + mark + text[place] + mark if literal else mark)
-        done = place + literal
-    return shielded + text[done:]
+def _broken(text: str, model: Model, marks: Marks) -> str:
+    places = {(start + (end - start > 1), end - start > 1) for start, end in model.vocabulary.spans(text, model.markup)}
+    broken, done = "", 0
+    for place, split in sorted(places):
+        if text[place - 1 : place] != marks.literal:
+            broken += text[done:place] + (marks.split if split else marks.literal)
+            done = place
+    return broken + text[done:]
 
 
-def _unused_mark(texts: Sequence[str]) -> str:
+def _unused_marks(texts: Sequence[str]) -> Marks:
     # Noncharacters: Unicode reserves them for use inside a program.
-    marks = (chr(code) for code in range(0xFDD0, 0xFDF0))
-    mark = next((mark for mark in marks if not any(mark in text for text in texts)), None)
-    if mark is None:
-        raise InvalidField("the prompt", "free of at least one of the noncharacters U+FDD0 to U+FDEF", "all of them")
-    return mark
+    unused = [mark for mark in map(chr, range(0xFDD0, 0xFDF0)) if not any(mark in text for text in texts)]
+    if len(unused) < 2:
+        raise InvalidField("the prompt", "free of at least two of the noncharacters U+FDD0 to U+FDEF", "nearly all")
+    return Marks(*unused[:2])

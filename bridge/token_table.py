@@ -28,11 +28,13 @@ class TokenTable:
         self.whole_text_step = spec_of.whole_text_step(decoder)
         byte_level = any(part["type"] == "ByteLevel" for part in decoder)
         added = self._whole.get_added_tokens_decoder()
+        spec_of.check_added(token.content for token in added.values())
         self.special = frozenset(id_ for id_, token in added.items() if token.special)
         # Stands for whatever it stands for: no control token, though files mark it as one.
         unknown = spec_of.unknown_token(self._spec)
         self.unknown = self._whole.token_to_id(unknown) if isinstance(unknown, str) else unknown
         self.control = self.special - {self.unknown}
+        self._all_added = added
         self._added = {id_: token for id_, token in added.items() if id_ != self.unknown}
         written = {id_: token for token, id_ in self._whole.get_vocab(with_added_tokens=True).items()}
         self.size = max(written, default=-1) + 1
@@ -94,6 +96,11 @@ class TokenTable:
         """The control token that is written so, if there is one."""
         id_ = self._whole.token_to_id(written)
         return id_ if id_ in self.special else None
+
+    @property
+    def added_texts(self) -> Iterable[str]:
+        """How the added tokens are written, special or not."""
+        return (token.content for token in self._added.values())
 
     @cached_property
     def control_texts(self) -> frozenset[str]:

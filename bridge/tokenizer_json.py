@@ -6,7 +6,7 @@ component or a sequence of them. Nothing here goes by a model's name.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -18,8 +18,13 @@ Component = Mapping[str, Any]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 # The largest vocabularies have a quarter of a million ids; a table of billions would fill the memory.
 _MOST_IDS = 1 << 22
+_MOST_GROWTH = 64
+_MOST_LENGTHS = 256
+_LONGEST_ADDED = 1024
 # Where a sequence of components lists them.
 _LIST_KEYS = ("normalizers", "pretokenizers", "decoders", "processors")
+# Behind one of these a token is no longer what was written, but a text.
+_SPELLING = ("ByteLevel", "ByteFallback", "Fuse")
 # Fuse joins tokens and Strip trims the whole text's ends: neither changes the middle of a text.
 _DECODERS = {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "WordPiece", "BPEDecoder", "Fuse", "Strip"}
 
@@ -53,6 +58,7 @@ def read(tokenizer_json: bytes) -> tuple[dict[str, Any], Tokenizer]:
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    _check_growth(spec)
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if largest >= _MOST_IDS:
         raise TokenizerNotUnderstood(
@@ -60,6 +66,30 @@ def read(tokenizer_json: bytes) -> tuple[dict[str, Any], Tokenizer]:
             component="model",
         )
     return spec, tokenizer
+
+
+def _check_growth(spec: Mapping[str, Any]) -> None:
+    """A character must not become a million: replacements multiply."""
+    growth = 1
+    for part in components(spec.get("normalizer")):
+        growth *= max(len(part.get("content") or part.get("prepend") or ""), 1)
+    if growth > _MOST_GROWTH:
+        raise TokenizerNotUnderstood(
+            f"the tokenizer's normalizer can make {growth} characters of one, more than any needs ({_MOST_GROWTH}): "
+            "serve the model with another tokenizer.json",
+            component="normalizer",
+        )
+
+
+def check_added(contents: Iterable[str]) -> None:
+    """Added tokens are looked for in every text, so they must be such as can be found quickly."""
+    lengths = {len(content) for content in contents}
+    if len(lengths) > _MOST_LENGTHS or max(lengths, default=0) > _LONGEST_ADDED:
+        raise TokenizerNotUnderstood(
+            f"the tokenizer has added tokens of {len(lengths)} lengths, the longest {max(lengths)} characters; at most "
+            f"{_MOST_LENGTHS} lengths up to {_LONGEST_ADDED} are taken: serve the model with another tokenizer.json",
+            component="added_tokens",
+        )
 
 
 def components(component: Component | None) -> Iterator[Component]:
@@ -89,12 +119,14 @@ def decoder(spec: Mapping[str, Any]) -> list[Component]:
 
 
 def whole_text_step(parts: Sequence[Component]) -> str:
-    """What a decoder does to a text that is already put together, in words; empty if nothing but trimming."""
+    """What a decoder does that is not a matter of each token by itself, in words; empty if nothing but trimming."""
     types = [part["type"] for part in parts]
-    fused = types.index("Fuse") if "Fuse" in types else len(parts)
-    for part in parts[fused:]:
-        if part["type"] == "Replace" and len(part["pattern"]["String"]) > 1:
-            return f"its decoder replaces {part['pattern']['String']!r} wherever tokens meet"
+    spelled = min((types.index(one) for one in _SPELLING if one in types), default=len(parts))
+    for index, part in enumerate(parts):
+        if part["type"] == "Replace" and index > spelled:
+            return f"its decoder replaces {part['pattern']['String']!r} in the text that its tokens made"
+        if part["type"] == "Strip" and "Fuse" in types[index:]:
+            return "its decoder trims every token"
     return ""
 
 
@@ -164,23 +196,32 @@ def has_dummy_prefix(spec: Mapping[str, Any]) -> bool:
     return any(_middle(spec.get(part)) != spec.get(part) for part in ("normalizer", "pre_tokenizer"))
 
 
-def _middle(component: Component | None) -> Component | None:
-    """A normalizer or pre-tokenizer without what it does to a text's beginning."""
+def _middle(component: Component | None, *, each_word: bool = False) -> Component | None:
+    """A normalizer or pre-tokenizer without what it does to a text's beginning.
+
+    `each_word`: it comes behind one that splits, so that what it puts in front it puts in front of every word.
+    """
     if component is None or component["type"] == "Prepend":
         return None
     if component["type"] == "Sequence":
         key = next(key for key in _LIST_KEYS if key in component)
-        return {**component, key: [part for one in component[key] if (part := _middle(one))]}
+        parts = (_middle(one, each_word=index > 0) for index, one in enumerate(component[key]))
+        return {**component, key: [part for part in parts if part]}
     changed = dict(component)
     match component["type"]:
-        case "Metaspace":
+        case "Metaspace" if not each_word or component.get("prepend_scheme") == "first":
             changed |= {"prepend_scheme": "never"}
             changed.pop("add_prefix_space", None)
-        case "ByteLevel":
+        case "ByteLevel" if not each_word:
             changed |= {"add_prefix_space": False}
         case "Strip" if component.get("strip_left"):
             changed |= {"strip_left": False}
     return changed
+
+
+def prefixes_words(spec: Mapping[str, Any]) -> bool:
+    """Whether the space in front is put there by the pre-tokenizer, so also behind a token that a normalizer made."""
+    return _middle(spec.get("pre_tokenizer")) != spec.get("pre_tokenizer")
 
 
 def splits_by_context(spec: Mapping[str, Any]) -> bool:

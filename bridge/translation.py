@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from bridge.models import Model
-from bridge.vocabulary import LOOKAHEAD, Vocabulary
+from bridge.vocabulary import Pieces, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class DraftContext:
         self._ends: list[int] = []
         self._seams: list[bool] = []
         self._consumed = 0
-        self._encode_from(0, 0)
+        self._take(0, vocabulary.pieces(prompt.text, whole=self._whole))
 
     @property
     def ids(self) -> Sequence[int]:
@@ -65,17 +65,31 @@ class DraftContext:
 
         Returns how many ids it keeps and those that follow them.
         """
-        count = self._vocabulary.settled(self._text, self._ends, self._seams, self._consumed - LOOKAHEAD)
-        start = self._ends[count - 1] if count else 0
+        words, limit = self._vocabulary, self._consumed - self._vocabulary.lookahead
+        count = words.settled(self._text, self._ids, self._ends, self._seams, limit, self._settled)
         held = self._ids[self._settled + count :] + list(proposed)
         self._text += data
-        self._encode_from(count, start)
+        pieces = words.pieces(self._text[self._end(count) :], whole=self._whole and count == 0)
+        if (
+            count
+            and pieces.ids
+            and not words.follows(self._text, self._end(count), self._ids[self._settled + count - 1], pieces.ids[0])
+        ):
+            # A boundary inside a word that what came now does not leave where it was.
+            held, count = self._ids[self._settled :] + list(proposed), 0
+            pieces = words.pieces(self._text, whole=self._whole)
+        self._take(count, pieces)
         now = self._ids[self._settled + count :]
         kept = common_prefix_length(held, now)
         return self._settled + count + kept, now[kept:]
 
-    def _encode_from(self, count: int, start: int) -> None:
-        pieces = self._vocabulary.pieces(bytes(self._text[start:]), whole=self._whole and start == 0)
+    def _end(self, count: int) -> int:
+        """The offset behind so many tokens of the text."""
+        return self._ends[count - 1] if count else 0
+
+    def _take(self, count: int, pieces: Pieces) -> None:
+        """Puts pieces in the place of all but `count` tokens."""
+        start = self._end(count)
         del self._ids[self._settled + count :], self._ends[count:], self._seams[count:]
         self._ids += pieces.ids
         self._ends += [start + end for end in pieces.ends]

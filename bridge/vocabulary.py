@@ -13,10 +13,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
+from cachetools import LRUCache
 from tokenizers import Encoding, Tokenizer
 
 from bridge import tokenizer_json as spec_of
+from bridge.errors import TokenizerNotUnderstood
 from bridge.prefix_cache import Block, PrefixCache
+from bridge.spelled import Spelled
 from bridge.token_table import TokenTable
 
 # A boundary between tokens is final once this many bytes stand behind it. Pre-tokenizers look
@@ -25,8 +28,13 @@ LOOKAHEAD = 32
 # The library holds the interpreter's lock while it encodes one text, not while it encodes a batch.
 _LONG_TEXT = 8192
 # Where words end, and how long a chunk is at least that is tried by itself.
-_WORD_END = re.compile(r"(?<=\S)(?=[ \t\n])")
+_WORD_END = re.compile(r"(?<=\S)(?=[ \t\n])|(?<=[。，、！？；：])(?=\w)")
 _CHUNK_CHARACTERS = 24
+# How far back a seam is looked for before a boundary inside a word is taken.
+_NEAR_TOKENS = 48
+_JOINS = 1 << 14
+# Letters that patterns keep together: they tell only large ones from the others.
+_LETTERS = ("Lo", "Lm", "Ll")
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,19 @@ class Pieces:
     seams: list[bool]
     consumed: int
     exact: bool
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Characters that a text has nowhere else. What stands on the two sides of `split` is encoded apart; the one
+    character behind `literal` is plain text. They themselves are left out."""
+
+    split: str
+    literal: str
+
+    def out_of(self, text: str) -> str:
+        """The text without them."""
+        return text.replace(self.split, "").replace(self.literal, "")
 
 
 @dataclass(frozen=True)
@@ -92,39 +113,48 @@ class Vocabulary(TokenTable):
             for plain in (True, False)
         }
         added = self._added.values()
-        # Whether a control token is found in what a normalizer makes of a text, not in the text itself.
-        self.normalizes_controls = spec.get("normalizer") is not None and any(
-            token.special and token.normalized for token in added
-        )
+        # Whether an added token is found in what a normalizer makes of a text, not in the text itself.
+        self.normalizes_added = self._changes_characters and any(token.normalized for token in added)
         self._single_words = any(token.single_word for token in added)
         # Added tokens whose neighbours must be looked at apart from each other.
-        self._apart = self.control | {
-            id_ for id_, token in self._added.items() if self.dummy_prefix or token.lstrip or token.rstrip
+        words = self.dummy_prefix and spec_of.prefixes_words(spec)
+        self._anew = {
+            id_ for id_, token in self._added.items() if self.dummy_prefix and (words or not token.normalized)
         }
-        # Longer than any added token that a text may be about to spell.
-        self._lookahead = max([LOOKAHEAD, *(len(token.content.encode()) for token in added)])
+        strips = {id_ for id_, token in self._added.items() if token.lstrip or token.rstrip}
+        self._apart = self.control | self._anew | strips
+        # The unknown token is one of them where a text spells it, and only there.
+        self._unknown_text = self.name(self.unknown) if self.unknown in self._all_added else ""
+        # A space in front that is also put in front of the added tokens' own written forms: where a text is cut decides
+        # which of them are found in it.
+        self._never_settles = (
+            self.dummy_prefix
+            and any(part["type"] == "Prepend" for part in spec_of.components(spec.get("normalizer")))
+            and any(token.normalized for token in added)
+        )
+        # Whether a word can be cut: its tokens are merged, and none of it is changed by standing by itself.
+        self._cuts_words = spec["model"].get("type") == "BPE" and self.pieces(b"x").exact
+        self._joins: LRUCache[tuple[int, int], bool] = LRUCache(_JOINS)
+        # Bytes that must stand behind a boundary: longer than any added token that a text may be about to spell.
+        self.lookahead = max([LOOKAHEAD, *(len(token.content.encode()) for token in added)])
         self.prefixes = PrefixCache()
 
-    def control_spans(self, text: str) -> list[tuple[int, int]]:
-        """Where `text` spells a control token: starts and ends, in characters, overlapping ones too."""
-        starts, lengths = self._control_shapes
-        spans = {
-            (start, start + length)
-            for match_ in starts.finditer(text)
-            for start in [match_.start()]
-            for length in lengths
-            if text[start : start + length] in self.control_texts
-        }
-        if self.normalizes_controls:  # what only the library finds, and overlapping ones it does not
-            encoding = self._encode(text, False, plain=False)
-            spans |= {span for id_, span in zip(encoding.ids, encoding.offsets, strict=True) if id_ in self.control}
-        return sorted(spans)
-
     @cached_property
-    def _control_shapes(self) -> tuple[re.Pattern[str], list[int]]:
-        """What the control tokens begin with, and how long they are: thousands of them in one alternation are slow."""
-        firsts = "".join(sorted({re.escape(text[0]) for text in self.control_texts}))
-        return re.compile(f"[{firsts}]" if firsts else r"(?!)"), sorted({len(text) for text in self.control_texts})
+    def controls(self) -> Spelled:
+        """How the control tokens are written."""
+        return Spelled(self.control_texts)
+
+    def spans(self, text: str, wanted: Spelled) -> list[tuple[int, int]]:
+        """Where `text` spells added tokens that are `wanted`: starts and ends, in characters, overlapping ones too."""
+        spans = wanted.find(text)
+        if self.normalizes_added:  # what only the library finds, and overlapping ones it does not
+            encoding = self._encode(text, False, plain=False)
+            spans |= {
+                span
+                for id_, span in zip(encoding.ids, encoding.offsets, strict=True)
+                if id_ in self._added and self._added[id_].content in wanted.strings
+            }
+        return sorted(spans)
 
     def cuttable(self, before: str, after: str) -> bool:
         """Whether a seam between these two characters stays one, whatever comes after `LOOKAHEAD` more.
@@ -141,21 +171,24 @@ class Vocabulary(TokenTable):
             return False
         return not self._changes_characters or _stands_alone(before, after)
 
-    def prompt(self, text: str, *, mark: str = "", plain: bool = False) -> EncodedPrompt:
+    def prompt(self, text: str, *, marks: Marks | None = None, plain: bool = False) -> EncodedPrompt:
         """The tokenizer's own encoding of a whole text; only what no earlier text began with is encoded.
 
-        Control tokens in it are understood as such, unless `plain`. What stands on the two sides of a `mark`
-        is encoded apart, and the mark itself left out; behind two marks in a row all is plain up to the next.
-        The control tokens of `frame` are not added.
+        Control tokens in it are understood as such, unless `plain`, or the text has `marks` that say otherwise. The
+        control tokens of `frame` are not added.
         """
         data = text.encode()
-        known = self.prefixes.find(data, f"{plain} {mark}".encode())
-        tokens = self._marked(data, known.position, mark, plain)
+        salt = f"{plain} {marks}".encode()
+        known = self.prefixes.find(data, salt)
+        tokens = self._marked(data, known.position, marks, plain)
+        if known.ids and tokens.ids and not self.follows(data, known.position, known.ids[-1], tokens.ids[0]):
+            known = self.prefixes.nothing(data, salt)
+            tokens = self._marked(data, 0, marks, plain)
         # What the tail of an earlier text settled is part of the first new block.
         behind = known.ids[known.token_count :]
 
         def block(start: int, end: int, text: bytes = b"", before: Sequence[int] = ()) -> tuple[Block, int]:
-            count = max(self.settled(data, tokens.ends, tokens.seams, end - self._lookahead), start)
+            count = max(self.settled(data, tokens.ids, tokens.ends, tokens.seams, end - self.lookahead), start)
             ids = np.array([*before, *tokens.ids[start:count]], np.uint32)
             return Block(ids, tokens.ends[count - 1] if count else known.position, text), count
 
@@ -178,31 +211,82 @@ class Vocabulary(TokenTable):
         known.ids += tokens.ids
         return EncodedPrompt(known.ids, known_count + count, settled)
 
-    def settled(self, data: bytes | bytearray, ends: Sequence[int], seams: Sequence[bool], limit: int) -> int:
-        """How many tokens of `data` are the same whatever comes behind `limit` and the `LOOKAHEAD` after it."""
-        count = min(bisect_right(ends, limit), len(seams))
-        while count > 0:
-            end = ends[count - 1]
-            if end > 0 and seams[count - 1] and data[end] & 0xC0 != 0x80:
-                before = data[max(end - 4, 0) : end].decode(errors="ignore")
-                after = data[end : end + 4].decode(errors="ignore")
-                if self.cuttable(before[-1:], after[:1]):
-                    break
-            count -= 1
-        return count
+    def settled(
+        self,
+        data: bytes | bytearray,
+        ids: Sequence[int],
+        ends: Sequence[int],
+        seams: Sequence[bool],
+        limit: int,
+        first: int = 0,
+    ) -> int:
+        """How many tokens of `data` are the same whatever comes behind `limit` and the `lookahead` after it.
 
-    def _marked(self, data: bytes, start: int, mark: str, plain: bool) -> _Tokens:
+        `ids[first:]` are the tokens. The last of them may have to be looked at again with what follows: see `joins`.
+        """
+        if self._never_settles:
+            return 0
+        count = bisect_right(ends, limit)
+        # A space in front of the text is by itself no beginning that could be settled.
+        least = bisect_right(ends, 0)
+        near = range(count, max(count - _NEAR_TOKENS, least), -1)
+        for found in near:
+            if seams[found - 1] and self.cuttable(*_around(data, ends[found - 1])):
+                return found
+        for found in near if self._cuts_words else ():
+            inside = _inside_word(*_around(data, ends[found - 1]), self._splits_by_context)
+            if inside and first + found < len(ids) and self.joins(*ids[first + found - 1 : first + found + 1]):
+                return found
+        for found in range(count - len(near), least, -1):
+            if seams[found - 1] and self.cuttable(*_around(data, ends[found - 1])):
+                return found
+        return 0
+
+    def joins(self, left: int, right: int) -> bool:
+        """Whether two tokens may stand side by side in a text.
+
+        What is encoded apart may be put together where the two tokens that meet come out of their own bytes. In BPE
+        a sequence is a text's encoding if and only if every two neighbours in it are (van Antwerpen and Neubeck, "So
+        many tokens, so little time", 2024).
+        """
+        pair = left, right
+        if pair not in self._joins:
+            words = (self._whole.id_to_token(left) or "") + (self._whole.id_to_token(right) or "")
+            self._joins[pair] = [token.id for token in self._whole.model.tokenize(words)] == [left, right]
+        return self._joins[pair]
+
+    def follows(self, data: bytes | bytearray, position: int, left: int, right: int) -> bool:
+        """Whether `right`, behind `position`, may follow `left`, which was encoded without it."""
+        before, after = _around(data, position)
+        if not self._cuts_words or (not self._splits_by_context and self._separable(left, right)):
+            return True
+        return not _inside_word(before, after, self._splits_by_context) or self.joins(left, right)
+
+    def _marked(self, data: bytes, start: int, marks: Marks | None, plain: bool) -> _Tokens:
         """Tokens of `data`, which is UTF-8, from `start` on."""
-        tokens, position, literal = _Tokens(), start, plain
+        tokens, position = _Tokens(), start
+
+        def read(text: str, *, literal: bool) -> None:
+            nonlocal position
+            tokens.add(self._read(text, position == 0, plain=literal), position)
+            position += len(text.encode())
+
         text = data[start:].decode()
-        for index, segment in enumerate(text.split(mark) if mark else [text]):
-            tokens.add(self._read(segment, position == 0, plain=literal), position)
-            position += len(segment.encode()) + len(mark.encode())
-            # Nothing between two marks; before the first there is only the beginning.
-            literal = plain or (not segment and index > 0)
+        if marks is None:
+            read(text, literal=plain)
+            return tokens
+        for index, broken in enumerate(text.split(marks.split)):
+            position += len(marks.split.encode()) * (index > 0)
+            for number, part in enumerate(broken.split(marks.literal)):
+                if number == 0:
+                    read(part, literal=plain)
+                else:
+                    position += len(marks.literal.encode())
+                    read(part[:1], literal=True)
+                    read(part[1:], literal=plain)
         return tokens
 
-    def pieces(self, data: bytes, *, whole: bool = False) -> Pieces:
+    def pieces(self, data: bytes | bytearray, *, whole: bool = False) -> Pieces:
         """Tokens for `data`, any bytes at all, as the middle of a text (`whole`: as its start).
 
         Control tokens written out in it are plain text. Bytes that are no UTF-8 become single-byte
@@ -230,26 +314,28 @@ class Vocabulary(TokenTable):
         ids, words = encoding.ids, encoding.word_ids
         if plain and not self.control.isdisjoint(ids):
             return self._read_literally(text, start)
-        if plain or self._apart.isdisjoint(ids):
+        if plain or (self._apart.isdisjoint(ids) and not (self._unknown_text and self._unknown_text in text)):
             return self._section(text, ids, words, start)
         # A text begins anew behind such a token, and is another one than that before it.
-        tokens, position, first, character = _Tokens(), 0, 0, 0
+        tokens, position, first, character, dummy = _Tokens(), 0, 0, 0, start
         for index, (id_, (begin, end)) in enumerate(zip(ids, encoding.offsets, strict=True)):
-            if id_ not in self._apart:
+            spelled = id_ == self.unknown and self._unknown_text == text[begin:end]
+            if id_ not in self._apart and not spelled:
                 continue
-            if not start and self.dummy_prefix:  # but not at its own beginning
+            anew = id_ in self._anew or (spelled and self.dummy_prefix)
+            if anew and not start:  # but not at its own beginning
                 before = self._read(text[:begin], False, plain=False)
                 before.add(self._read(text[begin:], True, plain=False), len(text[:begin].encode()))
                 return before
-            section = self._section(text[character:begin], ids[first:index], words[first:index], self.dummy_prefix)
+            section = self._section(text[character:begin], ids[first:index], words[first:index], dummy)
             tokens.add(section, position)
             position += len(text[character:begin].encode())
             length = len(text[begin:end].encode())
             # Behind it a text is robbed of its white space, or begins with a space that it has not.
-            tokens.add(_Tokens([id_], [length], [not (self.dummy_prefix or self._added[id_].rstrip)]), position)
+            tokens.add(_Tokens([id_], [length], [not (anew or self._all_added[id_].rstrip)]), position)
             position += length
-            first, character = index + 1, end
-        tokens.add(self._section(text[character:], ids[first:], words[first:], self.dummy_prefix), position)
+            first, character, dummy = index + 1, end, anew
+        tokens.add(self._section(text[character:], ids[first:], words[first:], dummy), position)
         return tokens
 
     def _section(self, text: str, ids: list[int], words: list[int | None], start: bool) -> _Tokens:
@@ -268,16 +354,27 @@ class Vocabulary(TokenTable):
             place = match_.start()
             if place - cuts[-1] >= _CHUNK_CHARACTERS and self.cuttable(text[place - 1], text[place]):
                 cuts.append(place)
-        ends, seams, position = [], [], 0
-        for begin, end in pairwise([*cuts, len(text)]):
-            position += len(text[begin:end].encode())
-            part = self._encode(text[begin:end], start and begin == 0, plain=True).ids
-            if part != ids[len(ends) : len(ends) + len(part)]:
+        seams: list[bool] = []
+        ends, position, begin = [], 0, 0
+        while begin < len(text):
+            # Where a cut changes something, a longer chunk may not.
+            for end in [*cuts[bisect_right(cuts, begin) :][:4], len(text)]:
+                part = self._encode(text[begin:end], start and begin == 0, plain=True).ids
+                if part == ids[len(ends) : len(ends) + len(part)] and (
+                    end < len(text) or len(ends) + len(part) == len(ids)
+                ):
+                    break
+            else:
+                # Nothing says then that the last cut was right.
+                if seams:
+                    seams[-1] = False
+                ends += [len(raw)] * (len(ids) - len(ends))
+                seams += [False] * (len(ids) - len(seams))
                 break
+            position += len(text[begin:end].encode())
             ends += [position] * len(part)
             seams += [False] * (len(part) - 1) + [True] * bool(part)
-        if len(ends) < len(ids):
-            ends, seams = [len(raw)] * len(ids), [False] * len(ids)
+            begin = end
         return _Tokens(ids, ends, seams, exact=False)
 
     def _read_literally(self, text: str, start: bool) -> _Tokens:
@@ -286,7 +383,7 @@ class Vocabulary(TokenTable):
         Each that is written there is cut in two, and what is a single character is said byte by byte.
         """
         places = {0, len(text)}
-        for begin, end in self.control_spans(text):
+        for begin, end in self.spans(text, self.controls):
             places |= {begin, end} if end - begin == 1 else {begin + 1}
         tokens, position = _Tokens(), 0
         for begin, end in pairwise(sorted(places)):
@@ -302,7 +399,15 @@ class Vocabulary(TokenTable):
 
     def _encode(self, text: str, start: bool, *, plain: bool) -> Encoding:
         tokenizer: Tokenizer = self._variants[start and self.dummy_prefix, plain]
-        return tokenizer.encode(text) if len(text) < _LONG_TEXT else tokenizer.encode_batch([text])[0]
+        try:
+            return tokenizer.encode(text) if len(text) < _LONG_TEXT else tokenizer.encode_batch([text])[0]
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the library's, which is no Exception
+                raise
+            raise TokenizerNotUnderstood(
+                f"the tokenizer broke down over a text ({error}): serve this model with another tokenizer.json",
+                component="pre_tokenizer",
+            ) from error
 
     def _seams(self, ids: list[int], words: list[int | None]) -> list[bool]:
         if self._splits_by_context:
@@ -326,7 +431,7 @@ class Vocabulary(TokenTable):
         """Computes now what the first use would."""
         if not self._splits_by_context:
             _ = self._neighbours
-        _ = self.byte_ids, self._control_shapes, self.frame
+        _ = self.byte_ids, self.controls, self.frame
 
     @cached_property
     def _neighbours(self) -> frozenset[int]:
@@ -337,7 +442,7 @@ class Vocabulary(TokenTable):
         return frozenset(found)
 
 
-def _valid_prefix(data: bytes) -> tuple[str, bytes | None]:
+def _valid_prefix(data: bytes | bytearray) -> tuple[str, bytes | None]:
     """The text that `data` begins with, and the bytes behind it that are no UTF-8.
 
     None in their place: nothing more, or only the beginning of a character.
@@ -348,7 +453,25 @@ def _valid_prefix(data: bytes) -> tuple[str, bytes | None]:
         text = data[: error.start].decode()
         if error.reason == "unexpected end of data":
             return text, None
-        return text, data[error.start : error.end]
+        return text, bytes(data[error.start : error.end])
+
+
+def _around(data: bytes | bytearray, offset: int) -> tuple[str, str]:
+    """The characters before and behind an offset, empty where there is none; spaces where it is inside of one."""
+    if 0 < offset < len(data) and data[offset] & 0xC0 == 0x80:
+        return " ", " "
+    before = data[max(offset - 4, 0) : offset].decode(errors="ignore")
+    after = data[offset : offset + 4].decode(errors="ignore")
+    return before[-1:], after[:1]
+
+
+def _inside_word(before: str, after: str, splits_by_context: bool) -> bool:
+    """Whether a pre-tokenizer that keeps these two together keeps together what is on either side of a cut between."""
+    if not before or not after or before.isspace() or after.isspace():
+        return False
+    if not splits_by_context:
+        return True
+    return unicodedata.category(before) in (*_LETTERS, "Mn", "Mc") and unicodedata.category(after) in _LETTERS
 
 
 def _in_word(character: str) -> bool:

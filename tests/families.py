@@ -75,6 +75,31 @@ def _added_tokens() -> Tokenizer:
     return tokenizer
 
 
+def _llama_2_added() -> Tokenizer:
+    """A space in front by a normalizer, and added tokens, some of them found only behind it."""
+    tokenizer = Tokenizer.from_str(tiny.tokenizer_json("sentencepiece").decode())
+    tokenizer.add_tokens([AddedToken("<think>", normalized=True), AddedToken("</think>", normalized=False)])
+    tokenizer.add_special_tokens([AddedToken("<|im end|>", normalized=True), AddedToken("[INST]", normalized=False)])
+    return tokenizer
+
+
+def _t5_words() -> Tokenizer:
+    """As its file has it: words first, then a space in front of each."""
+    tokenizer = _t5()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
+    return tokenizer
+
+
+def _byte_level_words() -> Tokenizer:
+    """A space in front of every word, whether there was one or not."""
+    tokenizer = _byte_level(LLAMA_3)
+    split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)]
+    )
+    return tokenizer
+
+
 def _gemma() -> Tokenizer:
     """Spaces as ▁, no space in front, no words, bytes for what is unknown."""
     spec = json.loads(tiny.tokenizer_json("sentencepiece"))
@@ -183,6 +208,9 @@ FAMILIES: dict[str, Callable[[], Tokenizer]] = {
     "added-tokens": _added_tokens,
     "llama-2": lambda: Tokenizer.from_str(tiny.tokenizer_json("sentencepiece").decode()),
     "llama-2-new": _llama_2_new,
+    "llama-2-added": _llama_2_added,
+    "t5-words": _t5_words,
+    "byte-level-words": _byte_level_words,
     "gemma": _gemma,
     "unigram": lambda: Tokenizer.from_str(tiny.tokenizer_json("unigram").decode()),
     "t5": _t5,
@@ -194,11 +222,25 @@ FAMILIES: dict[str, Callable[[], Tokenizer]] = {
 # Those that say any Unicode text as it is. The others have a normalizer, or no token for some characters; SmolLM2
 # has none for some bytes.
 EXACT = [*("gpt-2", "llama-3", "deepseek", "o200k", "roberta", "bytes", "added-tokens"), "gemma", "unigram"]
-EXACT += ["llama-2", "llama-2-new", *(f"real {name}" for name in real.NAMES if name not in ("qwen", "smollm2"))]
+EXACT += [
+    "llama-2",
+    "llama-2-new",
+    "llama-2-added",
+    *(f"real {name}" for name in real.NAMES if name not in ("qwen", "smollm2")),
+]
 # Those whose pieces are scored: two segmentations may have the very same score.
-SCORED = ("unigram", "t5", "xlnet", "characters")
+SCORED = ("unigram", "t5", "t5-words", "xlnet", "characters")
 # Those that cannot tell ▁ from a space.
-SPACED = ("llama-2", "llama-2-new", "gemma", "unigram", "real gemma-3", "real mistral-v1", "real mistral-v3")
+SPACED = (
+    "llama-2",
+    "llama-2-new",
+    "llama-2-added",
+    "gemma",
+    "unigram",
+    "real gemma-3",
+    "real mistral-v1",
+    "real mistral-v3",
+)
 NAMES = [*FAMILIES, *(f"real {name}" for name in real.NAMES)]
 
 

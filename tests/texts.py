@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from tests.tiny import CORPUS
+from tests.tiny import CORPUS, SPECIALS
 
 # What has gone wrong somewhere: runs that a pattern looks at whole, characters that a normalizer joins or
 # turns round, white space of other scripts, characters of several code points, characters of many bytes.
@@ -26,6 +26,9 @@ PIECES = st.one_of(
     st.tuples(st.sampled_from(HARD), st.integers(2, 60)).map(lambda pair: pair[0] * pair[1]),
 )
 TEXTS = st.lists(PIECES, max_size=40).map("".join)
+# Control tokens and other added ones, of any family, among them.
+MARKUP = [*SPECIALS, "<unk>", "<mask>", "<|end|>", "<|im end|>", "[INST]", "<think>", "</think>", "<s>", "<|im_start|>"]
+MARKED_TEXTS = st.lists(st.one_of(PIECES, PIECES, st.sampled_from(MARKUP)), max_size=40).map("".join)
 PLACES = st.lists(st.integers(0, 100_000), max_size=30)
 
 
