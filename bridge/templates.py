@@ -1,13 +1,14 @@
 """What a user asked for, in the tokens of one model: a text, or a chat in the model's own template."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
 from jinja2 import Template, nodes, pass_context
+from jinja2.defaults import DEFAULT_NAMESPACE
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -23,6 +24,8 @@ PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}Assistant:{% endif %}"
 )
+# Far more than any chat has messages.
+_MOST_TURNS = 100_000
 # What the bridge itself says to a template.
 _RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token")
 
@@ -57,8 +60,8 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
     given, whole, trimmed, cut or joined, keeps it so; one that makes new text of it, letter by letter, need not.
     Raises `InvalidField` for a chat that the template refuses, `UnusableModel` for a template that fails.
     """
-    for name in _RESERVED:
-        if name in chat.variables:
+    for name in chat.variables:
+        if name in _RESERVED or name in DEFAULT_NAMESPACE:
             raise InvalidField("chat.template_variables", f"without {name!r}, which the bridge sets itself", "it")
     text, marks = _rendered(model, chat, add_generation_prompt=True)
     # A template writes its own beginning of text; the plain transcript gets the tokenizer's.
@@ -86,12 +89,12 @@ def render_ids_for(model: Model, ids: Sequence[int], source: Model) -> Rendering
     if model.vocabulary is source.vocabulary:
         return Rendering(ids, len(ids), b"")
     parts: list[str | int] = []
-    said = b""
+    said = bytearray()
     try:
         for id_ in ids:
             if id_ in source.vocabulary.control:
                 parts += [said.decode(), id_]
-                said = b""
+                said.clear()
             else:
                 said += source.vocabulary.token_bytes(id_)
         parts.append(said.decode())
@@ -161,6 +164,7 @@ def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple
         return value
 
     variables = {
+        "range": _Range(),
         **shield(chat.variables),
         **model.control,
         "messages": shield(given),
@@ -181,13 +185,39 @@ def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple
 
 @lru_cache(maxsize=64)
 def _compiled(template: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     environment.filters["tojson"] = _to_json
     return environment.from_string(template)
+
+
+class _Range:
+    """`range` as templates have it, for so many turns in all: a template of loops in loops would not come to an end."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_TURNS
+
+    def __call__(self, *arguments: int) -> range:
+        turns = range(*arguments)
+        self._left -= len(turns)
+        if self._left < 0:
+            raise OverflowError(f"more than {_MOST_TURNS} turns of loops")
+        return turns
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's own, and no text or number that grows beyond measure."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Refuses what would fill the memory."""
+        if operator == "**" or len(left if isinstance(left, Sized) else right if isinstance(right, Sized) else ()):
+            count = max((one for one in (left, right) if isinstance(one, int)), default=0)
+            if count > _MOST_TURNS:
+                raise OverflowError(f"{operator} with {count}")
+        return super().call_binop(context, operator, left, right)
 
 
 class _RefusedError(Exception):

@@ -139,15 +139,22 @@ def translate(ids: Sequence[int], source: Model, to: Model) -> list[int]:
     if to.vocabulary is source.vocabulary:
         return list(ids)
     translated: list[int] = []
-    data = b""
+    data = bytearray()
     for id_ in ids:
         if id_ in source.vocabulary.control:
             counterpart = to.counterpart(id_, source)
-            translated += to.vocabulary.pieces(data).ids + ([] if counterpart is None else [counterpart])
-            data = b""
+            translated += segment(to.vocabulary, data) + ([] if counterpart is None else [counterpart])
+            data.clear()
         else:
             data += source.vocabulary.token_bytes(id_)
-    return translated + to.vocabulary.pieces(data).ids
+    return translated + segment(to.vocabulary, data)
+
+
+def segment(vocabulary: Vocabulary, data: bytes | bytearray) -> list[int]:
+    """Ids for all bytes, also for the beginning of a character whose end does not come."""
+    pieces = vocabulary.pieces(data)
+    left = data[pieces.consumed :]
+    return pieces.ids + [vocabulary.byte_ids[byte] for byte in left if byte in vocabulary.byte_ids]
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:

@@ -167,7 +167,7 @@ class Vocabulary(TokenTable):
             return False
         if self._single_words and not after.isspace():
             return False  # an added token that must stand alone looks at what is before it
-        if self._splits_by_context and _in_word(before) and _in_word(after):
+        if self._splits_by_context and _same_run(before, after):
             return False
         return not self._changes_characters or _stands_alone(before, after)
 
@@ -471,12 +471,14 @@ def _inside_word(before: str, after: str, splits_by_context: bool) -> bool:
         return False
     if not splits_by_context:
         return True
-    return unicodedata.category(before) in (*_LETTERS, "Mn", "Mc") and unicodedata.category(after) in _LETTERS
+    left, right = unicodedata.category(before), unicodedata.category(after)
+    return left == right == "Lu" or (left in (*_LETTERS, "Mn", "Mc") and right in _LETTERS)
 
 
-def _in_word(character: str) -> bool:
-    """A letter, a digit, or a mark on one."""
-    return character.isalnum() or unicodedata.category(character)[0] == "M"
+def _same_run(before: str, after: str) -> bool:
+    """Two letters, or marks on them, or two digits."""
+    kinds = {unicodedata.category(character)[0] for character in (before, after)}
+    return kinds <= {"L", "M"} or kinds == {"N"}
 
 
 def _stands_alone(before: str, after: str) -> bool:

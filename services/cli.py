@@ -225,10 +225,10 @@ def translate(
     source: Annotated[str, typer.Option("--from", help=f"A model. {_TOKENIZER_HELP}")] = DEFAULT_TARGET,
     target: Annotated[str, typer.Option("--to", help="The other model.")] = DEFAULT_DRAFT,
     server: Annotated[str, typer.Option(help="HOST:PORT of a bridge to ask; without it no service is needed.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print ids, offsets and bytes (base64) as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print ids, offsets and bytes (in hex) as JSON.")] = False,
 ) -> None:
     """Show how two models cut the same text into tokens."""
-    from bridge.translation import spans
+    from bridge.translation import segment, spans
     from services.model.store import read_vocabulary
     from services.segmentation import Segmentation, show
 
@@ -239,7 +239,7 @@ def translate(
     else:
         data = _utf_8(text)
         vocabularies = {"from": read_vocabulary(source, _report), "to": read_vocabulary(target, _report)}
-        rows = {row: spans(one, one.pieces(data).ids) for row, one in vocabularies.items()}
+        rows = {row: spans(one, segment(one, data)) for row, one in vocabularies.items()}
     if as_json:
         for row, tokens in rows.items():
             rows[row] = [

@@ -1,7 +1,10 @@
 """Two segmentations of the same bytes, one above the other: what `draftbridge translate` prints."""
 
+import unicodedata
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 from rich.cells import cell_len
@@ -14,6 +17,8 @@ _STYLES = (("black on bright_cyan", "black on cyan"), ("black on bright_yellow",
 _VISIBLE = {" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥", "\x7f": "␡"} | {
     chr(code): chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\r\t"
 }
+# Those that a terminal obeys or hides: controls, formats such as the one that turns the writing round, separators.
+_OBEYED = ("Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn")
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Segmentation:
     name: str
     tokens: Sequence[bytes]
 
-    @property
+    @cached_property
     def ends(self) -> list[int]:
         """The offset behind each token."""
         return list(accumulate(map(len, self.tokens)))
@@ -45,12 +50,16 @@ def show(console: Console, above: Segmentation, below: Segmentation) -> None:
         for one, styles in zip((above, below), _STYLES, strict=True):
             said = b"".join(one.tokens)
             console.print(_row(list(_segments(said, set(one.ends))), one, styles), soft_wrap=True)
-    common = len(set(above.ends) & set(below.ends) - {0})
     for one, styles in zip((above, below), _STYLES, strict=True):
         count = len(one.tokens)
         bytes_each = f"{len(b''.join(one.tokens)) / count:.2f} bytes a token" if count else "nothing"
         console.print(Text("  ", styles[0]) + Text(f" {one.name}: {count} tokens, {bytes_each}"))
-    console.print(f"{len(data)} bytes; both have a token's end at {common} places", style="dim", highlight=False)
+    if data == b"".join(below.tokens):
+        common = len(set(above.ends) & set(below.ends) - {0})
+        summary = f"{len(data)} bytes; both have a token's end at {common} places"
+    else:
+        summary = "a tokenizer here changes what it reads: the rows spell different bytes and cannot be aligned"
+    console.print(summary, style="dim", highlight=False)
 
 
 def _segments(data: bytes, ends: set[int]) -> Iterator[tuple[int, int, str]]:
@@ -62,10 +71,16 @@ def _segments(data: bytes, ends: set[int]) -> Iterator[tuple[int, int, str]]:
 def _shown(data: bytes) -> str:
     """As text; what is only a part of a character, as bytes."""
     try:
-        return "".join(_VISIBLE.get(character, character) for character in data.decode())
+        return "".join(map(_visible, data.decode()))
     except UnicodeDecodeError as error:
         part = "".join(f"‹{byte:02x}›" for byte in data[error.start : error.end])
         return _shown(data[: error.start]) + part + _shown(data[error.end :])
+
+
+def _visible(character: str) -> str:
+    if character in _VISIBLE:
+        return _VISIBLE[character]
+    return f"‹U+{ord(character):04X}›" if unicodedata.category(character) in _OBEYED else character
 
 
 def _lines(segments: Sequence[tuple[int, int, str]], width: int) -> Iterator[list[tuple[int, int, str]]]:
@@ -86,7 +101,7 @@ def _row(line: Sequence[tuple[int, int, str]], of: Segmentation, styles: tuple[s
     """One line of one model: `│` where a token ends, a space of its colour where only the other model's does."""
     row, ends = Text(), of.ends
     for _, end, shown in line:
-        index = next(i for i, token_end in enumerate(ends) if token_end >= end)
+        index = bisect_left(ends, end)
         style = styles[index % 2]
         row.append(shown, style)
         row.append("│" if ends[index] == end else " ", style)

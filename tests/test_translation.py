@@ -6,11 +6,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from bridge.templates import render_text
-from bridge.translation import DraftContext, Rendering, candidates
-from bridge.vocabulary import Pieces
-from tests.tiny import CORPUS, EXACT_KINDS, KINDS, own_ids, tokenizer_json, vocabulary
+from bridge.translation import DraftContext, Rendering, candidates, translate
+from bridge.vocabulary import Pieces, Vocabulary
+from tests.tiny import CORPUS, EXACT_KINDS, KINDS, model, own_ids, tokenizer_json, vocabulary
 
 # Pieces of the texts that the tokenizers know, characters that they do not, and periodic nonsense.
 PIECES = st.one_of(
@@ -122,3 +123,30 @@ def test_control_tokens_in_the_draft_are_never_re_encoded() -> None:
     context.append(b"the dog")
     assert context.ids[:2] == [1, 3]
     assert words.spell(context.ids) == b"the dog"
+
+
+def test_translation_leaves_no_byte_out() -> None:
+    source, other = model("byte_level"), model("sentencepiece")
+    half = source.vocabulary.pieces("東".encode()[:2]).ids
+    whole = "東".encode()
+    byte_ids = [source.vocabulary.byte_ids[byte] for byte in whole]
+    for ids, said in (
+        ([*byte_ids, byte_ids[0], 2], whole + whole[:1]),
+        (source.vocabulary.pieces(b"the dog").ids + byte_ids[:2], b"the dog" + whole[:2]),
+        (half, whole[:2]) if half else ([], b""),
+    ):
+        translated = translate(ids, source, other)
+        assert other.vocabulary.spell(translated) == said
+        assert (2 in translated) == (2 in ids)
+
+
+def test_a_long_added_token_is_found_in_whatever_pieces_it_comes() -> None:
+    tokenizer = Tokenizer.from_str(tokenizer_json("byte_level").decode())
+    long = "<a very long added token, more than 32 bytes of it>"
+    tokenizer.add_tokens([long])
+    words = Vocabulary(tokenizer.to_str().encode())
+    text = f"The quick brown fox {long} and over and over again"
+    context = DraftContext(words, render_text(words, "x"))
+    for character in text:
+        context.append(character.encode())
+    assert context.ids == tokenizer.encode("x" + text).ids

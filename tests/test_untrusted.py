@@ -158,3 +158,30 @@ def test_dropout_of_a_training_run_is_left_out() -> None:
     words = Vocabulary(json.dumps(spec).encode())
     text = b"The quick brown fox jumps over the lazy dog"
     assert words.pieces(text).ids == families.vocabulary("gpt-2").pieces(text).ids
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Replace", "pattern": {"String": "z"}, "content": "z" * 1000}] * 3}}, "normalizer can make"),
+        ({"added_tokens": [
+            {"id": 1000 + n, "content": "<" * n + "x", "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True} for n in range(600)]}, "added tokens of"),
+    ],
+    ids=["growth", "lengths"],
+)  # fmt: skip
+async def test_a_tokenizer_that_would_take_the_bridge_down_later_is_refused_now(change: dict, said: str) -> None:
+    spec = json.loads(tokenizer_json("byte_level")) | change
+    with pytest.raises(TokenizerNotUnderstood, match=said):
+        await flaw_of(json.dumps(spec).encode())
+
+
+def test_a_library_that_panics_over_a_text_is_an_error_like_others() -> None:
+    spec = json.loads(tokenizer_json("byte_level"))
+    split = {"type": "Split", "pattern": {"Regex": "(?:z|zz)+q|."}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+    words = Vocabulary(json.dumps(spec).encode())
+    with pytest.raises(TokenizerNotUnderstood, match="broke down over a text"):
+        words.pieces(b"z" * 40 + b"! q")

@@ -69,6 +69,10 @@ def _main() -> None:
         answer: dict[str, Any] = {"flaw": prove(Vocabulary(sys.stdin.buffer.read()))}
     except TokenizerNotUnderstood as error:
         answer = {"error": str(error), "metadata": error.metadata}
+    except BaseException as error:  # whatever it is, it is the tokenizer's doing; the library's panics are no Exception
+        said = f"the library fails over this tokenizer ({type(error).__name__}: {error})"
+        remedy = "save the model's fast tokenizer again with save_pretrained"
+        answer = {"error": f"{said}: {remedy}", "metadata": {"component": "file"}}
     print(json.dumps(answer))
 
 

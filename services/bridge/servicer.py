@@ -1,5 +1,6 @@
 """BridgeService: requests to `bridge.generation`, its results to responses."""
 
+import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, closing
@@ -12,7 +13,7 @@ from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
 from bridge.generation import Delta, Finished, Request, Started, check, generate
 from bridge.policy import Mode, SpeculationParameters
 from bridge.templates import Chat
-from bridge.translation import spans, translate
+from bridge.translation import segment, spans, translate
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services import wire
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
@@ -148,13 +149,15 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         match request.WhichOneof("input"):
             case "text":
                 data = request.text.encode()
-                source_ids, target_ids = source.vocabulary.pieces(data).ids, target.vocabulary.pieces(data).ids
+                source_ids, target_ids = await asyncio.gather(
+                    *(asyncio.to_thread(segment, one.vocabulary, data) for one in (source, target))
+                )
             case "token_ids":
                 source_ids = list(request.token_ids.token_ids)
                 for id_ in source_ids:
                     if id_ >= source.vocabulary.size or source.vocabulary.tokens[id_] is None:
                         raise TokenOutOfRange(id_, source.vocabulary.size, source.name)
-                target_ids = translate(source_ids, source, target)
+                target_ids = await asyncio.to_thread(translate, source_ids, source, target)
             case _:
                 raise InvalidField("input", "a text or token ids", "neither")
         return bridge_pb2.TranslateResponse(

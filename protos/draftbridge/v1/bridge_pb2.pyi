@@ -830,7 +830,9 @@ class TokenSpan(_message.Message):
     token_id: _builtins.int
     """Id in its model's vocabulary."""
     byte_offset: _builtins.int
-    """Offset in bytes of its first byte."""
+    """Offset of its first byte among the bytes of all tokens before it; they are those of the text but
+    where a tokenizer changes what it reads.
+    """
     data: _builtins.bytes
     """The bytes that it stands for; none for a control token."""
     def __init__(
