@@ -27,38 +27,44 @@ _ENTRY_BYTES = 700
 
 @dataclass(frozen=True)
 class Block:
-    """Ids that end a settled beginning, and how many bytes of the text that beginning has.
+    """Ids that stand for the text from `start` to `settled`, in bytes, and are the same whatever follows.
 
-    `text`: for a tail or a branch, what is behind the last whole block, by which it was settled.
+    It goes with the blocks before it only if those end where it starts: one that was lost and made again may end
+    elsewhere. `after`: ids that followed, which must come out again where a text goes on from here. `text`: for a
+    tail or a branch, what is behind the last whole block, by which it was settled.
     """
 
     ids: NDArray[np.uint32]
+    start: int
     settled: int
+    after: tuple[int, ...] = ()
     text: bytes = b""
 
     @property
     def byte_count(self) -> int:
         """Bytes of memory, near enough."""
-        return _ENTRY_BYTES + self.ids.nbytes + len(self.text)
+        return _ENTRY_BYTES + self.ids.nbytes + len(self.text) + 40 * len(self.after)
 
 
 @dataclass
 class Known:
     """The longest beginning of a text that was found, and where to go on from.
 
-    `ids` stand for the first `position` bytes; `token_count` of them are of whole blocks, the others of a
-    tail or a branch. `block_end`: where those whole blocks end; `ends`: where those end that were not found;
-    `last_end`: where the text's last block ends. `branch_end`: where the text parts from the last one that came
-    this way, if that is worth keeping.
+    `ids` stand for the first `position` bytes; `token_count` of them, for the first `start`, are of whole blocks, the
+    others of a tail or a branch. `after` must be the first of those that follow. `block_end`: where those whole
+    blocks end; `ends`: where those end that were not found; `last_end`: where the text's last block ends.
+    `branch_end`: where the text parts from the last one that came this way, if that is worth keeping.
     """
 
     ids: list[int]
     token_count: int
+    start: int
     position: int
     block_end: int
     ends: list[int]
     last_end: int
     branch_end: int | None
+    after: tuple[int, ...]
     _digests: list[bytes] = field(repr=False)
 
 
@@ -88,13 +94,16 @@ class PrefixCache:
         with self._lock:
             for digest in digests[1:]:
                 block = self._blocks.get(digest)
-                if block is None:
+                if block is None or block.start != (found[-1].settled if found else 0):
                     break
                 found.append(block)
             whole = len(found)
             tail = self._blocks.get(_tail_key(digests[whole]))
             branch = self._blocks.get(_branch_key(digests[whole]))
-            behind = [one for one in (tail, branch) if one and text.startswith(one.text, ends[whole])]
+            start = found[-1].settled if found else 0
+            behind = [
+                one for one in (tail, branch) if one and one.start == start and text.startswith(one.text, ends[whole])
+            ]
             found += behind[:1]
             # Touched from the end, so that the beginning, which the rest is worthless without, goes last.
             for digest in reversed(digests[1 : whole + 1]):
@@ -107,12 +116,14 @@ class PrefixCache:
             branch_end = ends[whole] + _common_length(tail.text, text[ends[whole] : ends[whole] + len(tail.text)])
         token_count = sum(len(block.ids) for block in found[:whole])
         position = found[-1].settled if found else 0
-        return Known(ids, token_count, position, ends[whole], ends[whole + 1 :], ends[-1], branch_end, digests)
+        after = found[-1].after if found else ()
+        rest = ends[whole + 1 :]
+        return Known(ids, token_count, start, position, ends[whole], rest, ends[-1], branch_end, after, digests)
 
     def nothing(self, text: bytes, salt: bytes) -> Known:
         """As if nothing of the text had been found."""
         ends = list(_block_ends(len(text)))
-        return Known([], 0, 0, 0, ends[1:], ends[-1], None, list(_digests(text, salt, ends)))
+        return Known([], 0, 0, 0, 0, ends[1:], ends[-1], None, (), list(_digests(text, salt, ends)))
 
     def keep(self, known: Known, blocks: list[Block], tail: Block, branch: Block | None) -> None:
         """Stores the whole blocks that were not found, and what is behind the last and behind the first of them."""

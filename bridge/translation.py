@@ -68,14 +68,12 @@ class DraftContext:
         words, limit = self._vocabulary, self._consumed - self._vocabulary.lookahead
         count = words.settled(self._text, self._ids, self._ends, self._seams, limit, self._settled)
         held = self._ids[self._settled + count :] + list(proposed)
+        after = words.after(self._ids, self._ends, count, self._consumed, self._settled)
         self._text += data
         pieces = words.pieces(self._text[self._end(count) :], whole=self._whole and count == 0)
-        if (
-            count
-            and pieces.ids
-            and not words.follows(self._text, self._end(count), self._ids[self._settled + count - 1], pieces.ids[0])
-        ):
-            # A boundary inside a word that what came now does not leave where it was.
+        last = self._ids[self._settled + count - 1] if count else 0
+        if count and not words.follows(self._text, self._end(count), last, pieces.ids, after):
+            # A boundary that what came now does not leave where it was.
             held, count = self._ids[self._settled :] + list(proposed), 0
             pieces = words.pieces(self._text, whole=self._whole)
         self._take(count, pieces)

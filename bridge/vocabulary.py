@@ -32,6 +32,11 @@ _WORD_END = re.compile(r"(?<=\S)(?=[ \t\n])|(?<=[。，、！？；：])(?=\w)")
 _CHUNK_CHARACTERS = 24
 # How far back a seam is looked for before a boundary inside a word is taken.
 _NEAR_TOKENS = 48
+# Pre-tokenizers that find their cuts by the characters there, wherever the text began.
+_CUTTING_AS_THEY_GO = {"ByteLevel", "Split", "Metaspace", "Digits", "Punctuation"}
+# How many tokens behind a boundary are looked at again, and how near to the end of what was known they may change.
+_AFTER = 8
+_UNSURE = 12
 _JOINS = 1 << 14
 # Letters that patterns keep together: they tell only large ones from the others.
 _LETTERS = ("Lo", "Lm", "Ll")
@@ -115,7 +120,6 @@ class Vocabulary(TokenTable):
         added = self._added.values()
         # Whether an added token is found in what a normalizer makes of a text, not in the text itself.
         self.normalizes_added = self._changes_characters and any(token.normalized for token in added)
-        self._single_words = any(token.single_word for token in added)
         # Added tokens whose neighbours must be looked at apart from each other.
         words = self.dummy_prefix and spec_of.prefixes_words(spec)
         self._anew = {
@@ -125,15 +129,14 @@ class Vocabulary(TokenTable):
         self._apart = self.control | self._anew | strips
         # The unknown token is one of them where a text spells it, and only there.
         self._unknown_text = self.name(self.unknown) if self.unknown in self._all_added else ""
-        # A space in front that is also put in front of the added tokens' own written forms: where a text is cut decides
-        # which of them are found in it.
-        self._never_settles = (
-            self.dummy_prefix
-            and any(part["type"] == "Prepend" for part in spec_of.components(spec.get("normalizer")))
-            and any(token.normalized for token in added)
-        )
-        # Whether a word can be cut: its tokens are merged, and none of it is changed by standing by itself.
-        self._cuts_words = spec["model"].get("type") == "BPE" and self.pieces(b"x").exact
+        # Added tokens that must stand alone, and those before whose own written forms a normalizer puts a space too:
+        # where a text is cut decides which of them are found in it.
+        prepends = any(part["type"] == "Prepend" for part in spec_of.components(spec.get("normalizer")))
+        self._never_settles = any(token.single_word or (prepends and token.normalized) for token in added)
+        self._merges = spec["model"].get("type", "BPE") == "BPE"
+        # Whether a word can be cut: none of it is changed by standing by itself.
+        kinds = {part["type"] for part in spec_of.components(spec.get("pre_tokenizer"))}
+        self._cuts_words = self._merges and kinds <= _CUTTING_AS_THEY_GO and self.pieces(b"x").exact
         self._joins: LRUCache[tuple[int, int], bool] = LRUCache(_JOINS)
         # Bytes that must stand behind a boundary: longer than any added token that a text may be about to spell.
         self.lookahead = max([LOOKAHEAD, *(len(token.content.encode()) for token in added)])
@@ -165,8 +168,6 @@ class Vocabulary(TokenTable):
             return True  # a byte that is no part of a character
         if before.isspace() and after.isspace():
             return False
-        if self._single_words and not after.isspace():
-            return False  # an added token that must stand alone looks at what is before it
         if self._splits_by_context and _same_run(before, after):
             return False
         return not self._changes_characters or _stands_alone(before, after)
@@ -181,27 +182,30 @@ class Vocabulary(TokenTable):
         salt = f"{plain} {marks}".encode()
         known = self.prefixes.find(data, salt)
         tokens = self._marked(data, known.position, marks, plain)
-        if known.ids and tokens.ids and not self.follows(data, known.position, known.ids[-1], tokens.ids[0]):
+        if known.ids and not self.follows(data, known.position, known.ids[-1], tokens.ids, known.after):
             known = self.prefixes.nothing(data, salt)
             tokens = self._marked(data, 0, marks, plain)
         # What the tail of an earlier text settled is part of the first new block.
         behind = known.ids[known.token_count :]
 
-        def block(start: int, end: int, text: bytes = b"", before: Sequence[int] = ()) -> tuple[Block, int]:
-            count = max(self.settled(data, tokens.ids, tokens.ends, tokens.seams, end - self.lookahead), start)
-            ids = np.array([*before, *tokens.ids[start:count]], np.uint32)
-            return Block(ids, tokens.ends[count - 1] if count else known.position, text), count
+        def block(first: int, begin: int, end: int, text: bytes = b"", before: Sequence[int] = ()) -> tuple[Block, int]:
+            found = self.settled(data, tokens.ids, tokens.ends, tokens.seams, end - self.lookahead)
+            count = max(found, first)
+            ids = np.array([*before, *tokens.ids[first:count]], np.uint32)
+            after = self.after(tokens.ids, tokens.ends, count, end)
+            return Block(ids, begin, tokens.ends[count - 1] if count else known.position, after, text), count
 
         blocks: list[Block] = []
-        done, before = 0, behind
+        done, begin, before = 0, known.start, behind
         for end in known.ends:
-            new, done = block(done, end, before=before)
+            new, done = block(done, begin, end, before=before)
             blocks.append(new)
-            before = []
-        tail, done = block(done, len(data), data[known.last_end :], before)
+            begin, before = new.settled, []
+        tail, done = block(done, begin, len(data), data[known.last_end :], before)
         branch = None
         if known.branch_end is not None:
-            branch, _ = block(0, known.branch_end, data[known.block_end : known.branch_end], behind)
+            text_of_branch = data[known.block_end : known.branch_end]
+            branch, _ = block(0, known.start, known.branch_end, text_of_branch, behind)
         self.prefixes.keep(known, blocks, tail, branch)
         # Behind the last control token there is text and nothing else, so it settles all before it.
         control = next((i + 1 for i in range(len(tokens.ids) - 1, -1, -1) if tokens.ids[i] in self.control), 0)
@@ -255,12 +259,24 @@ class Vocabulary(TokenTable):
             self._joins[pair] = [token.id for token in self._whole.model.tokenize(words)] == [left, right]
         return self._joins[pair]
 
-    def follows(self, data: bytes | bytearray, position: int, left: int, right: int) -> bool:
-        """Whether `right`, behind `position`, may follow `left`, which was encoded without it."""
-        before, after = _around(data, position)
-        if not self._cuts_words or (not self._splits_by_context and self._separable(left, right)):
+    def after(self, ids: Sequence[int], ends: Sequence[int], count: int, known: int, first: int = 0) -> tuple[int, ...]:
+        """What stands behind the first `count` of `ids[first:]`, as far as `known` bytes decide it; see `follows`."""
+        last = min(bisect_right(ends, known - _UNSURE), count + _AFTER)
+        return tuple(ids[first + count : first + last])
+
+    def follows(
+        self, data: bytes | bytearray, position: int, last: int, ids: Sequence[int], after: Sequence[int]
+    ) -> bool:
+        """Whether `ids`, for what is behind `position`, may stand behind the token `last`, encoded without them.
+
+        `after`: what stood there when `last` was settled, and must again.
+        """
+        if list(ids[: len(after)]) != list(after):
+            return False
+        before, next_ = _around(data, position)
+        if not (ids and self._cuts_words and _inside_word(before, next_, self._splits_by_context)):
             return True
-        return not _inside_word(before, after, self._splits_by_context) or self.joins(left, right)
+        return (not self._splits_by_context and self._separable(last, ids[0])) or self.joins(last, ids[0])
 
     def _marked(self, data: bytes, start: int, marks: Marks | None, plain: bool) -> _Tokens:
         """Tokens of `data`, which is UTF-8, from `start` on."""
@@ -372,8 +388,11 @@ class Vocabulary(TokenTable):
                 seams += [False] * (len(ids) - len(seams))
                 break
             position += len(text[begin:end].encode())
+            if seams and part and part[0] == self.unknown:
+                seams[-1] = False  # one unknown token looks like another
             ends += [position] * len(part)
-            seams += [False] * (len(part) - 1) + [True] * bool(part)
+            if part:
+                seams += [False] * (len(part) - 1) + [part[-1] != self.unknown]
             begin = end
         return _Tokens(ids, ends, seams, exact=False)
 
@@ -410,8 +429,8 @@ class Vocabulary(TokenTable):
             ) from error
 
     def _seams(self, ids: list[int], words: list[int | None]) -> list[bool]:
-        if self._splits_by_context:
-            # The rest of a word, taken by itself, may be split in another way.
+        if self._splits_by_context or not self._merges:
+            # The rest of a word, taken by itself, may be split in another way, or be another one of equal score.
             seams = [left != right for left, right in pairwise(words)]
         else:
             pairs = zip(pairwise(words), pairwise(ids), strict=True)

@@ -12,7 +12,8 @@ from bridge.prefix_cache import PrefixCache, _block_ends
 from bridge.templates import Chat, Message, render_chat, render_text
 from bridge.vocabulary import Vocabulary
 from tests import tiny
-from tests.families import library
+from tests.families import library, vocabulary
+from tests.texts import MARKED_TEXTS
 from tests.tiny import CORPUS, tokenizer_json
 
 SYSTEM = " ".join(CORPUS) * 20
@@ -65,15 +66,24 @@ def test_a_conversations_next_turn_encodes_what_is_new(kind: str, monkeypatch: p
     assert rendering.ids == render_chat(of, Chat(tuple(messages))).ids
 
 
-@settings(max_examples=30)
-@given(sizes=st.lists(st.integers(0, 4000), min_size=1, max_size=20))
-def test_it_is_bounded_in_bytes_and_right_when_it_is_full(sizes: list[int]) -> None:
-    words = Vocabulary(tokenizer_json("byte_level"))
-    words.prefixes = PrefixCache(limit_bytes=20_000)
-    for size in sizes:
-        text = SYSTEM[:size] + "!" + SYSTEM[size // 2 : size]
-        assert list(render_text(words, text).ids) == library("gpt-2").encode(text).ids
-        assert words.prefixes.statistics.held_byte_count <= 20_000
+@pytest.mark.parametrize("family", ["gpt-2", "gemma", "llama-2", "unigram"])
+@settings(max_examples=60)
+@given(
+    texts=st.lists(st.tuples(MARKED_TEXTS, st.integers(0, 1000)), min_size=2, max_size=12),
+    limit=st.sampled_from([3_000, 8_000, 20_000]),
+)
+def test_it_is_bounded_in_bytes_and_right_when_it_is_full(
+    family: str, texts: list[tuple[str, int]], limit: int
+) -> None:
+    """Blocks that were lost are made again, and need not end where the first ones did."""
+    words = vocabulary(family)
+    words.prefixes = PrefixCache(limit_bytes=limit)
+    text = ""
+    for more, share in texts:
+        text = text[: len(text) * share // 700] + more * 3
+        expected = [*words.frame, *library(family).encode(text, add_special_tokens=False).ids]
+        assert list(render_text(words, text).ids) == expected
+        assert words.prefixes.statistics.held_byte_count <= limit
 
 
 def test_the_beginning_is_the_last_to_go() -> None:
