@@ -2,13 +2,15 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.prefix_cache import PrefixCache, _block_ends
+from bridge.prefix_cache import Block, PrefixCache, _block_ends
 from bridge.templates import Chat, Message, render_chat, render_text
 from bridge.vocabulary import Vocabulary
 from tests import tiny
@@ -128,3 +130,21 @@ def test_plain_text_and_text_with_control_tokens_are_told_apart() -> None:
     assert words.prompt(text).ids[0] == 3
     assert words.prompt(text, plain=True).ids[0] != 3
     assert words.prompt(text).ids[0] == 3
+
+
+def test_a_block_that_was_made_again_and_ends_elsewhere_is_not_put_before_the_old_ones() -> None:
+    cache = PrefixCache()
+    text = b"x" * 600
+
+    def block(start: int, settled: int) -> Block:
+        return Block(np.arange(start, settled, dtype=np.uint32), start, settled)
+
+    known = cache.find(text, b"")
+    cache.keep(known, [block(0, 200), block(200, 460)], block(460, 560), None)
+    assert cache.find(text, b"").ids == list(range(560))
+    first = cache.find(text[:300], b"")
+    # The first one is lost, and this time it settles less.
+    again = replace(first, ends=first.ends or [256], block_end=0)
+    cache.keep(again, [block(0, 150)], block(150, 260), None)
+    # What was kept behind it goes with it; the old second one does not.
+    assert cache.find(text, b"").ids == list(range(260))
