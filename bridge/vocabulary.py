@@ -13,7 +13,6 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
-from cachetools import LRUCache
 from tokenizers import Encoding, Tokenizer
 
 from bridge import tokenizer_json as spec_of
@@ -129,7 +128,7 @@ class Vocabulary(TokenTable):
         self._apart = self.control | self._anew | strips
         # The unknown token is one of them where a text spells it, and only there.
         self._unknown_text = self.name(self.unknown) if self.unknown in self._all_added else ""
-        # Added tokens that must stand alone, and those before whose own written forms a normalizer puts a space too:
+        # Added tokens that must stand alone, and those that a normalizer puts a space before as it does before a text:
         # where a text is cut decides which of them are found in it.
         prepends = any(part["type"] == "Prepend" for part in spec_of.components(spec.get("normalizer")))
         self._never_settles = any(token.single_word or (prepends and token.normalized) for token in added)
@@ -137,7 +136,8 @@ class Vocabulary(TokenTable):
         # Whether a word can be cut: none of it is changed by standing by itself.
         kinds = {part["type"] for part in spec_of.components(spec.get("pre_tokenizer"))}
         self._cuts_words = self._merges and kinds <= _CUTTING_AS_THEY_GO and self.pieces(b"x").exact
-        self._joins: LRUCache[tuple[int, int], bool] = LRUCache(_JOINS)
+        # A plain dictionary, each step of which threads may take at once.
+        self._joins: dict[tuple[int, int], bool] = {}
         # Bytes that must stand behind a boundary: longer than any added token that a text may be about to spell.
         self.lookahead = max([LOOKAHEAD, *(len(token.content.encode()) for token in added)])
         self.prefixes = PrefixCache()
@@ -253,11 +253,14 @@ class Vocabulary(TokenTable):
         a sequence is a text's encoding if and only if every two neighbours in it are (van Antwerpen and Neubeck, "So
         many tokens, so little time", 2024).
         """
-        pair = left, right
-        if pair not in self._joins:
-            words = (self._whole.id_to_token(left) or "") + (self._whole.id_to_token(right) or "")
-            self._joins[pair] = [token.id for token in self._whole.model.tokenize(words)] == [left, right]
-        return self._joins[pair]
+        joins = self._joins.get((left, right))
+        if joins is None:
+            written = (self._whole.id_to_token(left) or "") + (self._whole.id_to_token(right) or "")
+            joins = [token.id for token in self._whole.model.tokenize(written)] == [left, right]
+            if len(self._joins) >= _JOINS:
+                self._joins.clear()
+            self._joins[left, right] = joins
+        return joins
 
     def after(self, ids: Sequence[int], ends: Sequence[int], count: int, known: int, first: int = 0) -> tuple[int, ...]:
         """What stands behind the first `count` of `ids[first:]`, as far as `known` bytes decide it; see `follows`."""
