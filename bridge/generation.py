@@ -32,7 +32,7 @@ from bridge.speculation import Speculation, Statistics
 from bridge.tape import Tape
 from bridge.templates import Chat, end_of_turn, render_chat, render_ids_for, render_text_for
 from bridge.text import TextStream
-from bridge.translation import Rendering
+from bridge.vocabulary import Rendering
 
 _log = logging.getLogger(__name__)
 

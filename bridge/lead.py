@@ -6,7 +6,8 @@ from bridge.errors import ProtocolViolation
 from bridge.models import Model
 from bridge.ports import Proposal, Sync
 from bridge.tape import Tape
-from bridge.translation import DraftContext, Rendering
+from bridge.translation import DraftContext
+from bridge.vocabulary import Rendering
 
 
 class Lead:
@@ -38,13 +39,10 @@ class Lead:
         """Begins an epoch at the end of the tape, less half a character; None if that is nothing to continue."""
         keep, ids = self._context.append(tape.data[self._appended :], self._proposed)
         self._appended = len(tape.data)
-        if not self._context.ids:
+        if not ids:
             return None
         if self.epoch == 0:
-            keep, ids = 0, list(self._context.ids)
-        elif not ids:
-            # At least one id is sent again: the draft proposes from the forward of the last one.
-            keep, ids = keep - 1, [self._context.ids[keep - 1]]
+            keep, ids = 0, self._context.ids
         self._proposed.clear()
         self._said.clear()
         self._ends.clear()

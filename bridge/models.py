@@ -35,7 +35,8 @@ class Model:
         """
         words = self.vocabulary
         ends = {words.name(id_) for id_ in self.special_ids.eos}
-        written = {text for text in words.added_texts if text.strip() and text in self.chat_template}
+        added = (token.content for token in words.added.values())
+        written = {text for text in added if text.strip() and text in self.chat_template}
         return Spelled(words.control_texts | ends | written)
 
     @property

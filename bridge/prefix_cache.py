@@ -12,17 +12,21 @@ import hashlib
 import threading
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 from cachetools import LRUCache
 from numpy.typing import NDArray
 
+from bridge.seams import Seams, Tokens
+
 _SHORTEST_BLOCK_BYTES = 256
 _DIGEST_BYTES = 16
 # Measured with tracemalloc: digest, array, block and the cache's own entry, beside the ids themselves.
 _ENTRY_BYTES = 700
+_NO_IDS = np.array([], np.uint32)
 
 
 @dataclass(frozen=True)
@@ -46,26 +50,47 @@ class Block:
         return _ENTRY_BYTES + self.ids.nbytes + len(self.text) + 40 * len(self.after)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Known:
-    """The longest beginning of a text that was found, and where to go on from.
+    """The longest beginning of a text that was found.
 
-    `ids` stand for the first `position` bytes; `token_count` of them, for the first `start`, are of whole blocks, the
-    others of a tail or a branch. `after` must be the first of those that follow. `block_end`: where those whole
-    blocks end; `ends`: where those end that were not found; `last_end`: where the text's last block ends.
-    `branch_end`: where the text parts from the last one that came this way, if that is worth keeping.
+    `whole`: its blocks; `behind`: a tail or branch behind those. `digests` and `ends`: the keys of the beginnings that
+    the text's blocks end, and where they do, the empty one first. `branch_end`: where the text parts from the last
+    one that came this way, if that is worth keeping.
     """
 
-    ids: list[int]
-    token_count: int
-    start: int
-    position: int
-    block_end: int
+    digests: list[bytes]
     ends: list[int]
-    last_end: int
+    whole: list[Block]
+    behind: Block | None
     branch_end: int | None
-    after: tuple[int, ...]
-    _digests: list[bytes] = field(repr=False)
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """Those of the beginning."""
+        found = [*self.whole, self.behind] if self.behind else self.whole
+        ids: list[int] = np.concatenate([block.ids for block in found]).tolist() if found else []
+        return ids
+
+    @property
+    def start(self) -> int:
+        """What the whole blocks settle, in bytes."""
+        return self.whole[-1].settled if self.whole else 0
+
+    @property
+    def position(self) -> int:
+        """How many bytes `ids` stand for."""
+        return self.behind.settled if self.behind else self.start
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """The first of the ids that follow, or this beginning is not one of the text."""
+        last = self.behind or (self.whole[-1] if self.whole else None)
+        return last.after if last else ()
+
+    def forgotten(self) -> "Known":
+        """As if nothing had been found."""
+        return Known(self.digests, self.ends, [], None, None)
 
 
 @dataclass(frozen=True)
@@ -90,51 +115,60 @@ class PrefixCache:
         """The longest beginning of `text` that is known. `salt` tells apart ways to read the same text."""
         ends = list(_block_ends(len(text)))
         digests = list(_digests(text, salt, ends))
-        found: list[Block] = []
+        whole: list[Block] = []
         with self._lock:
+            start = 0
             for digest in digests[1:]:
                 block = self._blocks.get(digest)
-                if block is None or block.start != (found[-1].settled if found else 0):
+                if block is None or block.start != start:
                     break
-                found.append(block)
-            whole = len(found)
-            tail = self._blocks.get(_tail_key(digests[whole]))
-            branch = self._blocks.get(_branch_key(digests[whole]))
-            start = found[-1].settled if found else 0
-            behind = [
-                one for one in (tail, branch) if one and one.start == start and text.startswith(one.text, ends[whole])
-            ]
-            found += behind[:1]
+                whole.append(block)
+                start = block.settled
+            last, end = digests[len(whole)], ends[len(whole)]
+            tail, branch = self._blocks.get(_tail_key(last)), self._blocks.get(_branch_key(last))
+            fitting = (one for one in (tail, branch) if one and one.start == start and text.startswith(one.text, end))
+            behind = next(fitting, None)
             # Touched from the end, so that the beginning, which the rest is worthless without, goes last.
-            for digest in reversed(digests[1 : whole + 1]):
+            for digest in reversed(digests[1 : len(whole) + 1]):
                 self._blocks.get(digest)
+            branch_end = None
+            if tail is not None and behind is None:
+                branch_end = end + _common_length(tail.text, text[end : end + len(tail.text)])
+            known = Known(digests, ends, whole, behind, branch_end)
             self._queried += len(text)
-            self._hit += found[-1].settled if found else 0
-        ids = np.concatenate([block.ids for block in found]).tolist() if found else []
-        branch_end = None
-        if tail and not behind:
-            branch_end = ends[whole] + _common_length(tail.text, text[ends[whole] : ends[whole] + len(tail.text)])
-        token_count = sum(len(block.ids) for block in found[:whole])
-        position = found[-1].settled if found else 0
-        after = found[-1].after if found else ()
-        rest = ends[whole + 1 :]
-        return Known(ids, token_count, start, position, ends[whole], rest, ends[-1], branch_end, after, digests)
+            self._hit += known.position
+        return known
 
-    def nothing(self, text: bytes, salt: bytes) -> Known:
-        """As if nothing of the text had been found."""
-        ends = list(_block_ends(len(text)))
-        return Known([], 0, 0, 0, 0, ends[1:], ends[-1], None, (), list(_digests(text, salt, ends)))
+    def keep(self, known: Known, text: bytes, tokens: Tokens, seams: Seams) -> int:
+        """Stores what `tokens`, those behind `known`, settle of the text; how many of them that is."""
+        # What a tail settled, that was found, is part of the first new block.
+        behind = known.behind.ids if known.behind else _NO_IDS
 
-    def keep(self, known: Known, blocks: list[Block], tail: Block, branch: Block | None) -> None:
-        """Stores the whole blocks that were not found, and what is behind the last and behind the first of them."""
-        first = len(known._digests) - len(known.ends)
-        keyed = [*zip(known._digests[first:], blocks, strict=True), (_tail_key(known._digests[-1]), tail)]
-        if branch is not None:
-            keyed.append((_branch_key(known._digests[first - 1]), branch))
+        def block(first: int, start: int, end: int, text_behind: bytes = b"") -> tuple[Block, int]:
+            count = max(seams.settled(text, tokens, end), first)
+            ids = np.array(tokens.ids[first:count], np.uint32)
+            if start == known.start:
+                ids = np.concatenate([behind, ids])
+            after = seams.after(tokens, count, end)
+            return Block(ids, start, tokens.end(count, known.position), after, text_behind), count
+
+        keyed: list[tuple[bytes, Block]] = []
+        found = len(known.whole)
+        done, start = 0, known.start
+        for digest, end in zip(known.digests[found + 1 :], known.ends[found + 1 :], strict=True):
+            new, done = block(done, start, end)
+            keyed.append((digest, new))
+            start = new.settled
+        tail, done = block(done, start, len(text), text[known.ends[-1] :])
+        keyed.append((_tail_key(known.digests[-1]), tail))
+        if known.branch_end is not None:
+            branch, _ = block(0, known.start, known.branch_end, text[known.ends[found] : known.branch_end])
+            keyed.append((_branch_key(known.digests[found]), branch))
         with self._lock:
-            for key, block in reversed(keyed):
-                if block.byte_count <= self._blocks.maxsize:
-                    self._blocks[key] = block
+            for key, new in reversed(keyed):
+                if new.byte_count <= self._blocks.maxsize:
+                    self._blocks[key] = new
+        return done
 
     @property
     def statistics(self) -> PrefixStatistics:

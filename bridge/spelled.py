@@ -28,19 +28,16 @@ class Spelled:
     @cached_property
     def _open(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """What makes another of the strings when one follows it, and when it follows one."""
+        beginnings = {one[:cut] for one in self.strings for cut in range(1, len(one) + 1)}
+        endings = {one[cut:] for one in self.strings for cut in range(len(one))}
         begins: set[str] = set()
         ends: set[str] = set()
-        by_first: dict[str, list[str]] = {}
-        by_last: dict[str, list[str]] = {}
-        for one in self.strings:
-            by_first.setdefault(one[0], []).append(one)
-            by_last.setdefault(one[-1], []).append(one)
         for one in self.strings:
             for cut in range(1, len(one)):
                 left, right = one[:cut], one[cut:]
-                if any(other.startswith(right) or right.startswith(other) for other in by_first.get(right[0], ())):
+                if right in beginnings or any(right[:length] in self.strings for length in self._lengths):
                     begins.add(left)
-                if any(other.endswith(left) or left.endswith(other) for other in by_last.get(left[-1], ())):
+                if left in endings or any(left[-length:] in self.strings for length in self._lengths):
                     ends.add(right)
         return tuple(begins), tuple(ends)
 

@@ -16,8 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bridge.errors import DraftBridgeError, InvalidField, UnusableModel
 from bridge.models import Model
-from bridge.translation import Rendering
-from bridge.vocabulary import Marks, Vocabulary
+from bridge.vocabulary import Marks, Rendering, Vocabulary
 
 # For models without a template, instruction tuned or not: a transcript that any language model continues.
 PLAIN_TEMPLATE = (
@@ -49,7 +48,7 @@ class Chat:
 
 def render_text(vocabulary: Vocabulary, text: str) -> Rendering:
     """A prompt as the model's tokenizer takes it: control tokens understood, beginning of text added."""
-    return _render(vocabulary, text, framed=True)
+    return vocabulary.prompt(text, framed=True)
 
 
 def render_chat(model: Model, chat: Chat) -> Rendering:
@@ -65,7 +64,7 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
             raise InvalidField("chat.template_variables", f"without {name!r}, which the bridge sets itself", "it")
     text, marks = _rendered(model, chat, add_generation_prompt=True)
     # A template writes its own beginning of text; the plain transcript gets the tokenizer's.
-    return _render(model.vocabulary, text, marks, framed=not model.chat_template)
+    return model.vocabulary.prompt(text, marks, framed=not model.chat_template)
 
 
 def render_text_for(model: Model, text: str, source: Model) -> Rendering:
@@ -87,7 +86,7 @@ def render_text_for(model: Model, text: str, source: Model) -> Rendering:
 def render_ids_for(model: Model, ids: Sequence[int], source: Model) -> Rendering:
     """A prompt that was given in ids of `source`, in the tokens of `model`."""
     if model.vocabulary is source.vocabulary:
-        return Rendering(ids, len(ids), b"")
+        return Rendering(list(ids), len(ids), b"")
     parts: list[str | int] = []
     said = bytearray()
     try:
@@ -117,7 +116,7 @@ def end_of_turn(model: Model) -> int | None:
         text, marks = _rendered(
             model, Chat((Message("user", "a"), Message("assistant", "b"))), add_generation_prompt=False
         )
-        ids = _render(model.vocabulary, text, marks, framed=False).ids
+        ids = model.vocabulary.prompt(text, marks, framed=False).ids
     except DraftBridgeError:
         return None
     return next((id_ for id_ in reversed(ids) if id_ in model.special_ids.eos), None)
@@ -136,16 +135,7 @@ def _render_parts(model: Model, parts: Sequence[str | int], source: Model) -> Re
             written = source.vocabulary.name(part)
             # What the model has no token for stays as it is written, as text.
             text += _shield(written, model, marks) if counterpart is None else model.vocabulary.name(counterpart)
-    return _render(model.vocabulary, text, marks, framed=True)
-
-
-def _render(vocabulary: Vocabulary, text: str, marks: Marks | None = None, *, framed: bool) -> Rendering:
-    prompt = vocabulary.prompt(text, marks=marks)
-    frame = vocabulary.frame if framed else ()
-    rest = text.encode()[prompt.settled :].decode()
-    return Rendering(
-        [*frame, *prompt.ids], len(frame) + prompt.settled_token_count, (marks.out_of(rest) if marks else rest).encode()
-    )
+    return model.vocabulary.prompt(text, marks, framed=True)
 
 
 def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, Marks]:
@@ -154,14 +144,7 @@ def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple
     marks = _unused_marks([json.dumps([given, dict(chat.variables)], ensure_ascii=False)])
 
     def shield(value: Any) -> Any:
-        match value:
-            case str():
-                return _shield(value, model, marks)
-            case Mapping():
-                return {shield(key): shield(one) for key, one in value.items()}
-            case list() | tuple():
-                return [shield(one) for one in value]
-        return value
+        return _each_text(value, lambda text: _shield(text, model, marks))
 
     variables = {
         "range": _Range(),
@@ -241,19 +224,22 @@ def _to_json(
     marks: Marks = context["_marks"]
     shield: Callable[[str], str] = context["_shield"]
 
-    def bare(value: Any) -> Any:
-        match value:
-            case str():
-                return marks.out_of(value)
-            case Mapping():
-                return {bare(key): bare(one) for key, one in value.items()}
-            case list() | tuple():
-                return [bare(one) for one in value]
-        return value
-
+    bare = _each_text(value, lambda text: marks.out_of(text.encode()).decode())
     return shield(
-        json.dumps(bare(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+        json.dumps(bare, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
     )
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with every text in it changed."""
+    match value:
+        case str():
+            return change(value)
+        case Mapping():
+            return {change(key): _each_text(one, change) for key, one in value.items()}
+        case list() | tuple():
+            return [_each_text(one, change) for one in value]
+    return value
 
 
 class _GenerationTag(Extension):

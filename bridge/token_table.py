@@ -5,10 +5,12 @@ that detokenizing is concatenation. The table comes from `tokenizer.json`: the d
 a token's written form becomes text, and it is applied to each token by itself.
 """
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
+from typing import Any
+
+from tokenizers import Tokenizer
 
 from bridge import tokenizer_json as spec_of
 
@@ -16,27 +18,27 @@ from bridge import tokenizer_json as spec_of
 class TokenTable:
     """Ids, their bytes, and which of them are control tokens.
 
-    Raises `TokenizerNotUnderstood` for a file that is no tokenizer, or one whose decoder has parts
-    that no byte table can be made of.
+    Raises `TokenizerNotUnderstood` for a decoder with parts that no byte table can be made of.
     """
 
-    def __init__(self, tokenizer_json: bytes) -> None:
-        self.sha256 = hashlib.sha256(tokenizer_json).hexdigest()
-        self._spec, self._whole = spec_of.read(tokenizer_json)
-        decoder = spec_of.decoder(self._spec)
+    def __init__(self, spec: Mapping[str, Any], library: Tokenizer) -> None:
+        """`spec`: the file's content; `library`: what the tokenizers library makes of it."""
+        self.library = library
+        decoder = spec_of.decoder(spec)
         # Why decoding is more than concatenation, as far as the file tells.
         self.whole_text_step = spec_of.whole_text_step(decoder)
         byte_level = any(part["type"] == "ByteLevel" for part in decoder)
-        added = self._whole.get_added_tokens_decoder()
+        added = library.get_added_tokens_decoder()
         spec_of.check_added(token.content for token in added.values())
         self.special = frozenset(id_ for id_, token in added.items() if token.special)
         # Stands for whatever it stands for: no control token, though files mark it as one.
-        unknown = spec_of.unknown_token(self._spec)
-        self.unknown = self._whole.token_to_id(unknown) if isinstance(unknown, str) else unknown
+        unknown = spec_of.unknown_token(spec)
+        self.unknown = self.library.token_to_id(unknown) if isinstance(unknown, str) else unknown
         self.control = self.special - {self.unknown}
-        self._all_added = added
-        self._added = {id_: token for id_, token in added.items() if id_ != self.unknown}
-        written = {id_: token for token, id_ in self._whole.get_vocab(with_added_tokens=True).items()}
+        # Found in a text before all else. The unknown token is one of them where a text spells it, and only there.
+        self.added = {id_: token for id_, token in added.items() if id_ != self.unknown}
+        self.unknown_text = added[self.unknown].content if self.unknown in added else ""
+        written = {id_: token for token, id_ in self.library.get_vocab(with_added_tokens=True).items()}
         self.size = max(written, default=-1) + 1
         self._bytes: list[bytes | None] = [None] * self.size
         for id_, token in written.items():
@@ -59,7 +61,7 @@ class TokenTable:
         table: dict[int, int] = {}
         for id_, data in enumerate(self._bytes):
             if data is not None and len(data) == 1:
-                written = self._whole.id_to_token(id_) or ""
+                written = self.library.id_to_token(id_) or ""
                 # Of several, `<0x41>` is what byte fallback writes and "A" what the model reads.
                 if data[0] not in table or not spec_of.BYTE_TOKEN.match(written):
                     table[data[0]] = id_
@@ -68,7 +70,7 @@ class TokenTable:
     @cached_property
     def frame(self) -> tuple[int, ...]:
         """Control tokens that the tokenizer puts in front of a text."""
-        encoding = self._whole.encode("a")
+        encoding = self.library.encode("a")
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         return tuple(id_ for id_, _ in takewhile(lambda pair: pair[1], marked))
 
@@ -82,27 +84,23 @@ class TokenTable:
 
     def name(self, id_: int) -> str:
         """How the tokenizer writes the id."""
-        return self._whole.id_to_token(id_) or f"<{id_}>"
+        return self.library.id_to_token(id_) or f"<{id_}>"
 
     def decode(self, ids: Sequence[int]) -> str:
         """What the tokenizer itself says that `ids` spell, as the start of a text, control tokens left out."""
-        return str(self._whole.decode(list(ids), skip_special_tokens=True))
-
-    def is_added(self, id_: int) -> bool:
-        """Whether the id is of an added token: one that is found in a text before all else."""
-        return id_ in self._added
+        return str(self.library.decode(list(ids), skip_special_tokens=True))
 
     def control_id(self, written: str) -> int | None:
         """The control token that is written so, if there is one."""
-        id_ = self._whole.token_to_id(written)
+        id_ = self.library.token_to_id(written)
         return id_ if id_ in self.special else None
 
-    @property
-    def added_texts(self) -> Iterable[str]:
-        """How the added tokens are written, special or not."""
-        return (token.content for token in self._added.values())
+    def model_ids(self, *ids: int) -> list[int]:
+        """What the model, without anything around it, makes of the written forms of `ids` in a row."""
+        written = "".join(self.library.id_to_token(id_) or "" for id_ in ids)
+        return [token.id for token in self.library.model.tokenize(written)]
 
     @cached_property
     def control_texts(self) -> frozenset[str]:
         """How the control tokens are written."""
-        return frozenset(text for id_ in self.special if (text := self._whole.id_to_token(id_)))
+        return frozenset(text for id_ in self.special if (text := self.library.id_to_token(id_)))

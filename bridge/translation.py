@@ -9,51 +9,36 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from bridge.models import Model
-from bridge.vocabulary import Pieces, Vocabulary
-
-
-@dataclass(frozen=True)
-class Rendering:
-    """A prompt in one model's tokens.
-
-    The first `settled` of `ids` cannot change, whatever follows, and all control tokens are among them. `text`:
-    the bytes behind those; the tokens of their end may change when more follows.
-    """
-
-    ids: Sequence[int]
-    settled: int
-    text: bytes
+from bridge.seams import Tokens
+from bridge.vocabulary import Rendering, Vocabulary
 
 
 class DraftContext:
     """The draft's ids for a prompt and everything committed behind it.
 
     Spells exactly the prompt and the bytes appended, less the beginning of a character whose end has
-    not come yet. The ids are those of a full encoding, but only what can still change is encoded again. (A
-    Unigram tokenizer that finds two segmentations of equal score takes one or the other by what it rounded
-    before them; here it may take the other. A tokenizer that cannot say some bytes leaves them out, or
-    says what its normalizer makes of them: there the ids are right and the bytes are as near as they can be.)
+    not come yet. The ids are those of a full encoding, but only what can still change is encoded again. (A tokenizer
+    that cannot say some bytes leaves them out, or says what its normalizer makes of them: there the ids are right
+    and the bytes are as near as they can be. Behind a control token the text is taken as the middle of one.)
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt: Rendering) -> None:
         self._vocabulary = vocabulary
-        self._settled = prompt.settled
-        self._ids = list(prompt.ids[: self._settled])
+        self._head = list(prompt.ids[: prompt.settled])
         self._text = bytearray(prompt.text)
         self._prompt_length = len(prompt.text)
         # Whether the tokenizer starts this text as it starts a text of its own (a dummy space in front).
-        tail = list(prompt.ids[self._settled :])
-        begins = bool(tail) or self._settled == len(vocabulary.frame)
-        self._whole = begins and tail == vocabulary.pieces(prompt.text, whole=True).ids
-        self._ends: list[int] = []
-        self._seams: list[bool] = []
+        rest = list(prompt.ids[prompt.settled :])
+        begins = bool(rest) or len(self._head) == len(vocabulary.frame)
+        self._whole = begins and rest == vocabulary.pieces(prompt.text, whole=True).ids
+        self._tokens = Tokens()
         self._consumed = 0
-        self._take(0, vocabulary.pieces(prompt.text, whole=self._whole))
+        self._read(0)
 
     @property
-    def ids(self) -> Sequence[int]:
-        """All of them. Not to be changed."""
-        return self._ids
+    def ids(self) -> list[int]:
+        """All of them."""
+        return self._head + self._tokens.ids
 
     @property
     def byte_offset(self) -> int:
@@ -63,35 +48,32 @@ class DraftContext:
     def append(self, data: bytes | bytearray, proposed: Sequence[int] = ()) -> tuple[int, list[int]]:
         """Adds committed bytes, for a draft that holds the ids so far and what it `proposed` behind them.
 
-        Returns how many ids it keeps and those that follow them.
+        Returns how many ids it keeps and those that follow them: one at least, because the draft proposes from the
+        forward of the last; none if there is nothing at all.
         """
-        words, limit = self._vocabulary, self._consumed - self._vocabulary.lookahead
-        count = words.settled(self._text, self._ids, self._ends, self._seams, limit, self._settled)
-        held = self._ids[self._settled + count :] + list(proposed)
-        after = words.after(self._ids, self._ends, count, self._consumed, self._settled)
+        seams, tokens = self._vocabulary.seams, self._tokens
+        count = seams.settled(self._text, tokens, self._consumed)
+        after = seams.after(tokens, count, self._consumed)
+        held = tokens.ids[count:] + list(proposed)
         self._text += data
-        pieces = words.pieces(self._text[self._end(count) :], whole=self._whole and count == 0)
-        last = self._ids[self._settled + count - 1] if count else 0
-        if count and not words.follows(self._text, self._end(count), last, pieces.ids, after):
+        self._read(count)
+        if count and not seams.follows(
+            self._text, tokens.end(count), tokens.ids[count - 1], tokens.ids[count : count + len(after) + 1], after
+        ):
             # A boundary that what came now does not leave where it was.
-            held, count = self._ids[self._settled :] + list(proposed), 0
-            pieces = words.pieces(self._text, whole=self._whole)
-        self._take(count, pieces)
-        now = self._ids[self._settled + count :]
-        kept = common_prefix_length(held, now)
-        return self._settled + count + kept, now[kept:]
+            held, count = tokens.ids[:count] + held, 0
+            self._read(0)
+        kept = count + common_prefix_length(held, tokens.ids[count:])
+        if kept == len(tokens.ids):
+            return max(len(self._head) + kept - 1, 0), (tokens.ids[-1:] or self._head[-1:])
+        return len(self._head) + kept, tokens.ids[kept:]
 
-    def _end(self, count: int) -> int:
-        """The offset behind so many tokens of the text."""
-        return self._ends[count - 1] if count else 0
-
-    def _take(self, count: int, pieces: Pieces) -> None:
-        """Puts pieces in the place of all but `count` tokens."""
-        start = self._end(count)
-        del self._ids[self._settled + count :], self._ends[count:], self._seams[count:]
-        self._ids += pieces.ids
-        self._ends += [start + end for end in pieces.ends]
-        self._seams += pieces.seams
+    def _read(self, count: int) -> None:
+        """Encodes what is behind the first `count` tokens of the text."""
+        start = self._tokens.end(count)
+        self._tokens.cut(count)
+        pieces = self._vocabulary.pieces(self._text[start:], whole=self._whole and count == 0)
+        self._tokens.add(pieces, start)
         self._consumed = start + pieces.consumed
 
 

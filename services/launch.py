@@ -22,12 +22,12 @@ from draftbridge.v1 import (
 )
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
-from services.draft.servicer import DraftServicer, NoDraftServicer
+from services.draft.servicer import DraftServicer
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer
 from services.model.store import default_name, resolve
 from services.serving import Server
-from services.target.servicer import NoTargetServicer, TargetServicer
+from services.target.servicer import TargetServicer
 
 OnStart = Callable[[str], None]
 T = TypeVar("T")
@@ -150,8 +150,7 @@ def _load(config: ModelServerConfig, directory: Path) -> LoadedModel:
 
 
 def _register(server: Server, loaded: LoadedModel, role: Role) -> None:
-    """Adds the services of the role, and in place of the others such as say that they are not served."""
-    name = loaded.model.name
+    """Adds all services; one whose role is not served refuses, and is in no list of services."""
     number = {Role.DRAFT: model_pb2.ROLE_DRAFT, Role.TARGET: model_pb2.ROLE_TARGET, Role.BOTH: model_pb2.ROLE_BOTH}
     server.register(
         model_pb2_grpc.add_ModelServiceServicer_to_server,
@@ -161,12 +160,12 @@ def _register(server: Server, loaded: LoadedModel, role: Role) -> None:
     drafts, targets = role in (Role.DRAFT, Role.BOTH), role in (Role.TARGET, Role.BOTH)
     server.register(
         draft_pb2_grpc.add_DraftServiceServicer_to_server,
-        DraftServicer(loaded) if drafts else NoDraftServicer(name),
+        DraftServicer(loaded, drafts),
         draft_pb2.DESCRIPTOR.services_by_name["DraftService"] if drafts else None,
     )
     server.register(
         target_pb2_grpc.add_TargetServiceServicer_to_server,
-        TargetServicer(loaded) if targets else NoTargetServicer(name),
+        TargetServicer(loaded, targets),
         target_pb2.DESCRIPTOR.services_by_name["TargetService"] if targets else None,
     )
 

@@ -55,19 +55,7 @@ def read_sampling(message: sampling_pb2.SamplingParameters) -> SamplingParameter
 
 def write_sampling(parameters: SamplingParameters) -> sampling_pb2.SamplingParameters:
     """The inverse of `read_sampling`."""
-    return sampling_pb2.SamplingParameters(
-        temperature=parameters.temperature,
-        top_k=parameters.top_k,
-        top_p=parameters.top_p,
-        min_p=parameters.min_p,
-        repetition_penalty=parameters.repetition_penalty,
-        presence_penalty=parameters.presence_penalty,
-        frequency_penalty=parameters.frequency_penalty,
-        logit_bias=parameters.logit_bias,
-        min_tokens=parameters.min_tokens,
-        stop_token_ids=parameters.stop_token_ids,
-        ignore_eos=parameters.ignore_eos,
-    )
+    return sampling_pb2.SamplingParameters(**vars(parameters))  # names and meanings are the same
 
 
 def read_chat(message: bridge_pb2.Chat) -> Chat:
@@ -103,14 +91,7 @@ def write_spans(spans: Sequence[Span]) -> list[bridge_pb2.TokenSpan]:
 
 def write_prefix_cache(vocabulary: Vocabulary) -> bridge_pb2.PrefixCacheStatus:
     """How its prefix cache is doing."""
-    statistics = vocabulary.prefixes.statistics
-    return bridge_pb2.PrefixCacheStatus(
-        tokenizer_sha256=vocabulary.sha256,
-        query_byte_count=statistics.query_byte_count,
-        hit_byte_count=statistics.hit_byte_count,
-        block_count=statistics.block_count,
-        held_byte_count=statistics.held_byte_count,
-    )
+    return bridge_pb2.PrefixCacheStatus(tokenizer_sha256=vocabulary.sha256, **vars(vocabulary.prefixes.statistics))
 
 
 def read_mode(number: int) -> Mode:

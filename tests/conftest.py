@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from draftbridge import Client
+from services.processes import Fleet, fleet
+
 # Nothing may reach for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -58,11 +61,16 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="session")
-def tiny_fleet(tiny_models: tuple[Path, Path]) -> Iterator["object"]:
+def tiny_fleet(tiny_models: tuple[Path, Path]) -> Iterator[Fleet]:
     """Target, draft and bridge as real processes."""
-    from services.processes import fleet
-
     options = ("--dtype", "float32", "--threads", "1", "--slots", "3")
     target, draft = (str(path) for path in tiny_models)
     with fleet(target, draft, target_options=options, draft_options=options) as running:
         yield running
+
+
+@pytest.fixture
+def client(tiny_fleet: Fleet) -> Iterator[Client]:
+    """A client of the tiny fleet."""
+    with Client(tiny_fleet.bridge) as client:
+        yield client

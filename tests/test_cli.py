@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -223,8 +224,8 @@ def test_a_download_with_a_broken_checksum_is_refused(tmp_path: Path, monkeypatc
 
 
 @pytest.fixture
-def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """`draftbridge up` on tiny models, ready, and the ids of its children."""
+def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """`draftbridge up` on tiny models, ready, and its children."""
     target, draft = (str(path) for path in tiny_models)
     process = subprocess.Popen(
         [sys.executable, "-m", "services.cli", "up", "--target", target, "--draft", draft, "--listen", "127.0.0.1:0"],
@@ -240,12 +241,7 @@ def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], 
     for line in process.stdout:
         if READY in line:
             break
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    if not children.exists():
-        process.kill()
-        # Linux only; elsewhere there is no list of children to check that they are gone.
-        pytest.skip("this system does not tell a process's children")
-    yield process, [int(pid) for pid in children.read_text().split()]
+    yield process, psutil.Process(process.pid).children()
     process.kill()
     process.wait()
     reader.join()
@@ -254,7 +250,9 @@ def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], 
 
 
 @pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_up_leaves_nothing_behind(up: tuple[subprocess.Popen[str], list[int]], signal_: signal.Signals) -> None:
+def test_up_leaves_nothing_behind(
+    up: tuple[subprocess.Popen[str], list[psutil.Process]], signal_: signal.Signals
+) -> None:
     process, children = up
     assert len(children) == 3
     process.send_signal(signal_)
@@ -262,16 +260,5 @@ def test_up_leaves_nothing_behind(up: tuple[subprocess.Popen[str], list[int]], s
     if signal_ is not signal.SIGKILL:
         assert process.returncode == 0
     # Killed outright, it cannot stop them; they see their standard input end.
-    gone = threading.Event()
-    for _ in range(300):
-        if not any(Path(f"/proc/{pid}").exists() and _alive(pid) for pid in children):
-            return
-        gone.wait(0.1)
-    pytest.fail("children outlived their parent")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], "children outlived their parent"

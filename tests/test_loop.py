@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.errors import EmptyPrompt, InvalidField, Unreachable
-from bridge.generation import Delta, Finished, Request, generate, render
+from bridge.errors import EmptyPrompt, InvalidField
+from bridge.generation import Request, render
 from bridge.lead import Lead
 from bridge.models import Model, SpecialIds
 from bridge.policy import Mode, Policy, SpeculationParameters
@@ -22,9 +22,9 @@ from bridge.templates import Chat, Message
 from services.draft.session import DraftSession
 from services.target.session import TargetSession
 from tests import tiny
+from tests.alone import PROMPT, answer, oracle
 
 MODES = st.sampled_from([Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
-PROMPT = "The quick brown"
 
 
 class ScriptedDrafter:
@@ -85,11 +85,6 @@ OPTIONS: list[dict[str, object]] = [
 ]
 
 
-def _oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: int, **options: object) -> list[int]:
-    prompt = render(Request(PROMPT), target, target)
-    return tiny.decode_alone(target, engine, tiny.sampler(target, temperature, **options), prompt.ids, count)
-
-
 class Recording:
     """A sampler that remembers where it drew."""
 
@@ -132,7 +127,7 @@ def test_output_is_the_targets_own_for_any_proposals(
     target, draft = tiny.model(target_kind), tiny.model(draft_kind)
     engine = tiny.HashEngine(target, seed=data.draw(st.integers(0, 3)))
     count = data.draw(st.integers(1, 24))
-    expected = _oracle(target, engine, temperature, count, **options)
+    expected = oracle(target, engine, temperature, count, **options)
     truth = target.vocabulary.spell(expected)
     if honest:
         # Proposals that are partly right, in the draft's own tokens, from places that need not be token boundaries.
@@ -163,24 +158,6 @@ def test_output_is_the_targets_own_for_any_proposals(
     assert asyncio.run(run()) == expected
 
 
-async def _generate(
-    target: Model, engine: tiny.HashEngine, drafter: object, draft: Model | None, request: Request, temperature: float
-) -> tuple[str, list[int], Finished]:
-    host = tiny.host(engine)
-    text, ids = "", []
-    try:
-        with closing(TargetSession(target, host, tiny.sampler(target, temperature))) as session:
-            async for event in generate(request, target, session, draft, drafter):  # type: ignore[arg-type]
-                if isinstance(event, Delta):
-                    text += event.text
-                    ids += event.token_ids
-        assert host.slots.free_count == engine.slot_count
-    finally:
-        host.scheduler.close()
-    assert isinstance(event, Finished)
-    return text, ids, event
-
-
 @pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC, Mode.AUTO])
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("target_kind", "draft_kind"), [("byte_level", "unigram"), ("sentencepiece", "byte_level")])
@@ -189,7 +166,7 @@ async def test_two_real_sessions_agree_with_the_target_alone(
 ) -> None:
     target, draft = tiny.model(target_kind), tiny.model(draft_kind)
     engine = tiny.HashEngine(target)
-    expected = _oracle(target, engine, temperature, 60)
+    expected = oracle(target, engine, temperature, 60)
     host = tiny.host(tiny.HashEngine(draft, seed=1))
     request = Request(
         PROMPT,
@@ -199,7 +176,7 @@ async def test_two_real_sessions_agree_with_the_target_alone(
         speculation=SpeculationParameters(mode),
     )
     with closing(DraftSession(draft, host, tiny.sampler(draft, temperature))) as session:
-        text, ids, finished = await _generate(target, engine, session, draft, request, temperature)
+        text, ids, finished = await answer(target, engine, session, draft, request, temperature)
     host.scheduler.close()
     assert ids == expected
     assert text == target.vocabulary.spell(expected).decode(errors="replace")
@@ -216,11 +193,11 @@ async def test_a_draft_that_knows_the_target_is_accepted(mode: Mode) -> None:
     """
     model = tiny.model("byte_level")
     engine = tiny.HashEngine(model)
-    expected = _oracle(model, engine, 0.0, 60)
+    expected = oracle(model, engine, 0.0, 60)
     host = tiny.host(tiny.HashEngine(model))
     request = Request(PROMPT, max_tokens=60, speculation=SpeculationParameters(mode, num_assistant_tokens=4))
     with closing(DraftSession(model, host, tiny.sampler(model))) as session:
-        _, ids, finished = await _generate(model, engine, session, model, request, 0.0)
+        _, ids, finished = await answer(model, engine, session, model, request, 0.0)
     host.scheduler.close()
     assert ids == expected
     statistics = finished.statistics
@@ -228,51 +205,6 @@ async def test_a_draft_that_knows_the_target_is_accepted(mode: Mode) -> None:
         assert statistics.num_accepted_tokens > 0.3 * len(expected)
     assert len(expected) == statistics.target_pass_count + statistics.num_accepted_tokens
     assert sum(statistics.num_accepted_tokens_per_position) == statistics.num_accepted_tokens
-
-
-class DyingDrafter:
-    """Proposes nonsense, and dies at a given epoch, as a killed service does."""
-
-    def __init__(self, dies_at: int, error: Exception) -> None:
-        self._dies_at = dies_at
-        self._error = error
-        self._queue: asyncio.Queue[Proposal | Exception] = asyncio.Queue()
-
-    async def sync(self, sync: Sync) -> None:
-        if sync.epoch >= self._dies_at:
-            self._queue.put_nowait(self._error)
-        else:
-            self._queue.put_nowait(Proposal(sync.epoch, (70, 71, 72), (0.5,) * 3, done=True))
-
-    async def grant(self, epoch: int, credit: int) -> None:
-        pass
-
-    async def proposals(self) -> AsyncIterator[Proposal]:
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, Exception):
-                raise item
-            yield item
-
-
-@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
-@pytest.mark.parametrize("dies_at", [1, 2, 5])
-@pytest.mark.parametrize("error", [Unreachable("host:1", "gone"), ValueError("a bug of ours")])
-async def test_a_draft_that_dies_changes_nothing(mode: Mode, dies_at: int, error: Exception) -> None:
-    target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
-    engine = tiny.HashEngine(target)
-    expected = _oracle(target, engine, 1.0, 40)
-    request = Request(
-        PROMPT,
-        sampling=SamplingParameters(temperature=1.0),
-        seed=0,
-        max_tokens=40,
-        speculation=SpeculationParameters(mode),
-    )
-    async with asyncio.timeout(10):  # a target that waited for the dead draft would take longer
-        _, ids, finished = await _generate(target, engine, DyingDrafter(dies_at, error), draft, request, 1.0)
-    assert ids == expected
-    assert "went on alone" in finished.statistics.note
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7])
@@ -284,7 +216,7 @@ async def test_max_tokens_is_never_overrun(limit: int) -> None:
         PROMPT, max_tokens=limit, speculation=SpeculationParameters(Mode.LOCKSTEP, num_assistant_tokens=8)
     )
     with closing(DraftSession(model, host, tiny.sampler(model))) as session:
-        _, ids, finished = await _generate(model, engine, session, model, request, 0.0)
+        _, ids, finished = await answer(model, engine, session, model, request, 0.0)
     host.scheduler.close()
     assert len(ids) == limit
     assert finished.finish_reason is FinishReason.LENGTH
@@ -294,7 +226,7 @@ async def test_a_full_context_ends_the_text() -> None:
     model = tiny.model("byte_level", context_length=30)
     engine = tiny.HashEngine(model, seed=4)
     prompt_count = len(render(Request(PROMPT), model, model).ids)
-    _, ids, finished = await _generate(model, engine, None, None, Request(PROMPT), 0.0)
+    _, ids, finished = await answer(model, engine, None, None, Request(PROMPT), 0.0)
     assert prompt_count + len(ids) == 30
     assert finished.finish_reason is FinishReason.CONTEXT_FULL
 
@@ -302,13 +234,13 @@ async def test_a_full_context_ends_the_text() -> None:
 async def test_a_stop_string_in_the_middle_of_a_pass_ends_the_text_there() -> None:
     model = tiny.model("byte_level")
     engine = tiny.HashEngine(model)
-    expected = _oracle(model, engine, 0.0, 60)
+    expected = oracle(model, engine, 0.0, 60)
     whole = model.vocabulary.spell(expected).decode(errors="replace")
     stop = whole[20:23]
     host = tiny.host(tiny.HashEngine(model))
     request = Request(PROMPT, max_tokens=60, stop=(stop,), speculation=SpeculationParameters(Mode.LOCKSTEP))
     with closing(DraftSession(model, host, tiny.sampler(model))) as session:
-        text, ids, finished = await _generate(model, engine, session, model, request, 0.0)
+        text, ids, finished = await answer(model, engine, session, model, request, 0.0)
     host.scheduler.close()
     assert text == whole[: whole.index(stop)]
     assert ids == expected[: len(ids)]
@@ -330,34 +262,8 @@ async def test_padding_ids_are_never_chosen() -> None:
     engine.logits = tempting  # type: ignore[method-assign, assignment]
     for temperature in (0.0, 1.0):
         request = Request(PROMPT, max_tokens=30)
-        _, ids, _ = await _generate(model, engine, None, None, request, temperature)
+        _, ids, _ = await answer(model, engine, None, None, request, temperature)
         assert max(ids) < model.vocabulary.size
-
-
-class HangingDrafter:
-    """Takes everything and says nothing, as a stopped process does."""
-
-    async def sync(self, sync: Sync) -> None:
-        pass
-
-    async def grant(self, epoch: int, credit: int) -> None:
-        pass
-
-    async def proposals(self) -> AsyncIterator[Proposal]:
-        await asyncio.Event().wait()
-        yield Proposal(0, (), ())
-
-
-@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
-async def test_a_draft_that_hangs_is_waited_for_once(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.policy._LOCKSTEP_PATIENCE_US", 200_000)
-    target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
-    engine = tiny.HashEngine(target)
-    request = Request(PROMPT, max_tokens=40, speculation=SpeculationParameters(mode))
-    async with asyncio.timeout(3):
-        _, ids, finished = await _generate(target, engine, HangingDrafter(), draft, request, 0.0)
-    assert ids == _oracle(target, engine, 0.0, 40)
-    assert ("no longer waits" in finished.statistics.note) == (mode is Mode.LOCKSTEP)
 
 
 async def test_an_unsure_token_ends_the_drafts_turn() -> None:
@@ -369,9 +275,9 @@ async def test_an_unsure_token_ends_the_drafts_turn() -> None:
         speculation = SpeculationParameters(Mode.LOCKSTEP, 6, assistant_confidence_threshold=threshold)
         request = Request(PROMPT, max_tokens=40, speculation=speculation)
         with closing(DraftSession(model, host, tiny.sampler(model))) as session:
-            _, ids, finished = await _generate(model, engine, session, model, request, 0.0)
+            _, ids, finished = await answer(model, engine, session, model, request, 0.0)
         host.scheduler.close()
-        assert ids == _oracle(model, engine, 0.0, 40)
+        assert ids == oracle(model, engine, 0.0, 40)
         proposed[threshold] = finished.statistics.num_draft_tokens
     assert 0 < proposed[0.99] < proposed[0.0]
 
@@ -383,49 +289,10 @@ async def test_a_prompt_too_long_for_the_draft_goes_on_without_it() -> None:
     request = Request(PROMPT, max_tokens=20, speculation=SpeculationParameters(Mode.LOCKSTEP))
     with closing(DraftSession(draft, host, tiny.sampler(draft))) as session:
         async with asyncio.timeout(4):  # an empty offer: the target does not wait
-            _, ids, finished = await _generate(target, engine, session, draft, request, 0.0)
+            _, ids, finished = await answer(target, engine, session, draft, request, 0.0)
     host.scheduler.close()
-    assert ids == _oracle(target, engine, 0.0, 20)
+    assert ids == oracle(target, engine, 0.0, 20)
     assert finished.statistics.num_drafts == 0
-
-
-class StrangeDrafter(HangingDrafter):
-    """Breaks the contract in a way of its own."""
-
-    def __init__(self, proposals: list[Proposal], error: Exception | None = None) -> None:
-        self._says = proposals
-        self._error = error
-
-    async def sync(self, sync: Sync) -> None:
-        if self._error is not None:
-            raise self._error
-
-    async def proposals(self) -> AsyncIterator[Proposal]:
-        for proposal in self._says:
-            yield proposal
-        await asyncio.Event().wait()
-
-
-@pytest.mark.parametrize(
-    "drafter",
-    [
-        StrangeDrafter([Proposal(1, (50, 60), ())]),  # does not say how sure it is
-        StrangeDrafter([Proposal(1, (50, 60), (0.5,))]),
-        StrangeDrafter([Proposal(1, (10_000_000,), (0.5,)), Proposal(99, (5,), (0.5,))]),
-        StrangeDrafter([], RuntimeError("a bug of ours")),
-    ],
-)
-@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
-async def test_a_strange_draft_changes_nothing(
-    drafter: StrangeDrafter, mode: Mode, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bridge.policy._LOCKSTEP_PATIENCE_US", 200_000)
-    target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
-    engine = tiny.HashEngine(target)
-    request = Request(PROMPT, max_tokens=30, speculation=SpeculationParameters(mode))
-    async with asyncio.timeout(3):
-        _, ids, _ = await _generate(target, engine, drafter, draft, request, 0.0)
-    assert ids == _oracle(target, engine, 0.0, 30)
 
 
 @pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
@@ -445,11 +312,11 @@ async def test_what_only_the_target_can_take_is_generated_all_the_same(
     draft = replace(tiny.model(draft_kind), chat_template=template, special_ids=SpecialIds(eos=(2,)))
     engine = tiny.HashEngine(target)
     request = Request(input_, max_tokens=30, speculation=SpeculationParameters(mode))  # type: ignore[arg-type]
-    alone = await _generate(target, engine, None, None, request, 0.0)
+    alone = await answer(target, engine, None, None, request, 0.0)
     host = tiny.host(tiny.HashEngine(draft))
     async with asyncio.timeout(4):
         with closing(DraftSession(draft, host, tiny.sampler(draft))) as session:
-            together = await _generate(target, engine, session, draft, request, 0.0)
+            together = await answer(target, engine, session, draft, request, 0.0)
     host.scheduler.close()
     assert together[:2] == alone[:2]
     assert ("could not take" in together[2].statistics.note) == bool(template)
@@ -459,10 +326,10 @@ async def test_what_only_the_target_can_take_is_generated_all_the_same(
 async def test_lone_surrogates_are_refused(input_: str | Chat) -> None:
     target = tiny.model("byte_level")
     with pytest.raises(InvalidField, match="lone surrogate"):
-        await _generate(target, tiny.HashEngine(target), None, None, Request(input_), 0.0)
+        await answer(target, tiny.HashEngine(target), None, None, Request(input_), 0.0)
 
 
 async def test_a_prompt_without_tokens_is_empty() -> None:
     target = tiny.model("wordpiece")
     with pytest.raises(EmptyPrompt):
-        await _generate(target, tiny.HashEngine(target), None, None, Request(" "), 0.0)
+        await answer(target, tiny.HashEngine(target), None, None, Request(" "), 0.0)

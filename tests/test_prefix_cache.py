@@ -5,14 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.prefix_cache import Block, PrefixCache, _block_ends
+from bridge.prefix_cache import PrefixCache, _block_ends
 from bridge.templates import Chat, Message, render_chat, render_text
-from bridge.vocabulary import Vocabulary
+from bridge.vocabulary import Marks, Vocabulary
 from tests import tiny
 from tests.families import library, vocabulary
 from tests.texts import MARKED_TEXTS
@@ -124,27 +123,25 @@ def test_a_block_is_no_longer_than_an_eighth_of_what_is_before_it() -> None:
     assert len([end for end in ends if end <= 100_000]) < 60
 
 
-def test_plain_text_and_text_with_control_tokens_are_told_apart() -> None:
+def test_texts_that_are_read_in_different_ways_are_told_apart() -> None:
     words = Vocabulary(tokenizer_json("byte_level"))
     text = "<turn>" + SYSTEM
-    assert words.prompt(text).ids[0] == 3
-    assert words.prompt(text, plain=True).ids[0] != 3
-    assert words.prompt(text).ids[0] == 3
+    marked = text.replace("<", "<\ufdd0")
+    for _ in range(2):
+        assert words.prompt(text, framed=False).ids[0] == 3
+        assert words.prompt(marked, Marks("\ufdd0", "\ufdd1"), framed=False).ids[0] != 3
 
 
 def test_a_block_that_was_made_again_and_ends_elsewhere_is_not_put_before_the_old_ones() -> None:
-    cache = PrefixCache()
-    text = b"x" * 600
-
-    def block(start: int, settled: int) -> Block:
-        return Block(np.arange(start, settled, dtype=np.uint32), start, settled)
-
-    known = cache.find(text, b"")
-    cache.keep(known, [block(0, 200), block(200, 460)], block(460, 560), None)
-    assert cache.find(text, b"").ids == list(range(560))
-    first = cache.find(text[:300], b"")
-    # The first one is lost, and this time it settles less.
-    again = replace(first, ends=first.ends or [256], block_end=0)
-    cache.keep(again, [block(0, 150)], block(150, 260), None)
-    # What was kept behind it goes with it; the old second one does not.
-    assert cache.find(text, b"").ids == list(range(260))
+    words = Vocabulary(tokenizer_json("byte_level"))
+    cache, text = words.prefixes, CORPUS[0] * 60
+    render_text(words, text)
+    data = text.encode()
+    known = cache.find(data, b"None")
+    assert known.position > len(data) - 100
+    # The first block is lost and made again, and settles less this time.
+    first = known.whole[0]
+    last = len(words.token_bytes(int(first.ids[-1])))
+    cache._blocks[known.digests[1]] = replace(first, ids=first.ids[:-1], settled=first.settled - last, after=())
+    assert cache.find(data, b"None").whole == [cache._blocks[known.digests[1]]]
+    assert list(render_text(words, text).ids) == words.library.encode(text).ids

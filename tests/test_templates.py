@@ -20,8 +20,7 @@ from bridge.templates import (
     render_text,
     render_text_for,
 )
-from bridge.translation import Rendering
-from bridge.vocabulary import Vocabulary
+from bridge.vocabulary import Rendering, Vocabulary
 from tests import real, tiny
 from tests.tiny import EXACT_KINDS, SPECIALS, vocabulary
 

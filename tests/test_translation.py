@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from bridge.templates import render_text
-from bridge.translation import DraftContext, Rendering, candidates, translate
-from bridge.vocabulary import Pieces, Vocabulary
+from bridge.translation import DraftContext, candidates, translate
+from bridge.vocabulary import Pieces, Rendering, Vocabulary
 from tests.tiny import CORPUS, EXACT_KINDS, KINDS, model, own_ids, tokenizer_json, vocabulary
 
 # Pieces of the texts that the tokenizers know, characters that they do not, and periodic nonsense.
@@ -118,7 +118,7 @@ def test_a_candidate_may_begin_inside_a_character() -> None:
 
 def test_control_tokens_in_the_draft_are_never_re_encoded() -> None:
     words = vocabulary("sentencepiece")
-    prompt = Rendering((1, 3), 2, b"")
+    prompt = Rendering([1, 3], 2, b"")
     context = DraftContext(words, prompt)
     context.append(b"the dog")
     assert context.ids[:2] == [1, 3]

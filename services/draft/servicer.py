@@ -14,30 +14,22 @@ from services.model.host import LoadedModel
 from services.streams import check_model, first_message, listening
 
 
-class NoDraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """Stands where the draft role is not served, and says so."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    async def Draft(  # noqa: N802
-        self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: "aio.ServicerContext[Any, Any]"
-    ) -> AsyncIterator[draft_pb2.DraftResponse]:
-        """Refuses."""
-        raise RoleNotServed("this server", self._model, "draft")
-        yield  # makes it a stream
-
-
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """Drafts for anyone who opens a stream. gRPC asks for this method name."""
+    """Drafts for anyone who opens a stream, or refuses where the role is not served.
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    gRPC asks for this method name.
+    """
+
+    def __init__(self, loaded: LoadedModel, serves: bool) -> None:
         self._loaded = loaded
+        self._serves = serves
 
     async def Draft(  # noqa: N802
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[draft_pb2.DraftResponse]:
         """See the contract."""
+        if not self._serves:
+            raise RoleNotServed("this server", self._loaded.model.name, "draft")
         requests = aiter(request_iterator)
         opening = (await first_message(requests)).open
         check_model(opening.model, opening.tokenizer_sha256, self._loaded.model)

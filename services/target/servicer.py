@@ -14,30 +14,22 @@ from services.streams import check_model, first_message, listening
 from services.target.session import TargetSession
 
 
-class NoTargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """Stands where the target role is not served, and says so."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-
-    async def Verify(  # noqa: N802
-        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: "aio.ServicerContext[Any, Any]"
-    ) -> AsyncIterator[target_pb2.VerifyResponse]:
-        """Refuses."""
-        raise RoleNotServed("this server", self._model, "target")
-        yield  # makes it a stream
-
-
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """Verifies for anyone who opens a stream. gRPC asks for this method name."""
+    """Verifies for anyone who opens a stream, or refuses where the role is not served.
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    gRPC asks for this method name.
+    """
+
+    def __init__(self, loaded: LoadedModel, serves: bool) -> None:
         self._loaded = loaded
+        self._serves = serves
 
     async def Verify(  # noqa: N802
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         """See the contract."""
+        if not self._serves:
+            raise RoleNotServed("this server", self._loaded.model.name, "target")
         requests = aiter(request_iterator)
         opening = (await first_message(requests)).open
         check_model(opening.model, opening.tokenizer_sha256, self._loaded.model)

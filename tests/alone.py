@@ -1,0 +1,33 @@
+"""What the target says by itself, and what it says in a generation with a draft."""
+
+from contextlib import closing
+
+from bridge.generation import Delta, Finished, Request, generate, render
+from bridge.models import Model
+from services.target.session import TargetSession
+from tests import tiny
+
+PROMPT = "The quick brown"
+
+
+def oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: int, **options: object) -> list[int]:
+    prompt = render(Request(PROMPT), target, target)
+    return tiny.decode_alone(target, engine, tiny.sampler(target, temperature, **options), prompt.ids, count)
+
+
+async def answer(
+    target: Model, engine: tiny.HashEngine, drafter: object, draft: Model | None, request: Request, temperature: float
+) -> tuple[str, list[int], Finished]:
+    host = tiny.host(engine)
+    text, ids = "", []
+    try:
+        with closing(TargetSession(target, host, tiny.sampler(target, temperature))) as session:
+            async for event in generate(request, target, session, draft, drafter):  # type: ignore[arg-type]
+                if isinstance(event, Delta):
+                    text += event.text
+                    ids += event.token_ids
+        assert host.slots.free_count == engine.slot_count
+    finally:
+        host.scheduler.close()
+    assert isinstance(event, Finished)
+    return text, ids, event

@@ -1,0 +1,124 @@
+"""Drafts that die, hang or break the contract change nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from bridge.errors import Unreachable
+from bridge.generation import Request
+from bridge.policy import Mode, SpeculationParameters
+from bridge.ports import Proposal, Sync
+from bridge.sampling import SamplingParameters
+from tests import tiny
+from tests.alone import PROMPT, answer, oracle
+
+
+class DyingDrafter:
+    """Proposes nonsense, and dies at a given epoch, as a killed service does."""
+
+    def __init__(self, dies_at: int, error: Exception) -> None:
+        self._dies_at = dies_at
+        self._error = error
+        self._queue: asyncio.Queue[Proposal | Exception] = asyncio.Queue()
+
+    async def sync(self, sync: Sync) -> None:
+        if sync.epoch >= self._dies_at:
+            self._queue.put_nowait(self._error)
+        else:
+            self._queue.put_nowait(Proposal(sync.epoch, (70, 71, 72), (0.5,) * 3, done=True))
+
+    async def grant(self, epoch: int, credit: int) -> None:
+        pass
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        while True:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+@pytest.mark.parametrize("dies_at", [1, 2, 5])
+@pytest.mark.parametrize("error", [Unreachable("host:1", "gone"), ValueError("a bug of ours")])
+async def test_a_draft_that_dies_changes_nothing(mode: Mode, dies_at: int, error: Exception) -> None:
+    target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
+    engine = tiny.HashEngine(target)
+    expected = oracle(target, engine, 1.0, 40)
+    request = Request(
+        PROMPT,
+        sampling=SamplingParameters(temperature=1.0),
+        seed=0,
+        max_tokens=40,
+        speculation=SpeculationParameters(mode),
+    )
+    async with asyncio.timeout(10):  # a target that waited for the dead draft would take longer
+        _, ids, finished = await answer(target, engine, DyingDrafter(dies_at, error), draft, request, 1.0)
+    assert ids == expected
+    assert "went on alone" in finished.statistics.note
+
+
+class HangingDrafter:
+    """Takes everything and says nothing, as a stopped process does."""
+
+    async def sync(self, sync: Sync) -> None:
+        pass
+
+    async def grant(self, epoch: int, credit: int) -> None:
+        pass
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        await asyncio.Event().wait()
+        yield Proposal(0, (), ())
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+async def test_a_draft_that_hangs_is_waited_for_once(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.policy._LOCKSTEP_PATIENCE_US", 200_000)
+    target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
+    engine = tiny.HashEngine(target)
+    request = Request(PROMPT, max_tokens=40, speculation=SpeculationParameters(mode))
+    async with asyncio.timeout(3):
+        _, ids, finished = await answer(target, engine, HangingDrafter(), draft, request, 0.0)
+    assert ids == oracle(target, engine, 0.0, 40)
+    assert ("no longer waits" in finished.statistics.note) == (mode is Mode.LOCKSTEP)
+
+
+class StrangeDrafter(HangingDrafter):
+    """Breaks the contract in a way of its own."""
+
+    def __init__(self, proposals: list[Proposal], error: Exception | None = None) -> None:
+        self._says = proposals
+        self._error = error
+
+    async def sync(self, sync: Sync) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        for proposal in self._says:
+            yield proposal
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        StrangeDrafter([Proposal(1, (50, 60), ())]),  # does not say how sure it is
+        StrangeDrafter([Proposal(1, (50, 60), (0.5,))]),
+        StrangeDrafter([Proposal(1, (10_000_000,), (0.5,)), Proposal(99, (5,), (0.5,))]),
+        StrangeDrafter([], RuntimeError("a bug of ours")),
+    ],
+)
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+async def test_a_strange_draft_changes_nothing(
+    drafter: StrangeDrafter, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bridge.policy._LOCKSTEP_PATIENCE_US", 200_000)
+    target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
+    engine = tiny.HashEngine(target)
+    request = Request(PROMPT, max_tokens=30, speculation=SpeculationParameters(mode))
+    async with asyncio.timeout(3):
+        _, ids, _ = await answer(target, engine, drafter, draft, request, 0.0)
+    assert ids == oracle(target, engine, 0.0, 30)
