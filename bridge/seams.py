@@ -155,7 +155,7 @@ class Seams:
 
         What is encoded apart may be put together where the two tokens that meet come out of their own bytes. In BPE
         a sequence is a text's encoding if and only if every two neighbours in it are (van Antwerpen and Neubeck, "So
-        many tokens, so little time", 2024).
+        many tokens, so little time", GitHub Blog, December 2024).
         """
         joins = self._pairs.get((left, right))
         if joins is None:

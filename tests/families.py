@@ -228,8 +228,6 @@ EXACT += [
     "llama-2-added",
     *(f"real {name}" for name in real.NAMES if name not in ("qwen", "smollm2")),
 ]
-# Those whose pieces are scored: two segmentations may have the very same score.
-SCORED = ("unigram", "t5", "t5-words", "xlnet", "characters")
 # Those that cannot tell ▁ from a space.
 SPACED = (
     "llama-2",

@@ -1,6 +1,5 @@
 """Both directions, against the slow way: encoding everything again."""
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -22,12 +21,6 @@ PIECES = st.one_of(
 TEXTS = st.lists(PIECES, max_size=60).map("".join)
 
 
-def score(ids: list[int]) -> float:
-    """The log probability that the Unigram tokenizer gives a segmentation."""
-    pieces = json.loads(tokenizer_json("unigram"))["model"]["vocab"]
-    return sum(pieces[id_][1] for id_ in ids)
-
-
 def _cut(data: bytes, places: list[int]) -> list[bytes]:
     edges = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
     return [data[start:end] for start, end in pairwise(edges)]
@@ -44,12 +37,7 @@ def test_feeding_in_pieces_gives_the_ids_of_the_whole(kind: str, prompt: str, te
     for piece in _cut(data, places):
         context.append(piece)
     expected = DraftContext(words, render_text(words, prompt + text)).ids
-    if kind == "unigram" and context.ids != expected:
-        # Of two segmentations with the very same score, either will do.
-        assert words.spell(context.ids) == words.spell(expected)
-        assert score(context.ids) == pytest.approx(score(expected), abs=1e-9)
-    else:
-        assert context.ids == expected
+    assert context.ids == expected
     assert context.byte_offset == len(data)
 
 
