@@ -11,6 +11,7 @@ Generators", 2014). `docs/noise.md` is the specification, with test vectors.
 """
 
 import hashlib
+import math
 from collections.abc import Collection
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -29,6 +30,8 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
+# No two draws are farther apart than this: -log(-log(u)) at the largest and the smallest u.
+GUMBEL_RANGE = -math.log(2.0**-53) + math.log(53 * math.log(2.0)) + 1e-6
 # What is computed at a time, so that it stays in the core's cache.
 _CHUNK = 1 << 14
 

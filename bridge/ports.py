@@ -107,6 +107,7 @@ class Pass:
     queue_ns: int = 0
     forward_ns: int = 0
     waited_ns: int = 0
+    near_tie_count: int = 0
 
 
 class Verifier(Protocol):

@@ -37,6 +37,7 @@ class Statistics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_position: list[int] = field(default_factory=list)
+    near_ties: int = 0
     accepted_byte_count: int = 0
     proposed_token_count: int = 0
     verify_ns: int = 0
@@ -185,6 +186,7 @@ class Speculation:
         for position in range(len(accepted)):
             per_position[position] += 1
         statistics.accepted_byte_count += len(self._model.vocabulary.spell(accepted))
+        statistics.near_ties += event.near_tie_count
         statistics.verify_ns += event.forward_ns
         statistics.waited_ns += event.waited_ns
 

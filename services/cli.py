@@ -69,6 +69,9 @@ def serve(
     ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; unset uses all cores.")] = None,
     slots: Annotated[int, typer.Option(min=1, max=1024, help="Sequences held at a time.")] = 8,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same text in every mode, bit for bit, in any dtype; slower.")
+    ] = False,
     until_stdin_closes: Hidden = False,
 ) -> None:
     """Serve one model until stopped."""
@@ -84,6 +87,7 @@ def serve(
         dtype=_one_of(Dtype, "dtype", dtype),
         threads=threads,
         slots=slots,
+        deterministic=deterministic,
         until_stdin_closes=until_stdin_closes,
     )
     run_model_server(config, _report, _announce)
@@ -112,6 +116,7 @@ def up(
     draft: Annotated[str, typer.Option(help="The model that guesses ahead of it; as for --target.")] = DEFAULT_DRAFT,
     listen: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_SERVER,
     dtype: Annotated[str, typer.Option(help="As for serve, for both.")] = "auto",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="As for serve, for the target.")] = False,
 ) -> None:
     """Start a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
     import signal
@@ -127,7 +132,8 @@ def up(
     threads = str(max(1, (os.cpu_count() or 1) // 2))
     options = ("--dtype", dtype, "--threads", threads)
     try:
-        with fleet(target, draft, listen=listen, target_options=options, draft_options=options) as running:
+        target_options = (*options, "--deterministic") if deterministic else options
+        with fleet(target, draft, listen=listen, target_options=target_options, draft_options=options) as running:
             print(f"target  {target} at {running.target}")
             print(f"draft   {draft} at {running.draft}")
             _announce(running.bridge)

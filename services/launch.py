@@ -23,6 +23,7 @@ from draftbridge.v1 import (
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.draft.servicer import DraftServicer
+from services.engine.fixed_width import FixedWidthEngine
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer
 from services.model.store import default_name, resolve
@@ -69,6 +70,7 @@ class ModelServerConfig:
     dtype: Dtype = Dtype.AUTO
     threads: int | None = None
     slots: int = 8
+    deterministic: bool = False
     until_stdin_closes: bool = False
 
 
@@ -146,7 +148,8 @@ def _load(config: ModelServerConfig, directory: Path) -> LoadedModel:
         threads=config.threads,
         slot_count=config.slots,
     )
-    return load(directory, config.name or default_name(config.model), engine)
+    name = config.name or default_name(config.model)
+    return load(directory, name, FixedWidthEngine(engine) if config.deterministic else engine)
 
 
 def _register(server: Server, loaded: LoadedModel, role: Role) -> None:

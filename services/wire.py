@@ -1,4 +1,7 @@
-"""Between the contract's messages and the values of `bridge`. Protocol buffers go no further than here."""
+"""Between the contract's messages and the values of `bridge`. Protocol buffers go no further than here.
+
+Fields have the same names on both sides, so that a value is written as it is.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +58,7 @@ def read_sampling(message: sampling_pb2.SamplingParameters) -> SamplingParameter
 
 def write_sampling(parameters: SamplingParameters) -> sampling_pb2.SamplingParameters:
     """The inverse of `read_sampling`."""
-    return sampling_pb2.SamplingParameters(**vars(parameters))  # names and meanings are the same
+    return sampling_pb2.SamplingParameters(**vars(parameters))
 
 
 def read_chat(message: bridge_pb2.Chat) -> Chat:
@@ -128,15 +131,7 @@ def read_sync(message: draft_pb2.DraftSync) -> Sync:
 
 
 def write_sync(sync: Sync) -> draft_pb2.DraftRequest:
-    return draft_pb2.DraftRequest(
-        sync=draft_pb2.DraftSync(
-            epoch=sync.epoch,
-            keep_token_count=sync.keep_token_count,
-            token_ids=sync.token_ids,
-            byte_offset=sync.byte_offset,
-            credit=sync.credit,
-        )
-    )
+    return draft_pb2.DraftRequest(sync=draft_pb2.DraftSync(**vars(sync)))
 
 
 def read_proposal(message: draft_pb2.DraftResponse) -> Proposal:
@@ -152,15 +147,7 @@ def read_proposal(message: draft_pb2.DraftResponse) -> Proposal:
 
 
 def write_proposal(proposal: Proposal) -> draft_pb2.DraftResponse:
-    return draft_pb2.DraftResponse(
-        epoch=proposal.epoch,
-        token_ids=proposal.token_ids,
-        confidence=proposal.confidence,
-        done=proposal.done,
-        cached_token_count=proposal.cached_token_count,
-        queue_ns=proposal.queue_ns,
-        forward_ns=proposal.forward_ns,
-    )
+    return draft_pb2.DraftResponse(**vars(proposal))
 
 
 def read_run(message: target_pb2.VerifyRun) -> Run:
@@ -177,18 +164,7 @@ def read_run(message: target_pb2.VerifyRun) -> Run:
 
 
 def write_run(run: Run) -> target_pb2.VerifyRequest:
-    return target_pb2.VerifyRequest(
-        run=target_pb2.VerifyRun(
-            base_token_count=run.base_token_count,
-            token_ids=run.token_ids,
-            byte_offset=run.byte_offset,
-            empty_token_count=run.empty_token_count,
-            generated_token_count=run.generated_token_count,
-            credit=run.credit,
-            patience_us=run.patience_us,
-            width=run.width,
-        )
-    )
+    return target_pb2.VerifyRequest(run=target_pb2.VerifyRun(**vars(run)))
 
 
 def read_candidates(message: target_pb2.VerifyCandidates) -> Candidates:
@@ -196,11 +172,7 @@ def read_candidates(message: target_pb2.VerifyCandidates) -> Candidates:
 
 
 def write_candidates(candidates: Candidates) -> target_pb2.VerifyRequest:
-    return target_pb2.VerifyRequest(
-        candidates=target_pb2.VerifyCandidates(
-            base_token_count=candidates.base_token_count, token_ids=candidates.token_ids
-        )
-    )
+    return target_pb2.VerifyRequest(candidates=target_pb2.VerifyCandidates(**vars(candidates)))
 
 
 def read_grant(message: target_pb2.VerifyGrant) -> Grant:
@@ -212,9 +184,7 @@ def read_grant(message: target_pb2.VerifyGrant) -> Grant:
 
 
 def write_grant(grant: Grant) -> target_pb2.VerifyRequest:
-    return target_pb2.VerifyRequest(
-        grant=target_pb2.VerifyGrant(credit=grant.credit, patience_us=grant.patience_us, width=grant.width)
-    )
+    return target_pb2.VerifyRequest(grant=target_pb2.VerifyGrant(**vars(grant)))
 
 
 def read_pass(message: target_pb2.VerifyResponse) -> Pass:
@@ -232,22 +202,16 @@ def read_pass(message: target_pb2.VerifyResponse) -> Pass:
         queue_ns=message.queue_ns,
         forward_ns=message.forward_ns,
         waited_ns=message.waited_ns,
+        near_tie_count=message.near_tie_count,
     )
 
 
 def write_pass(result: Pass) -> target_pb2.VerifyResponse:
-    return target_pb2.VerifyResponse(
-        base_token_count=result.base_token_count,
-        token_ids=result.token_ids,
-        accepted_token_count=result.accepted_token_count,
-        candidate_token_count=result.candidate_token_count,
-        logprobs=write_logprobs(result.logprobs),
-        finish_reason=write_finish_reason(result.finish_reason),
-        cached_token_count=result.cached_token_count,
-        queue_ns=result.queue_ns,
-        forward_ns=result.forward_ns,
-        waited_ns=result.waited_ns,
-    )
+    translated = {
+        "logprobs": write_logprobs(result.logprobs),
+        "finish_reason": write_finish_reason(result.finish_reason),
+    }
+    return target_pb2.VerifyResponse(**(vars(result) | translated))
 
 
 def write_finish_reason(reason: FinishReason | None) -> sampling_pb2.FinishReason.ValueType:

@@ -32,6 +32,12 @@ def sampler(seed: int = 0, size: int = SIZE, **parameters: object) -> Sampler:
     return Sampler(SamplingParameters(**parameters), seed, keys, np.ones(size, bool), ENDS)  # type: ignore[arg-type]
 
 
+def distribution(one: Sampler, logits: np.ndarray, history: History) -> tuple[np.ndarray, np.ndarray]:
+    """Ids that may be chosen and their log probabilities."""
+    kept, scaled = _truncate(one._adjusted(logits, history), one.parameters)
+    return kept, scaled - np.log(np.exp(scaled).sum())
+
+
 @settings(max_examples=300)
 @given(
     logits=st.lists(st.floats(-30, 30, width=32), min_size=SIZE, max_size=SIZE),
@@ -84,7 +90,7 @@ def test_each_parameter_means_what_it_means_to_hugging_face(
         logit_bias=bias,
         min_tokens=min_tokens,
     )
-    kept, logp = _truncate(one._adjusted(scores, History(prompt, generated)), one.parameters)
+    kept, logp = distribution(one, scores, History(prompt, generated))
     mine = np.zeros(SIZE)
     mine[kept] = np.exp(logp)
     border = np.isclose(np.sort(np.cumsum(np.sort(expected))), 1 - (top_p or 1), atol=1e-5).any()
@@ -157,7 +163,7 @@ def test_twenty_thousand_samples_follow_the_exact_softmax(case: dict[str, object
     logits = np.random.default_rng(11).standard_normal(SIZE).astype(np.float32) * 2
     history = History([1, 2], [3, 3, 9])
     one = sampler(seed=5, **case)
-    kept, logp = _truncate(one._adjusted(logits, history), one.parameters)
+    kept, logp = distribution(one, logits, history)
     expected = {int(id_): 20_000 * math.exp(p) for id_, p in zip(kept, logp, strict=True)}
     counts = Counter(one.choose(logits, offset, 0, history).token_id for offset in range(20_000))
     assert not beyond(*chi_square(counts, expected))

@@ -155,7 +155,7 @@ class HashEngine:
     Keeps a real cache of ids for each slot, so that a wrong `keep` shows in the text.
     """
 
-    name, device, dtype = "hash", "cpu", "float32"
+    name, device, dtype, logit_tolerance = "hash", "cpu", "float32", 0.0
 
     def __init__(self, of: Model, seed: int = 0, slot_count: int = 4, sharpness: float = 3.0) -> None:
         self.context_length = of.context_length

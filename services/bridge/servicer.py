@@ -196,30 +196,20 @@ def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
 
 
 def _write_finished(event: Finished) -> bridge_pb2.GenerateFinished:
-    statistics = event.statistics
+    counted = vars(event.statistics).copy()
+    cached_token_count = counted.pop("cached_token_count")
     return bridge_pb2.GenerateFinished(
         finish_reason=wire.write_finish_reason(event.finish_reason),
         usage=bridge_pb2.Usage(
             prompt_token_count=event.prompt_token_count,
             generated_token_count=event.generated_token_count,
-            cached_token_count=statistics.cached_token_count,
+            cached_token_count=cached_token_count,
         ),
         speculation=bridge_pb2.SpeculationStatistics(
             mode=wire.write_mode(event.mode),
-            target_pass_count=statistics.target_pass_count,
-            num_drafts=statistics.num_drafts,
-            num_draft_tokens=statistics.num_draft_tokens,
-            num_accepted_tokens=statistics.num_accepted_tokens,
-            num_accepted_tokens_per_position=statistics.num_accepted_tokens_per_position,
-            accepted_byte_count=statistics.accepted_byte_count,
             generated_byte_count=event.generated_byte_count,
-            proposed_token_count=statistics.proposed_token_count,
             elapsed_ns=event.elapsed_ns,
             first_token_ns=event.first_token_ns,
-            verify_ns=statistics.verify_ns,
-            draft_ns=statistics.draft_ns,
-            translate_ns=statistics.translate_ns,
-            waited_ns=statistics.waited_ns,
-            note=statistics.note,
+            **counted,
         ),
     )

@@ -48,6 +48,11 @@ class Engine(Protocol):
     @property
     def slot_count(self) -> int: ...
 
+    @property
+    def logit_tolerance(self) -> float:
+        """How far the lead of one logit over another may move with the forward that both are computed in."""
+        ...
+
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """Runs all rows in one pass; for each, logits [len(token_ids) - logits_from, vocabulary_size].
 

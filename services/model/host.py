@@ -42,7 +42,8 @@ class LoadedModel:
         """A sampler over the model's vocabulary. Raises `InvalidField`."""
         parameters.checked(self.model.vocabulary.size)
         ends = parameters.ends(self.model.special_ids.eos)
-        return Sampler(parameters, seed, self._keys, self._allowed, ends, logprobs)
+        tolerance = self.engine.logit_tolerance
+        return Sampler(parameters, seed, self._keys, self._allowed, ends, logprobs, tolerance)
 
 
 def load(directory: Path, name: str, engine: Engine) -> LoadedModel:

@@ -32,6 +32,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             ),
             chat_template=model.chat_template,
             slot_count=engine.slot_count,
+            deterministic=engine.logit_tolerance == 0.0,
         )
 
     async def GetModel(  # noqa: N802

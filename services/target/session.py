@@ -193,6 +193,7 @@ class TargetSession:
             queue_ns=done.queue_ns,
             forward_ns=done.forward_ns,
             waited_ns=waited_ns,
+            near_tie_count=sum(choice.near_tie for choice in verdict.choices),
         )
 
     def _verify(self, logits: Logits, extra: tuple[int, ...], offset: int, empty: int, history: History) -> _Verdict:

@@ -463,6 +463,7 @@ class SpeculationStatistics(_message.Message):
     TRANSLATE_NS_FIELD_NUMBER: _builtins.int
     WAITED_NS_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
+    NEAR_TIES_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     """How draft and target took turns at the end; MODE_OFF if the draft was lost."""
     target_pass_count: _builtins.int
@@ -493,6 +494,10 @@ class SpeculationStatistics(_message.Message):
     """Nanoseconds that the target waited for candidates."""
     note: _builtins.str
     """Why speculation ended or was left out, in words; empty if it went through."""
+    near_ties: _builtins.int
+    """Tokens whose choice was so close that rounding may have decided it. The same request may part there from its
+    text in another mode; a deterministic target has none.
+    """
     @_builtins.property
     def num_accepted_tokens_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Candidates accepted, by their place in a forward, from the first."""
@@ -516,10 +521,11 @@ class SpeculationStatistics(_message.Message):
         translate_ns: _builtins.int = ...,
         waited_ns: _builtins.int = ...,
         note: _builtins.str = ...,
+        near_ties: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "draft_ns", b"draft_ns", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "mode", b"mode", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "proposed_token_count", b"proposed_token_count", "target_pass_count", b"target_pass_count", "translate_ns", b"translate_ns", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "draft_ns", b"draft_ns", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "mode", b"mode", "near_ties", b"near_ties", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "proposed_token_count", b"proposed_token_count", "target_pass_count", b"target_pass_count", "translate_ns", b"translate_ns", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

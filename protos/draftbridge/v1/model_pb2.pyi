@@ -104,6 +104,7 @@ class Model(_message.Message):
     SPECIAL_IDS_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     SLOT_COUNT_FIELD_NUMBER: _builtins.int
+    DETERMINISTIC_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that it is served under."""
     revision: _builtins.str
@@ -128,6 +129,8 @@ class Model(_message.Message):
     """The Jinja template that renders a chat; empty if the model has none."""
     slot_count: _builtins.int
     """The most sequences that this server holds at a time."""
+    deterministic: _builtins.bool
+    """Whether its logits depend on the text alone, bit for bit, and not on how the text went through the model."""
     @_builtins.property
     def special_ids(self) -> Global___SpecialIds:
         """Ids by role."""
@@ -147,10 +150,11 @@ class Model(_message.Message):
         special_ids: Global___SpecialIds | None = ...,
         chat_template: _builtins.str = ...,
         slot_count: _builtins.int = ...,
+        deterministic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["special_ids", b"special_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "engine", b"engine", "name", b"name", "revision", b"revision", "role", b"role", "slot_count", b"slot_count", "special_ids", b"special_ids", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "context_length", b"context_length", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "engine", b"engine", "name", b"name", "revision", b"revision", "role", b"role", "slot_count", b"slot_count", "special_ids", b"special_ids", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

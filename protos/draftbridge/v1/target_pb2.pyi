@@ -251,6 +251,7 @@ class VerifyResponse(_message.Message):
     QUEUE_NS_FIELD_NUMBER: _builtins.int
     FORWARD_NS_FIELD_NUMBER: _builtins.int
     WAITED_NS_FIELD_NUMBER: _builtins.int
+    NEAR_TIE_COUNT_FIELD_NUMBER: _builtins.int
     base_token_count: _builtins.int
     """Index in the sequence of the first of `token_ids`."""
     accepted_token_count: _builtins.int
@@ -267,6 +268,10 @@ class VerifyResponse(_message.Message):
     """Nanoseconds of the forward itself."""
     waited_ns: _builtins.int
     """Nanoseconds spent waiting for candidates."""
+    near_tie_count: _builtins.int
+    """How many of `token_ids` had another one so close behind them that a forward of another width might have
+    chosen that; always 0 from a deterministic target.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The target's own tokens: the accepted candidates, then one more (the bonus)."""
@@ -288,10 +293,11 @@ class VerifyResponse(_message.Message):
         queue_ns: _builtins.int = ...,
         forward_ns: _builtins.int = ...,
         waited_ns: _builtins.int = ...,
+        near_tie_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "base_token_count", b"base_token_count", "cached_token_count", b"cached_token_count", "candidate_token_count", b"candidate_token_count", "finish_reason", b"finish_reason", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "queue_ns", b"queue_ns", "token_ids", b"token_ids", "waited_ns", b"waited_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "base_token_count", b"base_token_count", "cached_token_count", b"cached_token_count", "candidate_token_count", b"candidate_token_count", "finish_reason", b"finish_reason", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "near_tie_count", b"near_tie_count", "queue_ns", b"queue_ns", "token_ids", b"token_ids", "waited_ns", b"waited_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
