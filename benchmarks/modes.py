@@ -4,12 +4,10 @@
 
 Every prompt is run in every mode, one after the other, so that the machine's moods fall on all modes alike.
 Prints a table: median tokens a second, median ratio to the target alone and its range, acceptance, bytes per
-target pass. The prompts are those of the tests; FILE may hold others, a JSON list of {"prompt": ...} or
-{"messages": ...}.
+target pass. The prompts are those of the tests; FILE may hold others, see `benchmarks.prompts`.
 """
 
 import argparse
-import json
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -18,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import prompts
 from draftbridge import Client, Generation
 from services.cli import DEFAULT_DRAFT, DEFAULT_TARGET
 from services.processes import fleet
@@ -32,7 +31,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each model")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompts", type=Path, default=Path(__file__).parents[1] / "tests" / "prompts.json")
+    parser.add_argument("--prompts", type=Path, default=prompts.OWN)
     arguments = parser.parse_args()
     target, draft = (DEFAULT_DRAFT, DEFAULT_TARGET) if arguments.swap else (DEFAULT_TARGET, DEFAULT_DRAFT)
     options = ("--threads", str(arguments.threads), "--dtype", arguments.dtype)
@@ -41,7 +40,7 @@ def main() -> None:
         fleet(target, draft, target_options=options, draft_options=options) as running,
         Client(running.bridge) as client,
     ):
-        for prompt in json.loads(arguments.prompts.read_text()):
+        for prompt in prompts.read(arguments.prompts):
             given = {"prompt": prompt.get("prompt"), "messages": prompt.get("messages")}
             client.generate(**given, max_tokens=2)  # the prompt is in everyone's cache from here on
             for mode in MODES:

@@ -1,0 +1,144 @@
+"""How often a draft is right: greedy, sampled by itself, and with the target's noise, at several temperatures.
+
+    python -m benchmarks.acceptance [--swap] [--prompts FILE] [--count 60] [--tokens 32] [--json FILE]
+
+In lockstep, so many draft tokens a round. The three are one sampler with another temperature or another seed. Both
+models run in this process, several prompts at a time, in bfloat16 where the machine computes in it: how fast it goes
+tells nothing, how much is accepted does. FILE: as in `benchmarks.prompts`; without it, the prompts of the tests.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import prompts
+from bridge.generation import Finished, Request, generate
+from bridge.policy import Mode, SpeculationParameters
+from bridge.sampling import SamplingParameters
+from bridge.templates import Chat
+from services.cli import DEFAULT_DRAFT, DEFAULT_TARGET
+from services.draft.session import DraftSession
+from services.engine.torch_engine import TorchEngine
+from services.model.host import LoadedModel, load
+from services.model.store import resolve
+from services.target.session import TargetSession
+
+TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
+DRAFTS = ("greedy", "independent", "shared noise")
+SEED = 1
+TOGETHER = 12
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--swap", action="store_true", help="let the two models change places")
+    parser.add_argument("--prompts", type=Path, default=prompts.OWN)
+    parser.add_argument("--count", type=int, default=60, help="the most prompts, evenly over the file's categories")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens generated for each prompt")
+    parser.add_argument("--draft-tokens", type=int, default=5, help="tokens that the draft proposes in a round")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    names = (DEFAULT_DRAFT, DEFAULT_TARGET) if arguments.swap else (DEFAULT_TARGET, DEFAULT_DRAFT)
+    target, draft = (_load(name) for name in names)
+    inputs = [prompts.as_input(one) for one in prompts.read(arguments.prompts, arguments.count)]
+    rows = asyncio.run(_measure(target, draft, inputs, arguments.tokens, arguments.draft_tokens))
+    title = (
+        f"{names[0]} <- {names[1]}, {len(inputs)} prompts, {arguments.tokens} tokens, {arguments.draft_tokens} a round"
+    )
+    Console(width=120).print(_table(rows, title))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"title": title, "rows": rows}, indent=1))
+    for model in (target, draft):
+        model.host.scheduler.close()
+
+
+def _load(name: str) -> LoadedModel:
+    directory = resolve(name)
+    return load(directory, name, TorchEngine(directory, threads=os.cpu_count(), slot_count=TOGETHER))
+
+
+async def _measure(
+    target: LoadedModel, draft: LoadedModel, inputs: Sequence[str | Chat], tokens: int, draft_tokens: int
+) -> list[dict[str, object]]:
+    found: dict[tuple[float, str], list[Finished]] = {}
+    for start in range(0, len(inputs), TOGETHER):
+        batch = inputs[start : start + TOGETHER]
+        for temperature in TEMPERATURES:
+            # All three are the same where nothing is drawn.
+            for kind in DRAFTS if temperature else ("greedy",):
+                runs = [_run(target, draft, one, temperature, kind, tokens, draft_tokens) for one in batch]
+                found.setdefault((temperature, kind), []).extend(await asyncio.gather(*runs))
+        Console(stderr=True).print(f"[dim]{min(start + TOGETHER, len(inputs))} of {len(inputs)} prompts[/]")
+    return [_row(temperature, kind, finished) for (temperature, kind), finished in found.items()]
+
+
+async def _run(
+    target: LoadedModel,
+    draft: LoadedModel,
+    input_: str | Chat,
+    temperature: float,
+    kind: str,
+    tokens: int,
+    draft_tokens: int,
+) -> Finished:
+    sampling = SamplingParameters(temperature=temperature)
+    drafting = sampling.for_draft(0.0 if kind == "greedy" else None)
+    # Far from the target's, so that they have nothing to do with one another.
+    seed = SEED + 1_000_003 if kind == "independent" else SEED
+    request = Request(
+        input_,
+        sampling=sampling,
+        seed=SEED,
+        max_tokens=tokens,
+        speculation=SpeculationParameters(Mode.LOCKSTEP, num_assistant_tokens=draft_tokens),
+    )
+    with (
+        closing(TargetSession(target.model, target.host, target.sampler(sampling, SEED))) as verifier,
+        closing(DraftSession(draft.model, draft.host, draft.sampler(drafting, seed))) as drafter,
+    ):
+        events = [event async for event in generate(request, target.model, verifier, draft.model, drafter)]
+    assert isinstance(events[-1], Finished)
+    return events[-1]
+
+
+def _row(temperature: float, kind: str, finished: Sequence[Finished]) -> dict[str, object]:
+    did = [one.statistics for one in finished]
+    candidates = sum(one.num_draft_tokens for one in did)
+    accepted = sum(one.num_accepted_tokens for one in did)
+    accepted_bytes = sum(one.accepted_byte_count for one in did)
+    passes = sum(one.target_pass_count for one in did)
+    return {
+        "temperature": temperature,
+        "draft": kind,
+        "passes": passes,
+        "candidates": candidates,
+        "accepted_tokens_per_candidate": accepted / candidates,
+        "accepted_bytes_per_candidate": accepted_bytes / candidates,
+        "accepted_tokens_per_pass": accepted / passes,
+        "accepted_bytes_per_pass": accepted_bytes / passes,
+        # A draft that was too slow to be waited for, or too short for a prompt, would spoil the comparison.
+        "left_alone": sum(bool(one.note) for one in did),
+    }
+
+
+def _table(rows: Sequence[dict[str, object]], title: str) -> Table:
+    table = Table(
+        "T", "draft", "passes", "candidates", "tokens\na candidate", "bytes\na candidate", "tokens\na pass",
+        "bytes\na pass", "left\nalone", title=title, box=box.SIMPLE,
+    )  # fmt: skip
+    for row in rows:
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
+    return table
+
+
+if __name__ == "__main__":
+    main()
