@@ -10,7 +10,6 @@ tells nothing, how much is accepted does. FILE: as in `benchmarks.prompts`; with
 import argparse
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -63,7 +62,8 @@ def main() -> None:
 
 def _load(name: str) -> LoadedModel:
     directory = resolve(name)
-    return load(directory, name, TorchEngine(directory, threads=os.cpu_count(), slot_count=TOGETHER))
+    # One thread each: both run at the same time.
+    return load(directory, name, TorchEngine(directory, threads=1, slot_count=TOGETHER))
 
 
 async def _measure(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.errors import EmptyPrompt, InvalidField
+from bridge.errors import EmptyPrompt, InvalidField, Unreachable
 from bridge.generation import Request, render
 from bridge.lead import Lead
 from bridge.models import Model, SpecialIds
@@ -30,17 +30,21 @@ MODES = st.sampled_from([Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
 class ScriptedDrafter:
     """Says whatever it is given, a list of ids for each epoch, and checks what it is told.
 
-    `truth`: prompt and the target's own continuation, which the context it is given must always spell.
+    `dies_at`: the epoch in which it is lost. `truth`: the target's own continuation of `prompt`; the context that it
+    is given must always spell the beginning of both.
     """
 
-    def __init__(self, model: Model, script: list[list[int]], prompt: bytes, truth: bytes, tape: Tape) -> None:
+    def __init__(
+        self, model: Model, script: list[list[int]], prompt: bytes, truth: bytes, tape: Tape, dies_at: int | None
+    ) -> None:
         self._words = model.vocabulary
         self._script = script
         self._prompt = prompt
         self._truth = truth
         self._tape = tape
+        self._dies_at = dies_at
         self._held: list[int] = []
-        self._queue: asyncio.Queue[Proposal] = asyncio.Queue()
+        self._queue: asyncio.Queue[Proposal | Exception] = asyncio.Queue()
         self.epochs = 0
 
     async def sync(self, sync: Sync) -> None:
@@ -52,6 +56,9 @@ class ScriptedDrafter:
         self.epochs += 1
         self._held += [id_ for id_ in says if id_ not in self._words.special]
         self._queue.put_nowait(Proposal(sync.epoch - 1, (5,), (1.0,)))  # late, from an old epoch
+        if self.epochs == self._dies_at:
+            self._queue.put_nowait(Unreachable("the draft", "gone"))
+            return
         self._queue.put_nowait(Proposal(sync.epoch, tuple(says), (0.5,) * len(says), done=True))
 
     def _check_context(self, byte_offset: int) -> None:
@@ -72,7 +79,10 @@ class ScriptedDrafter:
 
     async def proposals(self) -> AsyncIterator[Proposal]:
         while True:
-            yield await self._queue.get()
+            said = await self._queue.get()
+            if isinstance(said, Exception):
+                raise said
+            yield said
 
 
 # What looks back, what cuts off, what ends a text earlier or later.
@@ -112,6 +122,8 @@ def scripts(draw: st.DrawFn) -> list[list[int]]:
     mode=MODES,
     temperature=st.sampled_from([0.0, 0.3, 0.7, 1.0, 1.5]),
     options=st.sampled_from(OPTIONS),
+    draft_length=st.none() | st.integers(1, 12),
+    dies_at=st.none() | st.integers(1, 5),
     data=st.data(),
 )
 def test_output_is_the_targets_own_for_any_proposals(
@@ -122,6 +134,8 @@ def test_output_is_the_targets_own_for_any_proposals(
     mode: Mode,
     temperature: float,
     options: dict[str, object],
+    draft_length: int | None,
+    dies_at: int | None,
     data: st.DataObject,
 ) -> None:
     target, draft = tiny.model(target_kind), tiny.model(draft_kind)
@@ -141,8 +155,8 @@ def test_output_is_the_targets_own_for_any_proposals(
             with closing(TargetSession(target, host, sampler)) as session:  # type: ignore[arg-type]
                 request = Request(PROMPT)
                 tape = Tape(target.vocabulary, render(request, target, target).ids)
-                drafter = ScriptedDrafter(draft, script, PROMPT.encode(), truth, tape)
-                policy = Policy(SpeculationParameters(mode))
+                drafter = ScriptedDrafter(draft, script, PROMPT.encode(), truth, tape, dies_at)
+                policy = Policy(SpeculationParameters(mode, draft_length))
                 lead = Lead(draft, render(request, draft, target))
                 loop = Speculation(target, tape, session, drafter, lead, policy)
                 async with asyncio.timeout(20), aclosing(loop.run(count)) as passes:

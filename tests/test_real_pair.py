@@ -3,17 +3,21 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bridge.noise import token_keys
+from bridge.sampling import History, Sampler, SamplingParameters
 from draftbridge import Client, Generation
 from draftbridge.v1 import bridge_pb2
+from services.model.files import ModelFiles, read_model_files
 from services.model.store import resolve
 from services.processes import Fleet, fleet
 
@@ -33,6 +37,7 @@ class Setup:
     client: Client
     model: Any
     tokenizer: Any
+    files: ModelFiles
 
     def prompt_ids(self, prompt: dict[str, Any]) -> list[int]:
         """As transformers tokenizes it."""
@@ -53,6 +58,31 @@ class Setup:
                 torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=count, do_sample=False
             )
         return out[0, len(ids) :].tolist()
+
+    def sampled(self, ids: list[int], said: Sequence[int], options: dict[str, Any]) -> tuple[list[int], bool]:
+        """What the noise makes of transformers' logits for `said` behind `ids`; up to a near tie, and whether one came.
+
+        One forward is enough: as long as the choices are those of `said`, its logits are those of `said`.
+        """
+        words = self.files.vocabulary
+        known = {field.name for field in fields(SamplingParameters)}
+        parameters = SamplingParameters(**{key: value for key, value in options.items() if key in known})
+        keys = token_keys(words, self.files.special_ids.eos)
+        allowed = np.array([data is not None for data in words.tokens])
+        sampler = Sampler(parameters, options["seed"], keys, allowed, tolerance=NEAR_TIE)
+        chosen: list[int] = []
+        history = History(ids)
+        with torch.inference_mode():
+            rows = self.model(torch.tensor([[*ids, *said[:-1]]])).logits[0, len(ids) - 1 :].numpy()
+        for logits, id_ in zip(rows, said, strict=True):
+            choice = sampler.choose(logits, len(words.spell(chosen)), 0, history)
+            if choice.near_tie:
+                return chosen, True
+            chosen.append(choice.token_id)
+            history.extend((choice.token_id,))
+            if choice.token_id != id_:
+                break
+        return chosen, False
 
     def tie(self, ids: list[int], one: int, other: int) -> float:
         """How far apart two ids' logits are behind `ids`; infinite if they are not the best two."""
@@ -75,11 +105,12 @@ def setup(request: pytest.FixtureRequest) -> Iterator[Setup]:
         fleet(target, draft, target_options=options, draft_options=options) as running,
         Client(running.bridge) as client,
     ):
-        yield Setup(running, client, model, tokenizer)
+        yield Setup(running, client, model, tokenizer, read_model_files(directory))
 
 
 def ask(setup: Setup, prompt: dict[str, Any], **options: Any) -> Generation:
-    return setup.client.generate(prompt.get("prompt"), messages=prompt.get("messages"), max_tokens=TOKENS, **options)
+    options = {"max_tokens": TOKENS} | options
+    return setup.client.generate(prompt.get("prompt"), messages=prompt.get("messages"), **options)
 
 
 # Every third prompt is enough for the second mode.
@@ -119,19 +150,36 @@ def test_the_draft_helps(setup: Setup) -> None:
     assert accepted > 0.5 * passes
 
 
-@pytest.mark.parametrize("mode", ["off", "lockstep", "opportunistic"])
-def test_a_seed_gives_the_same_text_in_every_mode(setup: Setup, mode: str) -> None:
-    options = {"temperature": 0.8, "top_p": 0.95, "seed": 11}
-    expected = ask(setup, PROMPTS[6], speculation="off", **options)
-    assert ask(setup, PROMPTS[6], speculation=mode, **options).text == expected.text
+SAMPLING = [
+    {"temperature": 0.3},
+    {"temperature": 0.7, "top_p": 0.95, "frequency_penalty": 0.5},
+    {"temperature": 1.0},
+    {"temperature": 1.5, "top_k": 40, "repetition_penalty": 1.2},
+]
+
+
+@pytest.mark.parametrize("options", SAMPLING, ids=lambda options: f"T={options['temperature']}")
+def test_a_seed_gives_the_same_text_in_every_mode_and_it_is_what_the_models_own_logits_give(
+    setup: Setup, options: dict[str, Any]
+) -> None:
+    prompt = PROMPTS[6]
+    options = {"seed": 11, "max_tokens": 24} | options
+    alone = ask(setup, prompt, speculation="off", **options)
+    for mode, length in (("lockstep", 2), ("lockstep", 9), ("opportunistic", None)):
+        result = ask(setup, prompt, speculation=mode, num_assistant_tokens=length, **options)
+        assert (result.text, result.token_ids) == (alone.text, alone.token_ids)
+    expected, near_tie = setup.sampled(setup.prompt_ids(prompt), alone.token_ids, options)
+    assert expected == list(alone.token_ids)[: len(expected)]
+    assert near_tie or len(expected) == len(alone.token_ids)
 
 
 # The last test, because it leaves the pair without its draft.
 def test_a_draft_killed_half_way_changes_nothing(setup: Setup) -> None:
     prompt = PROMPTS[3]
-    expected = ask(setup, prompt, speculation="off")
+    sampling = {"temperature": 1.0, "seed": 3}
+    expected = ask(setup, prompt, speculation="off", **sampling)
     events = []
-    for event in setup.client.stream(prompt["prompt"], max_tokens=TOKENS, speculation="lockstep"):
+    for event in setup.client.stream(prompt["prompt"], max_tokens=TOKENS, speculation="lockstep", **sampling):
         events.append(event)
         if sum(isinstance(one, bridge_pb2.GenerateDelta) for one in events) == 5:
             os.kill(setup.running.processes["draft"].pid, signal.SIGKILL)
@@ -139,5 +187,5 @@ def test_a_draft_killed_half_way_changes_nothing(setup: Setup) -> None:
     assert (result.text, result.token_ids) == (expected.text, expected.token_ids)
     assert "went on alone" in result.finished.speculation.note
     # And without any draft from the start:
-    later = ask(setup, prompt, speculation="lockstep")
+    later = ask(setup, prompt, speculation="lockstep", **sampling)
     assert (later.text, later.token_ids) == (expected.text, expected.token_ids)
