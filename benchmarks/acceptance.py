@@ -57,7 +57,7 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps({"title": title, "rows": rows}, indent=1))
     for model in (target, draft):
-        model.host.scheduler.close()
+        model.scheduler.close()
 
 
 def _load(name: str) -> LoadedModel:
@@ -102,8 +102,8 @@ async def _run(
         speculation=SpeculationParameters(Mode.LOCKSTEP, num_assistant_tokens=draft_tokens),
     )
     with (
-        closing(TargetSession(target.model, target.host, target.sampler(sampling, SEED))) as verifier,
-        closing(DraftSession(draft.model, draft.host, draft.sampler(drafting, seed))) as drafter,
+        closing(TargetSession(target.model, target.scheduler, target.sampler(sampling, SEED))) as verifier,
+        closing(DraftSession(draft.model, draft.scheduler, draft.sampler(drafting, seed))) as drafter,
     ):
         events = [event async for event in generate(request, target.model, verifier, draft.model, drafter)]
     assert isinstance(events[-1], Finished)

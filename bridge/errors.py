@@ -193,17 +193,22 @@ class ChecksumMismatch(UnusableModel):
 
 
 class Exhausted(DraftBridgeError):
+    """More was asked for than there is at the moment. `retry_seconds`: when to try again."""
+
     reason = "EXHAUSTED"
+    retry_seconds: ClassVar[float] = 1.0
 
 
 class SlotsExhausted(Exhausted):
     reason = "SLOTS_EXHAUSTED"
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, waiting: int) -> None:
         super().__init__(
-            f"all {count} sequences that this model server holds at a time are in use: "
-            "try again later, or start it with more --slots",
+            f"all {count} sequences that this model server holds at a time are in use, and {waiting} wait for a place: "
+            f"try again in {self.retry_seconds} s, or start it with more --slots or a longer --queue",
             slot_count=count,
+            queue_limit=waiting,
+            retry_seconds=self.retry_seconds,
         )
 
 

@@ -139,7 +139,15 @@ def segment(vocabulary: Vocabulary, data: bytes | bytearray) -> list[int]:
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
     """How many ids two sequences begin with alike."""
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return min(len(left), len(right))
+    if type(left) is not type(right):  # a list equals no tuple
+        left, right = tuple(left), tuple(right)
+    low, high = 0, min(len(left), len(right))
+    if left[:high] == right[:high]:
+        return high
+    while high - low > 1:  # whole slices are compared at once, so long sequences cost little
+        middle = (low + high) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

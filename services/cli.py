@@ -69,6 +69,10 @@ def serve(
     ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; unset uses all cores.")] = None,
     slots: Annotated[int, typer.Option(min=1, max=1024, help="Sequences held at a time.")] = 8,
+    kv_memory: Annotated[
+        float, typer.Option(min=0.001, help="GiB for the keys and values of all slots, set aside from the start.")
+    ] = 2.0,
+    queue: Annotated[int, typer.Option(min=0, max=100_000, help="Sequences that may wait for a slot.")] = 64,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same text in every mode, bit for bit, in any dtype; slower.")
     ] = False,
@@ -87,6 +91,8 @@ def serve(
         dtype=_one_of(Dtype, "dtype", dtype),
         threads=threads,
         slots=slots,
+        kv_memory=kv_memory,
+        queue=queue,
         deterministic=deterministic,
         until_stdin_closes=until_stdin_closes,
     )

@@ -70,6 +70,8 @@ class ModelServerConfig:
     dtype: Dtype = Dtype.AUTO
     threads: int | None = None
     slots: int = 8
+    kv_memory: float = 2.0
+    queue: int = 64
     deterministic: bool = False
     until_stdin_closes: bool = False
 
@@ -98,8 +100,8 @@ def run_model_server(config: ModelServerConfig, report: OnStart, on_start: OnSta
             # The thread cannot be, and would keep the process until it has read gigabytes for nobody.
             os._exit(0)
         _register(server, loaded, config.role)
-        await server.run_until(stop, on_start, lambda: loaded.host.scheduler.alive)
-        loaded.host.scheduler.close()
+        await server.run_until(stop, on_start, lambda: loaded.scheduler.alive)
+        loaded.scheduler.close()
 
     asyncio.run(serve())
 
@@ -147,9 +149,10 @@ def _load(config: ModelServerConfig, directory: Path) -> LoadedModel:
         dtype=config.dtype.value,
         threads=config.threads,
         slot_count=config.slots,
+        cache_byte_limit=int(config.kv_memory * 2**30),
     )
     name = config.name or default_name(config.model)
-    return load(directory, name, FixedWidthEngine(engine) if config.deterministic else engine)
+    return load(directory, name, FixedWidthEngine(engine) if config.deterministic else engine, config.queue)
 
 
 def _register(server: Server, loaded: LoadedModel, role: Role) -> None:

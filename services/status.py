@@ -5,12 +5,14 @@ unknown one is logged whole and leaves as INTERNAL with a fixed text.
 """
 
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.message import DecodeError
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
@@ -72,10 +74,14 @@ async def _abort(context: "aio.ServicerContext[Any, Any]", error: Exception) -> 
     metadata = {key: _clipped(value) for key, value in error.metadata.items()}
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata)
     message = _clipped(str(error))
-    detail = AnyMessage()
-    detail.Pack(info)
+    details: list[Message] = [info]
+    if seconds := error.metadata.get("retry_seconds"):
+        details.append(error_details_pb2.RetryInfo(retry_delay=Duration(nanos=0, seconds=math.ceil(float(seconds)))))
     code = code_of(error)
-    status = status_pb2.Status(code=code.value[0], message=message, details=[detail])
+    packed = [AnyMessage() for _ in details]
+    for detail, one in zip(packed, details, strict=True):
+        detail.Pack(one)
+    status = status_pb2.Status(code=code.value[0], message=message, details=packed)
     await context.abort(code, message, trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),))
     raise AssertionError("abort raises")
 

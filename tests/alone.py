@@ -18,16 +18,16 @@ def oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: in
 async def answer(
     target: Model, engine: tiny.HashEngine, drafter: object, draft: Model | None, request: Request, temperature: float
 ) -> tuple[str, list[int], Finished]:
-    host = tiny.host(engine)
+    scheduler = tiny.scheduler(engine)
     text, ids = "", []
     try:
-        with closing(TargetSession(target, host, tiny.sampler(target, temperature))) as session:
+        with closing(TargetSession(target, scheduler, tiny.sampler(target, temperature))) as session:
             async for event in generate(request, target, session, draft, drafter):  # type: ignore[arg-type]
                 if isinstance(event, Delta):
                     text += event.text
                     ids += event.token_ids
-        assert host.slots.free_count == engine.slot_count
+        assert scheduler.free_slot_count == engine.slot_count
     finally:
-        host.scheduler.close()
+        scheduler.close()
     assert isinstance(event, Finished)
     return text, ids, event

@@ -63,7 +63,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="session")
 def tiny_fleet(tiny_models: tuple[Path, Path]) -> Iterator[Fleet]:
     """Target, draft and bridge as real processes."""
-    options = ("--dtype", "float32", "--threads", "1", "--slots", "3")
+    options = ("--dtype", "float32", "--threads", "1", "--slots", "3", "--queue", "2")
     target, draft = (str(path) for path in tiny_models)
     with fleet(target, draft, target_options=options, draft_options=options) as running:
         yield running

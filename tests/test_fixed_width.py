@@ -88,8 +88,8 @@ async def test_a_deterministic_target_in_bfloat16_says_the_same_in_every_mode(
         speculation = SpeculationParameters(mode, num_assistant_tokens=7)
         request = Request("The quick brown fox", sampling=parameters, seed=4, max_tokens=90, speculation=speculation)
         with (
-            closing(TargetSession(target.model, target.host, target.sampler(parameters, 4))) as verifier,
-            closing(DraftSession(draft.model, draft.host, draft.sampler(parameters, 4))) as drafter,
+            closing(TargetSession(target.model, target.scheduler, target.sampler(parameters, 4))) as verifier,
+            closing(DraftSession(draft.model, draft.scheduler, draft.sampler(parameters, 4))) as drafter,
         ):
             drafting = (None, None) if mode is Mode.OFF else (draft.model, drafter)
             events = [event async for event in generate(request, target.model, verifier, *drafting)]
@@ -122,7 +122,7 @@ async def test_near_ties_are_counted(tmp_path: Path) -> None:
     loaded = load(path, "model", TorchEngine(path, dtype="bfloat16"))
     parameters = SamplingParameters()
     request = Request("The quick brown fox", max_tokens=60)
-    with closing(TargetSession(loaded.model, loaded.host, loaded.sampler(parameters, 0))) as verifier:
+    with closing(TargetSession(loaded.model, loaded.scheduler, loaded.sampler(parameters, 0))) as verifier:
         events = [event async for event in generate(request, loaded.model, verifier)]
     ids = [id_ for event in events if isinstance(event, Delta) for id_ in event.token_ids]
     prompt = loaded.model.vocabulary.prompt(str(request.input), framed=True).ids

@@ -149,10 +149,10 @@ def test_output_is_the_targets_own_for_any_proposals(
         script = [part for pair in zip(right, [*script, *right], strict=False) for part in pair]
 
     async def run() -> list[int]:
-        host = tiny.host(engine)
+        scheduler = tiny.scheduler(engine)
         try:
             sampler = Recording(tiny.sampler(target, temperature, **options))
-            with closing(TargetSession(target, host, sampler)) as session:  # type: ignore[arg-type]
+            with closing(TargetSession(target, scheduler, sampler)) as session:  # type: ignore[arg-type]
                 request = Request(PROMPT)
                 tape = Tape(target.vocabulary, render(request, target, target).ids)
                 drafter = ScriptedDrafter(draft, script, PROMPT.encode(), truth, tape, dies_at)
@@ -163,11 +163,11 @@ def test_output_is_the_targets_own_for_any_proposals(
                     async for event in passes:
                         assert event.candidate_token_count >= event.accepted_token_count
                 assert drafter.epochs >= (count > 1)
-                assert host.slots.free_count == engine.slot_count - 1
+                assert scheduler.free_slot_count == engine.slot_count - 1
                 assert len(set(sampler.draws)) == len(sampler.draws), "the same noise was used twice"
                 return list(tape.ids[len(tape.ids) - tape.generated_token_count :])
         finally:
-            host.scheduler.close()
+            scheduler.close()
 
     assert asyncio.run(run()) == expected
 
@@ -181,7 +181,7 @@ async def test_two_real_sessions_agree_with_the_target_alone(
     target, draft = tiny.model(target_kind), tiny.model(draft_kind)
     engine = tiny.HashEngine(target)
     expected = oracle(target, engine, temperature, 60)
-    host = tiny.host(tiny.HashEngine(draft, seed=1))
+    scheduler = tiny.scheduler(tiny.HashEngine(draft, seed=1))
     request = Request(
         PROMPT,
         sampling=SamplingParameters(temperature=temperature),
@@ -189,9 +189,9 @@ async def test_two_real_sessions_agree_with_the_target_alone(
         max_tokens=60,
         speculation=SpeculationParameters(mode),
     )
-    with closing(DraftSession(draft, host, tiny.sampler(draft, temperature))) as session:
+    with closing(DraftSession(draft, scheduler, tiny.sampler(draft, temperature))) as session:
         text, ids, finished = await answer(target, engine, session, draft, request, temperature)
-    host.scheduler.close()
+    scheduler.close()
     assert ids == expected
     assert text == target.vocabulary.spell(expected).decode(errors="replace")
     assert finished.statistics.proposed_token_count > 0
@@ -208,11 +208,11 @@ async def test_a_draft_that_knows_the_target_is_accepted(mode: Mode) -> None:
     model = tiny.model("byte_level")
     engine = tiny.HashEngine(model)
     expected = oracle(model, engine, 0.0, 60)
-    host = tiny.host(tiny.HashEngine(model))
+    scheduler = tiny.scheduler(tiny.HashEngine(model))
     request = Request(PROMPT, max_tokens=60, speculation=SpeculationParameters(mode, num_assistant_tokens=4))
-    with closing(DraftSession(model, host, tiny.sampler(model))) as session:
+    with closing(DraftSession(model, scheduler, tiny.sampler(model))) as session:
         _, ids, finished = await answer(model, engine, session, model, request, 0.0)
-    host.scheduler.close()
+    scheduler.close()
     assert ids == expected
     statistics = finished.statistics
     if mode is Mode.LOCKSTEP:
@@ -225,13 +225,13 @@ async def test_a_draft_that_knows_the_target_is_accepted(mode: Mode) -> None:
 async def test_max_tokens_is_never_overrun(limit: int) -> None:
     model = tiny.model("byte_level")
     engine = tiny.HashEngine(model)
-    host = tiny.host(tiny.HashEngine(model))
+    scheduler = tiny.scheduler(tiny.HashEngine(model))
     request = Request(
         PROMPT, max_tokens=limit, speculation=SpeculationParameters(Mode.LOCKSTEP, num_assistant_tokens=8)
     )
-    with closing(DraftSession(model, host, tiny.sampler(model))) as session:
+    with closing(DraftSession(model, scheduler, tiny.sampler(model))) as session:
         _, ids, finished = await answer(model, engine, session, model, request, 0.0)
-    host.scheduler.close()
+    scheduler.close()
     assert len(ids) == limit
     assert finished.finish_reason is FinishReason.LENGTH
 
@@ -251,11 +251,11 @@ async def test_a_stop_string_in_the_middle_of_a_pass_ends_the_text_there() -> No
     expected = oracle(model, engine, 0.0, 60)
     whole = model.vocabulary.spell(expected).decode(errors="replace")
     stop = whole[20:23]
-    host = tiny.host(tiny.HashEngine(model))
+    scheduler = tiny.scheduler(tiny.HashEngine(model))
     request = Request(PROMPT, max_tokens=60, stop=(stop,), speculation=SpeculationParameters(Mode.LOCKSTEP))
-    with closing(DraftSession(model, host, tiny.sampler(model))) as session:
+    with closing(DraftSession(model, scheduler, tiny.sampler(model))) as session:
         text, ids, finished = await answer(model, engine, session, model, request, 0.0)
-    host.scheduler.close()
+    scheduler.close()
     assert text == whole[: whole.index(stop)]
     assert ids == expected[: len(ids)]
     assert finished.finish_reason is FinishReason.STOP
@@ -285,12 +285,12 @@ async def test_an_unsure_token_ends_the_drafts_turn() -> None:
     engine = tiny.HashEngine(model)
     proposed = {}
     for threshold in (0.0, 0.99):
-        host = tiny.host(tiny.HashEngine(model))
+        scheduler = tiny.scheduler(tiny.HashEngine(model))
         speculation = SpeculationParameters(Mode.LOCKSTEP, 6, assistant_confidence_threshold=threshold)
         request = Request(PROMPT, max_tokens=40, speculation=speculation)
-        with closing(DraftSession(model, host, tiny.sampler(model))) as session:
+        with closing(DraftSession(model, scheduler, tiny.sampler(model))) as session:
             _, ids, finished = await answer(model, engine, session, model, request, 0.0)
-        host.scheduler.close()
+        scheduler.close()
         assert ids == oracle(model, engine, 0.0, 40)
         proposed[threshold] = finished.statistics.num_draft_tokens
     assert 0 < proposed[0.99] < proposed[0.0]
@@ -299,12 +299,12 @@ async def test_an_unsure_token_ends_the_drafts_turn() -> None:
 async def test_a_prompt_too_long_for_the_draft_goes_on_without_it() -> None:
     target, draft = tiny.model("byte_level"), tiny.model("unigram", context_length=5)
     engine = tiny.HashEngine(target)
-    host = tiny.host(tiny.HashEngine(draft))
+    scheduler = tiny.scheduler(tiny.HashEngine(draft))
     request = Request(PROMPT, max_tokens=20, speculation=SpeculationParameters(Mode.LOCKSTEP))
-    with closing(DraftSession(draft, host, tiny.sampler(draft))) as session:
+    with closing(DraftSession(draft, scheduler, tiny.sampler(draft))) as session:
         async with asyncio.timeout(4):  # an empty offer: the target does not wait
             _, ids, finished = await answer(target, engine, session, draft, request, 0.0)
-    host.scheduler.close()
+    scheduler.close()
     assert ids == oracle(target, engine, 0.0, 20)
     assert finished.statistics.num_drafts == 0
 
@@ -327,11 +327,11 @@ async def test_what_only_the_target_can_take_is_generated_all_the_same(
     engine = tiny.HashEngine(target)
     request = Request(input_, max_tokens=30, speculation=SpeculationParameters(mode))  # type: ignore[arg-type]
     alone = await answer(target, engine, None, None, request, 0.0)
-    host = tiny.host(tiny.HashEngine(draft))
+    scheduler = tiny.scheduler(tiny.HashEngine(draft))
     async with asyncio.timeout(4):
-        with closing(DraftSession(draft, host, tiny.sampler(draft))) as session:
+        with closing(DraftSession(draft, scheduler, tiny.sampler(draft))) as session:
             together = await answer(target, engine, session, draft, request, 0.0)
-    host.scheduler.close()
+    scheduler.close()
     assert together[:2] == alone[:2]
     assert ("could not take" in together[2].statistics.note) == bool(template)
 

@@ -1,7 +1,10 @@
 """What is refused: with which code and reason, and what the text says to do."""
 
+import asyncio
+
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from draftbridge import CallError, Client
 from draftbridge.v1 import (
@@ -85,8 +88,6 @@ def test_text_that_is_no_utf8_and_values_without_a_name_are_refused(tiny_fleet: 
 
 
 def test_errors_carry_a_google_rpc_status(tiny_fleet: Fleet) -> None:
-    from google.rpc import error_details_pb2, status_pb2
-
     error = _raw(tiny_fleet.bridge, "/draftbridge.v1.BridgeService/Generate", b"")
     details = dict(error.trailing_metadata())["grpc-status-details-bin"]
     status = status_pb2.Status.FromString(details)
@@ -162,15 +163,28 @@ async def test_more_sessions_than_slots_are_told_to_come_again(tiny_fleet: Fleet
     running = target_pb2.VerifyRequest(run=target_pb2.VerifyRun(token_ids=[1, 7], credit=1))
     async with grpc.aio.insecure_channel(tiny_fleet.target) as channel:
         stub = target_pb2_grpc.TargetServiceStub(channel)
-        calls = [stub.Verify() for _ in range(4)]
-        codes = []
+        calls = [stub.Verify() for _ in range(6)]
         for call in calls:
             await call.write(opening)
             await call.write(running)
-            try:
+            if call in calls[:3]:
                 await call.read()
-            except grpc.aio.AioRpcError as error:
-                codes.append((error.code(), CallError.from_rpc(error, "").reason))
-        assert codes == [(grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOTS_EXHAUSTED")]
+        reading = {asyncio.ensure_future(call.read()): call for call in calls[3:]}
+        done, waiting = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        (refused,) = done
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            refused.result()
+        error = CallError.from_rpc(caught.value, "")
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOTS_EXHAUSTED")
+        trailing = dict(caught.value.trailing_metadata())
+        status = status_pb2.Status.FromString(trailing["grpc-status-details-bin"])
+        retry = error_details_pb2.RetryInfo()
+        assert any(detail.Unpack(retry) for detail in status.details)
+        assert retry.retry_delay.seconds == 1
+        # The two that wait get their turn when slots come free.
+        for call in calls[:2]:
+            call.cancel()
+        answers = await asyncio.wait_for(asyncio.gather(*waiting), 10)
+        assert [len(answer.token_ids) for answer in answers] == [1, 1]
         for call in calls:
             call.cancel()

@@ -10,7 +10,7 @@ import pytest
 from bridge.errors import BaseMismatch, PromptTooLong, ProtocolViolation, SlotsExhausted, TokenOutOfRange
 from bridge.ports import Candidates, FinishReason, Grant, Pass, Proposal, Run, Sync
 from services.draft.session import DraftSession
-from services.engine.sequence import Host
+from services.engine.scheduler import Scheduler
 from services.target.session import TargetSession
 from tests import tiny
 
@@ -19,9 +19,11 @@ PROMPT = (10, 20, 30)
 
 
 @asynccontextmanager
-async def target(host: Host | None = None, engine: tiny.HashEngine | None = None) -> AsyncIterator[TargetSession]:
-    host = host or tiny.host(engine or tiny.HashEngine(MODEL))
-    session = TargetSession(MODEL, host, tiny.sampler(MODEL))
+async def target(
+    scheduler: Scheduler | None = None, engine: tiny.HashEngine | None = None
+) -> AsyncIterator[TargetSession]:
+    scheduler = scheduler or tiny.scheduler(engine or tiny.HashEngine(MODEL))
+    session = TargetSession(MODEL, scheduler, tiny.sampler(MODEL))
     try:
         async with asyncio.timeout(10):
             yield session
@@ -223,15 +225,15 @@ async def test_candidates_that_cannot_be_are_cut_off() -> None:
 
 
 async def test_slots_run_out_and_come_back_with_their_cache() -> None:
-    host = tiny.host(tiny.HashEngine(MODEL, slot_count=1))
-    async with target(host) as first:
+    scheduler = tiny.scheduler(tiny.HashEngine(MODEL, slot_count=1), queue_limit=0)
+    async with target(scheduler) as first:
         await first.run(run())
         await anext(aiter(first.passes()))
-        async with target(host) as second:
+        async with target(scheduler) as second:
             await second.run(run())
             with pytest.raises(SlotsExhausted, match="--slots"):
                 await anext(aiter(second.passes()))
-    async with target(host) as third:
+    async with target(scheduler) as third:
         await third.run(run())
         result = await anext(aiter(third.passes()))
         assert result.cached_token_count == 2  # all but the last, which has to be run for its logits
@@ -240,7 +242,7 @@ async def test_slots_run_out_and_come_back_with_their_cache() -> None:
 
 @asynccontextmanager
 async def draft() -> AsyncIterator[tuple[DraftSession, AsyncIterator[Proposal]]]:
-    session = DraftSession(MODEL, tiny.host(tiny.HashEngine(MODEL)), tiny.sampler(MODEL))
+    session = DraftSession(MODEL, tiny.scheduler(tiny.HashEngine(MODEL)), tiny.sampler(MODEL))
     try:
         async with asyncio.timeout(10):
             yield session, aiter(session.proposals())

@@ -12,8 +12,6 @@ from bridge.sampling import History, Logits, Sampler, SamplingParameters
 from bridge.vocabulary import Vocabulary
 from services.engine.engine import Row
 from services.engine.scheduler import Scheduler
-from services.engine.sequence import Host
-from services.engine.slots import SlotPool
 from services.model.files import ModelFiles
 from services.model.host import LoadedModel
 
@@ -161,6 +159,7 @@ class HashEngine:
         self.context_length = of.context_length
         self.vocabulary_size = of.vocabulary_size
         self.slot_count = slot_count
+        self.cache_byte_count = 4 * slot_count * of.context_length
         self._seed = seed
         self._sharpness = sharpness
         self._cache: list[list[int]] = [[] for _ in range(slot_count)]
@@ -192,10 +191,15 @@ class HashEngine:
             results.append(np.array(out, np.float32).reshape(len(out), self.vocabulary_size))
         return results
 
+    def copy(self, source: int, target: int, token_count: int) -> None:
+        """See `Engine.copy`."""
+        assert token_count <= len(self._cache[source]), "a copy of more than its source holds"
+        self._cache[target] = self._cache[source][:token_count]
 
-def host(engine: HashEngine) -> Host:
+
+def scheduler(engine: HashEngine, queue_limit: int = 64) -> Scheduler:
     """The engine with its thread and slots."""
-    return Host(Scheduler(engine), SlotPool(engine.slot_count))
+    return Scheduler(engine, queue_limit)
 
 
 def loaded(kind: str, seed: int = 0, **options: object) -> LoadedModel:
@@ -203,7 +207,7 @@ def loaded(kind: str, seed: int = 0, **options: object) -> LoadedModel:
     of = model(kind, **options)  # type: ignore[arg-type]
     engine = HashEngine(of, seed)
     files = ModelFiles(tokenizer_json(kind), of.vocabulary, of.special_ids, of.chat_template, "0")
-    return LoadedModel(files, engine, of, host(engine))
+    return LoadedModel(files, engine, of, scheduler(engine))
 
 
 def sampler(of: Model, temperature: float = 0.0, seed: int = 0, **options: object) -> Sampler:

@@ -9,7 +9,8 @@ from bridge.errors import ProtocolViolation
 from bridge.models import Model
 from bridge.ports import Proposal, Sync
 from bridge.sampling import Sampler
-from services.engine.sequence import CachedSequence, Host, check_ids
+from services.engine.scheduler import Scheduler
+from services.engine.sequence import CachedSequence, check_ids
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class DraftSession:
     What it is told waits in an inbox; `proposals` reads it between forwards, and runs them.
     """
 
-    def __init__(self, model: Model, host: Host, sampler: Sampler) -> None:
+    def __init__(self, model: Model, scheduler: Scheduler, sampler: Sampler) -> None:
         self._model = model
         self._sampler = sampler
-        self._sequence = CachedSequence(host)
+        self._sequence = CachedSequence(scheduler)
         self._inbox: deque[Sync | Grant] = deque()
         self._news = asyncio.Event()
         self._epoch = 0
@@ -111,13 +112,12 @@ class DraftSession:
         self._offset += len(self._model.vocabulary.token_bytes(id_))
         self._credit -= 1
         self._done = id_ in self._model.special_ids.eos
-        cached, self._sequence.cached_token_count = self._sequence.cached_token_count, 0
         return Proposal(
             epoch,
             (id_,),
             (done.value.probability,),
             done=self._done,
-            cached_token_count=cached,
+            cached_token_count=done.cached_token_count,
             queue_ns=done.queue_ns,
             forward_ns=done.forward_ns,
         )

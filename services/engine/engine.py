@@ -22,7 +22,7 @@ class Row:
 
 
 class Engine(Protocol):
-    """A model's weights and the caches of `slot_count` sequences."""
+    """A model's weights and the caches of `slot_count` sequences, whose memory is set aside from the start."""
 
     @property
     def name(self) -> str:
@@ -37,7 +37,7 @@ class Engine(Protocol):
 
     @property
     def context_length(self) -> int:
-        """The longest sequence in tokens."""
+        """The longest sequence in tokens: the model's limit, or what a slot has room for."""
         ...
 
     @property
@@ -49,13 +49,23 @@ class Engine(Protocol):
     def slot_count(self) -> int: ...
 
     @property
+    def cache_byte_count(self) -> int:
+        """Memory of all slots' keys and values."""
+        ...
+
+    @property
     def logit_tolerance(self) -> float:
         """How far the lead of one logit over another may move with the forward that both are computed in."""
         ...
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
-        """Runs all rows in one pass; for each, logits [len(token_ids) - logits_from, vocabulary_size].
+        """Runs all rows, of different slots, in one pass.
 
-        The arrays may be overwritten by the next call. Not thread-safe: one thread per engine.
+        Returns for each logits [len(token_ids) - logits_from, vocabulary_size]. The arrays may be overwritten by the
+        next call. Not thread-safe: one thread per engine.
         """
+        ...
+
+    def copy(self, source: int, target: int, token_count: int) -> None:
+        """Puts the first so many tokens of one slot's cache into another, whose own are dropped."""
         ...

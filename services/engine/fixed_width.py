@@ -27,10 +27,16 @@ class FixedWidthEngine:
         self.name, self.device, self.dtype = engine.name, engine.device, engine.dtype
         self.vocabulary_size, self.slot_count = engine.vocabulary_size, engine.slot_count
         self.context_length = engine.context_length // WIDTH * WIDTH
+        self.cache_byte_count = engine.cache_byte_count
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
         return [self._run(row) for row in rows]
+
+    def copy(self, source: int, target: int, token_count: int) -> None:
+        """See `Engine.copy`."""
+        self._engine.copy(source, target, token_count)
+        self._held[target] = self._held[source][:token_count]
 
     def _run(self, row: Row) -> Logits:
         ids = self._held[row.slot]

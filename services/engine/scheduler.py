@@ -1,128 +1,273 @@
-"""One thread runs the model. Whatever rows are waiting when it is free go into one forward."""
+"""One thread runs the model, for all sequences of the process at once (continuous batching).
+
+A job brings a sequence's cache up to its ids and hands on the logits of the last ones. Before every forward the
+thread looks at all jobs. Each that lacks little gets its part; candidates get what is then left of the width, shared
+out evenly; and long prompts get a chunk, shared out evenly too. So a long prompt stalls nobody, and load squeezes out
+speculation, never progress. After Yu et al., "Orca" (2022), and Agrawal et al., "Sarathi-Serve" (2024).
+"""
 
 import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, Generic, TypeVar
 
-from bridge.errors import EngineFailure
+from bridge.errors import EngineFailure, SlotsExhausted
 from bridge.sampling import Logits
+from bridge.translation import common_prefix_length
 from services.engine.engine import Engine, Row
+from services.engine.slots import LEAST_COPIED, Place, Slots
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
+# Tokens of a forward that serves no prompt; beyond, forwards get slower faster than they get more done.
+_WIDTH = 64
+# Tokens of prompts in a forward: by themselves, and beside others who wait for their next token.
+_CHUNK = 512
+_SHARED_CHUNK = 128
+# Ids that a sequence may lack before it counts as a prompt: a draft is told as many at a time.
+_FEW = 16
+# What is waited for sequences to come back, as a part of the forward before, and at most.
+_LINGER = 10
+_LONGEST_LINGER_NS = 2_000_000
+
 
 @dataclass(frozen=True)
 class Timed(Generic[T]):
-    """A result, and how long it waited and took, in nanoseconds."""
+    """A result, how long it waited and took in nanoseconds, and how many of its ids were found in a cache."""
 
     value: T
     queue_ns: int
     forward_ns: int
+    cached_token_count: int
 
 
-@dataclass(frozen=True)
-class _Job:
-    row: Row
+@dataclass(eq=False)
+class Job:
+    """Ids of a sequence, and `extra_count` candidates behind them.
+
+    `agreed`: how many of them its slot still holds. `finish` gets logits for the last id of the sequence and for as
+    many of the candidates as were taken along; it is called in the model's thread, and they are valid only inside it.
+    """
+
+    holder: object
+    ids: tuple[int, ...]
+    extra_count: int
+    agreed: int
     finish: Callable[[Logits], Any]
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[Timed[Any]]"
     submitted_ns: int
+    forward_ns: int = 0
+    cached_token_count: int = 0
+
+    @property
+    def lacks(self) -> int:
+        """Ids of the sequence that must go through the model; at least the last, whose logits are asked for."""
+        return len(self.ids) - self.extra_count - self.agreed
 
 
+@dataclass
 class Scheduler:
-    """Batches the rows of all sessions of a process. `forward` may be called from any event loop."""
+    """Runs an engine. Sequences of any event loop may use it; `queue_limit` of them may wait for a slot."""
 
-    def __init__(self, engine: Engine, max_rows: int = 16) -> None:
-        self._engine = engine
-        self._max_rows = max_rows
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+    engine: Engine
+    queue_limit: int = 64
+    _inbox: "queue.SimpleQueue[Callable[[], None] | None]" = field(default_factory=queue.SimpleQueue)
+    _holders: set[object] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    # What follows belongs to the thread.
+    _jobs: list[Job] = field(default_factory=list)
+    _expected: int = 0
+    _linger_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self._slots = Slots(self.engine.slot_count)
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
 
     @property
     def alive(self) -> bool:
-        """Whether the model's thread still takes rows."""
+        """Whether the model's thread still takes jobs."""
         return self._thread.is_alive()
 
-    async def forward(self, row: Row, finish: Callable[[Logits], T]) -> Timed[T]:
-        """Runs a row and, in the model's thread, `finish` on its logits, which are only valid inside it.
+    @property
+    def free_slot_count(self) -> int:
+        """Slots that no sequence has or waits for."""
+        return max(self.engine.slot_count - len(self._holders), 0)
 
-        Raises `EngineFailure` if the forward fails. Cancelling takes the row out if it has not begun.
+    async def run(
+        self, holder: object, ids: Sequence[int], extra: Sequence[int], agreed: int, finish: Callable[[Logits], T]
+    ) -> Timed[T]:
+        """Does a job for a sequence that has no other. Cancelling takes it out, at the latest behind a forward.
+
+        Raises `SlotsExhausted` if too many wait already, and `EngineFailure` if the model fails.
         """
         if not self.alive:
             raise EngineFailure("the model's thread has died: restart this server")
+        with self._lock:
+            if holder not in self._holders and len(self._holders) >= self.engine.slot_count + self.queue_limit:
+                raise SlotsExhausted(self.engine.slot_count, self.queue_limit)
+            self._holders.add(holder)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Timed[T]] = loop.create_future()
-        self._jobs.put(_Job(row, finish, loop, future, perf_counter_ns()))
+        job = Job(holder, (*ids, *extra), len(extra), agreed, finish, loop, future, perf_counter_ns())
+        self._inbox.put(lambda: self._jobs.append(job))
         return await future
 
+    def release(self, holder: object) -> None:
+        """Gives up a sequence's slot, or its wait for one."""
+        with self._lock:
+            if holder not in self._holders:
+                return
+            self._holders.discard(holder)
+        self._inbox.put(lambda: self._forget(holder))
+
     def close(self) -> None:
-        """Ends the thread behind the rows that are waiting."""
-        self._jobs.put(None)
+        """Ends the thread, and with it what is under way."""
+        self._inbox.put(None)
         self._thread.join()
 
+    def _forget(self, holder: object) -> None:
+        self._jobs = [job for job in self._jobs if job.holder is not holder]
+        self._slots.release(holder)
+
     def _work(self) -> None:
-        while (jobs := self._gather()) is not None:
-            if jobs:
-                self._run(jobs)
+        idle = True
+        while self._listen(idle):
+            planned = self._plan()
+            idle = not planned
+            self._run(planned)
 
-    def _gather(self) -> list[_Job] | None:
-        """The rows that are waiting and still wanted; None at the end.
+    def _listen(self, idle: bool) -> bool:
+        """Takes in what came; False at the end. Waits if there is nothing to run.
 
-        No slot is in it twice: a sequence waits for its row, and a slot given up in the middle of one has
-        its row cancelled.
+        And for a moment if sequences that just got their token are about to ask for the next, or there would be a
+        forward for the quickest of them and another for the rest.
         """
-        first = self._jobs.get()
-        if first is None:
-            return None
-        jobs = [first]
-        while len(jobs) < self._max_rows and not self._jobs.empty():
-            job = self._jobs.get()
-            if job is None:
-                self._jobs.put(None)
-                break
-            jobs.append(job)
-        return [job for job in jobs if not job.future.cancelled()]
+        until = perf_counter_ns() + self._linger_ns
+        while True:
+            left = 0.0 if len(self._jobs) >= self._expected else (until - perf_counter_ns()) / 1e9
+            try:
+                news = self._inbox.get(timeout=None if idle else max(left, 0.0))
+            except queue.Empty:
+                return True
+            if news is None:
+                return False
+            news()
+            idle = False
 
-    def _run(self, jobs: list[_Job]) -> None:
+    def _plan(self) -> list[tuple[Job, Row]]:
+        """The next forward."""
+        self._jobs = [job for job in self._jobs if not job.future.cancelled()]
+        begun: list[Job] = []
+        for job in self._jobs:
+            if self._slots.of(job.holder) or self._begin(job, begun):
+                begun.append(job)
+        few = [job for job in begun if job.lacks <= _FEW]
+        many = [job for job in begun if job.lacks > _FEW]
+        chunks = dict(_shared(_SHARED_CHUNK if few else _CHUNK, [(job, job.lacks) for job in many]))
+        ready = few + [job for job in many if chunks[job] == job.lacks]
+        extras = dict(_shared(_WIDTH - sum(job.lacks for job in few), [(job, job.extra_count) for job in ready]))
+        return [
+            (job, self._row(job, chunks.get(job, job.lacks), extras.get(job))) for job in begun if chunks.get(job, 1)
+        ]
+
+    def _begin(self, job: Job, begun: Sequence[Job]) -> bool:
+        """Gives a new sequence its slot, if there is one and nobody is just reading a prompt that begins like it."""
+        place = self._slots.place(job.ids)
+        if place is None:
+            return False
+        for other in begun:
+            if other.lacks > _FEW and common_prefix_length(other.ids, job.ids) >= place.length + LEAST_COPIED:
+                return False
+        self._take(job, place)
+        return True
+
+    def _take(self, job: Job, place: Place) -> None:
+        if place.source is not None:
+            self.engine.copy(place.source.index, place.slot.index, place.length)
+        self._slots.take(place, job.holder, job.ids)
+        job.agreed = job.cached_token_count = min(place.length, len(job.ids) - job.extra_count - 1)
+
+    def _row(self, job: Job, count: int, extra: int | None) -> Row:
+        """So many of the ids that a job lacks, and of its candidates; no logits as long as it still lacks some."""
+        slot = self._slots.of(job.holder)
+        assert slot is not None
+        end = job.agreed + count
+        if extra is None:
+            return Row(slot.index, job.agreed, job.ids[job.agreed : end], count)
+        return Row(slot.index, job.agreed, job.ids[job.agreed : end + extra], count - 1)
+
+    def _run(self, planned: Sequence[tuple[Job, Row]]) -> None:
+        if not planned:
+            return
         started = perf_counter_ns()
         try:
-            logits = self._engine.forward([job.row for job in jobs])
-        except Exception as error:  # any failure is that of these sessions, not of the process
+            tables = self.engine.forward([row for _, row in planned])
+        except Exception as error:
+            if len(planned) > 1:  # it is the fault of one of them; the others go on
+                for one in planned:
+                    self._run([one])
+                return
             _log.exception("a forward failed")
-            failure = EngineFailure(f"the model failed in a forward ({type(error).__name__}): see the server's log")
-            for job in jobs:
-                _settle(job, failure)
+            job, row = planned[0]
+            self._end(
+                job, EngineFailure(f"the model failed in a forward ({type(error).__name__}): see the server's log")
+            )
+            self._hold(job, 0)
             return
         forward_ns = perf_counter_ns() - started
-        for job, row_logits in zip(jobs, logits, strict=True):
-            try:
-                value = job.finish(row_logits)
-            except EngineFailure as error:
-                _settle(job, error)
-                continue
-            except Exception:
-                _log.exception("sampling failed")
-                _settle(job, EngineFailure("sampling from the model's logits failed: see the server's log"))
-                continue
-            _settle(job, Timed(value, started - job.submitted_ns, forward_ns))
+        self._expected, self._linger_ns = len(self._jobs), min(forward_ns // _LINGER, _LONGEST_LINGER_NS)
+        for (job, row), logits in zip(planned, tables, strict=True):
+            job.forward_ns += forward_ns
+            job.agreed = row.keep + len(row.token_ids)
+            self._hold(job, job.agreed)
+            if row.logits_from < len(row.token_ids):
+                self._end(job, self._finished(job, logits))
+
+    def _hold(self, job: Job, length: int) -> None:
+        slot = self._slots.of(job.holder)
+        assert slot is not None
+        self._slots.hold(slot, job.ids, length)
+
+    def _finished(self, job: Job, logits: Logits) -> Timed[Any] | EngineFailure:
+        try:
+            value = job.finish(logits)
+        except EngineFailure as error:
+            return error
+        except Exception:
+            _log.exception("sampling failed")
+            return EngineFailure("sampling from the model's logits failed: see the server's log")
+        waited_ns = perf_counter_ns() - job.submitted_ns - job.forward_ns
+        return Timed(value, max(waited_ns, 0), job.forward_ns, job.cached_token_count)
+
+    def _end(self, job: Job, result: Timed[Any] | EngineFailure) -> None:
+        self._jobs.remove(job)
+
+        def settle() -> None:
+            if job.future.done():
+                return
+            if isinstance(result, EngineFailure):
+                job.future.set_exception(result)
+            else:
+                job.future.set_result(result)
+
+        if not job.loop.is_closed():
+            job.loop.call_soon_threadsafe(settle)
 
 
-def _settle(job: _Job, result: Timed[Any] | Exception) -> None:
-    def settle() -> None:
-        if job.future.done():
-            return
-        if isinstance(result, Exception):
-            job.future.set_exception(result)
-        else:
-            job.future.set_result(result)
-
-    if not job.loop.is_closed():
-        job.loop.call_soon_threadsafe(settle)
+def _shared(amount: int, wanted: Sequence[tuple[Job, int]]) -> list[tuple[Job, int]]:
+    """Shares out an amount evenly: who wants little gets it, the others as much as one another."""
+    given = []
+    left = max(amount, 0)
+    for place, (job, want) in enumerate(sorted(wanted, key=lambda one: one[1])):
+        part = min(want, left // (len(wanted) - place))
+        given.append((job, part))
+        left -= part
+    return given

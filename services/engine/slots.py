@@ -1,35 +1,80 @@
-"""Which sequence has which slot. A slot that was given back keeps its cache until somebody needs it."""
+"""Which sequence has which slot, and what each slot's cache holds.
 
-from collections import OrderedDict
+A slot that was given back keeps its cache until somebody needs it. A new sequence begins with the longest prefix of
+its ids that any slot holds: in the slot itself if it is free, as a copy if another sequence has it.
+"""
+
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
 
-from bridge.errors import SlotsExhausted
 from bridge.translation import common_prefix_length
 
+# A copy is made for no less than this many tokens: a forward takes them along nearly for nothing.
+LEAST_COPIED = 32
 
-class SlotPool:
-    """Slots 0 to `count` - 1. A new sequence gets the free one whose cache begins most like it."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        # Free slots and the ids in their caches, least recently used first.
-        self._free: OrderedDict[int, tuple[int, ...]] = OrderedDict((slot, ()) for slot in range(count))
+@dataclass
+class Slot:
+    """Holds the first `length` of `ids`. `holder`: whose it is; None if it is free."""
 
-    @property
-    def free_count(self) -> int:
-        return len(self._free)
+    index: int
+    ids: Sequence[int] = ()
+    length: int = 0
+    holder: object = None
+    used: int = 0
 
-    def acquire(self, token_ids: Sequence[int]) -> tuple[int, int]:
-        """A slot, and how many of `token_ids` it holds from the start. Raises `SlotsExhausted`."""
-        if not self._free:
-            raise SlotsExhausted(self._count)
-        prefix = {slot: common_prefix_length(cached, token_ids) for slot, cached in self._free.items()}
-        # max takes the first of equals, and that is the least recently used.
-        best = max(prefix, key=prefix.__getitem__)
-        del self._free[best]
-        return best, prefix[best]
+    def common(self, ids: Sequence[int]) -> int:
+        """How many of `ids` it holds from the start."""
+        return min(common_prefix_length(self.ids, ids), self.length)
 
-    def release(self, slot: int, cached_ids: Sequence[int]) -> None:
-        """Gives a slot back, with the ids that its cache holds."""
-        assert slot not in self._free
-        self._free[slot] = tuple(cached_ids)
+
+@dataclass(frozen=True)
+class Place:
+    """A free slot for a new sequence, and how many of its ids it will hold; by a copy from `source` if there is one."""
+
+    slot: Slot
+    length: int
+    source: Slot | None = None
+
+
+class Slots:
+    """Slots 0 to `count` - 1; for one thread."""
+
+    def __init__(self, slot_count: int) -> None:
+        self._slots = [Slot(index) for index in range(slot_count)]
+        self._clock = count(1)
+
+    def of(self, holder: object) -> Slot | None:
+        """The slot that somebody has."""
+        return next((slot for slot in self._slots if slot.holder is holder), None)
+
+    def place(self, ids: Sequence[int]) -> Place | None:
+        """Where a sequence would best begin; None if no slot is free."""
+        free = [slot for slot in self._slots if slot.holder is None]
+        if not free:
+            return None
+        common = {slot.index: slot.common(ids) for slot in self._slots}
+        # Of equals the least recently used one.
+        best = max(free, key=lambda slot: (common[slot.index], -slot.used))
+        source = max(self._slots, key=lambda slot: common[slot.index])
+        if common[source.index] < common[best.index] + LEAST_COPIED:
+            return Place(best, common[best.index])
+        # The copy goes where the least is lost.
+        target = min((slot for slot in free if slot is not source), key=lambda slot: (slot.length > 0, slot.used))
+        return Place(target, common[source.index], source)
+
+    def take(self, place: Place, holder: object, ids: Sequence[int]) -> None:
+        """Gives a place to somebody."""
+        assert place.slot.holder is None
+        place.slot.holder = holder
+        self.hold(place.slot, ids, place.length)
+
+    def hold(self, slot: Slot, ids: Sequence[int], length: int) -> None:
+        """Takes note of what a slot's cache holds."""
+        slot.ids, slot.length, slot.used = ids, length, next(self._clock)
+
+    def release(self, holder: object) -> None:
+        """Gives a slot back, cache and all."""
+        if slot := self.of(holder):
+            slot.holder = None

@@ -1,8 +1,8 @@
 """Any causal language model of transformers, its KV cache in our hands.
 
-The model sees a `_View` in place of transformers' own cache: it writes the new keys and values behind
-what each row keeps and hands back everything up to there. Rolling back is keeping less. Masks and
-positions are made here for each row, so rows of any lengths share a forward.
+The model sees a `RaggedBatch` in place of transformers' own cache, and attention is ours (`torch_cache`); everything
+else is the model's own. Rolling back is keeping less. What a model makes of it is tried against its own forward
+before it is served.
 """
 
 import inspect
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, Cache, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 
 from bridge.errors import UnusableModel
 from bridge.sampling import Logits
 from services.engine.engine import Row
+from services.engine.torch_cache import ATTENTION, RaggedBatch, SlotCaches
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +29,9 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # other by at most 0.75 in bfloat16 and 3e-5 in float32. float16 has three bits more than bfloat16.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.75, torch.float16: 0.1}
 _KINDS = {"full_attention", "sliding_attention"}
-_GROWTH = 256
 _DEFAULT_CONTEXT = 2048
+# With room for fewer tokens a slot is of no use.
+_LEAST_CONTEXT = 256
 
 
 class TorchEngine:
@@ -37,6 +39,7 @@ class TorchEngine:
 
     `source`: a directory that `from_pretrained` reads. `device`: "auto", "cpu", "cuda", ... `dtype`:
     "auto" takes bfloat16 where the device computes in it and float32 elsewhere. `threads`: CPU threads.
+    `cache_byte_limit`: memory for the keys and values of all slots.
     Raises `UnusableModel` for a model that cannot be rolled back by length.
     """
 
@@ -50,6 +53,7 @@ class TorchEngine:
         dtype: str = "auto",
         threads: int | None = None,
         slot_count: int = 8,
+        cache_byte_limit: int = 2 << 30,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
@@ -57,11 +61,20 @@ class TorchEngine:
         self._dtype = _dtype(dtype, self._device)
         self._model = _load(source, self._dtype).to(self._device).eval()
         self._config = self._model.config.get_text_config()
-        self._window = _sliding_window(self._config)
-        self._kinds = _attention_kinds(self._config)
         self._accepts = frozenset(inspect.signature(self._model.forward).parameters)
         self.slot_count = slot_count
-        self._caches = [_SlotCache(self.context_length) for _ in range(slot_count)]
+        limit = int(getattr(self._config, "max_position_embeddings", None) or _DEFAULT_CONTEXT)
+        token_bytes = self._token_byte_count()
+        room = cache_byte_limit // (slot_count * token_bytes)
+        if room < min(_LEAST_CONTEXT, limit):
+            raise UnusableModel(
+                f"{slot_count} sequences of {_LEAST_CONTEXT} tokens take "
+                f"{slot_count * token_bytes * _LEAST_CONTEXT / 2**30:.2f} GiB of keys and values: allow more with "
+                "--kv-memory, or fewer --slots"
+            )
+        self.context_length = min(limit, room)
+        self.cache_byte_count = self.context_length * slot_count * token_bytes
+        self._caches = SlotCaches(slot_count, self.context_length)
         self._prove()
 
     @property
@@ -77,154 +90,98 @@ class TorchEngine:
         return _TOLERANCES[self._dtype]
 
     @property
-    def context_length(self) -> int:
-        return int(getattr(self._config, "max_position_embeddings", None) or _DEFAULT_CONTEXT)
-
-    @property
     def vocabulary_size(self) -> int:
         return int(self._model.get_output_embeddings().weight.shape[0])
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
-        width = max(len(row.token_ids) for row in rows)
-        # Rows stand at the right edge, so that the last columns are those whose logits are wanted.
-        input_ids = torch.zeros(len(rows), width, dtype=torch.long)
-        positions = torch.zeros(len(rows), width, dtype=torch.long)
-        for index, row in enumerate(rows):
-            count = len(row.token_ids)
-            input_ids[index, width - count :] = torch.tensor(row.token_ids)
-            positions[index, width - count :] = torch.arange(row.keep, row.keep + count)
-        wanted = [len(row.token_ids) - row.logits_from for row in rows]
-        view = _View([self._caches[row.slot] for row in rows], rows)
-        options: dict[str, Any] = {"position_ids": positions.to(self._device)}
-        if "logits_to_keep" in self._accepts:
-            options["logits_to_keep"] = max(1, *wanted)
-        elif "cache_position" in self._accepts and len(rows) == 1:
-            options["cache_position"] = positions[0].to(self._device)
-        logits = self._model(
-            input_ids=input_ids.to(self._device),
-            attention_mask=self._mask(positions, view.length),
-            past_key_values=view,
-            use_cache=True,
-            **options,
-        ).logits
+        ids = [id_ for row in rows for id_ in row.token_ids]
+        wanted: list[int] = []
+        start = 0
+        for row in rows:
+            wanted += range(start + row.logits_from, start + len(row.token_ids))
+            start += len(row.token_ids)
+        with RaggedBatch(self._caches, rows, self._device) as batch:
+            logits = self._logits(torch.tensor([ids], device=self._device), batch, wanted)
         table = logits.float().cpu().numpy()
-        columns = table.shape[1]
-        return [table[index, columns - count :] for index, count in enumerate(wanted)]
+        ends = np.cumsum([len(row.token_ids) - row.logits_from for row in rows])
+        return np.split(table, ends[:-1])
 
-    def _mask(self, positions: torch.Tensor, length: int) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Additive masks [rows, 1, width, length] by kind of attention; one alone if there is one kind."""
-        keys = torch.arange(length)[None, None, :]
-        queries = positions[:, :, None]
-        masks = {}
-        for kind in self._kinds:
-            visible = keys <= queries
-            if kind == "sliding_attention":
-                visible &= keys > queries - self._window
-            mask = torch.zeros(visible.shape, dtype=self._dtype)
-            mask.masked_fill_(~visible, torch.finfo(self._dtype).min)
-            masks[kind] = mask[:, None].to(self._device)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+    def copy(self, source: int, target: int, token_count: int) -> None:
+        """See `Engine.copy`."""
+        self._caches.copy(source, target, token_count)
+
+    def _logits(self, input_ids: torch.Tensor, batch: RaggedBatch, wanted: list[int]) -> torch.Tensor:
+        """For the `wanted` tokens of [1, tokens], [len(wanted), vocabulary_size]."""
+        options: dict[str, Any] = {"position_ids": batch.positions, "past_key_values": batch, "use_cache": True}
+        # At least one, because models take an empty selection for all.
+        some = torch.tensor(wanted or [0], device=self._device)
+        if "logits_to_keep" in self._accepts:
+            logits = self._model(input_ids=input_ids, logits_to_keep=some, **options).logits[0]
+        else:
+            logits = self._model(input_ids=input_ids, **options).logits[0, some]
+        return logits[: len(wanted)]  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def _token_byte_count(self) -> int:
+        """Memory of one token's keys and values, found by looking at those of one."""
+        cache = DynamicCache()
+        shapes: list[torch.Tensor] = []
+
+        def update(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            shapes.extend((keys, values))
+            return keys, values
+
+        cache.update = update
+        try:
+            self._model(torch.zeros(1, 1, dtype=torch.long, device=self._device), past_key_values=cache, use_cache=True)
+        except Exception as error:  # whatever it stumbles over, the model is not for us
+            raise self._unusable(error) from error
+        if not shapes:
+            raise self._unusable("it keeps no keys and values")
+        return sum(tensor.nbytes for tensor in shapes)
 
     @torch.inference_mode()
     def _prove(self) -> None:
-        """Refuses a model that our cache, masks or positions do not suit, by trying them against its own.
+        """Refuses a model that our cache, attention or positions do not suit, by trying them against its own.
 
-        Two rows of different lengths, cut in pieces, with a rejected token in between, must give the
-        logits that the model gives without any cache.
+        Two rows of different lengths, cut in pieces, with a rejected token in between and a copied slot, must give
+        the logits that the model gives without any of it.
         """
         generator = torch.Generator().manual_seed(0)
         size = min(self.vocabulary_size, 1000)
         text = torch.randint(size, (12,), generator=generator).tolist()
-        other = torch.randint(size, (5,), generator=generator).tolist()
+        other = text[:3] + torch.randint(size, (3,), generator=generator).tolist()
         try:
+            expected = [
+                self._model(torch.tensor([ids], device=self._device), use_cache=False)
+                .logits[0, -1]
+                .float()
+                .cpu()
+                .numpy()
+                for ids in (text, other)
+            ]
+            self._model.set_attn_implementation(ATTENTION)
             self.forward([Row(0, 0, (*text[:7], 1), 7)])
+            rows = [Row(0, 7, tuple(text[7:]), 4)]
             if self.slot_count > 1:
-                got = self.forward([Row(0, 7, tuple(text[7:]), 4), Row(1, 0, tuple(other), 4)])
-            else:
-                got = self.forward([Row(0, 7, tuple(text[7:]), 4)])
-            for ids, logits in zip((text, other), got, strict=False):
-                alone = self._model(input_ids=torch.tensor([ids], device=self._device), use_cache=False).logits[0, -1]
-                expected = alone.float().cpu().numpy()
-                error = float(np.linalg.norm(logits[-1] - expected) / np.linalg.norm(expected))
+                self.copy(0, 1, 3)
+                rows.append(Row(1, 3, tuple(other[3:]), 2))
+            for logits, reference in zip(self.forward(rows), expected, strict=False):
+                error = float(np.linalg.norm(logits[-1] - reference) / np.linalg.norm(reference))
                 if not error < (1e-3 if self._dtype is torch.float32 else 0.1):
                     raise ValueError(f"logits differ by {error:.0%} from the model's own")
         except Exception as error:  # whatever it stumbles over, the model is not for us
-            raise UnusableModel(
-                f"a {self._config.model_type} model cannot be served: its state cannot be cut back to a length, "
-                f"or its attention takes no mask of ours ({error}). Choose a model with plain causal attention, "
-                "such as Llama, Gemma, Qwen, Mistral or GPT-2",
-                model_type=self._config.model_type,
-            ) from error
+            raise self._unusable(error) from error
 
-
-class _SlotCache:
-    """Keys and values of one sequence, by layer: [heads, capacity, head size]; grows by doubling."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def write(self, layer: int, keep: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Puts [heads, count, head size] behind the first `keep` tokens."""
-        end = keep + keys.shape[1]
-        if layer not in self._layers or self._layers[layer][0].shape[1] < end:
-            self._grow(layer, keep, end, keys, values)
-        held_keys, held_values = self._layers[layer]
-        held_keys[:, keep:end] = keys
-        held_values[:, keep:end] = values
-
-    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._layers[layer]
-
-    def _grow(self, layer: int, keep: int, end: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        capacity = min(max(_GROWTH, 1 << (end - 1).bit_length()), max(self._limit, end))
-        grown = tuple(like.new_zeros(like.shape[0], capacity, like.shape[2]) for like in (keys, values))
-        if layer in self._layers:
-            for new, old in zip(grown, self._layers[layer], strict=True):
-                new[:, :keep] = old[:, :keep]
-        self._layers[layer] = (grown[0], grown[1])
-
-
-class _View(Cache):  # type: ignore[misc]  # transformers is not typed
-    """What the model takes for its cache, for one forward over the given rows."""
-
-    is_compileable = False
-
-    def __init__(self, caches: Sequence[_SlotCache], rows: Sequence[Row]) -> None:
-        # Not Cache.__init__: it sets up layers of its own. Isinstance checks are all that we want of it.
-        self.layers: list[Any] = []
-        self._caches = caches
-        self._rows = rows
-        self.length = max(row.keep + len(row.token_ids) for row in rows)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes [rows, heads, width, head size]; returns [rows, heads, length, head size]."""
-        width = key_states.shape[2]
-        for index, (cache, row) in enumerate(zip(self._caches, self._rows, strict=True)):
-            first = width - len(row.token_ids)
-            cache.write(layer_idx, row.keep, key_states[index, :, first:], value_states[index, :, first:])
-        if len(self._caches) == 1:
-            keys, values = self._caches[0].read(layer_idx)
-            return keys[None, :, : self.length], values[None, :, : self.length]
-        return self._padded(layer_idx, key_states, 0), self._padded(layer_idx, value_states, 1)
-
-    def _padded(self, layer: int, like: torch.Tensor, which: int) -> torch.Tensor:
-        padded = like.new_zeros(like.shape[0], like.shape[1], self.length, like.shape[3])
-        for index, (cache, row) in enumerate(zip(self._caches, self._rows, strict=True)):
-            end = row.keep + len(row.token_ids)
-            padded[index, :, :end] = cache.read(layer)[which][:, :end]
-        return padded
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before this forward, of the longest row."""
-        return max(row.keep for row in self._rows)
-
-    def __len__(self) -> int:
-        return 0
+    def _unusable(self, reason: object) -> UnusableModel:
+        return UnusableModel(
+            f"a {self._config.model_type} model cannot be served: its state cannot be cut back to a length, "
+            f"or its attention is not plain ({reason}). Choose a model with plain causal attention, "
+            "such as Llama, Gemma, Qwen, Mistral or GPT-2",
+            model_type=self._config.model_type,
+        )
 
 
 def _load(source: Path, dtype: torch.dtype) -> Any:
@@ -236,7 +193,7 @@ def _load(source: Path, dtype: torch.dtype) -> Any:
     try:
         config = AutoConfig.from_pretrained(source)
         _refuse_newer(config)
-        _attention_kinds(config.get_text_config())
+        _refuse_state(config.get_text_config())
         try:
             return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="sdpa", **options)
         except ValueError as error:
@@ -299,21 +256,12 @@ def _cpu_computes_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _sliding_window(config: PretrainedConfig) -> int:
-    return int(getattr(config, "sliding_window", None) or 0)
-
-
-def _attention_kinds(config: PretrainedConfig) -> list[str]:
-    """Which masks the model's layers want. Raises `UnusableModel` for layers without rollback."""
-    kinds = getattr(config, "layer_types", None)
-    if not kinds:
-        slides = bool(_sliding_window(config)) and getattr(config, "use_sliding_window", True)
-        kinds = ["sliding_attention" if slides else "full_attention"]
-    unknown = sorted(set(kinds) - _KINDS)
+def _refuse_state(config: PretrainedConfig) -> None:
+    """Raises `UnusableModel` for layers without rollback."""
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
     if unknown:
         raise UnusableModel(
             f"a {config.model_type} model cannot be served: its layers of kind {', '.join(unknown)} keep a state that "
             "cannot be cut back to a length, and speculation has to. Choose a model with attention layers only",
             model_type=config.model_type,
         )
-    return sorted(set(kinds))

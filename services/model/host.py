@@ -12,8 +12,6 @@ from bridge.noise import Int64, token_keys
 from bridge.sampling import Sampler, SamplingParameters
 from services.engine.engine import Engine
 from services.engine.scheduler import Scheduler
-from services.engine.sequence import Host
-from services.engine.slots import SlotPool
 from services.model.files import ModelFiles, read_model_files
 
 
@@ -24,7 +22,7 @@ class LoadedModel:
     files: ModelFiles
     engine: Engine
     model: Model
-    host: Host
+    scheduler: Scheduler
 
     @cached_property
     def _keys(self) -> Int64:
@@ -46,10 +44,10 @@ class LoadedModel:
         return Sampler(parameters, seed, self._keys, self._allowed, ends, logprobs, tolerance)
 
 
-def load(directory: Path, name: str, engine: Engine) -> LoadedModel:
+def load(directory: Path, name: str, engine: Engine, queue_limit: int = 64) -> LoadedModel:
     """Puts a model's parts together."""
     files = read_model_files(directory)
     model = files.describe(name, engine)
-    loaded = LoadedModel(files, engine, model, Host(Scheduler(engine), SlotPool(engine.slot_count)))
+    loaded = LoadedModel(files, engine, model, Scheduler(engine, queue_limit))
     loaded.warm()
     return loaded

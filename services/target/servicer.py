@@ -35,7 +35,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         check_model(opening.model, opening.tokenizer_sha256, self._loaded.model)
         logprobs = opening.logprobs if opening.HasField("logprobs") else None
         sampler = self._loaded.sampler(wire.read_sampling(opening.sampling), opening.seed, logprobs)
-        with closing(TargetSession(self._loaded.model, self._loaded.host, sampler)) as session:
+        with closing(TargetSession(self._loaded.model, self._loaded.scheduler, sampler)) as session:
 
             async def hear(request: target_pb2.VerifyRequest) -> None:
                 match request.WhichOneof("kind"):

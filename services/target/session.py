@@ -12,12 +12,14 @@ from bridge.models import Model
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Run
 from bridge.sampling import Choice, History, Logits, Sampler
 from bridge.translation import common_prefix_length
-from services.engine.sequence import CachedSequence, Host, check_ids
+from services.engine.scheduler import Scheduler
+from services.engine.sequence import CachedSequence, check_ids
 
 
 @dataclass(frozen=True)
 class _Verdict:
     choices: list[Choice]
+    candidate_token_count: int
     ended: bool
 
 
@@ -27,10 +29,10 @@ class TargetSession:
     What it is told waits in an inbox; `passes` reads it between forwards, and runs them.
     """
 
-    def __init__(self, model: Model, host: Host, sampler: Sampler) -> None:
+    def __init__(self, model: Model, scheduler: Scheduler, sampler: Sampler) -> None:
         self._model = model
         self._sampler = sampler
-        self._sequence = CachedSequence(host)
+        self._sequence = CachedSequence(scheduler)
         self._inbox: deque[Run | Candidates | Grant] = deque()
         self._news = asyncio.Event()
         self._pending: list[int] = []
@@ -166,7 +168,6 @@ class TargetSession:
         sequence.accept(ids, accepted)
         self._prefilled = True
         self._history.extend(ids)
-        cached, sequence.cached_token_count = sequence.cached_token_count, 0
         agreed = common_prefix_length(self._pending, ids) == len(ids)
         self._pending = self._pending[len(ids) :] if agreed else []
         self._credit -= len(ids)
@@ -184,12 +185,12 @@ class TargetSession:
             base_token_count=base,
             token_ids=ids,
             accepted_token_count=accepted,
-            candidate_token_count=len(extra),
+            candidate_token_count=verdict.candidate_token_count,
             logprobs=tuple(
                 Logprob(choice.logprob, choice.top_logprobs) for choice in verdict.choices if choice.logprob is not None
             ),
             finish_reason=finish_reason,
-            cached_token_count=cached,
+            cached_token_count=done.cached_token_count,
             queue_ns=done.queue_ns,
             forward_ns=done.forward_ns,
             waited_ns=waited_ns,
@@ -197,17 +198,21 @@ class TargetSession:
         )
 
     def _verify(self, logits: Logits, extra: tuple[int, ...], offset: int, empty: int, history: History) -> _Verdict:
-        """Chooses the target's own token at each position, as long as candidates agree; logits [1 + extra, ids]."""
+        """Chooses the target's own token at each position, as long as candidates agree.
+
+        logits [1 + candidates, ids], for as many of `extra` as there was room for.
+        """
+        count = len(logits) - 1
         choices: list[Choice] = []
         for position, row in enumerate(logits):
             choice = self._sampler.choose(row, offset, empty, history)
             choices.append(choice)
             history.extend((choice.token_id,))
             if choice.token_id in self._sampler.ends:
-                return _Verdict(choices, ended=True)
-            if position == len(extra) or choice.token_id != extra[position]:
+                return _Verdict(choices, count, ended=True)
+            if position == count or choice.token_id != extra[position]:
                 break
             data = self._model.vocabulary.token_bytes(choice.token_id)
             offset += len(data)
             empty = 0 if data else empty + 1
-        return _Verdict(choices, ended=False)
+        return _Verdict(choices, count, ended=False)

@@ -1,0 +1,213 @@
+"""Many sequences, one model: what is shared, who waits for whom, and that nothing is left behind."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from bridge.errors import EngineFailure, SlotsExhausted
+from bridge.sampling import Logits
+from services.engine.engine import Row
+from services.engine.scheduler import Scheduler
+from services.engine.sequence import CachedSequence
+from tests import tiny
+from tests.waiting import eventually
+
+MODEL = tiny.model("byte_level", context_length=4096)
+
+
+class Watched(tiny.HashEngine):
+    """Remembers every forward; fails where a row has the id `poison`."""
+
+    poison = 13
+
+    def __init__(self, slot_count: int = 4) -> None:
+        super().__init__(MODEL, slot_count=slot_count)
+        self.forwards: list[list[Row]] = []
+        self.copies: list[int] = []
+        self.gate = threading.Event()  # a forward begins, and then waits for it
+        self.gate.set()
+
+    def forward(self, rows: Sequence[Row]) -> list[Logits]:
+        self.forwards.append(list(rows))
+        self.gate.wait(10)
+        assert len({row.slot for row in rows}) == len(rows)
+        if any(self.poison in row.token_ids for row in rows):
+            raise RuntimeError("out of memory")
+        return super().forward(rows)
+
+    def copy(self, source: int, target: int, token_count: int) -> None:
+        self.copies.append(token_count)
+        super().copy(source, target, token_count)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens that went through the model."""
+        return sum(len(row.token_ids) for rows in self.forwards for row in rows)
+
+
+async def after(scheduler: Scheduler, ids: Sequence[int], extra: Sequence[int] = ()) -> np.ndarray:
+    """Logits behind `ids`, from a sequence of its own that stays open."""
+    sequence = CachedSequence(scheduler)
+    sequence.replace(0, ids)
+    return (await sequence.forward(extra, np.array)).value
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(20, 200) for _ in range(count)]
+
+
+async def test_ten_sequences_with_one_beginning_read_it_once() -> None:
+    engine = Watched(slot_count=10)
+    scheduler = Scheduler(engine)
+    system = ids(2000)
+    prompts = [system + ids(20, seed) for seed in range(1, 11)]
+    results = await asyncio.gather(*(after(scheduler, prompt) for prompt in prompts))
+    for prompt, logits in zip(prompts, results, strict=True):
+        np.testing.assert_array_equal(logits[-1], engine.logits(prompt))
+    assert engine.token_count == 2000 + 10 * 20
+    assert engine.copies == [2000] * 9
+    scheduler.close()
+
+
+async def test_a_long_prompt_stalls_nobody() -> None:
+    engine = Watched()
+    scheduler = Scheduler(engine)
+    talking = CachedSequence(scheduler)
+    talking.replace(0, ids(5))
+    reading = asyncio.create_task(after(scheduler, ids(4000, 1)))
+    said = 0
+    while not reading.done():
+        choice = await talking.forward((), lambda logits: int(logits[0].argmax()))
+        talking.accept((choice.value,), 0)
+        said += 1
+    assert said > 15
+    shared = [rows for rows in engine.forwards if len(rows) == 2]
+    assert len(shared) > 15
+    assert max(len(row.token_ids) for rows in shared for row in rows) <= 128
+    scheduler.close()
+
+
+async def test_two_long_prompts_share_a_forward() -> None:
+    engine = Watched()
+    scheduler = Scheduler(engine)
+    await asyncio.gather(after(scheduler, ids(2000, 1)), after(scheduler, ids(600, 2)))
+    both = [rows for rows in engine.forwards if len(rows) == 2]
+    assert both
+    assert all(sum(len(row.token_ids) for row in rows) <= 512 + 1 for rows in engine.forwards)
+    scheduler.close()
+
+
+async def test_load_squeezes_out_candidates_never_tokens() -> None:
+    engine = Watched(slot_count=16)
+    scheduler = Scheduler(engine)
+
+    async def widths(count: int) -> list[int]:
+        engine.forwards.clear()
+        sequences = []
+        for seed in range(count):
+            sequence = CachedSequence(scheduler)
+            sequence.replace(0, ids(4, seed))
+            sequences.append(sequence)
+        got = await asyncio.gather(*(one.forward(ids(12, 99), np.array) for one in sequences))
+        for sequence in sequences:
+            sequence.close()
+        return [len(one.value) - 1 for one in got]
+
+    assert await widths(1) == [12]
+    crowded = await widths(16)
+    assert min(crowded) >= 0
+    full = [rows for rows in engine.forwards if len(rows) == 16]
+    assert all(sum(len(row.token_ids) for row in rows) <= 64 for rows in full)
+    assert sum(crowded) < 12 * 16
+    scheduler.close()
+
+
+async def test_a_crash_fails_the_sequence_concerned_and_no_other() -> None:
+    engine = Watched()
+    scheduler = Scheduler(engine)
+    prompts = [ids(40, 1), [*ids(10, 2), Watched.poison], ids(50, 3)]
+    results = await asyncio.gather(*(after(scheduler, prompt) for prompt in prompts), return_exceptions=True)
+    assert isinstance(results[1], EngineFailure)
+    for index in (0, 2):
+        np.testing.assert_array_equal(results[index][-1], engine.logits(prompts[index]))
+    assert scheduler.alive
+    # Its slot is as good as new.
+    np.testing.assert_array_equal((await after(scheduler, ids(10, 2)))[-1], engine.logits(ids(10, 2)))
+    scheduler.close()
+
+
+async def test_who_finds_no_slot_waits_and_whoever_finds_no_place_to_wait_is_told_when_to_come_again() -> None:
+    engine = Watched(slot_count=1)
+    scheduler = Scheduler(engine, queue_limit=1)
+    first = CachedSequence(scheduler)
+    first.replace(0, ids(5))
+    await first.forward((), len)
+    second = asyncio.create_task(after(scheduler, ids(6, 1)))
+    await asyncio.sleep(0)
+    with pytest.raises(SlotsExhausted, match=r"try again in 1.0 s.*--queue"):
+        await after(scheduler, ids(7, 2))
+    assert not second.done()
+    first.close()
+    np.testing.assert_array_equal((await second)[-1], engine.logits(ids(6, 1)))
+    scheduler.close()
+
+
+async def test_what_is_cancelled_leaves_the_batch() -> None:
+    engine = Watched(slot_count=1)
+    scheduler = Scheduler(engine)
+    sequence = CachedSequence(scheduler)
+    sequence.replace(0, ids(4000))
+    reading = asyncio.create_task(sequence.forward((), len))
+    engine.gate.clear()
+    await asyncio.to_thread(eventually, lambda: bool(engine.forwards))
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+    sequence.close()
+    engine.gate.set()
+    np.testing.assert_array_equal((await after(scheduler, ids(6, 1)))[-1], engine.logits(ids(6, 1)))
+    assert engine.token_count < 4000
+    scheduler.close()
+
+
+async def test_ten_thousand_sequences_opened_and_dropped_at_random_leave_nothing_behind() -> None:
+    engine = Watched(slot_count=6)
+    scheduler = Scheduler(engine, queue_limit=50)
+    chance = random.Random(1)
+    stems = [ids(60, seed) for seed in range(5)]
+
+    async def live(seed: int) -> None:
+        mine = random.Random(seed)
+        sequence = CachedSequence(scheduler)
+        try:
+            sequence.replace(0, stems[seed % 5][: mine.randrange(1, 60)] + ids(mine.randrange(0, 8), seed))
+            for _ in range(mine.randrange(1, 4)):
+                extra = ids(mine.randrange(0, 4), seed + 1)
+                result = await sequence.forward(extra, np.array)
+                np.testing.assert_array_equal(result.value[0], engine.logits(sequence.ids))
+                sequence.accept((*extra[: len(result.value) - 1][:1], 50), min(len(extra), len(result.value) - 1, 1))
+                if mine.random() < 0.3:
+                    sequence.replace(mine.randrange(1, len(sequence.ids) + 1), ids(2, seed))
+        finally:
+            sequence.close()
+
+    tasks: set[asyncio.Task[None]] = set()
+    for seed in range(10_000):
+        task = asyncio.create_task(live(seed))
+        tasks.add(task)
+        if chance.random() < 0.3:
+            await asyncio.sleep(0)
+            task.cancel()
+        if len(tasks) >= 40:
+            done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for one in done:
+                assert one.cancelled() or one.exception() is None, one.exception()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert scheduler.free_slot_count == 6
+    assert await after(scheduler, ids(3)) is not None
+    assert engine.cache_byte_count == Watched(slot_count=6).cache_byte_count
+    scheduler.close()
