@@ -72,6 +72,8 @@ async def _measure(
     found: dict[tuple[float, str], list[Finished]] = {}
     for start in range(0, len(inputs), TOGETHER):
         batch = inputs[start : start + TOGETHER]
+        # Reading so many prompts takes longer than a draft is waited for; from here on they are in the caches.
+        await asyncio.gather(*(_run(target, draft, one, 0.0, "greedy", 2, draft_tokens) for one in batch))
         for temperature in TEMPERATURES:
             # All three are the same where nothing is drawn.
             for kind in DRAFTS if temperature else ("greedy",):

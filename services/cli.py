@@ -61,7 +61,7 @@ def serve(
     role: Annotated[str, typer.Option(help="What to serve it as: draft, target or both.")] = "both",
     listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one and prints it.")] = "127.0.0.1:50051",
     name: Annotated[str, typer.Option(help="Name to serve it under; its own if empty.")] = "",
-    engine: Annotated[str, typer.Option(help="What runs it: torch.")] = "torch",
+    engine: Annotated[str, typer.Option(help="What runs it: torch or llamacpp.")] = "torch",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[
         str,
@@ -121,6 +121,7 @@ def up(
     target: Annotated[str, typer.Option(help=f"The model whose text you want. {_MODEL_HELP}")] = DEFAULT_TARGET,
     draft: Annotated[str, typer.Option(help="The model that guesses ahead of it; as for --target.")] = DEFAULT_DRAFT,
     listen: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_SERVER,
+    engine: Annotated[str, typer.Option(help="As for serve, for both.")] = "torch",
     dtype: Annotated[str, typer.Option(help="As for serve, for both.")] = "auto",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="As for serve, for the target.")] = False,
 ) -> None:
@@ -136,7 +137,7 @@ def up(
     for model in (target, draft):
         resolve(model, _report)
     threads = str(max(1, (os.cpu_count() or 1) // 2))
-    options = ("--dtype", dtype, "--threads", threads)
+    options = ("--engine", engine, "--dtype", dtype, "--threads", threads)
     try:
         target_options = (*options, "--deterministic") if deterministic else options
         with fleet(target, draft, listen=listen, target_options=target_options, draft_options=options) as running:

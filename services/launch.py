@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from bridge.errors import InvalidField
 from draftbridge.v1 import (
     bridge_pb2,
     bridge_pb2_grpc,
@@ -23,10 +24,11 @@ from draftbridge.v1 import (
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.draft.servicer import DraftServicer
+from services.engine.engine import Engine
 from services.engine.fixed_width import FixedWidthEngine
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer
-from services.model.store import default_name, resolve
+from services.model.store import default_name, resolve, resolve_gguf
 from services.serving import Server
 from services.target.servicer import TargetServicer
 
@@ -46,6 +48,7 @@ class EngineName(StrEnum):
     """What runs a model."""
 
     TORCH = "torch"
+    LLAMACPP = "llamacpp"
 
 
 class Dtype(StrEnum):
@@ -95,7 +98,7 @@ def run_model_server(config: ModelServerConfig, report: OnStart, on_start: OnSta
         server = Server(config.listen)
         stop = _stop_event(config.until_stdin_closes)
         # In a thread, so that we can be stopped meanwhile.
-        loaded = await _unless(stop, asyncio.to_thread(_load, config, directory))
+        loaded = await _unless(stop, asyncio.to_thread(_load, config, directory, report))
         if loaded is None:
             # The thread cannot be, and would keep the process until it has read gigabytes for nobody.
             os._exit(0)
@@ -139,20 +142,37 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
             one.cancel()
 
 
-def _load(config: ModelServerConfig, directory: Path) -> LoadedModel:
-    # Imported here because it takes seconds, and no other command needs it.
+def _load(config: ModelServerConfig, directory: Path, report: OnStart) -> LoadedModel:
+    engine = _engine(config, directory, report)
+    name = config.name or default_name(config.model)
+    return load(directory, name, FixedWidthEngine(engine) if config.deterministic else engine, config.queue)
+
+
+def _engine(config: ModelServerConfig, directory: Path, report: OnStart) -> Engine:
+    cache_byte_limit = int(config.kv_memory * 2**30)
+    # Each is imported here because it takes seconds, and the other may not be installed.
+    if config.engine is EngineName.LLAMACPP:
+        from services.engine.llamacpp_engine import LlamaCppEngine
+
+        if config.dtype is not Dtype.AUTO:
+            raise InvalidField("--dtype", "auto with --engine llamacpp, whose file has its own", config.dtype.value)
+        return LlamaCppEngine(
+            resolve_gguf(config.model, report),
+            device=config.device,
+            threads=config.threads,
+            slot_count=config.slots,
+            cache_byte_limit=cache_byte_limit,
+        )
     from services.engine.torch_engine import TorchEngine
 
-    engine = TorchEngine(
+    return TorchEngine(
         directory,
         device=config.device,
         dtype=config.dtype.value,
         threads=config.threads,
         slot_count=config.slots,
-        cache_byte_limit=int(config.kv_memory * 2**30),
+        cache_byte_limit=cache_byte_limit,
     )
-    name = config.name or default_name(config.model)
-    return load(directory, name, FixedWidthEngine(engine) if config.deterministic else engine, config.queue)
 
 
 def _register(server: Server, loaded: LoadedModel, role: Role) -> None:

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bridge.errors import UnusableModel
 from services.engine.engine import Row
 from services.engine.torch_engine import TorchEngine
+from tests.engine_contract import EngineContract, expected, saved
 
 SMALL = {"vocab_size": 120, "max_position_embeddings": 256}
 LLAMA_LIKE = SMALL | {
@@ -38,77 +37,17 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def saved(config: transformers.PretrainedConfig, directory: Path) -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(directory)
-    return model
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[torch.nn.Module, TorchEngine]]:
     directory = tmp_path_factory.mktemp(request.param)
     model = saved(FAMILIES[request.param], directory)
     yield model, TorchEngine(directory, dtype="float32", slot_count=3)
 
 
-def expected(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
-    with torch.inference_mode():
-        return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
-
-
-IDS = st.lists(st.integers(0, 119), min_size=1, max_size=20)
-STEPS = st.lists(
-    st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1), IDS), min_size=1, max_size=3), min_size=1, max_size=6
-)
-
-
-@settings(max_examples=15)
-@given(steps=STEPS)
-def test_any_appends_keeps_and_batches_give_the_models_own_logits(pair: tuple, steps: list) -> None:
-    model, engine = pair
-    held: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for step in steps:
-        rows = []
-        for slot, fraction, ids in {one[0]: one for one in step}.values():
-            keep = int(fraction * len(held[slot]))
-            held[slot] = held[slot][:keep] + ids
-            rows.append(Row(slot, keep, tuple(ids), len(ids) // 2))
-        for row, logits in zip(rows, engine.forward(rows), strict=True):
-            reference = expected(model, held[row.slot])[row.keep + row.logits_from :]
-            assert logits.shape == reference.shape
-            np.testing.assert_allclose(logits, reference, atol=1e-4)
-
-
-def test_greedy_text_is_that_of_generate_over_a_long_text(pair: tuple) -> None:
-    """Longer than the sliding windows and than the first size of a slot's cache."""
-    model, engine = pair
-    prompt = [int(id_) for id_ in np.random.default_rng(0).integers(1, 120, 60)]
-    with torch.inference_mode():
-        reference = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt)),
-            max_new_tokens=40,
-            min_new_tokens=40,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0].tolist()
-    ids, keep = list(prompt), 0
-    while len(ids) < 100:
-        logits = engine.forward([Row(0, keep, tuple(ids[keep:]), len(ids) - keep - 1)])[0]
-        keep = len(ids)
-        ids.append(int(logits[0].argmax()))
-    assert ids == reference
-
-
-def test_rows_without_logits_are_only_cached(pair: tuple) -> None:
-    model, engine = pair
-    first, second = engine.forward([Row(0, 0, (1, 2, 3), 3), Row(1, 0, (4, 5), 1)])
-    assert first.shape == (0, 120)
-    assert second.shape == (1, 120)
-    after = engine.forward([Row(0, 3, (6,), 0)])[0]
-    np.testing.assert_allclose(after[0], expected(model, [1, 2, 3, 6])[-1], atol=1e-4)
+class TestTorch(EngineContract):
+    """Over all families."""
 
 
 def test_bfloat16_is_close(tmp_path: Path) -> None:

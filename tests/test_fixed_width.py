@@ -21,7 +21,8 @@ from services.model.host import load
 from services.processes import fleet
 from services.target.session import TargetSession
 from tests.conftest import save_tiny_model
-from tests.test_engine import FAMILIES, IDS, expected, saved
+from tests.engine_contract import IDS, expected, saved
+from tests.test_engine import FAMILIES
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "gpt2", "opt"])

