@@ -149,8 +149,9 @@ class LlamaCppEngine:
         # The whole text also where a layer looks at a window only: what was cut back to must still be there.
         options.swa_full = True
         # One buffer for all: rows of any widths go in one pass, and a copied prefix takes no room.
-        options.kv_unified = True
+        options.kv_unified = False
         options.no_perf = True
+        options.flash_attn_type = 0
         context = llama_cpp.llama_init_from_model(self._model, options)
         if not context:
             raise UnusableModel(
