@@ -6,7 +6,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 
-.PHONY: demo test lint types layers protos stubs-fresh clean
+.PHONY: demo test test-engines llamacpp lint types layers protos stubs-fresh clean
 
 demo: .venv/demo
 	@$(BIN)/draftbridge demo $(if $(PROMPT),"$$PROMPT")
@@ -15,6 +15,10 @@ export PROMPT
 
 test: .venv/dev
 	$(BIN)/pytest
+
+# Engines that are extras, by the contract that all engines are tested by. The first run builds llama.cpp, ten minutes.
+test-engines: .venv/llamacpp
+	$(BIN)/pytest tests/test_engine.py tests/test_llamacpp.py
 
 lint: .venv/dev
 	$(BIN)/ruff check .
@@ -45,6 +49,14 @@ stubs-fresh: protos
 
 .venv/dev: .venv/demo
 	$(PIP) --quiet --editable '.[dev]'
+	@touch $@
+
+# Without llama.cpp's AMX kernels, which crash (its issue 20824), and with what else this machine's processor can do.
+LLAMACPP_FLAGS = $(shell grep -qw amx_int8 /proc/cpuinfo 2>/dev/null && echo -DGGML_NATIVE=OFF -DGGML_AVX512=ON \
+	-DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DGGML_AVX_VNNI=ON)
+llamacpp: .venv/llamacpp
+.venv/llamacpp: .venv/dev
+	CMAKE_ARGS="$(LLAMACPP_FLAGS) $$CMAKE_ARGS" $(PIP) --editable '.[dev,llamacpp]'
 	@touch $@
 
 clean:

@@ -61,6 +61,16 @@ def fleet(
         yield Fleet(_ready("bridge", processes["bridge"]), target_address, draft_address, processes)
 
 
+@contextlib.contextmanager
+def serve(model: str, *options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """Starts one model server, and stops it in the end; its address and process."""
+    process = _start("serve", model, "--until-stdin-closes", "--listen", "127.0.0.1:0", *options)
+    try:
+        yield _ready(model, process), process
+    finally:
+        stop(process)
+
+
 def stop(process: "subprocess.Popen[str]") -> None:
     """Ends a process: politely, then not."""
     if process.stdin:

@@ -36,6 +36,7 @@ _CONTEXT_STEP = 256
 # Measured on SmolLM2-135M (Q4_1) and Gemma-3-270M (Q4_K_M), widths 1 to 16: how far the best two logits of a position
 # moved against each other. Other kernels run for one token than for several, and round the activations to 8 bits.
 _TOLERANCE = 0.5
+_AMX = "Build llama-cpp-python without them; the Makefile's target llamacpp does"
 
 
 class LlamaCppEngine:
@@ -66,11 +67,7 @@ class LlamaCppEngine:
             )
         self.device = "gpu" if offload else "cpu"
         self.slot_count = slot_count
-        options = llama_cpp.llama_model_default_params()
-        options.n_gpu_layers = -1 if offload else 0
-        # Its AMX kernels crash on more than one token (llama.cpp issue 20824).
-        options.use_extra_bufts = False
-        self._model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), options)
+        self._model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), model_options(offload))
         if not self._model:
             raise UnusableModel(
                 f"llama.cpp cannot read {gguf}: check that the file is whole, and that this version of "
@@ -118,7 +115,9 @@ class LlamaCppEngine:
     def copy(self, source: int, target: int, token_count: int) -> None:
         """See `Engine.copy`."""
         llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
-        llama_cpp.llama_memory_seq_cp(self._memory, source, target, 0, token_count)
+        # Between two buffers only the whole of one can be copied.
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        llama_cpp.llama_memory_seq_rm(self._memory, target, token_count, -1)
 
     def _decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> Logits:
         """Runs (id, position, slot, whether logits are wanted); logits of those that want them, in order."""
@@ -148,7 +147,7 @@ class LlamaCppEngine:
             options.n_threads = options.n_threads_batch = threads
         # The whole text also where a layer looks at a window only: what was cut back to must still be there.
         options.swa_full = True
-        # One buffer for all: rows of any widths go in one pass, and a copied prefix takes no room.
+        # A buffer for each sequence, or attention would go over those of all.
         options.kv_unified = False
         options.no_perf = True
         options.flash_attn_type = 0
@@ -172,6 +171,20 @@ class LlamaCppEngine:
         buffer = ctypes.create_string_buffer(256)
         found = llama_cpp.llama_model_meta_val_str(self._model, key.encode(), buffer, len(buffer))
         return buffer.value.decode(errors="replace") if found >= 0 else ""
+
+
+def model_options(offload: bool = False) -> Any:
+    """How a model is loaded: on the GPU or not, and with weights rearranged for the CPU where that is safe."""
+    options = llama_cpp.llama_model_default_params()
+    options.n_gpu_layers = -1 if offload else 0
+    # Rearranged weights go to the AMX kernels where they were built in, and those crash on more than one token
+    # (llama.cpp issue 20824).
+    if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info():
+        _log.warning(
+            "llama.cpp was built with AMX kernels, which crash: they are left out, at half the speed. %s", _AMX
+        )
+        options.use_extra_bufts = False
+    return options
 
 
 def _quantization(model: Any) -> str:

@@ -1,0 +1,212 @@
+"""How fast each engine is, by itself and through its service, beside the library that it uses run bare, in one run.
+
+    python -m benchmarks.engines [--engine torch llamacpp] [--model NAME ...] [--threads 2] [--json FILE]
+
+Milliseconds of a forward by width and by number of sequences; tokens a second of the library alone (transformers'
+`generate`, llama.cpp's decode and the best logit), of one session through the service, and of eight; milliseconds of
+reading a prompt; memory of the service. The three kinds of tokens a second are taken in turn, several times over.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import grpc
+import numpy as np
+import psutil
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from draftbridge.v1 import target_pb2, target_pb2_grpc
+from services.engine.engine import Engine, Row
+from services.model.store import resolve, resolve_gguf
+from services.processes import serve
+
+WIDTHS = (1, 2, 4, 8, 16)
+SESSIONS = (1, 2, 4, 8, 16)
+CONTEXT = 128
+PROMPT = 512
+TOKENS = 64
+ROUNDS = 3
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", nargs="+", default=["torch", "llamacpp"], choices=["torch", "llamacpp"])
+    parser.add_argument("--model", nargs="+", default=["smollm2-135m-instruct", "gemma-3-270m"])
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = [_measure(engine, model, arguments.threads) for model in arguments.model for engine in arguments.engine]
+    Console(width=130).print(_table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+def _measure(engine_name: str, model: str, threads: int) -> dict[str, Any]:
+    Console(stderr=True).print(f"[dim]{model} on {engine_name}[/]")
+    ids = np.random.default_rng(0).integers(1000, 10_000, 1024).tolist()
+    row = {"model": model, "engine": engine_name, "threads": threads}
+    row |= _forwards(_engine(engine_name, model, threads), ids)
+    alone = _bare(engine_name, model, threads)
+    speeds: dict[str, list[float]] = {"bare": [], "service_1": [], "service_8": []}
+    options = ("--engine", engine_name, "--threads", str(threads), "--role", "target", "--slots", "8")
+    with serve(model, *options) as (address, process):
+        asyncio.run(_sessions(address, 1, ids))  # the first is slower and tells nothing
+        for _ in range(ROUNDS):
+            speeds["bare"].append(alone(ids[:CONTEXT]))
+            speeds["service_1"].append(asyncio.run(_sessions(address, 1, ids)))
+            speeds["service_8"].append(asyncio.run(_sessions(address, 8, ids)))
+        row["service_gib"] = psutil.Process(process.pid).memory_info().rss / 2**30
+    return row | {name: median(found) for name, found in speeds.items()}
+
+
+def _forwards(engine: Engine, ids: list[int]) -> dict[str, Any]:
+    found: dict[str, Any] = {"dtype": engine.dtype}
+
+    def add(name: str, rows: list[Row], repeats: int = 8) -> None:
+        found[f"{name}_ms"] = _milliseconds(lambda: engine.forward(rows), repeats)
+
+    add("prompt", [Row(0, 0, tuple(ids[:PROMPT]), PROMPT - 1)], 3)
+    for slot in range(engine.slot_count):
+        engine.forward([Row(slot, 0, tuple(ids[:CONTEXT]), CONTEXT - 1)])
+    for width in WIDTHS:
+        add(f"width_{width}", [Row(0, CONTEXT, tuple(ids[CONTEXT : CONTEXT + width]), 0)])
+    for count in SESSIONS:
+        add(f"sessions_{count}", [Row(slot, CONTEXT, (ids[slot],), 0) for slot in range(count)])
+    return found
+
+
+def _engine(name: str, model: str, threads: int) -> Engine:
+    if name == "llamacpp":
+        from services.engine.llamacpp_engine import LlamaCppEngine
+
+        return LlamaCppEngine(resolve_gguf(model), threads=threads, slot_count=max(SESSIONS))
+    from services.engine.torch_engine import TorchEngine
+
+    return TorchEngine(resolve(model), threads=threads, slot_count=max(SESSIONS))
+
+
+def _bare(engine: str, model: str, threads: int) -> Callable[[list[int]], float]:
+    """Tokens a second of the library by itself, greedy, behind a prompt that is read before the clock starts."""
+    if engine == "llamacpp":
+        return _bare_llamacpp(model, threads)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # The dtype that the engine takes by itself.
+    from services.engine.torch_engine import TorchEngine
+
+    torch.set_num_threads(threads)
+    dtype = getattr(torch, TorchEngine(resolve(model), threads=threads, slot_count=1).dtype)
+    bare = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype).eval()
+
+    def run(ids: list[int]) -> float:
+        seconds = []
+        for count in (1, TOKENS + 1):
+            started = time.perf_counter()
+            with torch.inference_mode():
+                bare.generate(
+                    torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), do_sample=False,
+                    max_new_tokens=count, min_new_tokens=count, pad_token_id=0,
+                )  # fmt: skip
+            seconds.append(time.perf_counter() - started)
+        return TOKENS / (seconds[1] - seconds[0])
+
+    return run
+
+
+def _bare_llamacpp(model: str, threads: int) -> Callable[[list[int]], float]:
+    import llama_cpp
+
+    from services.engine.llamacpp_engine import model_options
+
+    weights = llama_cpp.llama_model_load_from_file(str(resolve_gguf(model)).encode(), model_options())
+    options = llama_cpp.llama_context_default_params()
+    options.n_ctx = 1024
+    options.n_threads = options.n_threads_batch = threads
+    context = llama_cpp.llama_init_from_model(weights, options)
+    size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(weights))
+
+    def step(ids: list[int]) -> int:
+        data = (llama_cpp.llama_token * len(ids))(*ids)
+        llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(data, len(ids)))
+        return int(np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (size,)).argmax())
+
+    def run(ids: list[int]) -> float:
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+        last = step(ids)
+        started = time.perf_counter()
+        for _ in range(TOKENS):
+            last = step([last])
+        return TOKENS / (time.perf_counter() - started)
+
+    return run
+
+
+async def _sessions(address: str, count: int, ids: list[int]) -> float:
+    """Tokens a second of so many sessions together, greedy, from when all have their first token."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        begun = asyncio.Barrier(count)
+        started: list[float] = []
+
+        async def talk(seed: int) -> None:
+            call = stub.Verify()
+            # Ends of text are nothing to stop at here.
+            opening = target_pb2.VerifyOpen()
+            opening.sampling.ignore_eos = True
+            await call.write(target_pb2.VerifyRequest(open=opening))
+            run = target_pb2.VerifyRun(token_ids=[*ids[:CONTEXT], ids[seed]], credit=1)
+            await call.write(target_pb2.VerifyRequest(run=run))
+            await call.read()
+            await begun.wait()
+            started.append(time.perf_counter())
+            await call.write(target_pb2.VerifyRequest(grant=target_pb2.VerifyGrant(credit=TOKENS)))
+            for _ in range(TOKENS):
+                await call.read()
+            call.cancel()
+
+        await asyncio.gather(*(talk(seed) for seed in range(count)))
+        return count * TOKENS / (time.perf_counter() - min(started))
+
+
+def _milliseconds(work: Callable[[], object], repeats: int = 8) -> float:
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        times.append(1000 * (time.perf_counter() - started))
+    return median(times)
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("", *(f"{row['model']}\n{row['engine']}, {row['dtype']}" for row in rows), box=box.SIMPLE)
+
+    def add(label: str, of: Callable[[dict[str, Any]], str]) -> None:
+        table.add_row(label, *(of(row) for row in rows))
+
+    add("a forward, ms, by width " + "/".join(map(str, WIDTHS)), lambda row: _several(row, "width", WIDTHS))
+    add("the same by sequences " + "/".join(map(str, SESSIONS)), lambda row: _several(row, "sessions", SESSIONS))
+    add(f"a prompt of {PROMPT}, ms", lambda row: f"{row['prompt_ms']:.0f}")
+    add("library alone, tokens/s", lambda row: f"{row['bare']:.1f}")
+    add("service, one session", lambda row: f"{row['service_1']:.1f} ({row['service_1'] / row['bare']:.2f}x)")
+    add("service, eight sessions", lambda row: f"{row['service_8']:.1f} ({row['service_8'] / row['service_1']:.2f}x)")
+    add("service, memory, GiB", lambda row: f"{row['service_gib']:.2f}")
+    return table
+
+
+def _several(row: dict[str, Any], what: str, of: tuple[int, ...]) -> str:
+    return " / ".join(f"{row[f'{what}_{one}_ms']:.1f}" for one in of)
+
+
+if __name__ == "__main__":
+    main()
