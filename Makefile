@@ -51,9 +51,8 @@ stubs-fresh: protos
 	$(PIP) --quiet --editable '.[dev]'
 	@touch $@
 
-# Without llama.cpp's AMX kernels, which crash (its issue 20824), and with what else this machine's processor can do.
-LLAMACPP_FLAGS = $(shell grep -qw amx_int8 /proc/cpuinfo 2>/dev/null && echo -DGGML_NATIVE=OFF -DGGML_AVX512=ON \
-	-DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON -DGGML_AVX_VNNI=ON)
+# GCC 12 leaves out stores that llama.cpp's AMX kernels need, and they crash (llama.cpp issue 20824).
+LLAMACPP_FLAGS := -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'
 llamacpp: .venv/llamacpp
 .venv/llamacpp: .venv/dev
 	CMAKE_ARGS="$(LLAMACPP_FLAGS) $$CMAKE_ARGS" $(PIP) --editable '.[dev,llamacpp]'

@@ -129,7 +129,8 @@ def _bare_llamacpp(model: str, threads: int) -> Callable[[list[int]], float]:
 
     from services.engine.llamacpp_engine import model_options
 
-    weights = llama_cpp.llama_model_load_from_file(str(resolve_gguf(model)).encode(), model_options())
+    gguf = resolve_gguf(model)
+    weights = llama_cpp.llama_model_load_from_file(str(gguf).encode(), model_options(gguf))
     options = llama_cpp.llama_context_default_params()
     options.n_ctx = 1024
     options.n_threads = options.n_threads_batch = threads

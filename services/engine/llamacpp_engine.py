@@ -6,6 +6,8 @@ one, and a batch holds tokens of any sequences, with logits where they are asked
 
 import ctypes
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -36,7 +38,7 @@ _CONTEXT_STEP = 256
 # Measured on SmolLM2-135M (Q4_1) and Gemma-3-270M (Q4_K_M), widths 1 to 16: how far the best two logits of a position
 # moved against each other. Other kernels run for one token than for several, and round the activations to 8 bits.
 _TOLERANCE = 0.5
-_AMX = "Build llama-cpp-python without them; the Makefile's target llamacpp does"
+_REMEDY = "Build llama-cpp-python anew as the Makefile's target llamacpp does"
 
 
 class LlamaCppEngine:
@@ -67,7 +69,7 @@ class LlamaCppEngine:
             )
         self.device = "gpu" if offload else "cpu"
         self.slot_count = slot_count
-        self._model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), model_options(offload))
+        self._model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), model_options(gguf, offload))
         if not self._model:
             raise UnusableModel(
                 f"llama.cpp cannot read {gguf}: check that the file is whole, and that this version of "
@@ -173,18 +175,19 @@ class LlamaCppEngine:
         return buffer.value.decode(errors="replace") if found >= 0 else ""
 
 
-def model_options(offload: bool = False) -> Any:
+def model_options(gguf: Path, offload: bool = False) -> Any:
     """How a model is loaded: on the GPU or not, and with weights rearranged for the CPU where that is safe."""
     options = llama_cpp.llama_model_default_params()
     options.n_gpu_layers = -1 if offload else 0
-    # Rearranged weights go to the AMX kernels where they were built in, and those crash on more than one token
-    # (llama.cpp issue 20824).
-    if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info():
-        _log.warning(
-            "llama.cpp was built with AMX kernels, which crash: they are left out, at half the speed. %s", _AMX
-        )
+    if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info() and not _survives(gguf):
+        _log.warning("llama.cpp crashes in its AMX kernels here; without them it runs at half the speed. %s", _REMEDY)
         options.use_extra_bufts = False
     return options
+
+
+def _survives(gguf: Path) -> bool:
+    probe = [sys.executable, "-m", "services.engine.llamacpp_probe", str(gguf)]
+    return subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def _quantization(model: Any) -> str:
