@@ -13,6 +13,8 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,7 +47,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = [_measure(engine, model, arguments.threads) for model in arguments.model for engine in arguments.engine]
+    # A process for each: two libraries that use the same registers of the processor do not get on in one.
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        pairs = [(engine, model) for model in arguments.model for engine in arguments.engine]
+        rows = [pool.submit(_measure, *pair, arguments.threads).result() for pair in pairs]
     Console(width=130).print(_table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))

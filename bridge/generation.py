@@ -131,7 +131,7 @@ def _room(request: Request, model: Model, prompt_ids: Sequence[int]) -> int:
     """Tokens to generate; raises where they do not fit."""
     count, context = len(prompt_ids), model.context_length
     for id_ in prompt_ids:
-        if id_ >= model.vocabulary.size or model.vocabulary.tokens[id_] is None:
+        if not model.has(id_):
             raise TokenOutOfRange(id_, model.vocabulary.size, model.name)
     if count == 0:
         raise EmptyPrompt
@@ -148,7 +148,7 @@ async def generate(
     """The target's own continuation of the request; the draft, if any, only makes it faster."""
     started = perf_counter_ns()
     check(request)
-    request.sampling.checked(model.vocabulary.size)
+    request.sampling.checked(model.has)
     # Encoding a long prompt takes a while in which others want to go on.
     prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = _room(request, model, prompt.ids)
@@ -177,7 +177,8 @@ async def generate(
             finish_reason = event.finish_reason
             if finish_reason is not FinishReason.STOP and sent + len(event.token_ids) == request.max_tokens:
                 finish_reason = FinishReason.LENGTH
-            delta = _delta(model, text, event, final=finish_reason is not None)
+            ended = event.finish_reason is FinishReason.STOP
+            delta = _delta(model, text, event, ended, final=finish_reason is not None)
             sent += len(delta.token_ids)
             sent_bytes += len(model.vocabulary.spell(delta.token_ids))
             yield delta
@@ -197,11 +198,12 @@ async def generate(
     )
 
 
-def _delta(model: Model, text: TextStream, event: Pass, final: bool) -> Delta:
-    """A pass as text, up to the token that completes a stop string."""
+def _delta(model: Model, text: TextStream, event: Pass, ended: bool, final: bool) -> Delta:
+    """A pass as text, up to the token that completes a stop string. `ended`: its last token ends the text, unsaid."""
     said = ""
     for count, id_ in enumerate(event.token_ids, start=1):
-        said += text.push(model.vocabulary.token_bytes(id_))
+        if not (ended and count == len(event.token_ids)):
+            said += text.push(model.vocabulary.token_bytes(id_))
         if text.stopped:
             return Delta(said, event.token_ids[:count], event.logprobs[:count])
     if final:

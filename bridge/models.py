@@ -39,6 +39,11 @@ class Model:
         written = {text for text in added if text.strip() and text in self.chat_template}
         return Spelled(words.control_texts | ends | written)
 
+    def has(self, id_: int) -> bool:
+        """Whether there is a token of that id, and the model can choose it."""
+        words = self.vocabulary
+        return 0 <= id_ < min(words.size, self.vocabulary_size) and words.tokens[id_] is not None
+
     @property
     def control(self) -> dict[str, str]:
         """Variables that chat templates use for control tokens."""

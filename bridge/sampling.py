@@ -1,7 +1,7 @@
 """How a token is chosen from logits. The same code for draft and target, at every temperature."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,8 +37,8 @@ class SamplingParameters:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
 
-    def checked(self, size: int | None = None) -> "SamplingParameters":
-        """Itself; raises `InvalidField`. `size`: ids of the vocabulary that single ids are of, if it is known."""
+    def checked(self, known: Callable[[int], bool] | None = None) -> "SamplingParameters":
+        """Itself; raises `InvalidField`. `known`: whether there is such an id, once it is clear whose they are."""
         _check("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100")
         if self.top_p is not None:
             _check("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
@@ -46,15 +46,15 @@ class SamplingParameters:
             _check("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "between 0 and 1")
         if self.repetition_penalty is not None:
             penalty = self.repetition_penalty
-            _check("repetition_penalty", penalty, 0.0 < penalty <= 100.0, "above 0 and at most 100")
+            _check("repetition_penalty", penalty, 0.001 <= penalty <= 100.0, "between 0.001 and 100")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _check(name, value, value is None or -100.0 <= value <= 100.0, "between -100 and 100")
         for id_, bias in self.logit_bias.items():
-            _check(f"logit_bias[{id_}]", bias, math.isfinite(bias), "finite")
+            _check(f"logit_bias[{id_}]", bias, -1e9 <= bias <= 1e9, "between -1e9 and 1e9")
         for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
             for id_ in ids:
-                _check(name, id_, size is None or id_ < size, f"of ids below {size}, as the target has")
+                _check(name, id_, known is None or known(id_), "of ids that the target has a token for")
         return self
 
     def for_draft(self, temperature: float | None = None) -> "SamplingParameters":
@@ -158,6 +158,8 @@ class Sampler:
                 f"the model's best logit is {best}: its weights are damaged, or overflow in this dtype; try float32"
             )
         adjusted = self._adjusted(scores, history)
+        if not np.isfinite(adjusted.max()):
+            raise EngineFailure("nothing may be chosen: every id ends the text, and min_tokens allows no end yet")
         temperature = self.parameters.temperature
         if temperature == 0.0:
             token_id, lead = _best(adjusted)
@@ -178,6 +180,7 @@ class Sampler:
         if history is not None and parameters.looks_back:
             if (penalty := parameters.repetition_penalty) is not None:
                 seen = history.seen()
+                seen = seen[seen < len(scores)]  # a prompt may have ids that are none of the tokenizer's
                 before = scores[seen]
                 scores[seen] = np.where(before < 0, before * np.float32(penalty), before / np.float32(penalty))
             ids, counts = history.generated()
@@ -193,7 +196,7 @@ class Sampler:
             return Choice(token_id, probability, near_tie)
         logp = scores.astype(np.float64) - _log_sum_exp(scores.astype(np.float64))
         best = np.argsort(-logp, kind="stable")[: self.logprobs]
-        top = tuple((int(id_), float(logp[id_])) for id_ in best)
+        top = tuple((int(id_), float(logp[id_])) for id_ in best if np.isfinite(logp[id_]))
         return Choice(token_id, probability, near_tie, float(logp[token_id]), top)
 
 

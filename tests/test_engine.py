@@ -74,6 +74,19 @@ def test_a_model_that_cannot_be_rolled_back_or_masked_is_refused(
         TorchEngine(tmp_path, dtype="float32")
 
 
+def test_positions_mean_the_same_however_long_the_text_gets(tmp_path: Path) -> None:
+    """Phi-3's longrope turns all positions by other factors beyond its first length: longer texts are not served."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = transformers.Phi3Config(
+        **LLAMA_LIKE,
+        pad_token_id=0,
+        original_max_position_embeddings=64,
+        rope_scaling={"type": "longrope", **factors},
+    )
+    saved(config, tmp_path)
+    assert TorchEngine(tmp_path, dtype="float32").context_length == 64
+
+
 def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     saved(FAMILIES["llama"], tmp_path)
     with pytest.raises(UnusableModel, match="--device cpu"):

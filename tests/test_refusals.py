@@ -58,6 +58,29 @@ def test_wrong_requests_are_refused_with_code_reason_and_remedy(
     assert len(str(caught.value)) > 20
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"top_k": -1}, "top_k must be between 0 and 4294967295, got -1"),
+        ({"seed": 2**64}, "seed must be between 0 and 18446744073709551615"),
+        ({"seed": -1}, "seed must be between 0"),
+        ({"min_tokens": -1}, "min_tokens must be between 0"),
+        ({"max_tokens": -5}, "max_tokens must be between 0"),
+        ({"logit_bias": {-5: 1.0}}, "logit_bias must be of ids between 0"),
+        ({"temperature": -1.0}, "sampling.temperature must be between 0 and 100"),
+        ({"top_p": 0.0}, "sampling.top_p must be above 0 and at most 1"),
+        ({"logit_bias": {3: 1e39}}, r"sampling.logit_bias\[3\] must be between -1e9 and 1e9"),
+        ({"repetition_penalty": 1e-46}, "sampling.repetition_penalty must be between 0.001 and 100"),
+        ({"stop": ["x"] * 65}, "stop must be at most 64 strings"),
+        ({"stop": [""]}, "stop must be made of non-empty strings"),
+    ],
+    ids=str,
+)
+def test_what_is_out_of_range_is_refused_by_name_and_range(client: Client, options: dict, text: str) -> None:
+    with pytest.raises(CallError, match=text):
+        client.generate("x", **options)
+
+
 def test_a_prompt_that_is_too_long_says_both_numbers(client: Client) -> None:
     with pytest.raises(CallError) as caught:
         client.generate("a b " * 300)

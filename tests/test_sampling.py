@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from bridge.errors import InvalidField
+from bridge.errors import EngineFailure, InvalidField
 from bridge.noise import gumbel
 from bridge.sampling import History, Sampler, SamplingParameters, _truncate
 
@@ -221,10 +222,31 @@ def test_the_test_would_notice_every_biased_scheme() -> None:
 )
 def test_what_makes_no_sense_is_refused_by_name_with_its_range(parameters: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidField, match=rf"sampling\.{field}.* must be "):
-        SamplingParameters(**parameters).checked(SIZE)  # type: ignore[arg-type]
+        SamplingParameters(**parameters).checked(lambda id_: id_ < SIZE)  # type: ignore[arg-type]
 
 
 def test_a_top_k_of_0_is_off() -> None:
     logits = np.zeros(SIZE, np.float32)
     one, off = sampler(temperature=1.0), sampler(temperature=1.0, top_k=0)
     assert [one.choose(logits, i, 0) for i in range(50)] == [off.choose(logits, i, 0) for i in range(50)]
+
+
+def test_where_nothing_may_be_chosen_nothing_is() -> None:
+    one = sampler(min_tokens=3, stop_token_ids=tuple(range(SIZE)))
+    one = replace(one, ends=frozenset(range(SIZE)))
+    with pytest.raises(EngineFailure, match="every id ends the text"):
+        one.choose(np.zeros(SIZE, np.float32), 0, 0, History([1]))
+
+
+def test_extremes_of_what_is_allowed_stay_numbers() -> None:
+    for penalty in (0.001, 100.0):
+        for bias in (-1e9, 1e9):
+            for temperature in (0.0, 1.0):
+                one = sampler(repetition_penalty=penalty, logit_bias={4: bias, 5: bias}, temperature=temperature)
+                choice = one.choose(np.full(SIZE, -3e3, np.float32), 0, 0, History([4, 99_999], [6]))
+                assert 0.0 <= choice.probability <= 1.0
+
+
+def test_ids_that_cannot_be_chosen_are_no_alternatives() -> None:
+    one = replace(sampler(), allowed=np.arange(SIZE) < 3, logprobs=10)
+    assert [id_ for id_, _ in one.choose(np.zeros(SIZE, np.float32), 0, 0).top_logprobs] == [0, 1, 2]

@@ -157,6 +157,55 @@ async def test_who_finds_no_slot_waits_and_whoever_finds_no_place_to_wait_is_tol
     scheduler.close()
 
 
+async def test_an_idle_sequence_loses_its_slot_to_one_that_waits_and_goes_on_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.engine.scheduler._IDLE_NS", 20_000_000)
+    engine = Watched(slot_count=1)
+    scheduler = Scheduler(engine)
+    idle = CachedSequence(scheduler)
+    idle.replace(0, ids(5))
+    await idle.forward((), len)
+    other = CachedSequence(scheduler)
+    other.replace(0, ids(6, 1))
+    result = await asyncio.wait_for(other.forward((), np.array), 5)
+    np.testing.assert_array_equal(result.value[-1], engine.logits(ids(6, 1)))
+    idle.accept((7,), 0)
+    result = await asyncio.wait_for(idle.forward((), np.array), 5)
+    np.testing.assert_array_equal(result.value[-1], engine.logits([*ids(5), 7]))
+    scheduler.close()
+
+
+async def test_a_copy_that_fails_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Watched()
+
+    def copy(source: int, target: int, token_count: int) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(engine, "copy", copy)
+    scheduler = Scheduler(engine)
+    results = await asyncio.gather(*(after(scheduler, ids(300)) for _ in range(2)))
+    for logits in results:
+        np.testing.assert_array_equal(logits[-1], engine.logits(ids(300)))
+    scheduler.close()
+
+
+async def test_nobody_waits_for_a_thread_that_has_ended() -> None:
+    engine = Watched(slot_count=1)
+    scheduler = Scheduler(engine)
+    first = CachedSequence(scheduler)
+    first.replace(0, ids(5))
+    await first.forward((), len)
+    waiting = asyncio.create_task(after(scheduler, ids(6, 1)))
+    await asyncio.sleep(0)
+    await asyncio.to_thread(scheduler.close)
+    with pytest.raises(EngineFailure, match="restart this server"):
+        await asyncio.wait_for(waiting, 5)
+    with pytest.raises(EngineFailure, match="restart this server"):
+        await first.forward((), len)
+    assert not scheduler.alive
+
+
 async def test_what_is_cancelled_leaves_the_batch() -> None:
     engine = Watched(slot_count=1)
     scheduler = Scheduler(engine)

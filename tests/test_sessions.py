@@ -215,6 +215,23 @@ async def test_an_ended_text_stays_ended_until_the_next_run() -> None:
         assert list((await waiting).token_ids) == oracle(1)
 
 
+async def test_candidates_for_which_there_is_no_room_are_none_that_were_taken() -> None:
+    truth = oracle(90)
+    async with target() as session:
+        passes = aiter(session.passes())
+        await session.run(run(credit=90, width=80))
+        await session.candidates(Candidates(3, tuple(truth[:80])))
+        result = await anext(passes)
+        assert result.candidate_token_count < 80
+        assert result.accepted_token_count == result.candidate_token_count == len(result.token_ids) - 1
+        # What was not taken never went through the model: a run behind it must not rely on it.
+        held = 3 + len(result.token_ids)
+        await session.run(run(base_token_count=held, token_ids=(17,), byte_offset=99, generated_token_count=9))
+        after = [*PROMPT, *result.token_ids, 17]
+        expected = tiny.sampler(MODEL).choose(tiny.HashEngine(MODEL).logits(after), 99, 0).token_id
+        assert (await anext(passes)).token_ids == (expected,)
+
+
 async def test_candidates_that_cannot_be_are_cut_off() -> None:
     truth = oracle(4)
     async with target() as session:

@@ -129,6 +129,26 @@ def generate_request(
     except UnicodeEncodeError as error:
         raise _invalid("prompt", f"the text is not valid Unicode ({error.reason}): remove lone surrogates") from error
     except (ValueError, TypeError, KeyError) as error:
+        integers = {
+            "top_k": 32,
+            "min_tokens": 32,
+            "seed": 64,
+            "max_tokens": 32,
+            "logprobs": 32,
+            "num_assistant_tokens": 32,
+        }
+        for name, bits in integers.items():
+            value = locals()[name]
+            if isinstance(value, int) and not 0 <= value < 1 << bits:
+                raise _invalid(name, f"{name} must be between 0 and {2**bits - 1}, got {value}") from error
+        for name, ids in (
+            ("logit_bias", logit_bias or ()),
+            ("stop_token_ids", stop_token_ids),
+            ("token_ids", token_ids),
+        ):
+            for id_ in ids or ():
+                if isinstance(id_, int) and not 0 <= id_ < 1 << 32:
+                    raise _invalid(name, f"{name} must be of ids between 0 and {2**32 - 1}, got {id_}") from error
         raise _invalid(
             "request", f"a value does not fit its field ({error}): see the help of draftbridge.client.generate_request"
         ) from error

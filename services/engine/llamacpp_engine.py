@@ -152,7 +152,9 @@ class LlamaCppEngine:
         # A buffer for each sequence, or attention would go over those of all.
         options.kv_unified = False
         options.no_perf = True
-        options.flash_attn_type = 0
+        # On the CPU it is the slower way: 20 ms instead of 14 a token behind 800 (SmolLM2-135M, two cores).
+        if self.device == "cpu":
+            options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         context = llama_cpp.llama_init_from_model(self._model, options)
         if not context:
             raise UnusableModel(

@@ -32,19 +32,23 @@ _CHUNK = 512
 _SHARED_CHUNK = 128
 # Ids that a sequence may lack before it counts as a prompt: a draft is told as many at a time.
 _FEW = 16
-# What is waited for sequences to come back, as a part of the forward before, and at most.
-_LINGER = 10
-_LONGEST_LINGER_NS = 2_000_000
+# What is waited for sequences to come back: a tenth of the forward before, within these.
+_LINGER_NS = 500_000, 2_000_000
+# A sequence that has not asked for anything for so long loses its slot to one that waits. It costs time, not text.
+_IDLE_NS = 2_000_000_000
 
 
 @dataclass(frozen=True)
 class Timed(Generic[T]):
-    """A result, how long it waited and took in nanoseconds, and how many of its ids were found in a cache."""
+    """A result, how long it waited and took in nanoseconds, how many of its ids were found in a cache, and how many
+    of its candidates were taken along.
+    """
 
     value: T
     queue_ns: int
     forward_ns: int
     cached_token_count: int
+    extra_count: int
 
 
 @dataclass(eq=False)
@@ -83,6 +87,7 @@ class Scheduler:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # What follows belongs to the thread.
     _jobs: list[Job] = field(default_factory=list)
+    _closed: bool = False
     _expected: int = 0
     _linger_ns: int = 0
 
@@ -108,16 +113,16 @@ class Scheduler:
 
         Raises `SlotsExhausted` if too many wait already, and `EngineFailure` if the model fails.
         """
-        if not self.alive:
-            raise EngineFailure("the model's thread has died: restart this server")
-        with self._lock:
-            if holder not in self._holders and len(self._holders) >= self.engine.slot_count + self.queue_limit:
-                raise SlotsExhausted(self.engine.slot_count, self.queue_limit)
-            self._holders.add(holder)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Timed[T]] = loop.create_future()
         job = Job(holder, (*ids, *extra), len(extra), agreed, finish, loop, future, perf_counter_ns())
-        self._inbox.put(lambda: self._jobs.append(job))
+        with self._lock:
+            if self._closed:
+                raise EngineFailure("the model's thread has died: restart this server")
+            if holder not in self._holders and len(self._holders) >= self.engine.slot_count + self.queue_limit:
+                raise SlotsExhausted(self.engine.slot_count, self.queue_limit)
+            self._holders.add(holder)
+            self._inbox.put(lambda: self._jobs.append(job))
         return await future
 
     def release(self, holder: object) -> None:
@@ -138,11 +143,26 @@ class Scheduler:
         self._slots.release(holder)
 
     def _work(self) -> None:
-        idle = True
-        while self._listen(idle):
-            planned = self._plan()
-            idle = not planned
-            self._run(planned)
+        try:
+            idle = True
+            while self._listen(idle):
+                planned = self._plan()
+                idle = not planned
+                self._run(planned)
+        except Exception:
+            _log.exception("the model's thread died")
+        finally:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Nobody waits for a thread that is gone."""
+        with self._lock:
+            self._closed = True
+        while not self._inbox.empty():
+            if news := self._inbox.get():
+                news()
+        for job in list(self._jobs):
+            self._end(job, EngineFailure("the model's thread has ended: restart this server"))
 
     def _listen(self, idle: bool) -> bool:
         """Takes in what came; False at the end. Waits if there is nothing to run.
@@ -153,8 +173,11 @@ class Scheduler:
         until = perf_counter_ns() + self._linger_ns
         while True:
             left = 0.0 if len(self._jobs) >= self._expected else (until - perf_counter_ns()) / 1e9
+            if idle:
+                # Who waits for a slot looks again whether somebody has left his lying.
+                left = _IDLE_NS / 1e9
             try:
-                news = self._inbox.get(timeout=None if idle else max(left, 0.0))
+                news = self._inbox.get(timeout=None if idle and not self._jobs else max(left, 0.0))
             except queue.Empty:
                 return True
             if news is None:
@@ -182,6 +205,10 @@ class Scheduler:
         """Gives a new sequence its slot, if there is one and nobody is just reading a prompt that begins like it."""
         place = self._slots.place(job.ids)
         if place is None:
+            busy = {one.holder for one in self._jobs}
+            self._slots.evict(busy, perf_counter_ns() - _IDLE_NS)
+            place = self._slots.place(job.ids)
+        if place is None:
             return False
         for other in begun:
             if other.lacks > _FEW and common_prefix_length(other.ids, job.ids) >= place.length + LEAST_COPIED:
@@ -190,10 +217,15 @@ class Scheduler:
         return True
 
     def _take(self, job: Job, place: Place) -> None:
+        length = place.length
         if place.source is not None:
-            self.engine.copy(place.source.index, place.slot.index, place.length)
-        self._slots.take(place, job.holder, job.ids)
-        job.agreed = job.cached_token_count = min(place.length, len(job.ids) - job.extra_count - 1)
+            try:
+                self.engine.copy(place.source.index, place.slot.index, length)
+            except Exception:  # then it is read anew
+                _log.exception("a slot could not be copied")
+                length = 0
+        self._slots.take(place.slot, job.holder, job.ids, length)
+        job.agreed = job.cached_token_count = min(length, len(job.ids) - job.extra_count - 1)
 
     def _row(self, job: Job, count: int, extra: int | None) -> Row:
         """So many of the ids that a job lacks, and of its candidates; no logits as long as it still lacks some."""
@@ -223,7 +255,7 @@ class Scheduler:
             self._hold(job, 0)
             return
         forward_ns = perf_counter_ns() - started
-        self._expected, self._linger_ns = len(self._jobs), min(forward_ns // _LINGER, _LONGEST_LINGER_NS)
+        self._expected, self._linger_ns = len(self._jobs), min(max(forward_ns // 10, _LINGER_NS[0]), _LINGER_NS[1])
         for (job, row), logits in zip(planned, tables, strict=True):
             job.forward_ns += forward_ns
             job.agreed = row.keep + len(row.token_ids)
@@ -245,7 +277,7 @@ class Scheduler:
             _log.exception("sampling failed")
             return EngineFailure("sampling from the model's logits failed: see the server's log")
         waited_ns = perf_counter_ns() - job.submitted_ns - job.forward_ns
-        return Timed(value, max(waited_ns, 0), job.forward_ns, job.cached_token_count)
+        return Timed(value, max(waited_ns, 0), job.forward_ns, job.cached_token_count, len(logits) - 1)
 
     def _end(self, job: Job, result: Timed[Any] | EngineFailure) -> None:
         self._jobs.remove(job)

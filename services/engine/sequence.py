@@ -33,6 +33,8 @@ class CachedSequence:
     ids: list[int] = field(default_factory=list)
     # Ids whose keys and values the slot holds, as far as they agree with `ids`.
     _cached: int = 0
+    # Extra ids that the last forward took along.
+    _taken: int = 0
 
     def replace(self, keep: int, token_ids: Sequence[int]) -> None:
         """Keeps the first `keep` ids and appends others."""
@@ -52,12 +54,13 @@ class CachedSequence:
         # Should this be cancelled, nobody knows what the slot holds behind these.
         self._cached = agreed
         result = await self.scheduler.run(self, self.ids, extra, agreed, finish)
-        self._cached = len(self.ids)
+        self._cached, self._taken = len(self.ids), result.extra_count
         return result
 
     def accept(self, token_ids: Sequence[int], cached: int) -> None:
         """Appends ids, the first `cached` of which the last forward took along as extra ones."""
         assert self._cached == len(self.ids)
+        assert cached <= self._taken
         self.ids += token_ids
         self._cached += cached
 

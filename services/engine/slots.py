@@ -4,9 +4,9 @@ A slot that was given back keeps its cache until somebody needs it. A new sequen
 its ids that any slot holds: in the slot itself if it is free, as a copy if another sequence has it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
-from itertools import count
+from time import perf_counter_ns
 
 from bridge.translation import common_prefix_length
 
@@ -22,7 +22,7 @@ class Slot:
     ids: Sequence[int] = ()
     length: int = 0
     holder: object = None
-    used: int = 0
+    used_ns: int = 0
 
     def common(self, ids: Sequence[int]) -> int:
         """How many of `ids` it holds from the start."""
@@ -43,7 +43,6 @@ class Slots:
 
     def __init__(self, slot_count: int) -> None:
         self._slots = [Slot(index) for index in range(slot_count)]
-        self._clock = count(1)
 
     def of(self, holder: object) -> Slot | None:
         """The slot that somebody has."""
@@ -56,23 +55,29 @@ class Slots:
             return None
         common = {slot.index: slot.common(ids) for slot in self._slots}
         # Of equals the least recently used one.
-        best = max(free, key=lambda slot: (common[slot.index], -slot.used))
+        best = max(free, key=lambda slot: (common[slot.index], -slot.used_ns))
         source = max(self._slots, key=lambda slot: common[slot.index])
         if common[source.index] < common[best.index] + LEAST_COPIED:
             return Place(best, common[best.index])
         # The copy goes where the least is lost.
-        target = min((slot for slot in free if slot is not source), key=lambda slot: (slot.length > 0, slot.used))
+        target = min((slot for slot in free if slot is not source), key=lambda slot: (slot.length > 0, slot.used_ns))
         return Place(target, common[source.index], source)
 
-    def take(self, place: Place, holder: object, ids: Sequence[int]) -> None:
-        """Gives a place to somebody."""
-        assert place.slot.holder is None
-        place.slot.holder = holder
-        self.hold(place.slot, ids, place.length)
+    def take(self, slot: Slot, holder: object, ids: Sequence[int], length: int) -> None:
+        """Gives a free slot to somebody."""
+        assert slot.holder is None
+        slot.holder = holder
+        self.hold(slot, ids, length)
+
+    def evict(self, busy: Container[object], before_ns: int) -> None:
+        """Frees the slot that was used least recently, if that was before then and its holder is not busy."""
+        idle = [slot for slot in self._slots if slot.used_ns < before_ns and slot.holder not in busy]
+        if idle:
+            min(idle, key=lambda slot: slot.used_ns).holder = None
 
     def hold(self, slot: Slot, ids: Sequence[int], length: int) -> None:
         """Takes note of what a slot's cache holds."""
-        slot.ids, slot.length, slot.used = ids, length, next(self._clock)
+        slot.ids, slot.length, slot.used_ns = ids, length, perf_counter_ns()
 
     def release(self, holder: object) -> None:
         """Gives a slot back, cache and all."""

@@ -63,7 +63,7 @@ class TorchEngine:
         self._config = self._model.config.get_text_config()
         self._accepts = frozenset(inspect.signature(self._model.forward).parameters)
         self.slot_count = slot_count
-        limit = int(getattr(self._config, "max_position_embeddings", None) or _DEFAULT_CONTEXT)
+        limit = _context_limit(self._config)
         token_bytes = self._token_byte_count()
         room = cache_byte_limit // (slot_count * token_bytes)
         if room < min(_LEAST_CONTEXT, limit):
@@ -256,6 +256,17 @@ def _cpu_computes_bfloat16() -> bool:
     if capability:
         return bool(capability.get("avx512_bf16") or capability.get("amx_bf16") or capability.get("bf16"))
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _context_limit(config: PretrainedConfig) -> int:
+    """The longest text in which a token's position means the same, however long the text gets."""
+    limit = int(getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT)
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", rope.get("type")) == "longrope":
+        # Beyond this all positions are turned by other factors, also those that are in the cache already.
+        original = rope.get("original_max_position_embeddings")
+        return int(original or getattr(config, "original_max_position_embeddings", None) or limit)
+    return limit
 
 
 def _refuse_state(config: PretrainedConfig) -> None:

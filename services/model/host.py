@@ -38,7 +38,7 @@ class LoadedModel:
 
     def sampler(self, parameters: SamplingParameters, seed: int, logprobs: int | None = None) -> Sampler:
         """A sampler over the model's vocabulary. Raises `InvalidField`."""
-        parameters.checked(self.model.vocabulary.size)
+        parameters.checked(self.model.has)
         ends = parameters.ends(self.model.special_ids.eos)
         tolerance = self.engine.logit_tolerance
         return Sampler(parameters, seed, self._keys, self._allowed, ends, logprobs, tolerance)

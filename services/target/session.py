@@ -164,7 +164,7 @@ class TargetSession:
             return None  # it is of a sequence that is no longer wanted
         verdict = done.value
         ids = tuple(choice.token_id for choice in verdict.choices)
-        accepted = common_prefix_length(extra, ids)
+        accepted = common_prefix_length(extra[: verdict.candidate_token_count], ids)
         sequence.accept(ids, accepted)
         self._prefilled = True
         self._history.extend(ids)
