@@ -63,7 +63,7 @@ def main() -> None:
 def _load(name: str) -> LoadedModel:
     directory = resolve(name)
     # One thread each: both run at the same time.
-    return load(directory, name, TorchEngine(directory, threads=1, slot_count=TOGETHER))
+    return load(directory, name, lambda: TorchEngine(directory, threads=1, slot_count=TOGETHER))
 
 
 async def _measure(

@@ -1,6 +1,6 @@
 """How fast each mode of speculation is on the default pair, against the target alone, in one run.
 
-    python -m benchmarks.modes [--swap] [--dtype bfloat16] [--threads 1] [--tokens 64] [--prompts FILE]
+    python -m benchmarks.modes [--swap] [--engine torch] [--dtype bfloat16] [--threads 1] [--tokens 64] [--prompts FILE]
 
 Every prompt is run in every mode, one after the other, so that the machine's moods fall on all modes alike.
 Prints a table: median tokens a second, median ratio to the target alone and its range, acceptance, bytes per
@@ -28,13 +28,14 @@ def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--swap", action="store_true", help="let the two models change places")
+    parser.add_argument("--engine", default="torch", help="of both models")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each model")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=Path, default=prompts.OWN)
     arguments = parser.parse_args()
     target, draft = (DEFAULT_DRAFT, DEFAULT_TARGET) if arguments.swap else (DEFAULT_TARGET, DEFAULT_DRAFT)
-    options = ("--threads", str(arguments.threads), "--dtype", arguments.dtype)
+    options = ("--engine", arguments.engine, "--threads", str(arguments.threads), "--dtype", arguments.dtype)
     results: dict[str, list[Generation]] = defaultdict(list)
     with (
         fleet(target, draft, target_options=options, draft_options=options) as running,
@@ -46,7 +47,7 @@ def main() -> None:
             for mode in MODES:
                 results[mode].append(client.generate(**given, max_tokens=arguments.tokens, speculation=mode))
     Console(width=100).print(
-        _table(results, f"{target} <- {draft}, {arguments.dtype}, {arguments.threads} thread(s) each")
+        _table(results, f"{target} <- {draft}, {arguments.engine}, {arguments.threads} thread(s) each")
     )
 
 

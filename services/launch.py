@@ -143,9 +143,11 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
 
 
 def _load(config: ModelServerConfig, directory: Path, report: OnStart) -> LoadedModel:
-    engine = _engine(config, directory, report)
-    name = config.name or default_name(config.model)
-    return load(directory, name, FixedWidthEngine(engine) if config.deterministic else engine, config.queue)
+    def open_engine() -> Engine:
+        engine = _engine(config, directory, report)
+        return FixedWidthEngine(engine) if config.deterministic else engine
+
+    return load(directory, config.name or default_name(config.model), open_engine, config.queue)
 
 
 def _engine(config: ModelServerConfig, directory: Path, report: OnStart) -> Engine:

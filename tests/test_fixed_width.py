@@ -81,8 +81,8 @@ async def test_a_deterministic_target_in_bfloat16_says_the_same_in_every_mode(
 ) -> None:
     target_path = save_tiny_model(tmp_path / "target", "sentencepiece", 0)
     draft_path = save_tiny_model(tmp_path / "draft", "byte_level", 1)
-    target = load(target_path, "target", FixedWidthEngine(TorchEngine(target_path, dtype="bfloat16")))
-    draft = load(draft_path, "draft", TorchEngine(draft_path, dtype="bfloat16"))
+    target = load(target_path, "target", lambda: FixedWidthEngine(TorchEngine(target_path, dtype="bfloat16")))
+    draft = load(draft_path, "draft", lambda: TorchEngine(draft_path, dtype="bfloat16"))
     parameters = SamplingParameters(temperature=temperature)
     said = set()
     for mode in (Mode.OFF, Mode.LOCKSTEP, Mode.OPPORTUNISTIC):
@@ -120,7 +120,7 @@ def test_the_option_reaches_the_service_and_what_it_says_of_itself(tiny_models: 
 
 async def test_near_ties_are_counted(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model", "byte_level", 1)
-    loaded = load(path, "model", TorchEngine(path, dtype="bfloat16"))
+    loaded = load(path, "model", lambda: TorchEngine(path, dtype="bfloat16"))
     parameters = SamplingParameters()
     request = Request("The quick brown fox", max_tokens=60)
     with closing(TargetSession(loaded.model, loaded.scheduler, loaded.sampler(parameters, 0))) as verifier:

@@ -63,7 +63,7 @@ def ids(count: int, seed: int = 0) -> list[int]:
 
 async def test_ten_sequences_with_one_beginning_read_it_once() -> None:
     engine = Watched(slot_count=10)
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(lambda: engine)
     system = ids(2000)
     prompts = [system + ids(20, seed) for seed in range(1, 11)]
     results = await asyncio.gather(*(after(scheduler, prompt) for prompt in prompts))
@@ -76,7 +76,7 @@ async def test_ten_sequences_with_one_beginning_read_it_once() -> None:
 
 async def test_a_long_prompt_stalls_nobody() -> None:
     engine = Watched()
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(lambda: engine)
     talking = CachedSequence(scheduler)
     talking.replace(0, ids(5))
     reading = asyncio.create_task(after(scheduler, ids(4000, 1)))
@@ -94,7 +94,7 @@ async def test_a_long_prompt_stalls_nobody() -> None:
 
 async def test_two_long_prompts_share_a_forward() -> None:
     engine = Watched()
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(lambda: engine)
     await asyncio.gather(after(scheduler, ids(2000, 1)), after(scheduler, ids(600, 2)))
     both = [rows for rows in engine.forwards if len(rows) == 2]
     assert both
@@ -104,7 +104,7 @@ async def test_two_long_prompts_share_a_forward() -> None:
 
 async def test_load_squeezes_out_candidates_never_tokens() -> None:
     engine = Watched(slot_count=16)
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(lambda: engine)
 
     async def widths(count: int) -> list[int]:
         engine.forwards.clear()
@@ -129,7 +129,7 @@ async def test_load_squeezes_out_candidates_never_tokens() -> None:
 
 async def test_a_crash_fails_the_sequence_concerned_and_no_other() -> None:
     engine = Watched()
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(lambda: engine)
     prompts = [ids(40, 1), [*ids(10, 2), Watched.poison], ids(50, 3)]
     results = await asyncio.gather(*(after(scheduler, prompt) for prompt in prompts), return_exceptions=True)
     assert isinstance(results[1], EngineFailure)
@@ -143,7 +143,7 @@ async def test_a_crash_fails_the_sequence_concerned_and_no_other() -> None:
 
 async def test_who_finds_no_slot_waits_and_whoever_finds_no_place_to_wait_is_told_when_to_come_again() -> None:
     engine = Watched(slot_count=1)
-    scheduler = Scheduler(engine, queue_limit=1)
+    scheduler = Scheduler(lambda: engine, queue_limit=1)
     first = CachedSequence(scheduler)
     first.replace(0, ids(5))
     await first.forward((), len)
@@ -162,7 +162,7 @@ async def test_an_idle_sequence_loses_its_slot_to_one_that_waits_and_goes_on_all
 ) -> None:
     monkeypatch.setattr("services.engine.scheduler._IDLE_NS", 20_000_000)
     engine = Watched(slot_count=1)
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(lambda: engine)
     idle = CachedSequence(scheduler)
     idle.replace(0, ids(5))
     await idle.forward((), len)
@@ -183,7 +183,7 @@ async def test_a_copy_that_fails_is_read_anew(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(engine, "copy", copy)
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(lambda: engine)
     results = await asyncio.gather(*(after(scheduler, ids(300)) for _ in range(2)))
     for logits in results:
         np.testing.assert_array_equal(logits[-1], engine.logits(ids(300)))
@@ -192,7 +192,7 @@ async def test_a_copy_that_fails_is_read_anew(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_nobody_waits_for_a_thread_that_has_ended() -> None:
     engine = Watched(slot_count=1)
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(lambda: engine)
     first = CachedSequence(scheduler)
     first.replace(0, ids(5))
     await first.forward((), len)
@@ -208,7 +208,7 @@ async def test_nobody_waits_for_a_thread_that_has_ended() -> None:
 
 async def test_what_is_cancelled_leaves_the_batch() -> None:
     engine = Watched(slot_count=1)
-    scheduler = Scheduler(engine)
+    scheduler = Scheduler(lambda: engine)
     sequence = CachedSequence(scheduler)
     sequence.replace(0, ids(4000))
     reading = asyncio.create_task(sequence.forward((), len))
@@ -225,7 +225,7 @@ async def test_what_is_cancelled_leaves_the_batch() -> None:
 
 async def test_ten_thousand_sequences_opened_and_dropped_at_random_leave_nothing_behind() -> None:
     engine = Watched(slot_count=6)
-    scheduler = Scheduler(engine, queue_limit=50)
+    scheduler = Scheduler(lambda: engine, queue_limit=50)
     chance = random.Random(1)
     stems = [ids(60, seed) for seed in range(5)]
 

@@ -199,7 +199,7 @@ class HashEngine:
 
 def scheduler(engine: HashEngine, queue_limit: int = 64) -> Scheduler:
     """The engine with its thread and slots."""
-    return Scheduler(engine, queue_limit)
+    return Scheduler(lambda: engine, queue_limit)
 
 
 def loaded(kind: str, seed: int = 0, **options: object) -> LoadedModel:

@@ -11,7 +11,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Generic, TypeVar
 
@@ -76,25 +77,26 @@ class Job:
         return len(self.ids) - self.extra_count - self.agreed
 
 
-@dataclass
 class Scheduler:
-    """Runs an engine. Sequences of any event loop may use it; `queue_limit` of them may wait for a slot."""
+    """Runs an engine. Sequences of any event loop may use it; `queue_limit` of them may wait for a slot.
 
-    engine: Engine
-    queue_limit: int = 64
-    _inbox: "queue.SimpleQueue[Callable[[], None] | None]" = field(default_factory=queue.SimpleQueue)
-    _holders: set[object] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    # What follows belongs to the thread.
-    _jobs: list[Job] = field(default_factory=list)
-    _closed: bool = False
-    _expected: int = 0
-    _linger_ns: int = 0
+    `open_engine` is called in the thread that will run it: OpenMP gives each thread that computes helpers of its own,
+    and where they are more than the cores it lets them sleep at every step. Raises what it raises.
+    """
 
-    def __post_init__(self) -> None:
-        self._slots = Slots(self.engine.slot_count)
-        self._thread = threading.Thread(target=self._work, name="model", daemon=True)
+    def __init__(self, open_engine: Callable[[], Engine], queue_limit: int = 64) -> None:
+        self.queue_limit = queue_limit
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._holders: set[object] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        # What follows belongs to the thread.
+        self._jobs: list[Job] = []
+        self._expected = self._linger_ns = 0
+        opened: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._work, args=(open_engine, opened), name="model", daemon=True)
         self._thread.start()
+        self.engine = opened.result()
 
     @property
     def alive(self) -> bool:
@@ -142,7 +144,14 @@ class Scheduler:
         self._jobs = [job for job in self._jobs if job.holder is not holder]
         self._slots.release(holder)
 
-    def _work(self) -> None:
+    def _work(self, open_engine: Callable[[], Engine], opened: "Future[Engine]") -> None:
+        try:
+            self.engine = open_engine()
+        except BaseException as error:  # it is raised again where the engine was asked for
+            opened.set_exception(error)
+            return
+        self._slots = Slots(self.engine.slot_count)
+        opened.set_result(self.engine)
         try:
             idle = True
             while self._listen(idle):

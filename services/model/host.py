@@ -1,5 +1,6 @@
 """A model, ready to be used by sessions: loaded, its thread running, its noise keys computed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -44,10 +45,11 @@ class LoadedModel:
         return Sampler(parameters, seed, self._keys, self._allowed, ends, logprobs, tolerance)
 
 
-def load(directory: Path, name: str, engine: Engine, queue_limit: int = 64) -> LoadedModel:
-    """Puts a model's parts together."""
+def load(directory: Path, name: str, open_engine: Callable[[], Engine], queue_limit: int = 64) -> LoadedModel:
+    """Puts a model's parts together. `open_engine` is called in the thread that runs it; see `Scheduler`."""
     files = read_model_files(directory)
-    model = files.describe(name, engine)
-    loaded = LoadedModel(files, engine, model, Scheduler(engine, queue_limit))
+    scheduler = Scheduler(open_engine, queue_limit)
+    model = files.describe(name, scheduler.engine)
+    loaded = LoadedModel(files, scheduler.engine, model, scheduler)
     loaded.warm()
     return loaded
