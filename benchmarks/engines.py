@@ -61,7 +61,7 @@ def _measure(engine_name: str, model: str, threads: int) -> dict[str, Any]:
     ids = np.random.default_rng(0).integers(1000, 10_000, 1024).tolist()
     row = {"model": model, "engine": engine_name, "threads": threads}
     row |= _forwards(_engine(engine_name, model, threads), ids)
-    alone = _bare(engine_name, model, threads)
+    alone = _bare_llamacpp(model, threads) if engine_name == "llamacpp" else _bare_torch(model, threads, row["dtype"])
     speeds: dict[str, list[float]] = {"bare": [], "service_1": [], "service_8": []}
     options = ("--engine", engine_name, "--threads", str(threads), "--role", "target", "--slots", "8")
     with serve(model, *options) as (address, process):
@@ -100,19 +100,13 @@ def _engine(name: str, model: str, threads: int) -> Engine:
     return TorchEngine(resolve(model), threads=threads, slot_count=max(SESSIONS))
 
 
-def _bare(engine: str, model: str, threads: int) -> Callable[[list[int]], float]:
-    """Tokens a second of the library by itself, greedy, behind a prompt that is read before the clock starts."""
-    if engine == "llamacpp":
-        return _bare_llamacpp(model, threads)
+def _bare_torch(model: str, threads: int, dtype: str) -> Callable[[list[int]], float]:
+    """Tokens a second of transformers by itself, greedy, behind a prompt that is read before the clock starts."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    # The dtype that the engine takes by itself.
-    from services.engine.torch_engine import TorchEngine
-
     torch.set_num_threads(threads)
-    dtype = getattr(torch, TorchEngine(resolve(model), threads=threads, slot_count=1).dtype)
-    bare = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=dtype).eval()
+    bare = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=getattr(torch, dtype)).eval()
 
     def run(ids: list[int]) -> float:
         seconds = []
@@ -130,6 +124,7 @@ def _bare(engine: str, model: str, threads: int) -> Callable[[list[int]], float]
 
 
 def _bare_llamacpp(model: str, threads: int) -> Callable[[list[int]], float]:
+    """The same of llama.cpp, with its best logit."""
     import llama_cpp
 
     from services.engine.llamacpp_engine import model_options

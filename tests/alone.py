@@ -1,13 +1,33 @@
 """What the target says by itself, and what it says in a generation with a draft."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from contextlib import closing
 
 from bridge.generation import Delta, Finished, Request, generate, render
 from bridge.models import Model
+from bridge.ports import Proposal
 from services.target.session import TargetSession
 from tests import tiny
 
 PROMPT = "The quick brown"
+
+
+class QueuedDrafter:
+    """A draft that says what stands in its queue, and fails with an error that stands there. It needs `sync`."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Proposal | Exception] = asyncio.Queue()
+
+    async def grant(self, epoch: int, credit: int) -> None:
+        pass
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        while True:
+            said = await self.queue.get()
+            if isinstance(said, Exception):
+                raise said
+            yield said
 
 
 def oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: int, **options: object) -> list[int]:

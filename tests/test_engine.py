@@ -21,6 +21,7 @@ LLAMA_LIKE = SMALL | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
 FAMILIES = {
     "llama": transformers.LlamaConfig(**LLAMA_LIKE),
     "mistral": transformers.MistralConfig(**LLAMA_LIKE, sliding_window=8),
@@ -32,6 +33,13 @@ FAMILIES = {
     "opt": transformers.OPTConfig(
         vocab_size=120, max_position_embeddings=256, hidden_size=32, ffn_dim=48, num_hidden_layers=2,
         num_attention_heads=4, word_embed_proj_dim=32,
+    ),
+    # Scores that are limited, and a score for nothing at all.
+    "gemma2": transformers.Gemma2Config(
+        **LLAMA_LIKE, head_dim=8, sliding_window=8, attn_logit_softcapping=0.5, query_pre_attn_scalar=8
+    ),
+    "gpt_oss": transformers.GptOssConfig(
+        **LLAMA_LIKE, head_dim=8, sliding_window=8, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN
     ),
     "gpt_bigcode": transformers.GPTBigCodeConfig(vocab_size=120, n_positions=256, n_embd=32, n_layer=2, n_head=4),
 }  # fmt: skip

@@ -1,7 +1,6 @@
 """The promise: whatever the draft says, the text is the target's own."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import aclosing, closing
 from dataclasses import replace
 
@@ -22,12 +21,12 @@ from bridge.templates import Chat, Message
 from services.draft.session import DraftSession
 from services.target.session import TargetSession
 from tests import tiny
-from tests.alone import PROMPT, answer, oracle
+from tests.alone import PROMPT, QueuedDrafter, answer, oracle
 
 MODES = st.sampled_from([Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(QueuedDrafter):
     """Says whatever it is given, a list of ids for each epoch, and checks what it is told.
 
     `dies_at`: the epoch in which it is lost. `truth`: the target's own continuation of `prompt`; the context that it
@@ -37,6 +36,7 @@ class ScriptedDrafter:
     def __init__(
         self, model: Model, script: list[list[int]], prompt: bytes, truth: bytes, tape: Tape, dies_at: int | None
     ) -> None:
+        super().__init__()
         self._words = model.vocabulary
         self._script = script
         self._prompt = prompt
@@ -44,7 +44,6 @@ class ScriptedDrafter:
         self._tape = tape
         self._dies_at = dies_at
         self._held: list[int] = []
-        self._queue: asyncio.Queue[Proposal | Exception] = asyncio.Queue()
         self.epochs = 0
 
     async def sync(self, sync: Sync) -> None:
@@ -55,11 +54,11 @@ class ScriptedDrafter:
         says = self._script[self.epochs % len(self._script)] if self._script else []
         self.epochs += 1
         self._held += [id_ for id_ in says if id_ not in self._words.special]
-        self._queue.put_nowait(Proposal(sync.epoch - 1, (5,), (1.0,)))  # late, from an old epoch
+        self.queue.put_nowait(Proposal(sync.epoch - 1, (5,), (1.0,)))  # late, from an old epoch
         if self.epochs == self._dies_at:
-            self._queue.put_nowait(Unreachable("the draft", "gone"))
+            self.queue.put_nowait(Unreachable("the draft", "gone"))
             return
-        self._queue.put_nowait(Proposal(sync.epoch, tuple(says), (0.5,) * len(says), done=True))
+        self.queue.put_nowait(Proposal(sync.epoch, tuple(says), (0.5,) * len(says), done=True))
 
     def _check_context(self, byte_offset: int) -> None:
         spelled = self._words.spell(self._held)
@@ -73,16 +72,6 @@ class ScriptedDrafter:
         assert committed.startswith(spelled)
         assert len(committed) - len(spelled) <= 3, "only half a character may be missing"
         assert byte_offset == len(spelled) - len(self._prompt)
-
-    async def grant(self, epoch: int, credit: int) -> None:
-        pass
-
-    async def proposals(self) -> AsyncIterator[Proposal]:
-        while True:
-            said = await self._queue.get()
-            if isinstance(said, Exception):
-                raise said
-            yield said
 
 
 # What looks back, what cuts off, what ends a text earlier or later.

@@ -1,7 +1,6 @@
 """Drafts that die, hang or break the contract change nothing."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -11,32 +10,20 @@ from bridge.policy import Mode, SpeculationParameters
 from bridge.ports import Proposal, Sync
 from bridge.sampling import SamplingParameters
 from tests import tiny
-from tests.alone import PROMPT, answer, oracle
+from tests.alone import PROMPT, QueuedDrafter, answer, oracle
 
 
-class DyingDrafter:
+class DyingDrafter(QueuedDrafter):
     """Proposes nonsense, and dies at a given epoch, as a killed service does."""
 
     def __init__(self, dies_at: int, error: Exception) -> None:
+        super().__init__()
         self._dies_at = dies_at
         self._error = error
-        self._queue: asyncio.Queue[Proposal | Exception] = asyncio.Queue()
 
     async def sync(self, sync: Sync) -> None:
-        if sync.epoch >= self._dies_at:
-            self._queue.put_nowait(self._error)
-        else:
-            self._queue.put_nowait(Proposal(sync.epoch, (70, 71, 72), (0.5,) * 3, done=True))
-
-    async def grant(self, epoch: int, credit: int) -> None:
-        pass
-
-    async def proposals(self) -> AsyncIterator[Proposal]:
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, Exception):
-                raise item
-            yield item
+        nonsense = Proposal(sync.epoch, (70, 71, 72), (0.5,) * 3, done=True)
+        self.queue.put_nowait(self._error if sync.epoch >= self._dies_at else nonsense)
 
 
 @pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
@@ -59,18 +46,11 @@ async def test_a_draft_that_dies_changes_nothing(mode: Mode, dies_at: int, error
     assert "went on alone" in finished.statistics.note
 
 
-class HangingDrafter:
+class HangingDrafter(QueuedDrafter):
     """Takes everything and says nothing, as a stopped process does."""
 
     async def sync(self, sync: Sync) -> None:
         pass
-
-    async def grant(self, epoch: int, credit: int) -> None:
-        pass
-
-    async def proposals(self) -> AsyncIterator[Proposal]:
-        await asyncio.Event().wait()
-        yield Proposal(0, (), ())
 
 
 @pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
@@ -85,21 +65,18 @@ async def test_a_draft_that_hangs_is_waited_for_once(mode: Mode, monkeypatch: py
     assert ("no longer waits" in finished.statistics.note) == (mode is Mode.LOCKSTEP)
 
 
-class StrangeDrafter(HangingDrafter):
-    """Breaks the contract in a way of its own."""
+class StrangeDrafter(QueuedDrafter):
+    """Breaks the contract in a way of its own: says what nobody asked for, or cannot even be told."""
 
     def __init__(self, proposals: list[Proposal], error: Exception | None = None) -> None:
-        self._says = proposals
+        super().__init__()
         self._error = error
+        for proposal in proposals:
+            self.queue.put_nowait(proposal)
 
     async def sync(self, sync: Sync) -> None:
         if self._error is not None:
             raise self._error
-
-    async def proposals(self) -> AsyncIterator[Proposal]:
-        for proposal in self._says:
-            yield proposal
-        await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize(

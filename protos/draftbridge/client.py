@@ -129,16 +129,15 @@ def generate_request(
     except UnicodeEncodeError as error:
         raise _invalid("prompt", f"the text is not valid Unicode ({error.reason}): remove lone surrogates") from error
     except (ValueError, TypeError, KeyError) as error:
-        integers = {
-            "top_k": 32,
-            "min_tokens": 32,
-            "seed": 64,
-            "max_tokens": 32,
-            "logprobs": 32,
-            "num_assistant_tokens": 32,
+        integers: dict[str, tuple[object, int]] = {
+            "top_k": (top_k, 32),
+            "min_tokens": (min_tokens, 32),
+            "seed": (seed, 64),
+            "max_tokens": (max_tokens, 32),
+            "logprobs": (logprobs, 32),
+            "num_assistant_tokens": (num_assistant_tokens, 32),
         }
-        for name, bits in integers.items():
-            value = locals()[name]
+        for name, (value, bits) in integers.items():
             if isinstance(value, int) and not 0 <= value < 1 << bits:
                 raise _invalid(name, f"{name} must be between 0 and {2**bits - 1}, got {value}") from error
         for name, ids in (

@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
+from bridge.errors import UnusableModel
 from bridge.sampling import Logits
+
+# With room for fewer tokens a slot is of no use. llama.cpp rounds lengths up to a multiple of it.
+CONTEXT_STEP = 256
 
 
 @dataclass(frozen=True)
@@ -81,3 +87,24 @@ def check(engine: Engine, rows: Sequence[Row]) -> None:
             raise ValueError(f"a row of {len(row.token_ids)} tokens behind {row.keep} of {engine.context_length}")
         if not 0 <= min(row.token_ids) <= max(row.token_ids) < engine.vocabulary_size:
             raise ValueError(f"a row with an id outside {engine.vocabulary_size}")
+
+
+def by_row(table: Logits, rows: Sequence[Row]) -> list[Logits]:
+    """Logits of all rows behind one another, taken apart."""
+    ends = np.cumsum([len(row.token_ids) - row.logits_from for row in rows])
+    return np.split(table, ends[:-1])
+
+
+def slot_room(token_bytes: int, slot_count: int, cache_byte_limit: int, limit: int) -> int:
+    """Tokens that each slot has room for, a multiple of `CONTEXT_STEP`, and no more of them than `limit` needs.
+
+    `token_bytes`: memory of one token's keys and values. Raises `UnusableModel` if there is room for too few.
+    """
+    room = cache_byte_limit // (slot_count * token_bytes) // CONTEXT_STEP * CONTEXT_STEP
+    if room == 0:
+        raise UnusableModel(
+            f"{slot_count} sequences of {CONTEXT_STEP} tokens take "
+            f"{slot_count * token_bytes * CONTEXT_STEP / 2**30:.2f} GiB of keys and values: allow more with "
+            "--kv-memory, or fewer --slots"
+        )
+    return min(room, -(-limit // CONTEXT_STEP) * CONTEXT_STEP)

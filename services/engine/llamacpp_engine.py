@@ -6,6 +6,7 @@ one, and a batch holds tokens of any sequences, with logits where they are asked
 
 import ctypes
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf import LlamaFileType
 
 from bridge.errors import UnusableModel
 from bridge.sampling import Logits
-from services.engine.engine import Row, check
+from services.engine.engine import Row, by_row, check, slot_room
 
 try:
     import llama_cpp
@@ -33,8 +35,6 @@ _BATCH = 1024
 _UBATCH = 512
 # Keys and values are float16.
 _CACHE_BYTES = 2
-# llama.cpp rounds the length of a sequence up to a multiple of this.
-_CONTEXT_STEP = 256
 # Measured on SmolLM2-135M (Q4_1) and Gemma-3-270M (Q4_K_M), widths 1 to 16: how far the best two logits of a position
 # moved against each other. Other kernels run for one token than for several, and round the activations to 8 bits.
 _TOLERANCE = 0.5
@@ -69,14 +69,14 @@ class LlamaCppEngine:
             )
         self.device = "gpu" if offload else "cpu"
         self.slot_count = slot_count
-        self._model = llama_cpp.llama_model_load_from_file(str(gguf).encode(), model_options(gguf, offload))
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(gguf), model_options(gguf, offload))
         if not self._model:
             raise UnusableModel(
                 f"llama.cpp cannot read {gguf}: check that the file is whole, and that this version of "
                 "llama-cpp-python knows its architecture",
                 model=gguf,
             )
-        self.dtype = self._meta("general.file_type_name") or _quantization(self._model)
+        self.dtype = LlamaFileType(int(self._meta("general.file_type") or 0)).name.removeprefix("MOSTLY_")
         self.vocabulary_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         if llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model):
             raise UnusableModel(
@@ -86,14 +86,7 @@ class LlamaCppEngine:
             )
         token_bytes = self._token_byte_count()
         limit = llama_cpp.llama_model_n_ctx_train(self._model)
-        room = cache_byte_limit // (slot_count * token_bytes) // _CONTEXT_STEP * _CONTEXT_STEP
-        if room == 0:
-            raise UnusableModel(
-                f"{slot_count} sequences of {_CONTEXT_STEP} tokens take "
-                f"{slot_count * token_bytes * _CONTEXT_STEP / 2**30:.2f} GiB of keys and values: allow more with "
-                "--kv-memory, or fewer --slots"
-            )
-        length = min(-(-limit // _CONTEXT_STEP) * _CONTEXT_STEP, room)
+        length = slot_room(token_bytes, slot_count, cache_byte_limit, limit)
         self.context_length = min(limit, length)
         self.cache_byte_count = length * slot_count * token_bytes
         self._context = self._open(length, threads)
@@ -110,9 +103,7 @@ class LlamaCppEngine:
             for index, id_ in enumerate(row.token_ids):
                 tokens.append((id_, row.keep + index, row.slot, index >= row.logits_from))
         parts = [self._decode(tokens[start : start + _BATCH]) for start in range(0, len(tokens), _BATCH)]
-        table = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        ends = np.cumsum([len(row.token_ids) - row.logits_from for row in rows])
-        return np.split(table, ends[:-1])
+        return by_row(np.concatenate(parts) if len(parts) > 1 else parts[0], rows)
 
     def copy(self, source: int, target: int, token_count: int) -> None:
         """See `Engine.copy`."""
@@ -189,14 +180,11 @@ def model_options(gguf: Path, offload: bool = False) -> Any:
 
 def _survives(gguf: Path) -> bool:
     probe = [sys.executable, "-m", "services.engine.llamacpp_probe", str(gguf)]
-    return subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
-
-
-def _quantization(model: Any) -> str:
-    """As llama.cpp says it: the last words of its description."""
-    buffer = ctypes.create_string_buffer(256)
-    llama_cpp.llama_model_desc(model, buffer, len(buffer))
-    return buffer.value.decode(errors="replace").split("B ")[-1].split("M ")[-1] or "gguf"
+    try:
+        done = subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, timeout=120)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
 
 
 @cache

@@ -41,8 +41,9 @@ _IDLE_NS = 2_000_000_000
 
 @dataclass(frozen=True)
 class Timed(Generic[T]):
-    """A result, how long it waited and took in nanoseconds, how many of its ids were found in a cache, and how many
-    of its candidates were taken along.
+    """A result, and how long it waited and took in nanoseconds.
+
+    `cached_token_count`: ids that were found in a cache. `extra_count`: candidates that were taken along.
     """
 
     value: T
@@ -146,12 +147,12 @@ class Scheduler:
 
     def _work(self, open_engine: Callable[[], Engine], opened: "Future[Engine]") -> None:
         try:
-            self.engine = open_engine()
+            engine = open_engine()
         except BaseException as error:  # it is raised again where the engine was asked for
             opened.set_exception(error)
             return
-        self._slots = Slots(self.engine.slot_count)
-        opened.set_result(self.engine)
+        self._slots = Slots(engine.slot_count)
+        opened.set_result(engine)
         try:
             idle = True
             while self._listen(idle):

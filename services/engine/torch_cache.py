@@ -6,6 +6,7 @@ token by itself, so nothing is filled up and nothing masked out. Attention goes 
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +21,19 @@ from services.engine.engine import Row
 ATTENTION = "draftbridge"
 
 _active = threading.local()
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How queries and keys become weights: scores are multiplied by `scaling`, and limited smoothly to +-`softcap`.
+
+    `sinks` [heads]: a score for nothing at all, which takes its share of the weights (Gemma 2 has the one, GPT-OSS
+    the other).
+    """
+
+    scaling: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 class SlotCaches:
@@ -79,7 +93,7 @@ class RaggedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
             held[self._slots, :, self._places] = new[0].transpose(0, 1)
         return key_states, value_states
 
-    def attend(self, query: torch.Tensor, scaling: float | None, window: int, softcap: float | None) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, window: int, scoring: Scoring) -> torch.Tensor:
         """Attention of [1, heads, tokens, head size] over the layer that was updated last; [1, tokens, heads, size]."""
         assert self._layer is not None
         keys, values = self._layer
@@ -94,8 +108,7 @@ class RaggedBatch(Cache):  # type: ignore[misc]  # transformers is not typed
                     keys[row.slot, None, :, part],
                     values[row.slot, None, :, part],
                     self._mask(index, query, keys.shape[1], first, window),
-                    scaling,
-                    softcap,
+                    scoring,
                 )
             )
             start += count
@@ -134,12 +147,7 @@ def _positions(row: Row) -> range:
 
 
 def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
     """One row: query [1, heads, count, size] over [1, key heads, length, size]; [1, count, heads, size].
 
@@ -147,13 +155,18 @@ def _attend(
     """
     heads, count, key_heads = query.shape[1], query.shape[2], keys.shape[1]
     folded = query.reshape(1, key_heads, heads // key_heads * count, query.shape[3])
-    if softcap is None:
-        out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+    if scoring.softcap is None and scoring.sinks is None:
+        out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scoring.scaling)
     else:
-        scores = folded @ keys.transpose(2, 3) * (scaling or query.shape[3] ** -0.5)
-        scores = torch.tanh(scores / softcap) * softcap
+        scores = folded @ keys.transpose(2, 3) * scoring.scaling
+        if scoring.softcap is not None:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
         scores = scores if mask is None else scores + mask
-        out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ values
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.reshape(1, key_heads, -1).repeat_interleave(count, dim=2)[..., None]
+            scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        out = weights[..., : keys.shape[2]] @ values
     return out.reshape(1, heads, count, values.shape[3]).transpose(1, 2)
 
 
@@ -171,9 +184,8 @@ def attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers calls in place of its own attention. Shapes as in `RaggedBatch.attend`."""
-    if s_aux is not None:
-        raise NotImplementedError("attention sinks")
-    return _active.batch.attend(query, scaling, sliding_window or 0, softcap), None
+    scoring = Scoring(scaling or query.shape[3] ** -0.5, softcap, s_aux)
+    return _active.batch.attend(query, sliding_window or 0, scoring), None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Pretrai
 
 from bridge.errors import UnusableModel
 from bridge.sampling import Logits
-from services.engine.engine import Row, check
+from services.engine.engine import Row, by_row, check, slot_room
 from services.engine.torch_cache import ATTENTION, RaggedBatch, SlotCaches
 
 _log = logging.getLogger(__name__)
@@ -30,8 +30,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.75, torch.float16: 0.1}
 _KINDS = {"full_attention", "sliding_attention"}
 _DEFAULT_CONTEXT = 2048
-# With room for fewer tokens a slot is of no use.
-_LEAST_CONTEXT = 256
 
 
 class TorchEngine:
@@ -65,14 +63,8 @@ class TorchEngine:
         self.slot_count = slot_count
         limit = _context_limit(self._config)
         token_bytes = self._token_byte_count()
-        room = cache_byte_limit // (slot_count * token_bytes)
-        if room < min(_LEAST_CONTEXT, limit):
-            raise UnusableModel(
-                f"{slot_count} sequences of {_LEAST_CONTEXT} tokens take "
-                f"{slot_count * token_bytes * _LEAST_CONTEXT / 2**30:.2f} GiB of keys and values: allow more with "
-                "--kv-memory, or fewer --slots"
-            )
-        self.context_length = min(limit, room)
+        length = slot_room(token_bytes, slot_count, cache_byte_limit, limit)
+        self.context_length = min(limit, length)
         self.cache_byte_count = self.context_length * slot_count * token_bytes
         self._caches = SlotCaches(slot_count, self.context_length)
         self._prove()
@@ -105,9 +97,7 @@ class TorchEngine:
             start += len(row.token_ids)
         with RaggedBatch(self._caches, rows, self._device) as batch:
             logits = self._logits(torch.tensor([ids], device=self._device), batch, wanted)
-        table = logits.float().cpu().numpy()
-        ends = np.cumsum([len(row.token_ids) - row.logits_from for row in rows])
-        return np.split(table, ends[:-1])
+        return by_row(logits.float().cpu().numpy(), rows)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, token_count: int) -> None:
@@ -156,14 +146,8 @@ class TorchEngine:
         text = torch.randint(size, (12,), generator=generator).tolist()
         other = text[:3] + torch.randint(size, (3,), generator=generator).tolist()
         try:
-            expected = [
-                self._model(torch.tensor([ids], device=self._device), use_cache=False)
-                .logits[0, -1]
-                .float()
-                .cpu()
-                .numpy()
-                for ids in (text, other)
-            ]
+            inputs = [torch.tensor([ids], device=self._device) for ids in (text, other)]
+            expected = [self._model(ids, use_cache=False).logits[0, -1].float().cpu().numpy() for ids in inputs]
             self._model.set_attn_implementation(ATTENTION)
             self.forward([Row(0, 0, (*text[:7], 1), 7)])
             rows = [Row(0, 7, tuple(text[7:]), 4)]
@@ -196,12 +180,8 @@ def _load(source: Path, dtype: torch.dtype) -> Any:
         config = AutoConfig.from_pretrained(source)
         _refuse_newer(config)
         _refuse_state(config.get_text_config())
-        try:
-            return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="sdpa", **options)
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                raise
-            return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="eager", **options)
+        # Attention as it is written down, which ours is tried against; it is never used for more.
+        return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="eager", **options)
     except UnusableModel:
         raise
     except Exception as error:  # files can be damaged in as many ways as the library has errors
