@@ -47,12 +47,29 @@ def _announce(address: str) -> None:
     print(f"{READY}{address}", flush=True)
 
 
-@app.command()
-def pull(model: Annotated[str, typer.Argument(help=_MODEL_HELP)]) -> None:
-    """Fetch a model and convert it if need be, so that serving it starts at once. Prints where it lies."""
-    from services.model.store import resolve
+_ENGINE_HELP = "What runs it: torch, llamacpp or openvino."
+_WEIGHTS_HELP = "auto, full, int8 or int4; auto is int8 for openvino. torch has int8, llamacpp what the file has."
 
-    print(resolve(model, _report))
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help=_MODEL_HELP)],
+    engine: Annotated[str, typer.Option(help=_ENGINE_HELP)] = "torch",
+    weights: Annotated[str, typer.Option(help=_WEIGHTS_HELP)] = "auto",
+) -> None:
+    """Fetch a model and convert it if need be, so that serving it starts at once. Prints where it lies."""
+    from services.launch import EngineName, Weights, openvino_weights
+    from services.model.store import default_name, resolve, resolve_gguf, resolve_openvino
+
+    kind = _one_of(Weights, "weights", weights)
+    match _one_of(EngineName, "engine", engine):
+        case EngineName.LLAMACPP:
+            print(resolve_gguf(model, _report))
+        case EngineName.OPENVINO:
+            directory = resolve(model, _report)
+            print(resolve_openvino(directory, default_name(model), openvino_weights(kind), _report))
+        case _:
+            print(resolve(model, _report))
 
 
 @app.command()
@@ -61,12 +78,16 @@ def serve(
     role: Annotated[str, typer.Option(help="What to serve it as: draft, target or both.")] = "both",
     listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one and prints it.")] = "127.0.0.1:50051",
     name: Annotated[str, typer.Option(help="Name to serve it under; its own if empty.")] = "",
-    engine: Annotated[str, typer.Option(help="What runs it: torch or llamacpp.")] = "torch",
+    engine: Annotated[str, typer.Option(help=_ENGINE_HELP)] = "torch",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")] = "auto",
     dtype: Annotated[
         str,
         typer.Option(help="auto, float32, bfloat16 or float16; auto takes bfloat16 where the device computes in it."),
     ] = "auto",
+    weights: Annotated[str, typer.Option(help=_WEIGHTS_HELP)] = "auto",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="Compile the model at start: minutes, then twice as fast (torch on CPUs).")
+    ] = False,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; unset uses all cores.")] = None,
     slots: Annotated[int, typer.Option(min=1, max=1024, help="Sequences held at a time.")] = 8,
     kv_memory: Annotated[
@@ -79,7 +100,7 @@ def serve(
     until_stdin_closes: Hidden = False,
 ) -> None:
     """Serve one model until stopped."""
-    from services.launch import Dtype, EngineName, ModelServerConfig, Role, run_model_server
+    from services.launch import Dtype, EngineName, ModelServerConfig, Role, Weights, run_model_server
 
     config = ModelServerConfig(
         model=model,
@@ -89,6 +110,8 @@ def serve(
         engine=_one_of(EngineName, "engine", engine),
         device=device,
         dtype=_one_of(Dtype, "dtype", dtype),
+        weights=_one_of(Weights, "weights", weights),
+        compiled=compile,
         threads=threads,
         slots=slots,
         kv_memory=kv_memory,

@@ -28,7 +28,7 @@ from services.engine.engine import Engine
 from services.engine.fixed_width import FixedWidthEngine
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer
-from services.model.store import default_name, resolve, resolve_gguf
+from services.model.store import default_name, resolve, resolve_gguf, resolve_openvino
 from services.serving import Server
 from services.target.servicer import TargetServicer
 
@@ -49,6 +49,7 @@ class EngineName(StrEnum):
 
     TORCH = "torch"
     LLAMACPP = "llamacpp"
+    OPENVINO = "openvino"
 
 
 class Dtype(StrEnum):
@@ -58,6 +59,15 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
+
+
+class Weights(StrEnum):
+    """How weights are kept: as the model has them, or in 8 or 4 bits."""
+
+    AUTO = "auto"
+    FULL = "full"
+    INT8 = "int8"
+    INT4 = "int4"
 
 
 @dataclass(frozen=True)
@@ -71,6 +81,8 @@ class ModelServerConfig:
     engine: EngineName = EngineName.TORCH
     device: str = "auto"
     dtype: Dtype = Dtype.AUTO
+    weights: Weights = Weights.AUTO
+    compiled: bool = False
     threads: int | None = None
     slots: int = 8
     kv_memory: float = 2.0
@@ -151,30 +163,42 @@ def _load(config: ModelServerConfig, directory: Path, report: OnStart) -> Loaded
 
 
 def _engine(config: ModelServerConfig, directory: Path, report: OnStart) -> Engine:
-    cache_byte_limit = int(config.kv_memory * 2**30)
-    # Each is imported here because it takes seconds, and the other may not be installed.
-    if config.engine is EngineName.LLAMACPP:
-        from services.engine.llamacpp_engine import LlamaCppEngine
+    """Opens the engine that the configuration names. Raises `InvalidField` for settings that it does not have."""
+    if config.compiled and config.engine is not EngineName.TORCH:
+        raise InvalidField("--compile", "used with --engine torch only", f"--engine {config.engine.value}")
+    options: dict[str, Any] = {
+        "device": config.device,
+        "threads": config.threads,
+        "slot_count": config.slots,
+        "cache_byte_limit": int(config.kv_memory * 2**30),
+    }
+    # Each is imported here because it takes seconds, and the others may not be installed.
+    match config.engine:
+        case EngineName.LLAMACPP:
+            from services.engine.llamacpp_engine import LlamaCppEngine
 
-        if config.dtype is not Dtype.AUTO:
-            raise InvalidField("--dtype", "auto with --engine llamacpp, whose file has its own", config.dtype.value)
-        return LlamaCppEngine(
-            resolve_gguf(config.model, report),
-            device=config.device,
-            threads=config.threads,
-            slot_count=config.slots,
-            cache_byte_limit=cache_byte_limit,
-        )
-    from services.engine.torch_engine import TorchEngine
+            for option, value in (("--dtype", config.dtype), ("--weights", config.weights)):
+                if value != "auto":
+                    raise InvalidField(option, "auto with --engine llamacpp, whose file has its own", value.value)
+            return LlamaCppEngine(resolve_gguf(config.model, report), **options)
+        case EngineName.OPENVINO:
+            from services.engine.openvino_engine import OpenVinoEngine
 
-    return TorchEngine(
-        directory,
-        device=config.device,
-        dtype=config.dtype.value,
-        threads=config.threads,
-        slot_count=config.slots,
-        cache_byte_limit=cache_byte_limit,
-    )
+            weights = openvino_weights(config.weights)
+            path = resolve_openvino(directory, default_name(config.model), weights, report)
+            return OpenVinoEngine(path, dtype=config.dtype.value, **options)
+        case EngineName.TORCH:
+            from services.engine.torch_engine import TorchEngine
+
+            if config.weights is Weights.INT4:
+                raise InvalidField("--weights", "auto, full or int8 with --engine torch", "int4")
+            options |= {"int8": config.weights is Weights.INT8, "compiled": config.compiled}
+            return TorchEngine(directory, dtype=config.dtype.value, **options)
+
+
+def openvino_weights(weights: Weights) -> str:
+    """Smaller ones are the faster ones on Intel's devices, and 8 bits cost next to no quality."""
+    return "int8" if weights is Weights.AUTO else weights.value
 
 
 def _register(server: Server, loaded: LoadedModel, role: Role) -> None:

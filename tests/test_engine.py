@@ -66,6 +66,43 @@ def test_bfloat16_is_close(tmp_path: Path) -> None:
     assert engine.dtype == "bfloat16"
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, TorchEngine]:
+    directory = tmp_path_factory.mktemp("compiled")
+    model = saved(transformers.LlamaConfig(**LLAMA_LIKE | {"num_hidden_layers": 1}), directory)
+    return model, TorchEngine(directory, dtype="float32", slot_count=3, compiled=True)
+
+
+@pytest.mark.parametrize("counts", [(1,), (5,), (3, 1, 4), (16,), (1, 1, 1), (12, 30)])
+def test_a_compiled_model_gives_the_models_own_logits(
+    compiled: tuple[torch.nn.Module, TorchEngine], counts: tuple[int, ...]
+) -> None:
+    """At widths that are compiled, filled up, and too many for it; behind tokens that lie in the cache."""
+    model, engine = compiled
+    texts = [[(7 * slot + index) % 119 + 1 for index in range(10 + count)] for slot, count in enumerate(counts)]
+    for slot, text in enumerate(texts):
+        engine.forward([Row(slot, 0, tuple(text[:10]), 10)])
+    rows = [Row(slot, 10, tuple(text[10:]), 0) for slot, text in enumerate(texts)]
+    for text, logits in zip(texts, engine.forward(rows), strict=True):
+        np.testing.assert_allclose(logits, expected(model, text)[10:], atol=1e-4)
+
+
+def test_a_model_that_cannot_be_compiled_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(FAMILIES["llama"], tmp_path)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: lambda *_: 1 / 0)
+    with pytest.raises(UnusableModel, match="leave out --compile"):
+        TorchEngine(tmp_path, dtype="float32", compiled=True)
+
+
+def test_weights_in_8_bits_are_close(tmp_path: Path) -> None:
+    model = saved(FAMILIES["llama"], tmp_path)
+    engine = TorchEngine(tmp_path, dtype="float32", slot_count=1, int8=True)
+    logits = engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])[0]
+    reference = expected(model, [1, 2, 3, 4])
+    assert engine.dtype == "int8"
+    assert 0 < np.linalg.norm(logits - reference) < 0.05 * np.linalg.norm(reference)
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -1,26 +1,26 @@
 """Any causal language model of transformers, its KV cache in our hands.
 
-The model sees a `RaggedBatch` in place of transformers' own cache, and attention is ours (`torch_cache`); everything
-else is the model's own. Rolling back is keeping less. What a model makes of it is tried against its own forward
-before it is served.
+Attention is ours (`torch_cache`), everything else is the model's own. Rolling back is keeping less. What a model makes
+of it is tried against its own forward before it is served.
 """
 
-import inspect
 import logging
-import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
+from torch._inductor import config
 
 from bridge.errors import UnusableModel
 from bridge.sampling import Logits
+from services.engine.attention import ATTENTION, using
 from services.engine.engine import Row, by_row, check, slot_room
-from services.engine.torch_cache import ATTENTION, RaggedBatch, SlotCaches
+from services.engine.proof import Proof
+from services.engine.torch_cache import ByteCounter, RaggedBatch, SlotCaches
+from services.engine.torch_model import TokenLogits, context_limit, load_model, quantize
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +28,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Measured over widths 1 to 16 on SmolLM2-135M and Gemma-3-270M: the best two logits of a position moved against each
 # other by at most 0.75 in bfloat16 and 3e-5 in float32. float16 has three bits more than bfloat16.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.75, torch.float16: 0.1}
-_KINDS = {"full_attention", "sliding_attention"}
-_DEFAULT_CONTEXT = 2048
+# Tokens of a compiled forward; fewer are filled up. Eight cost a quarter more than one, the rest of the way is flat.
+_WIDTHS = (1, 8, 16)
+_COMPILER = {
+    # Weights are rearranged once, for the processor's matrix units, by whichever kernel turns out to be the fastest.
+    "freezing": True,
+    "max_autotune": True,
+    "max_autotune_gemm_backends": "CPP,ATEN",
+}
 
 
 class TorchEngine:
@@ -37,7 +43,8 @@ class TorchEngine:
 
     `source`: a directory that `from_pretrained` reads. `device`: "auto", "cpu", "cuda", ... `dtype`:
     "auto" takes bfloat16 where the device computes in it and float32 elsewhere. `threads`: CPU threads.
-    `cache_byte_limit`: memory for the keys and values of all slots.
+    `cache_byte_limit`: memory for the keys and values of all slots. `int8`: weights in 8 bits, which is
+    fast only where it is compiled. `compiled`: forwards of up to sixteen tokens are, which takes minutes.
     Raises `UnusableModel` for a model that cannot be rolled back by length.
     """
 
@@ -52,22 +59,32 @@ class TorchEngine:
         threads: int | None = None,
         slot_count: int = 8,
         cache_byte_limit: int = 2 << 30,
+        int8: bool = False,
+        compiled: bool = False,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = _device(device)
         self._dtype = _dtype(dtype, self._device)
-        self._model = _load(source, self._dtype).to(self._device).eval()
+        self._model = load_model(source, self._dtype).to(self._device).eval()
+        self._int8 = int8
+        if int8:
+            quantize(self._model)
         self._config = self._model.config.get_text_config()
-        self._accepts = frozenset(inspect.signature(self._model.forward).parameters)
+        self._logits = TokenLogits(self._model)
+        self._compiled: dict[int, Callable[..., torch.Tensor]] = {}
         self.slot_count = slot_count
-        limit = _context_limit(self._config)
-        token_bytes = self._token_byte_count()
-        length = slot_room(token_bytes, slot_count, cache_byte_limit, limit)
-        self.context_length = min(limit, length)
-        self.cache_byte_count = self.context_length * slot_count * token_bytes
-        self._caches = SlotCaches(slot_count, self.context_length)
-        self._prove()
+        try:
+            proof, tolerance = Proof.of(self._model), 1e-3 if self._dtype is torch.float32 else 0.1
+            self._make_room(cache_byte_limit)
+            proof.check(self, tolerance)
+            if compiled:
+                self._compile()
+                proof.check(self, tolerance)
+        except UnusableModel:
+            raise
+        except Exception as error:  # whatever it stumbles over, the model is not for us
+            raise self._unusable(error) from error
 
     @property
     def device(self) -> str:
@@ -75,7 +92,7 @@ class TorchEngine:
 
     @property
     def dtype(self) -> str:
-        return str(self._dtype).removeprefix("torch.")
+        return "int8" if self._int8 else str(self._dtype).removeprefix("torch.")
 
     @property
     def logit_tolerance(self) -> float:
@@ -90,76 +107,67 @@ class TorchEngine:
         """See `Engine.forward`."""
         check(self, rows)
         ids = [id_ for row in rows for id_ in row.token_ids]
+        positions = [position for row in rows for position in range(row.keep, row.keep + len(row.token_ids))]
         wanted: list[int] = []
         start = 0
         for row in rows:
             wanted += range(start + row.logits_from, start + len(row.token_ids))
             start += len(row.token_ids)
-        with RaggedBatch(self._caches, rows, self._device) as batch:
-            logits = self._logits(torch.tensor([ids], device=self._device), batch, wanted)
-        return by_row(logits.float().cpu().numpy(), rows)
+        width = next((width for width in self._compiled if width >= len(ids)), None)
+        with using(RaggedBatch(self._caches, rows)):
+            if width is None:
+                # At least one is wanted, because models take an empty selection for all.
+                table = self._logits(*self._tensors(ids, positions, wanted or [0]))
+            else:
+                table = self._compiled[width](
+                    *self._tensors(*(_filled(one, width) for one in (ids, positions, wanted)))
+                )
+        return by_row(table[: len(wanted)].float().cpu().numpy(), rows)
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, token_count: int) -> None:
         """See `Engine.copy`."""
         self._caches.copy(source, target, token_count)
 
-    def _logits(self, input_ids: torch.Tensor, batch: RaggedBatch, wanted: list[int]) -> torch.Tensor:
-        """For the `wanted` tokens of [1, tokens], [len(wanted), vocabulary_size]."""
-        options: dict[str, Any] = {"position_ids": batch.positions, "past_key_values": batch, "use_cache": True}
-        # At least one, because models take an empty selection for all.
-        some = torch.tensor(wanted or [0], device=self._device)
-        if "logits_to_keep" in self._accepts:
-            logits = self._model(input_ids=input_ids, logits_to_keep=some, **options).logits[0]
-        else:
-            logits = self._model(input_ids=input_ids, **options).logits[0, some]
-        return logits[: len(wanted)]  # type: ignore[no-any-return]
+    def _make_room(self, cache_byte_limit: int) -> None:
+        limit = context_limit(self._config)
+        token_bytes = self._token_byte_count()
+        self.context_length = min(limit, slot_room(token_bytes, self.slot_count, cache_byte_limit, limit))
+        self.cache_byte_count = self.context_length * self.slot_count * token_bytes
+        self._caches = SlotCaches(self.slot_count, self.context_length)
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Compiles forwards of each width by running them. Raises `UnusableModel`."""
+        compiled = torch.compile(self._logits, dynamic=False, fullgraph=True)
+        try:
+            for width in _WIDTHS:
+                batch = RaggedBatch(self._caches, [Row(0, 0, (0,) * width, 0)])
+                # The settings are not given as `options`: whether weights may be taken for constants is asked before
+                # it sees those. What it has to say of its choices is not for users.
+                with using(batch), config.patch(_COMPILER), redirect_stderr(StringIO()), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    compiled(*self._tensors([0] * width, list(range(width)), [0] * width))
+                self._compiled[width] = compiled
+        except Exception as error:
+            raise UnusableModel(
+                f"the model could not be compiled ({type(error).__name__}: {str(error)[:300]}): install a C++ compiler "
+                "(g++) if there is none, or leave out --compile"
+            ) from error
+
+    def _tensors(self, *lists: list[int]) -> list[torch.Tensor]:
+        return [torch.tensor(one, device=self._device) for one in lists]
 
     @torch.inference_mode()
     def _token_byte_count(self) -> int:
         """Memory of one token's keys and values, found by looking at those of one."""
-        cache = DynamicCache()
-        shapes: list[torch.Tensor] = []
-
-        def update(keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            shapes.extend((keys, values))
-            return keys, values
-
-        cache.update = update
-        try:
-            self._model(torch.zeros(1, 1, dtype=torch.long, device=self._device), past_key_values=cache, use_cache=True)
-        except Exception as error:  # whatever it stumbles over, the model is not for us
-            raise self._unusable(error) from error
-        if not shapes:
-            raise self._unusable("it keeps no keys and values")
-        return sum(tensor.nbytes for tensor in shapes)
-
-    @torch.inference_mode()
-    def _prove(self) -> None:
-        """Refuses a model that our cache, attention or positions do not suit, by trying them against its own.
-
-        Two rows of different lengths, cut in pieces, with a rejected token in between and a copied slot, must give
-        the logits that the model gives without any of it.
-        """
-        generator = torch.Generator().manual_seed(0)
-        size = min(self.vocabulary_size, 1000)
-        text = torch.randint(size, (12,), generator=generator).tolist()
-        other = text[:3] + torch.randint(size, (3,), generator=generator).tolist()
-        try:
-            inputs = [torch.tensor([ids], device=self._device) for ids in (text, other)]
-            expected = [self._model(ids, use_cache=False).logits[0, -1].float().cpu().numpy() for ids in inputs]
-            self._model.set_attn_implementation(ATTENTION)
-            self.forward([Row(0, 0, (*text[:7], 1), 7)])
-            rows = [Row(0, 7, tuple(text[7:]), 4)]
-            if self.slot_count > 1:
-                self.copy(0, 1, 3)
-                rows.append(Row(1, 3, tuple(other[3:]), 2))
-            for logits, reference in zip(self.forward(rows), expected, strict=False):
-                error = float(np.linalg.norm(logits[-1] - reference) / np.linalg.norm(reference))
-                if not error < (1e-3 if self._dtype is torch.float32 else 0.1):
-                    raise ValueError(f"logits differ by {error:.0%} from the model's own")
-        except Exception as error:  # whatever it stumbles over, the model is not for us
-            raise self._unusable(error) from error
+        counter = ByteCounter()
+        self._model.set_attn_implementation(ATTENTION)
+        with using(counter):
+            self._logits(*self._tensors([0], [0], [0]))
+        if not counter.byte_count:
+            raise ValueError("it keeps no keys and values")
+        return counter.byte_count
 
     def _unusable(self, reason: object) -> UnusableModel:
         return UnusableModel(
@@ -170,39 +178,8 @@ class TorchEngine:
         )
 
 
-def _load(source: Path, dtype: torch.dtype) -> Any:
-    transformers.utils.logging.disable_progress_bar()
-    # transformers 4.56 renamed the argument.
-    old = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (4, 56)
-    name = "torch_dtype" if old else "dtype"
-    options = {name: dtype, "local_files_only": os.path.isdir(source)}
-    try:
-        config = AutoConfig.from_pretrained(source)
-        _refuse_newer(config)
-        _refuse_state(config.get_text_config())
-        # Attention as it is written down, which ours is tried against; it is never used for more.
-        return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="eager", **options)
-    except UnusableModel:
-        raise
-    except Exception as error:  # files can be damaged in as many ways as the library has errors
-        reason = " ".join(str(error).split())[:300]
-        raise UnusableModel(
-            f"the model in {source} cannot be loaded ({type(error).__name__}: {reason}): check that its files are "
-            "whole and that it is a causal language model, or save it again with save_pretrained",
-            model=source,
-        ) from error
-
-
-def _refuse_newer(config: PretrainedConfig) -> None:
-    """An older major version reads a newer one's settings without a word, and misses some of them."""
-    saved = str(getattr(config, "transformers_version", None) or "0").split(".")[0]
-    if saved.isdigit() and int(saved) > int(transformers.__version__.split(".")[0]):
-        raise UnusableModel(
-            f"the model was saved by transformers {config.transformers_version}, this is {transformers.__version__}, "
-            "which would misread it: upgrade transformers, or let DRAFTBRIDGE_CACHE name an empty directory and "
-            "fetch the model again",
-            saved_by=config.transformers_version,
-        )
+def _filled(values: list[int], width: int) -> list[int]:
+    return values + [0] * (width - len(values))
 
 
 def _device(name: str) -> torch.device:
@@ -236,25 +213,3 @@ def _cpu_computes_bfloat16() -> bool:
     if capability:
         return bool(capability.get("avx512_bf16") or capability.get("amx_bf16") or capability.get("bf16"))
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-def _context_limit(config: PretrainedConfig) -> int:
-    """The longest text in which a token's position means the same, however long the text gets."""
-    limit = int(getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    if rope.get("rope_type", rope.get("type")) == "longrope":
-        # Beyond this all positions are turned by other factors, also those that are in the cache already.
-        original = rope.get("original_max_position_embeddings")
-        return int(original or getattr(config, "original_max_position_embeddings", None) or limit)
-    return limit
-
-
-def _refuse_state(config: PretrainedConfig) -> None:
-    """Raises `UnusableModel` for layers without rollback."""
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
-    if unknown:
-        raise UnusableModel(
-            f"a {config.model_type} model cannot be served: its layers of kind {', '.join(unknown)} keep a state that "
-            "cannot be cut back to a length, and speculation has to. Choose a model with attention layers only",
-            model_type=config.model_type,
-        )

@@ -1,6 +1,5 @@
 """A model directory, read: who the model is and what its tokenizer is."""
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from bridge.errors import UnusableModel
 from bridge.models import Model, SpecialIds
 from bridge.vocabulary import Vocabulary
 from services.engine.engine import Engine
+from services.model.store import fingerprint
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def read_model_files(directory: Path) -> ModelFiles:
         vocabulary=vocabulary,
         special_ids=_special_ids(directory, vocabulary, settings),
         chat_template=_chat_template(directory, settings),
-        revision=_fingerprint(directory),
+        revision=fingerprint(directory),
     )
 
 
@@ -83,13 +83,3 @@ def _chat_template(directory: Path, settings: dict[str, Any]) -> str:
     if isinstance(template, list):
         template = next((one["template"] for one in template if one.get("name") == "default"), "")
     return str(template)
-
-
-def _fingerprint(directory: Path) -> str:
-    """Changes when a weights file is replaced; reading gigabytes to be surer would take too long."""
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(1 << 16))
-    return digest.hexdigest()[:16]

@@ -176,6 +176,28 @@ def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
     return found[0]
 
 
+def resolve_openvino(directory: Path, name: str, weights: str, report: Report = lambda text: None) -> Path:
+    """`model.xml` for OpenVINO of a directory that `resolve` found, with weights "full", "int8" or "int4".
+
+    Converted once, in a process of its own, and kept. Raises `UnusableModel`.
+    """
+    final = cache_directory() / f"{name}-{fingerprint(directory)}-openvino-{weights}"
+    if not (final / "model.xml").is_file():
+        report(f"converting {name} for OpenVINO, weights {weights} (once)")
+        with _scratch() as scratch:
+            converted = scratch / "converted"
+            command = [sys.executable, "-m", "services.engine.openvino_export", str(directory), str(converted), weights]
+            done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                reason = done.stderr.strip().splitlines()[-1:] or ["it was killed"]
+                raise UnusableModel(
+                    f"{name} could not be converted for OpenVINO ({reason[0][:500]}): use --engine torch",
+                    model=directory,
+                )
+            _settle(converted, final)
+    return final / "model.xml"
+
+
 def _built_in(model: BuiltIn, report: Report) -> Path:
     final = cache_directory() / model.name
     if final.exists():
@@ -259,13 +281,27 @@ def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
                 "architecture that transformers does not read from GGUF; a directory from save_pretrained works too",
                 model=path,
             )
-        final.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            converted.rename(final)
-        except OSError:
-            if not final.is_dir():  # another process may have been faster
-                raise
+        _settle(converted, final)
     return final
+
+
+def _settle(converted: Path, final: Path) -> None:
+    """Moves what is complete to where it is kept."""
+    try:
+        converted.rename(final)
+    except OSError:
+        if not final.is_dir():  # another process may have been faster
+            raise
+
+
+def fingerprint(directory: Path) -> str:
+    """Changes when a weights file is replaced; reading gigabytes to be surer would take too long."""
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+    return digest.hexdigest()[:16]
 
 
 @contextmanager

@@ -1,0 +1,92 @@
+"""OpenVINO, by the same contract as every engine, and with the real models."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bridge.errors import UnusableModel
+from draftbridge import Client
+from services.engine.engine import Row
+from services.engine.openvino_engine import OpenVinoEngine
+from services.engine.openvino_export import export
+from services.model.store import resolve_openvino
+from services.processes import fleet
+from tests.engine_contract import EngineContract, expected, saved
+from tests.test_engine import FAMILIES
+
+EXPORTED = [name for name in FAMILIES if name not in ("gemma2", "gpt_oss")]
+
+
+@pytest.fixture(scope="module", params=EXPORTED)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[torch.nn.Module, OpenVinoEngine]]:
+    directory = tmp_path_factory.mktemp(request.param)
+    model = saved(FAMILIES[request.param], directory)
+    export(directory, directory / "openvino", "full")
+    yield model, OpenVinoEngine(directory / "openvino" / "model.xml", dtype="float32", threads=1, slot_count=3)
+
+
+class TestOpenVino(EngineContract):
+    """Over all families that can be exported."""
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_smaller_weights_are_close(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    model = saved(FAMILIES["llama"], tmp_path)
+    path = resolve_openvino(tmp_path, "tiny", weights)
+    engine = OpenVinoEngine(path, slot_count=1)
+    logits = engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])[0]
+    reference = expected(model, [1, 2, 3, 4])
+    assert engine.dtype == weights
+    assert np.linalg.norm(logits - reference) < (0.05 if weights == "int8" else 0.3) * np.linalg.norm(reference)
+    assert resolve_openvino(tmp_path, "tiny", weights, pytest.fail) == path
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_attention_that_the_device_does_not_have_is_refused(family: str, tmp_path: Path) -> None:
+    saved(FAMILIES[family], tmp_path)
+    with pytest.raises(UnusableModel, match="use torch"):
+        export(tmp_path, tmp_path / "openvino", "full")
+
+
+@pytest.mark.parametrize(("device", "remedy"), [("npu", "use --device cpu or gpu"), ("gpu.7", "name one of them")])
+def test_a_device_that_cannot_be_used_is_refused(device: str, remedy: str, tmp_path: Path) -> None:
+    saved(FAMILIES["llama"], tmp_path)
+    export(tmp_path, tmp_path / "openvino", "full")
+    with pytest.raises(UnusableModel, match=remedy):
+        OpenVinoEngine(tmp_path / "openvino" / "model.xml", device=device)
+
+
+def test_memory_is_a_budget(tmp_path: Path) -> None:
+    saved(FAMILIES["llama"], tmp_path)
+    export(tmp_path, tmp_path / "openvino", "full")
+    path = tmp_path / "openvino" / "model.xml"
+    token_bytes = OpenVinoEngine(path, slot_count=3).cache_byte_count // 3 // 256
+    with pytest.raises(UnusableModel, match="--kv-memory"):
+        OpenVinoEngine(path, slot_count=3, cache_byte_limit=3 * 255 * token_bytes)
+
+
+@pytest.mark.models
+def test_the_real_pair_says_the_same_in_every_mode() -> None:
+    """In processes of their own, in float32: then no width moves a logit by more than a hair."""
+    options = ("--engine", "openvino", "--threads", "1", "--kv-memory", "0.5")
+    target_options = (*options, "--dtype", "float32", "--weights", "full")
+    with (
+        fleet("gemma-3-270m", "smollm2-135m-instruct", target_options=target_options, draft_options=options) as running,
+        Client(running.bridge) as client,
+    ):
+        assert {model.engine for model in client.models()} == {"openvino"}
+        for temperature in (0.0, 1.0):
+            results = {
+                mode: client.generate(
+                    "The planets are", max_tokens=48, temperature=temperature, seed=2, speculation=mode
+                )
+                for mode in ("off", "lockstep", "opportunistic")
+            }
+            assert len({result.token_ids for result in results.values()}) == 1
+        assert results["lockstep"].finished.speculation.num_accepted_tokens > 0
