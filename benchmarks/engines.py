@@ -3,8 +3,9 @@
     python -m benchmarks.engines [--engine torch llamacpp] [--model NAME ...] [--threads 2] [--json FILE]
 
 Milliseconds of a forward by width and by number of sequences; tokens a second of the library alone (transformers'
-`generate`, llama.cpp's decode and the best logit), of one session through the service, and of eight; milliseconds of
-reading a prompt; memory of the service. The three kinds of tokens a second are taken in turn, several times over.
+`generate`, llama.cpp's decode and the best logit, OpenVINO's forward and the best logit), of one session through the
+service, and of eight; milliseconds of reading a prompt; memory of the service. The three kinds of tokens a second are
+taken in turn, several times over.
 """
 
 import argparse
@@ -28,9 +29,19 @@ from rich.table import Table
 
 from draftbridge.v1 import target_pb2, target_pb2_grpc
 from services.engine.engine import Engine, Row
-from services.model.store import resolve, resolve_gguf
+from services.model.store import resolve, resolve_gguf, resolve_openvino
 from services.processes import serve
 
+# What `serve` is told; compiling takes minutes.
+OPTIONS = {
+    "torch": ("--engine", "torch"),
+    "torch-compile": ("--engine", "torch", "--compile"),
+    "torch-compile-int8": ("--engine", "torch", "--compile", "--weights", "int8"),
+    "llamacpp": ("--engine", "llamacpp"),
+    "openvino": ("--engine", "openvino"),
+    "openvino-int4": ("--engine", "openvino", "--weights", "int4"),
+    "openvino-full": ("--engine", "openvino", "--weights", "full"),
+}
 WIDTHS = (1, 2, 4, 8, 16)
 SESSIONS = (1, 2, 4, 8, 16)
 CONTEXT = 128
@@ -42,7 +53,7 @@ ROUNDS = 3
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", nargs="+", default=["torch", "llamacpp"], choices=["torch", "llamacpp"])
+    parser.add_argument("--engine", nargs="+", default=["torch", "llamacpp"], choices=list(OPTIONS))
     parser.add_argument("--model", nargs="+", default=["smollm2-135m-instruct", "gemma-3-270m"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--json", type=Path)
@@ -60,10 +71,16 @@ def _measure(engine_name: str, model: str, threads: int) -> dict[str, Any]:
     Console(stderr=True).print(f"[dim]{model} on {engine_name}[/]")
     ids = np.random.default_rng(0).integers(1000, 10_000, 1024).tolist()
     row = {"model": model, "engine": engine_name, "threads": threads}
-    row |= _forwards(_engine(engine_name, model, threads), ids)
-    alone = _bare_llamacpp(model, threads) if engine_name == "llamacpp" else _bare_torch(model, threads, row["dtype"])
+    engine = _engine(engine_name, model, threads)
+    row |= _forwards(engine, ids)
+    if engine_name == "llamacpp":
+        alone = _bare_llamacpp(model, threads)
+    elif engine_name.startswith("openvino"):
+        alone = _bare_openvino(engine)
+    else:
+        alone = _bare_torch(model, threads)
     speeds: dict[str, list[float]] = {"bare": [], "service_1": [], "service_8": []}
-    options = ("--engine", engine_name, "--threads", str(threads), "--role", "target", "--slots", "8")
+    options = (*OPTIONS[engine_name], "--threads", str(threads), "--role", "target", "--slots", "8")
     with serve(model, *options) as (address, process):
         asyncio.run(_sessions(address, 1, ids))  # the first is slower and tells nothing
         for _ in range(ROUNDS):
@@ -95,18 +112,42 @@ def _engine(name: str, model: str, threads: int) -> Engine:
         from services.engine.llamacpp_engine import LlamaCppEngine
 
         return LlamaCppEngine(resolve_gguf(model), threads=threads, slot_count=max(SESSIONS))
+    if name.startswith("openvino"):
+        from services.engine.openvino_engine import OpenVinoEngine
+
+        path = resolve_openvino(resolve(model), model, name.partition("-")[2] or "int8")
+        return OpenVinoEngine(path, threads=threads, slot_count=max(SESSIONS))
     from services.engine.torch_engine import TorchEngine
 
-    return TorchEngine(resolve(model), threads=threads, slot_count=max(SESSIONS))
+    return TorchEngine(
+        resolve(model),
+        threads=threads,
+        slot_count=max(SESSIONS),
+        int8=name.endswith("int8"),
+        compiled="compile" in name,
+    )
 
 
-def _bare_torch(model: str, threads: int, dtype: str) -> Callable[[list[int]], float]:
+def _bare_openvino(engine: Engine) -> Callable[[list[int]], float]:
+    """The same of OpenVINO: nothing but its forwards, which the engine starts, and the best logit."""
+
+    def run(ids: list[int]) -> float:
+        last = int(engine.forward([Row(0, 0, tuple(ids), len(ids) - 1)])[0].argmax())
+        started = time.perf_counter()
+        for index in range(TOKENS):
+            last = int(engine.forward([Row(0, len(ids) + index, (last,), 0)])[0].argmax())
+        return TOKENS / (time.perf_counter() - started)
+
+    return run
+
+
+def _bare_torch(model: str, threads: int) -> Callable[[list[int]], float]:
     """Tokens a second of transformers by itself, greedy, behind a prompt that is read before the clock starts."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    bare = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=getattr(torch, dtype)).eval()
+    bare = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.bfloat16).eval()
 
     def run(ids: list[int]) -> float:
         seconds = []
