@@ -47,6 +47,20 @@ def test_smaller_weights_are_close(weights: str, tmp_path: Path, monkeypatch: py
     assert resolve_openvino(tmp_path, "tiny", weights, pytest.fail) == path
 
 
+def test_one_thread_goes_without_bfloat16(tmp_path: Path) -> None:
+    """In which OpenVINO crashes with one thread."""
+    model = saved(FAMILIES["llama"], tmp_path)
+    export(tmp_path, tmp_path / "openvino", "full")
+    path = tmp_path / "openvino" / "model.xml"
+    engine = OpenVinoEngine(path, threads=1, slot_count=1)
+    logits = engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])[0]
+    np.testing.assert_allclose(logits, expected(model, [1, 2, 3, 4]), atol=0.05)
+    assert engine.dtype == "float32"
+    for dtype in ("bfloat16", "float16"):
+        with pytest.raises(UnusableModel, match="--threads 2"):
+            OpenVinoEngine(path, dtype=dtype, threads=1)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_attention_that_the_device_does_not_have_is_refused(family: str, tmp_path: Path) -> None:
     saved(FAMILIES[family], tmp_path)
