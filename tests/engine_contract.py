@@ -11,7 +11,40 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftbridge import Client
 from services.engine.engine import Row
+from services.processes import fleet
+
+SMALL = {"vocab_size": 120, "max_position_embeddings": 256}
+LLAMA_LIKE = SMALL | {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+FAMILIES = {
+    "llama": transformers.LlamaConfig(**LLAMA_LIKE),
+    "mistral": transformers.MistralConfig(**LLAMA_LIKE, sliding_window=8),
+    "qwen2": transformers.Qwen2Config(**LLAMA_LIKE),
+    "qwen3": transformers.Qwen3Config(**LLAMA_LIKE, head_dim=8),
+    "gemma3": transformers.Gemma3TextConfig(**LLAMA_LIKE, head_dim=8, sliding_window=8, sliding_window_pattern=3),
+    "phi3": transformers.Phi3Config(**LLAMA_LIKE, pad_token_id=0),
+    "gpt2": transformers.GPT2Config(vocab_size=120, n_positions=256, n_embd=32, n_layer=2, n_head=4),
+    "opt": transformers.OPTConfig(
+        vocab_size=120, max_position_embeddings=256, hidden_size=32, ffn_dim=48, num_hidden_layers=2,
+        num_attention_heads=4, word_embed_proj_dim=32,
+    ),
+    # Scores that are limited, and a score for nothing at all.
+    "gemma2": transformers.Gemma2Config(
+        **LLAMA_LIKE, head_dim=8, sliding_window=8, attn_logit_softcapping=0.5, query_pre_attn_scalar=8
+    ),
+    "gpt_oss": transformers.GptOssConfig(
+        **LLAMA_LIKE, head_dim=8, sliding_window=8, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN
+    ),
+    "gpt_bigcode": transformers.GPTBigCodeConfig(vocab_size=120, n_positions=256, n_embd=32, n_layer=2, n_head=4),
+}  # fmt: skip
 
 IDS = st.lists(st.integers(0, 119), min_size=1, max_size=20)
 STEPS = st.lists(
@@ -27,10 +60,40 @@ def saved(config: transformers.PretrainedConfig, directory: Path) -> torch.nn.Mo
     return model
 
 
+def family(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
+    """A random model of one of `FAMILIES`, and where its files are."""
+    directory = tmp_path_factory.mktemp(name)
+    return saved(FAMILIES[name], directory), directory
+
+
 def expected(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
     """Transformers' logits at every position."""
     with torch.inference_mode():
         return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+def check_that_every_mode_says_the_same(engine: str, *, target_options: tuple[str, ...]) -> None:
+    """The real pair in processes of their own. `target_options` make a target whose logits no width moves."""
+    options = ("--engine", engine, "--threads", "1", "--kv-memory", "0.5")
+    with (
+        fleet(
+            "gemma-3-270m",
+            "smollm2-135m-instruct",
+            target_options=(*options, *target_options),
+            draft_options=options,
+        ) as running,
+        Client(running.bridge) as client,
+    ):
+        assert {model.engine for model in client.models()} == {engine}
+        for temperature in (0.0, 1.0):
+            results = {
+                mode: client.generate(
+                    "The planets are", max_tokens=48, temperature=temperature, seed=2, speculation=mode
+                )
+                for mode in ("off", "lockstep", "opportunistic")
+            }
+            assert len({result.token_ids for result in results.values()}) == 1
+        assert results["lockstep"].finished.speculation.num_accepted_tokens > 0
 
 
 class EngineContract:

@@ -1,6 +1,5 @@
 """The torch engine against transformers, in float32, over families, batches and rollbacks."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,47 +10,13 @@ import transformers
 from bridge.errors import UnusableModel
 from services.engine.engine import Row
 from services.engine.torch_engine import TorchEngine
-from tests.engine_contract import EngineContract, expected, saved
-
-SMALL = {"vocab_size": 120, "max_position_embeddings": 256}
-LLAMA_LIKE = SMALL | {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
-FAMILIES = {
-    "llama": transformers.LlamaConfig(**LLAMA_LIKE),
-    "mistral": transformers.MistralConfig(**LLAMA_LIKE, sliding_window=8),
-    "qwen2": transformers.Qwen2Config(**LLAMA_LIKE),
-    "qwen3": transformers.Qwen3Config(**LLAMA_LIKE, head_dim=8),
-    "gemma3": transformers.Gemma3TextConfig(**LLAMA_LIKE, head_dim=8, sliding_window=8, sliding_window_pattern=3),
-    "phi3": transformers.Phi3Config(**LLAMA_LIKE, pad_token_id=0),
-    "gpt2": transformers.GPT2Config(vocab_size=120, n_positions=256, n_embd=32, n_layer=2, n_head=4),
-    "opt": transformers.OPTConfig(
-        vocab_size=120, max_position_embeddings=256, hidden_size=32, ffn_dim=48, num_hidden_layers=2,
-        num_attention_heads=4, word_embed_proj_dim=32,
-    ),
-    # Scores that are limited, and a score for nothing at all.
-    "gemma2": transformers.Gemma2Config(
-        **LLAMA_LIKE, head_dim=8, sliding_window=8, attn_logit_softcapping=0.5, query_pre_attn_scalar=8
-    ),
-    "gpt_oss": transformers.GptOssConfig(
-        **LLAMA_LIKE, head_dim=8, sliding_window=8, num_local_experts=4, num_experts_per_tok=2, rope_parameters=PLAIN
-    ),
-    "gpt_bigcode": transformers.GPTBigCodeConfig(vocab_size=120, n_positions=256, n_embd=32, n_layer=2, n_head=4),
-}  # fmt: skip
+from tests.engine_contract import FAMILIES, LLAMA_LIKE, EngineContract, expected, family, saved
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[torch.nn.Module, TorchEngine]]:
-    directory = tmp_path_factory.mktemp(request.param)
-    model = saved(FAMILIES[request.param], directory)
-    yield model, TorchEngine(directory, dtype="float32", slot_count=3)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    model, directory = family(request.param, tmp_path_factory)
+    return model, TorchEngine(directory, dtype="float32", slot_count=3)
 
 
 class TestTorch(EngineContract):

@@ -6,12 +6,9 @@ import pytest
 import transformers
 
 from bridge.errors import UnusableModel
-from draftbridge import Client
 from services.model.store import resolve_gguf
-from services.processes import fleet
 from tests import gguf
-from tests.engine_contract import EngineContract, saved
-from tests.test_engine import LLAMA_LIKE
+from tests.engine_contract import LLAMA_LIKE, EngineContract, check_that_every_mode_says_the_same, saved
 
 # An extra that is built from source; `make test-engines` installs it and runs this file.
 pytest.importorskip("llama_cpp", reason="the llamacpp extra is not installed: make test-engines")
@@ -50,24 +47,5 @@ def test_memory_is_a_budget(pair: tuple, tmp_path: Path) -> None:
 
 @pytest.mark.models
 def test_two_gguf_models_say_the_same_in_every_mode() -> None:
-    """In processes of their own; a deterministic target, because quantized arithmetic differs by width."""
-    options = ("--engine", "llamacpp", "--threads", "1", "--kv-memory", "0.5")
-    with (
-        fleet(
-            "gemma-3-270m",
-            "smollm2-135m-instruct",
-            target_options=(*options, "--deterministic"),
-            draft_options=options,
-        ) as running,
-        Client(running.bridge) as client,
-    ):
-        assert {model.engine for model in client.models()} == {"llamacpp"}
-        for temperature in (0.0, 1.0):
-            results = {
-                mode: client.generate(
-                    "The planets are", max_tokens=48, temperature=temperature, seed=2, speculation=mode
-                )
-                for mode in ("off", "lockstep", "opportunistic")
-            }
-            assert len({result.token_ids for result in results.values()}) == 1
-        assert results["lockstep"].finished.speculation.num_accepted_tokens > 0
+    """A deterministic target, because quantized arithmetic differs by width."""
+    check_that_every_mode_says_the_same("llamacpp", target_options=("--deterministic",))

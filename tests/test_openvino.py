@@ -1,33 +1,25 @@
 """OpenVINO, by the same contract as every engine, and with the real models."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from bridge.errors import UnusableModel
-from draftbridge import Client
 from services.engine.engine import Row
 from services.engine.openvino_engine import OpenVinoEngine
 from services.engine.openvino_export import export
 from services.model.store import resolve_openvino
-from services.processes import fleet
-from tests.engine_contract import EngineContract, expected, saved
-from tests.test_engine import FAMILIES
+from tests.engine_contract import FAMILIES, EngineContract, check_that_every_mode_says_the_same, expected, family, saved
 
 EXPORTED = [name for name in FAMILIES if name not in ("gemma2", "gpt_oss")]
 
 
 @pytest.fixture(scope="module", params=EXPORTED)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[torch.nn.Module, OpenVinoEngine]]:
-    directory = tmp_path_factory.mktemp(request.param)
-    model = saved(FAMILIES[request.param], directory)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    model, directory = family(request.param, tmp_path_factory)
     export(directory, directory / "openvino", "full")
-    yield model, OpenVinoEngine(directory / "openvino" / "model.xml", dtype="float32", threads=1, slot_count=3)
+    return model, OpenVinoEngine(directory / "openvino" / "model.xml", dtype="float32", threads=1, slot_count=3)
 
 
 class TestOpenVino(EngineContract):
@@ -87,20 +79,5 @@ def test_memory_is_a_budget(tmp_path: Path) -> None:
 
 @pytest.mark.models
 def test_the_real_pair_says_the_same_in_every_mode() -> None:
-    """In processes of their own, in float32: then no width moves a logit by more than a hair."""
-    options = ("--engine", "openvino", "--threads", "1", "--kv-memory", "0.5")
-    target_options = (*options, "--dtype", "float32", "--weights", "full")
-    with (
-        fleet("gemma-3-270m", "smollm2-135m-instruct", target_options=target_options, draft_options=options) as running,
-        Client(running.bridge) as client,
-    ):
-        assert {model.engine for model in client.models()} == {"openvino"}
-        for temperature in (0.0, 1.0):
-            results = {
-                mode: client.generate(
-                    "The planets are", max_tokens=48, temperature=temperature, seed=2, speculation=mode
-                )
-                for mode in ("off", "lockstep", "opportunistic")
-            }
-            assert len({result.token_ids for result in results.values()}) == 1
-        assert results["lockstep"].finished.speculation.num_accepted_tokens > 0
+    """In float32 no width moves a logit by more than a hair."""
+    check_that_every_mode_says_the_same("openvino", target_options=("--dtype", "float32", "--weights", "full"))
