@@ -63,7 +63,7 @@ def main() -> None:
         SamplingParameters(temperature=0.7, top_k=50),
         SamplingParameters(temperature=1.0, top_p=0.9),
     ):
-        sampler = Sampler(parameters, 1, keys, np.ones(arguments.ids, bool))
+        sampler = Sampler(parameters, 1, keys, np.empty(0, np.int64))
         shown = f"T={parameters.temperature}, top_k={parameters.top_k}, top_p={parameters.top_p}"
         add(f"a choice at {shown}", arguments.ids, 1, lambda one=sampler: one.choose(logits, 5, 0))  # type: ignore[misc]
     Console(width=100).print(table)

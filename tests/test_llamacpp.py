@@ -2,13 +2,21 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import transformers
 
 from bridge.errors import UnusableModel
+from services.engine.engine import Row
 from services.model.store import resolve_gguf
 from tests import gguf
-from tests.engine_contract import LLAMA_LIKE, EngineContract, check_that_every_mode_says_the_same, saved
+from tests.engine_contract import (
+    LLAMA_LIKE,
+    EngineContract,
+    check_that_every_mode_says_the_same,
+    expected,
+    saved,
+)
 
 # An extra that is built from source; `make test-engines` installs it and runs this file.
 pytest.importorskip("llama_cpp", reason="the llamacpp extra is not installed: make test-engines")
@@ -43,6 +51,18 @@ def test_memory_is_a_budget(pair: tuple, tmp_path: Path) -> None:
     token_bytes = engine.cache_byte_count // 3 // 256
     with pytest.raises(UnusableModel, match="--kv-memory"):
         LlamaCppEngine(tmp_path / "model.gguf", slot_count=3, cache_byte_limit=3 * 255 * token_bytes)
+
+
+def test_slots_in_any_order_and_with_gaps(pair: tuple) -> None:
+    """llama.cpp runs neighbours together; what fills a gap leaves no trace."""
+    model, engine = pair
+    for slot, text in enumerate(((1, 2, 3), (4, 5, 6, 7), (8, 9))):
+        engine.forward([Row(slot, 0, text, len(text))])
+    last, first = engine.forward([Row(2, 2, (10, 11), 0), Row(0, 3, (12,), 0)])
+    np.testing.assert_allclose(last, expected(model, [8, 9, 10, 11])[2:], atol=5e-3)
+    np.testing.assert_allclose(first, expected(model, [1, 2, 3, 12])[3:], atol=5e-3)
+    between = engine.forward([Row(1, 4, (13,), 0)])[0]
+    np.testing.assert_allclose(between, expected(model, [4, 5, 6, 7, 13])[4:], atol=5e-3)
 
 
 @pytest.mark.models

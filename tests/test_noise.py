@@ -77,7 +77,7 @@ def test_tokens_with_the_same_bytes_have_the_same_key_in_every_vocabulary() -> N
 def test_samples_follow_the_softmax_and_the_test_would_notice_if_not() -> None:
     """Chi square over 20,000 offsets; the same with a biased scheme must fail."""
     logits = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
-    sampler = Sampler(SamplingParameters(temperature=1.0), 9, np.arange(5) * 7919, np.ones(5, bool))
+    sampler = Sampler(SamplingParameters(temperature=1.0), 9, np.arange(5) * 7919, np.empty(0, np.int64))
     counts = np.zeros(5)
     biased = np.zeros(5)
     for offset in range(20_000):
@@ -97,7 +97,9 @@ def test_samples_follow_the_softmax_and_the_test_would_notice_if_not() -> None:
 def test_extreme_temperatures_and_broken_logits() -> None:
     logits = np.array([1.0, 5.0, 3.0, -80.0, 4.9], np.float32)
     for temperature in (1e-308, 1e-9):
-        sampler = Sampler(SamplingParameters(temperature=temperature), 1, np.arange(5), np.ones(5, bool))
+        sampler = Sampler(
+            SamplingParameters(temperature=temperature), 1, np.arange(5), np.empty(0, np.int64), confident=True
+        )
         choice = sampler.choose(logits, 0, 0)
         assert (choice.token_id, choice.probability) == (1, 1.0)
     for broken in (np.full(5, np.nan, np.float32), np.full(5, np.inf, np.float32)):

@@ -68,8 +68,8 @@ class Setup:
         known = {field.name for field in fields(SamplingParameters)}
         parameters = SamplingParameters(**{key: value for key, value in options.items() if key in known})
         keys = token_keys(words, self.files.special_ids.eos)
-        allowed = np.array([data is not None for data in words.tokens])
-        sampler = Sampler(parameters, options["seed"], keys, allowed, tolerance=NEAR_TIE)
+        missing = np.array([id_ for id_, data in enumerate(words.tokens) if data is None], int)
+        sampler = Sampler(parameters, options["seed"], keys, missing, tolerance=NEAR_TIE)
         chosen: list[int] = []
         history = History(ids)
         with torch.inference_mode():

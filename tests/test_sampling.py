@@ -30,7 +30,7 @@ ENDS = frozenset((2, 5))
 
 def sampler(seed: int = 0, size: int = SIZE, **parameters: object) -> Sampler:
     keys = np.random.default_rng(7).integers(-(2**63), 2**63 - 1, size)
-    return Sampler(SamplingParameters(**parameters), seed, keys, np.ones(size, bool), ENDS)  # type: ignore[arg-type]
+    return Sampler(SamplingParameters(**parameters), seed, keys, np.empty(0, np.int64), ENDS, confident=True)  # type: ignore[arg-type]
 
 
 def distribution(one: Sampler, logits: np.ndarray, history: History) -> tuple[np.ndarray, np.ndarray]:
@@ -248,5 +248,5 @@ def test_extremes_of_what_is_allowed_stay_numbers() -> None:
 
 
 def test_ids_that_cannot_be_chosen_are_no_alternatives() -> None:
-    one = replace(sampler(), allowed=np.arange(SIZE) < 3, logprobs=10)
+    one = replace(sampler(), missing=np.arange(3, SIZE), logprobs=10)
     assert [id_ for id_, _ in one.choose(np.zeros(SIZE, np.float32), 0, 0).top_logprobs] == [0, 1, 2]

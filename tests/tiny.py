@@ -214,10 +214,10 @@ def sampler(of: Model, temperature: float = 0.0, seed: int = 0, **options: objec
     """A sampler for the model."""
     from bridge.noise import token_keys
 
-    allowed = np.array([data is not None for data in of.vocabulary.tokens])
+    missing = np.array([id_ for id_, data in enumerate(of.vocabulary.tokens) if data is None], int)
     keys = token_keys(of.vocabulary, of.special_ids.eos)
     parameters = SamplingParameters(temperature=temperature, **options)  # type: ignore[arg-type]
-    return Sampler(parameters, seed, keys, allowed, parameters.ends(of.special_ids.eos))
+    return Sampler(parameters, seed, keys, missing, parameters.ends(of.special_ids.eos), confident=True)
 
 
 def decode_alone(of: Model, engine: HashEngine, choose: Sampler, prompt: Sequence[int], count: int) -> list[int]:

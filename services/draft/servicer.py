@@ -33,7 +33,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         requests = aiter(request_iterator)
         opening = (await first_message(requests)).open
         check_model(opening.model, opening.tokenizer_sha256, self._loaded.model)
-        sampler = self._loaded.sampler(wire.read_sampling(opening.sampling), opening.seed)
+        sampler = self._loaded.sampler(wire.read_sampling(opening.sampling), opening.seed, confident=True)
         with closing(DraftSession(self._loaded.model, self._loaded.scheduler, sampler)) as session:
 
             async def hear(request: draft_pb2.DraftRequest) -> None:

@@ -107,7 +107,7 @@ class DraftSession:
     async def _propose(self) -> Proposal:
         epoch, offset = self._epoch, self._offset
         done = await self._sequence.forward((), lambda logits: self._sampler.choose(logits[0], offset, 0))
-        id_ = done.value.token_id
+        id_, confidence = done.value.token_id, done.value.probability
         self._sequence.accept((id_,), 0)
         self._offset += len(self._model.vocabulary.token_bytes(id_))
         self._credit -= 1
@@ -115,7 +115,7 @@ class DraftSession:
         return Proposal(
             epoch,
             (id_,),
-            (done.value.probability,),
+            () if confidence is None else (confidence,),
             done=self._done,
             cached_token_count=done.cached_token_count,
             queue_ns=done.queue_ns,

@@ -6,7 +6,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bridge.models import Model
 from bridge.noise import Int64, token_keys
@@ -30,19 +29,21 @@ class LoadedModel:
         return token_keys(self.model.vocabulary, self.model.special_ids.eos)
 
     @cached_property
-    def _allowed(self) -> NDArray[np.bool_]:
-        return np.array([data is not None for data in self.model.vocabulary.tokens])
+    def _missing(self) -> Int64:
+        return np.array([id_ for id_, data in enumerate(self.model.vocabulary.tokens) if data is None], np.int64)
 
     def warm(self) -> None:
         """Computes what would make the first request slow."""
         self.sampler(SamplingParameters(), 0)
 
-    def sampler(self, parameters: SamplingParameters, seed: int, logprobs: int | None = None) -> Sampler:
-        """A sampler over the model's vocabulary. Raises `InvalidField`."""
+    def sampler(
+        self, parameters: SamplingParameters, seed: int, logprobs: int | None = None, *, confident: bool = False
+    ) -> Sampler:
+        """A sampler over the model's vocabulary; see `Sampler`. Raises `InvalidField`."""
         parameters.checked(self.model.has)
         ends = parameters.ends(self.model.special_ids.eos)
         tolerance = self.engine.logit_tolerance
-        return Sampler(parameters, seed, self._keys, self._allowed, ends, logprobs, tolerance)
+        return Sampler(parameters, seed, self._keys, self._missing, ends, logprobs, tolerance, confident)
 
 
 def load(directory: Path, name: str, open_engine: Callable[[], Engine], queue_limit: int = 64) -> LoadedModel:

@@ -70,16 +70,29 @@ class TargetSession:
         Raises `BaseMismatch`, `TokenOutOfRange`, `PromptTooLong` or `ProtocolViolation` for a bad message,
         `SlotsExhausted` or `EngineFailure`.
         """
-        while True:
-            self._read()
-            if self._credit == 0 or self._ended:
-                if self._last:
-                    return
-                await self._news.wait()
-                continue
-            waited_ns = await self._wait_for_candidates()
-            if self._credit and (result := await self._forward(waited_ns)):
-                yield result
+        ahead: asyncio.Task[Pass | None] | None = None
+        try:
+            while True:
+                if ahead is None:
+                    self._read()
+                    if self._credit == 0 or self._ended:
+                        if self._last:
+                            return
+                        await self._news.wait()
+                        continue
+                    waited_ns = await self._wait_for_candidates()
+                    if not self._credit:
+                        continue
+                    ahead = asyncio.create_task(self._forward(waited_ns))
+                result = await ahead
+                # Where there is nothing to wait for, the next one begins before this one is told.
+                ready = self._credit and not self._ended and not self._waits and not self._inbox
+                ahead = asyncio.create_task(self._forward(0)) if ready else None
+                if result:
+                    yield result
+        finally:
+            if ahead:
+                ahead.cancel()
 
     def _tell(self, message: Run | Candidates | Grant) -> None:
         self._inbox.append(message)
@@ -136,11 +149,18 @@ class TargetSession:
         """Frees the slot."""
         self._sequence.close()
 
+    @property
+    def _waits(self) -> bool:
+        """Whether the next forward would be one without candidates, and may wait for some."""
+        if self._patience_us == 0 or self._pending or self._go or self._last or not self._credit:
+            return False
+        # The first forward reads the whole prompt: that gives the draft all the time that it needs.
+        return self._prefilled
+
     async def _wait_for_candidates(self) -> int:
         """Waits for candidates as long as patience says; nanoseconds waited."""
         started = perf_counter_ns()
-        # The first forward reads the whole prompt: that gives the draft all the time that it needs.
-        while self._prefilled and self._credit and not (self._pending or self._go or self._last):
+        while self._waits:
             left_ns = started + self._patience_us * 1000 - perf_counter_ns()
             if left_ns <= 0:
                 break
