@@ -86,7 +86,10 @@ def serve(
     ] = "auto",
     weights: Annotated[str, typer.Option(help=_WEIGHTS_HELP)] = "auto",
     compile: Annotated[
-        bool, typer.Option("--compile", help="Compile the model at start: minutes, then twice as fast (torch on CPUs).")
+        bool,
+        typer.Option(
+            "--compile", help="Compile at start: minutes, then twice as fast. On CUDA: record graphs. (torch)"
+        ),
     ] = False,
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; unset uses all cores.")] = None,
     slots: Annotated[int, typer.Option(min=1, max=1024, help="Sequences held at a time.")] = 8,

@@ -10,6 +10,7 @@ import transformers
 from bridge.errors import UnusableModel
 from services.engine.engine import Row
 from services.engine.torch_engine import TorchEngine
+from services.engine.torch_fast import GraphForwards
 from tests.engine_contract import FAMILIES, LLAMA_LIKE, EngineContract, expected, family, saved
 
 
@@ -21,6 +22,18 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 class TestTorch(EngineContract):
     """Over all families."""
+
+
+class TestByToken(EngineContract):
+    """Forwards as they are recorded for CUDA, run without recording: what changes stands in tensors of a few shapes."""
+
+    @pytest.fixture(scope="class", params=["llama", "gemma3", "gemma2", "gpt_oss", "gpt2"])
+    @classmethod
+    def pair(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+        model, directory = family(request.param, tmp_path_factory)
+        engine = TorchEngine(directory, dtype="float32", slot_count=3)
+        engine._fast = GraphForwards(engine._logits, engine._caches, torch.device("cpu"))
+        return model, engine
 
 
 def test_bfloat16_is_close(tmp_path: Path) -> None:
@@ -105,7 +118,13 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_cuda_gives_the_same_logits(tmp_path: Path) -> None:
+    """As they are, and recorded as graphs: twice, because the first time of a width is the recording."""
     model = saved(FAMILIES["gemma3"], tmp_path)
-    engine = TorchEngine(tmp_path, device="cuda", dtype="float32", slot_count=1)
-    logits = engine.forward([Row(0, 0, tuple(range(1, 30)), 0)])[0]
-    np.testing.assert_allclose(logits, expected(model, list(range(1, 30))), atol=1e-3)
+    ids = list(range(1, 30))
+    for compiled in (False, True):
+        engine = TorchEngine(tmp_path, device="cuda", dtype="float32", slot_count=2, compiled=compiled)
+        for slot in range(2):
+            logits = engine.forward([Row(slot, 0, tuple(ids), 0)])[0]
+            np.testing.assert_allclose(logits, expected(model, ids), atol=1e-3)
+            logits = engine.forward([Row(slot, 20, tuple(ids[20:]), 0)])[0]
+            np.testing.assert_allclose(logits, expected(model, ids)[20:], atol=1e-3)

@@ -17,13 +17,13 @@ class SlotCaches:
     """Memory for keys and values by layer, [slots, heads, capacity, head size], set aside when one is first seen."""
 
     def __init__(self, slot_count: int, capacity: int) -> None:
-        self._slot_count, self._capacity = slot_count, capacity
+        self._slot_count, self.capacity = slot_count, capacity
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Those of a layer; `keys` and `values` [1, heads, tokens, head size] are like what they will hold."""
         if index not in self._layers:
-            shapes = [(self._slot_count, like.shape[1], self._capacity, like.shape[3]) for like in (keys, values)]
+            shapes = [(self._slot_count, like.shape[1], self.capacity, like.shape[3]) for like in (keys, values)]
             # Not filled with zeros: memory that no token has reached is not taken from the system.
             self._layers[index] = (keys.new_empty(shapes[0]), values.new_empty(shapes[1]))
         return self._layers[index]
@@ -85,6 +85,38 @@ class RaggedBatch:
         return self._masks[key]
 
 
+class TokenBatch:
+    """Attention for one forward over tokens, each by itself: shapes say nothing of rows, and nothing waits for the CPU.
+
+    `slots`, `positions`: of each token, [tokens]; of all slots the first `length` places are looked at.
+    """
+
+    def __init__(self, caches: SlotCaches, slots: torch.Tensor, positions: torch.Tensor, length: int) -> None:
+        self._caches, self._slots, self._positions, self._length = caches, slots, positions, length
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """See `Attention.attend`. Writes keys and values into the slots, and reads them there."""
+        keys, values = self._caches.layer(layer, key, value)
+        keys[self._slots, :, self._positions] = key[0].transpose(0, 1)
+        values[self._slots, :, self._positions] = value[0].transpose(0, 1)
+        own = self._positions[:, None]
+        seen = torch.arange(self._length, device=query.device)[None, :]
+        hidden = seen > own
+        if scoring.window:
+            hidden = hidden | (seen <= own - scoring.window)
+        # What no token has reached yet may be anything, also what is no number.
+        held = [
+            tensor[self._slots, :, : self._length].masked_fill(hidden[:, None, :, None], 0.0)
+            for tensor in (keys, values)
+        ]
+        mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill(hidden, float("-inf"))
+        single = query[0].transpose(0, 1)[:, :, None]
+        out = _attend(single, held[0], held[1], mask[:, None, None], scoring)
+        return out.transpose(0, 1)
+
+
 class ByteCounter:
     """Attention that only looks at what would be kept: bytes of the keys and values of a token, in all layers."""
 
@@ -102,12 +134,14 @@ class ByteCounter:
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
-    """One row: query [1, heads, count, size] over [1, key heads, length, size]; [1, count, heads, size].
+    """Rows of as many tokens: query [rows, heads, count, size] over [rows, key heads, length, size].
+
+    Returns [rows, count, heads, size].
 
     Heads that share keys stand below one another as if they were further queries, so that no key is copied.
     """
-    heads, count, key_heads = query.shape[1], query.shape[2], keys.shape[1]
-    folded = query.reshape(1, key_heads, heads // key_heads * count, query.shape[3])
+    rows, heads, count, key_heads = *query.shape[:3], keys.shape[1]
+    folded = query.reshape(rows, key_heads, heads // key_heads * count, query.shape[3])
     if scoring.softcap is None and scoring.sinks is None:
         out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scoring.scaling)
     else:
@@ -117,7 +151,7 @@ def _attend(
         scores = scores if mask is None else scores + mask
         if scoring.sinks is not None:
             sinks = scoring.sinks.reshape(1, key_heads, -1).repeat_interleave(count, dim=2)[..., None]
-            scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+            scores = torch.cat([scores, sinks.to(scores.dtype).expand(rows, -1, -1, -1)], dim=-1)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
         out = weights[..., : keys.shape[2]] @ values
-    return out.reshape(1, heads, count, values.shape[3]).transpose(1, 2)
+    return out.reshape(rows, heads, count, values.shape[3]).transpose(1, 2)

@@ -5,14 +5,10 @@ of it is tried against its own forward before it is served.
 """
 
 import logging
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
-from io import StringIO
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch._inductor import config
 
 from bridge.errors import UnusableModel
 from bridge.sampling import Logits
@@ -20,6 +16,7 @@ from services.engine.attention import ATTENTION, using
 from services.engine.engine import Row, by_row, check, slot_room
 from services.engine.proof import Proof
 from services.engine.torch_cache import ByteCounter, RaggedBatch, SlotCaches
+from services.engine.torch_fast import CompiledForwards, FastForwards, GraphForwards
 from services.engine.torch_model import TokenLogits, context_limit, load_model, quantize
 
 _log = logging.getLogger(__name__)
@@ -28,14 +25,6 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Measured over widths 1 to 16 on SmolLM2-135M and Gemma-3-270M: the best two logits of a position moved against each
 # other by at most 0.75 in bfloat16 and 3e-5 in float32. float16 has three bits more than bfloat16.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.75, torch.float16: 0.1}
-# Tokens of a compiled forward; fewer are filled up. Eight cost a quarter more than one, the rest of the way is flat.
-_WIDTHS = (1, 8, 16)
-_COMPILER = {
-    # Weights are rearranged once, for the processor's matrix units, by whichever kernel turns out to be the fastest.
-    "freezing": True,
-    "max_autotune": True,
-    "max_autotune_gemm_backends": "CPP,ATEN",
-}
 
 
 class TorchEngine:
@@ -44,7 +33,8 @@ class TorchEngine:
     `source`: a directory that `from_pretrained` reads. `device`: "auto", "cpu", "cuda", ... `dtype`:
     "auto" takes bfloat16 where the device computes in it and float32 elsewhere. `threads`: CPU threads.
     `cache_byte_limit`: memory for the keys and values of all slots. `int8`: weights in 8 bits, which is
-    fast only where it is compiled. `compiled`: forwards of up to sixteen tokens are, which takes minutes.
+    fast only where it is compiled. `compiled`: forwards of few tokens are, which takes minutes on CPUs; on CUDA
+    they are recorded as graphs.
     Raises `UnusableModel` for a model that cannot be rolled back by length.
     """
 
@@ -72,14 +62,14 @@ class TorchEngine:
             quantize(self._model)
         self._config = self._model.config.get_text_config()
         self._logits = TokenLogits(self._model)
-        self._compiled: dict[int, Callable[..., torch.Tensor]] = {}
+        self._fast: FastForwards | None = None
         self.slot_count = slot_count
         try:
             proof, tolerance = Proof.of(self._model), 1e-3 if self._dtype is torch.float32 else 0.1
             self._make_room(cache_byte_limit)
             proof.check(self, tolerance)
             if compiled:
-                self._compile()
+                self._fast = self._made_fast()
                 proof.check(self, tolerance)
         except UnusableModel:
             raise
@@ -113,15 +103,11 @@ class TorchEngine:
         for row in rows:
             wanted += range(start + row.logits_from, start + len(row.token_ids))
             start += len(row.token_ids)
-        width = next((width for width in self._compiled if width >= len(ids)), None)
-        with using(RaggedBatch(self._caches, rows)):
-            if width is None:
+        table = self._fast.run(rows, ids, positions, wanted) if self._fast else None
+        if table is None:
+            with using(RaggedBatch(self._caches, rows)):
                 # At least one is wanted, because models take an empty selection for all.
                 table = self._logits(*self._tensors(ids, positions, wanted or [0]))
-            else:
-                table = self._compiled[width](
-                    *self._tensors(*(_filled(one, width) for one in (ids, positions, wanted)))
-                )
         return by_row(table[: len(wanted)].float().cpu().numpy(), rows)
 
     @torch.inference_mode()
@@ -137,23 +123,10 @@ class TorchEngine:
         self._caches = SlotCaches(self.slot_count, self.context_length)
 
     @torch.inference_mode()
-    def _compile(self) -> None:
-        """Compiles forwards of each width by running them. Raises `UnusableModel`."""
-        compiled = torch.compile(self._logits, dynamic=False, fullgraph=True)
-        try:
-            for width in _WIDTHS:
-                batch = RaggedBatch(self._caches, [Row(0, 0, (0,) * width, 0)])
-                # The settings are not given as `options`: whether weights may be taken for constants is asked before
-                # it sees those. What it has to say of its choices is not for users.
-                with using(batch), config.patch(_COMPILER), redirect_stderr(StringIO()), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    compiled(*self._tensors([0] * width, list(range(width)), [0] * width))
-                self._compiled[width] = compiled
-        except Exception as error:
-            raise UnusableModel(
-                f"the model could not be compiled ({type(error).__name__}: {str(error)[:300]}): install a C++ compiler "
-                "(g++) if there is none, or leave out --compile"
-            ) from error
+    def _made_fast(self) -> FastForwards:
+        if self._device.type == "cuda":
+            return GraphForwards(self._logits, self._caches, self._device)
+        return CompiledForwards(self._logits, self._caches)
 
     def _tensors(self, *lists: list[int]) -> list[torch.Tensor]:
         return [torch.tensor(one, device=self._device) for one in lists]
@@ -176,10 +149,6 @@ class TorchEngine:
             "such as Llama, Gemma, Qwen, Mistral or GPT-2",
             model_type=self._config.model_type,
         )
-
-
-def _filled(values: list[int], width: int) -> list[int]:
-    return values + [0] * (width - len(values))
 
 
 def _device(name: str) -> torch.device:
