@@ -23,12 +23,14 @@ from bridge.errors import (
     PromptTooLong,
     TokenOutOfRange,
 )
+from bridge.estimates import Estimates
 from bridge.lead import Lead
 from bridge.models import Model
 from bridge.policy import Mode, Policy, SpeculationParameters
 from bridge.ports import Drafter, FinishReason, Logprob, Pass, Verifier
 from bridge.sampling import SamplingParameters
 from bridge.speculation import Speculation, Statistics
+from bridge.suffix import SuffixDrafter
 from bridge.tape import Tape
 from bridge.templates import Chat, end_of_turn, render_chat, render_ids_for, render_text_for
 from bridge.text import TextStream
@@ -143,16 +145,25 @@ def _room(request: Request, model: Model, prompt_ids: Sequence[int]) -> int:
 
 
 async def generate(
-    request: Request, model: Model, target: Verifier, draft_model: Model | None = None, draft: Drafter | None = None
+    request: Request,
+    model: Model,
+    target: Verifier,
+    draft_model: Model | None = None,
+    draft: Drafter | None = None,
+    estimates: Estimates | None = None,
 ) -> AsyncIterator[Started | Delta | Finished]:
-    """The target's own continuation of the request; the draft, if any, only makes it faster."""
+    """The target's own continuation of the request; the draft, if any, only makes it faster.
+
+    `estimates`: what is known of the target from other requests, and learns from this one.
+    """
     started = perf_counter_ns()
     check(request)
     request.sampling.checked(model.has)
     # Encoding a long prompt takes a while in which others want to go on.
     prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = _room(request, model, prompt.ids)
-    policy = Policy(request.speculation)
+    estimates = estimates or Estimates()
+    policy = Policy(request.speculation, estimates, estimates.trial(draft_model.name) if draft_model else None)
     lead, note = None, ""
     if draft_model is not None and draft is not None:
         try:
@@ -161,13 +172,16 @@ async def generate(
         except Exception as error:  # a draft's template may refuse what the target's takes
             _log.warning("the draft cannot take a request that the target takes: %s", error)
             draft, note = None, f"the draft could not take the request ({error}); the target went on alone"
+    suffix = None
+    if policy.automatic:
+        suffix = await asyncio.to_thread(lambda: SuffixDrafter(model.vocabulary.spell(prompt.ids)))
     yield Started(len(prompt.ids))
 
     tape = Tape(model.vocabulary, prompt.ids)
     text = TextStream(request.stop)
     # A draft's end of text is the end of a turn where the target is in one.
     end = end_of_turn(model) if isinstance(request.input, Chat) else None
-    speculation = Speculation(model, tape, target, draft, lead, policy, end)
+    speculation = Speculation(model, tape, target, draft, lead, policy, end, suffix)
     speculation.statistics.note = note
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = 0
@@ -185,6 +199,7 @@ async def generate(
             if text.stopped:
                 finish_reason = FinishReason.STOP
                 break
+    speculation.statistics.choice = policy.choice
     assert finish_reason is not None, "the loop ends with a reason or an error"
     yield Finished(
         finish_reason=finish_reason,
@@ -193,7 +208,7 @@ async def generate(
         generated_byte_count=sent_bytes,
         elapsed_ns=perf_counter_ns() - started,
         first_token_ns=first_token_ns,
-        mode=Mode.OFF if speculation.alone else policy.mode,
+        mode=Mode.OFF if speculation.alone and suffix is None else policy.mode,
         statistics=speculation.statistics,
     )
 

@@ -22,10 +22,14 @@ from bridge.lead import Lead
 from bridge.models import Model
 from bridge.policy import Policy
 from bridge.ports import Candidates, Drafter, Grant, Pass, Proposal, Run, Verifier
+from bridge.suffix import SuffixDrafter
 from bridge.tape import Tape
 from bridge.translation import candidates, common_prefix_length
 
 _log = logging.getLogger(__name__)
+
+# Candidates from the text are sent for so many forwards, and a token of them is taken to have as many bytes at most.
+_FORWARDS, _TOKEN_BYTES = 3, 8
 
 
 @dataclass
@@ -36,6 +40,8 @@ class Statistics:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_suffix_draft_tokens: int = 0
+    num_suffix_accepted_tokens: int = 0
     num_accepted_tokens_per_position: list[int] = field(default_factory=list)
     near_ties: int = 0
     accepted_byte_count: int = 0
@@ -46,6 +52,7 @@ class Statistics:
     waited_ns: int = 0
     cached_token_count: int = 0
     note: str = ""
+    choice: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,13 +74,17 @@ class Speculation:
         lead: Lead | None,
         policy: Policy,
         end: int | None = None,
+        suffix: SuffixDrafter | None = None,
     ) -> None:
         """`end`: what the target says where the draft ends the text; its end of text if None."""
         self._model, self._tape, self._policy = model, tape, policy
         self._end = next(iter(model.special_ids.eos), None) if end is None else end
         self._target, self._draft, self._lead = target, draft, lead
+        self._suffix = suffix
         self._offered: list[int] = []
-        self._patience_us = 0
+        self._match_length = 0
+        self._granted = (0, 0)
+        self._passed_ns = 0
         self.statistics = Statistics()
 
     @property
@@ -83,10 +94,10 @@ class Speculation:
 
     async def run(self, max_tokens: int) -> AsyncGenerator[Pass, None]:
         """Yields the target's passes, each already committed to the tape, until it ends or has `max_tokens`."""
-        tape, policy = self._tape, self._policy
-        self._patience_us = policy.patience_us if self._draft else 0
-        await self._target.run(Run(0, tuple(tape.ids), 0, 0, max_tokens, self._patience_us, policy.width))
-        await self._try(self._send_draft_on(max_tokens))
+        tape = self._tape
+        patience_us, width = self._granted = self._limits()
+        await self._target.run(Run(0, tuple(tape.ids), 0, 0, max_tokens, patience_us, width))
+        await self._try(self._go_on(max_tokens))
         async with _merged(self._target, self._draft) as events:
             async for event in events:
                 if isinstance(event, Proposal):
@@ -95,11 +106,13 @@ class Speculation:
                     await self._go_on_alone(event.error)
                 else:
                     tape.commit(event.token_ids)
+                    if self._suffix:
+                        self._suffix.append(self._model.vocabulary.spell(event.token_ids))
                     self._count(event)
                     remaining = max_tokens - tape.generated_token_count
                     ended = event.finish_reason is not None or remaining == 0
                     if not ended:  # both go on while the text is sent
-                        await self._try(self._send_draft_on(remaining))
+                        await self._try(self._go_on(remaining))
                     yield event
                     if ended:
                         return
@@ -111,32 +124,44 @@ class Speculation:
         except Exception as error:  # told and, if it is not one of ours, logged
             await self._go_on_alone(error)
 
-    async def _send_draft_on(self, remaining: int) -> None:
-        """Lets the draft run on from where it is, or sends it back to the last agreeing byte."""
-        if self._draft is None or self._lead is None:
+    async def _go_on(self, remaining: int) -> None:
+        """Sends the draft on, and to the target what there is."""
+        policy = self._policy
+        if self._draft is None and self._suffix is None:
             return
-        lead, policy = self._lead, self._policy
         # The target adds a token of its own to every pass: with one to go there is nothing to guess.
         credit = min(policy.num_assistant_tokens, remaining - 1)
         if credit == 0:
-            await self._target.grant(Grant(patience_us=0))
+            await self._grant(0, policy.width)
             return
-        if policy.patience_us != self._patience_us:
-            self._patience_us = policy.patience_us
-            self.statistics.note = "the draft did not answer in time; the target no longer waits for it"
-            await self._target.grant(Grant(patience_us=self._patience_us))
-        if policy.lockstep or not lead.runs_on(self._tape):
+        begun = await self._send_draft_on(credit) if policy.drafting else False
+        if not (begun and policy.lockstep):
+            await self._send_candidates()
+
+    async def _send_draft_on(self, credit: int) -> bool:
+        """Lets the draft run on from where it is, or sends it back to the last agreeing byte: a new epoch, True."""
+        if self._draft is None or self._lead is None:
+            return False
+        lead = self._lead
+        if self._policy.lockstep or not lead.runs_on(self._tape):
             started = perf_counter_ns()
             sync = lead.sync(self._tape, credit)
             self.statistics.translate_ns += perf_counter_ns() - started
-            if sync is None:
-                await self._send_candidates()
-            else:
+            if sync is not None:
                 await self._draft.sync(sync)
-        else:
-            if added := lead.grant(self._tape, credit):
-                await self._draft.grant(lead.epoch, added)
-            await self._send_candidates()
+            return sync is not None
+        if added := lead.grant(self._tape, credit):
+            await self._draft.grant(lead.epoch, added)
+        return False
+
+    def _limits(self) -> tuple[int, int]:
+        """The target's patience and width; it waits for nobody if there is nobody."""
+        return self._policy.patience_us if self._draft or self._suffix else 0, self._policy.width
+
+    async def _grant(self, patience_us: int, width: int) -> None:
+        if self._granted != (patience_us, width):
+            self._granted = patience_us, width
+            await self._target.grant(Grant(patience_us=patience_us, width=width))
 
     async def _offer(self, proposal: Proposal) -> None:
         """Hands a proposal to the target: in lockstep when the draft's turn is over, else at once."""
@@ -147,40 +172,68 @@ class Speculation:
             await self._send_candidates()
 
     async def _send_candidates(self) -> None:
-        assert self._lead is not None
         started = perf_counter_ns()
-        ids = candidates(self._model.vocabulary, self._lead.ahead(self._tape))
-        if self._lead.ended and self._end is not None:
-            ids.append(self._end)
-        ids = ids[: self._policy.width]
+        ids, match_length = self._guess()
         self.statistics.translate_ns += perf_counter_ns() - started
+        policy = self._policy
+        await self._grant(*self._limits())
         # All of them, also those that it has already: they show the target what the rest continues.
-        if ids[: len(self._offered)] != self._offered or len(ids) > len(self._offered) or self._policy.lockstep:
+        news = ids[: len(self._offered)] != self._offered or len(ids) > len(self._offered)
+        # None at all lets a target that waits go on.
+        if news or policy.lockstep or (not ids and self._granted[0]):
             await self._target.candidates(Candidates(len(self._tape.ids), tuple(ids)))
             self._offered = ids
+            if ids:  # a forward that is under way may still have those of before
+                self._match_length = match_length
+
+    def _guess(self) -> tuple[list[int], int]:
+        """How the text may go on: as the draft said, else as it went on before; and the length of that match."""
+        vocabulary, policy = self._model.vocabulary, self._policy
+        ids: list[int] = []
+        if self._lead and policy.drafting:
+            ids = candidates(vocabulary, self._lead.ahead(self._tape))
+            if self._lead.ended and self._end is not None:
+                ids.append(self._end)
+        if not self._suffix:
+            return ids[: policy.width], 0
+        match = None if ids else self._suffix.match()
+        count = policy.suffix_count(match.length if match else 0)
+        if match and count:
+            # For more than one forward: while they agree, the target need not wait for any. The last one is left out,
+            # because the data may end in the middle of it.
+            ids = candidates(vocabulary, match.data[: _TOKEN_BYTES * _FORWARDS * count])[:-1]
+        return ids[: max(_FORWARDS * count, policy.width)], match.length if match else 0
 
     async def _go_on_alone(self, error: Exception) -> None:
         if self._draft is None:
+            self._suffix = None
             return  # it was dropped before; its first fault is the one to tell
         if not isinstance(error, DraftBridgeError):
             _log.error("the draft failed; going on without it", exc_info=error)
         reason = error.reason if isinstance(error, DraftBridgeError) else "INTERNAL"
         self.statistics.note = f"the draft was lost ({reason}); the target went on alone"
         self._draft = self._lead = None
-        await self._target.grant(Grant(patience_us=0))
+        await self._grant(*self._limits())
 
     def _count(self, event: Pass) -> None:
         statistics = self.statistics
         accepted = event.token_ids[: event.accepted_token_count]
         agrees = common_prefix_length(self._offered, event.token_ids) == len(event.token_ids)
         self._offered = self._offered[len(event.token_ids) :] if agrees else []
-        self._policy.learn(event.candidate_token_count, event.accepted_token_count, event.waited_ns // 1000)
+        now, lockstep = perf_counter_ns(), self._policy.lockstep
+        self._policy.learn(event, self._match_length, now - self._passed_ns if self._passed_ns else 0)
+        self._passed_ns = now
+        if lockstep and not self._policy.lockstep:
+            statistics.note = "the draft did not answer in time; the target no longer waits for it"
         if statistics.target_pass_count == 0:
             statistics.cached_token_count = event.cached_token_count
         statistics.target_pass_count += 1
         statistics.num_drafts += event.candidate_token_count > 0
         statistics.num_draft_tokens += event.candidate_token_count
         statistics.num_accepted_tokens += len(accepted)
+        if self._match_length:
+            statistics.num_suffix_draft_tokens += event.candidate_token_count
+            statistics.num_suffix_accepted_tokens += len(accepted)
         per_position = statistics.num_accepted_tokens_per_position
         per_position += [0] * (len(accepted) - len(per_position))
         for position in range(len(accepted)):

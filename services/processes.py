@@ -28,20 +28,20 @@ class Fleet:
 
     bridge: str
     target: str
-    draft: str
     processes: dict[str, "subprocess.Popen[str]"]
+    draft: str = ""
 
 
 @contextlib.contextmanager
 def fleet(
     target: str,
-    draft: str,
+    draft: str | None,
     *,
     listen: str = "127.0.0.1:0",
     target_options: Sequence[str] = (),
     draft_options: Sequence[str] = (),
 ) -> Iterator[Fleet]:
-    """Starts all three, waits until they are ready, and stops them in the end, whatever happens."""
+    """Starts all three, or two without a draft, waits until they are ready, and stops them whatever happens."""
     processes: dict[str, subprocess.Popen[str]] = {}
     with contextlib.ExitStack() as stack:
 
@@ -52,13 +52,12 @@ def fleet(
 
         common = ("--until-stdin-closes", "--listen", "127.0.0.1:0")
         start("target", "serve", target, "--role", "target", *common, *target_options)
-        start("draft", "serve", draft, "--role", "draft", *common, *draft_options)
-        target_address, draft_address = (_ready(name, processes[name]) for name in ("target", "draft"))
-        start(
-            "bridge", "bridge", "--target", target_address, "--draft", draft_address, "--listen", listen,
-            "--until-stdin-closes",
-        )  # fmt: skip
-        yield Fleet(_ready("bridge", processes["bridge"]), target_address, draft_address, processes)
+        if draft is not None:
+            start("draft", "serve", draft, "--role", "draft", *common, *draft_options)
+        addresses = {name: _ready(name, process) for name, process in processes.items()}
+        models = [word for name, address in addresses.items() for word in (f"--{name}", address)]
+        start("bridge", "bridge", *models, "--listen", listen, "--until-stdin-closes")
+        yield Fleet(_ready("bridge", processes["bridge"]), processes=processes, **addresses)
 
 
 @contextlib.contextmanager

@@ -36,12 +36,18 @@ def oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: in
 
 
 async def answer(
-    target: Model, engine: tiny.HashEngine, drafter: object, draft: Model | None, request: Request, temperature: float
+    target: Model,
+    engine: tiny.HashEngine,
+    drafter: object,
+    draft: Model | None,
+    request: Request,
+    temperature: float,
+    **options: object,
 ) -> tuple[str, list[int], Finished]:
     scheduler = tiny.scheduler(engine)
     text, ids = "", []
     try:
-        with closing(TargetSession(target, scheduler, tiny.sampler(target, temperature))) as session:
+        with closing(TargetSession(target, scheduler, tiny.sampler(target, temperature, **options))) as session:
             async for event in generate(request, target, session, draft, drafter):  # type: ignore[arg-type]
                 if isinstance(event, Delta):
                     text += event.text

@@ -16,6 +16,7 @@ from bridge.policy import Mode, Policy, SpeculationParameters
 from bridge.ports import FinishReason, Proposal, Sync
 from bridge.sampling import Choice, History, Logits, Sampler, SamplingParameters
 from bridge.speculation import Speculation
+from bridge.suffix import SuffixDrafter
 from bridge.tape import Tape
 from bridge.templates import Chat, Message
 from services.draft.session import DraftSession
@@ -23,7 +24,7 @@ from services.target.session import TargetSession
 from tests import tiny
 from tests.alone import PROMPT, QueuedDrafter, answer, oracle
 
-MODES = st.sampled_from([Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+MODES = st.sampled_from([Mode.LOCKSTEP, Mode.OPPORTUNISTIC, Mode.AUTO])
 
 
 class ScriptedDrafter(QueuedDrafter):
@@ -113,6 +114,7 @@ def scripts(draw: st.DrawFn) -> list[list[int]]:
     options=st.sampled_from(OPTIONS),
     draft_length=st.none() | st.integers(1, 12),
     dies_at=st.none() | st.integers(1, 5),
+    said_before=st.booleans(),
     data=st.data(),
 )
 def test_output_is_the_targets_own_for_any_proposals(
@@ -125,6 +127,7 @@ def test_output_is_the_targets_own_for_any_proposals(
     options: dict[str, object],
     draft_length: int | None,
     dies_at: int | None,
+    said_before: bool,
     data: st.DataObject,
 ) -> None:
     target, draft = tiny.model(target_kind), tiny.model(draft_kind)
@@ -147,11 +150,15 @@ def test_output_is_the_targets_own_for_any_proposals(
                 drafter = ScriptedDrafter(draft, script, PROMPT.encode(), truth, tape, dies_at)
                 policy = Policy(SpeculationParameters(mode, draft_length))
                 lead = Lead(draft, render(request, draft, target))
-                loop = Speculation(target, tape, session, drafter, lead, policy)
+                # Of a text that holds what the target is going to say, and of what it has said.
+                suffix = SuffixDrafter(PROMPT.encode() + truth + PROMPT.encode() if said_before else b"")
+                loop = Speculation(
+                    target, tape, session, drafter, lead, policy, suffix=suffix if policy.automatic else None
+                )
                 async with asyncio.timeout(20), aclosing(loop.run(count)) as passes:
                     async for event in passes:
                         assert event.candidate_token_count >= event.accepted_token_count
-                assert drafter.epochs >= (count > 1)
+                assert drafter.epochs >= (count > 1) or policy.automatic
                 assert scheduler.free_slot_count == engine.slot_count - 1
                 assert len(set(sampler.draws)) == len(sampler.draws), "the same noise was used twice"
                 return list(tape.ids[len(tape.ids) - tape.generated_token_count :])

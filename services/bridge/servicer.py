@@ -73,7 +73,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
                     closing(RemoteDrafter(draft.channel, draft.address, draft.model, sampling, request.seed))
                 )
             draft_model = draft.model if draft else None
-            async for event in generate(request, target.model, verifier, draft_model, drafter):
+            async for event in generate(request, target.model, verifier, draft_model, drafter, target.estimates):
                 match event:
                     case Started(prompt_token_count):
                         yield bridge_pb2.GenerateResponse(

@@ -3,13 +3,14 @@
 import asyncio
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 from cachetools import LRUCache
 from grpc import aio
 
 from bridge.errors import ChecksumMismatch, ModelNotFound, RoleNotServed, TokenizerNotUnderstood, Unreachable
+from bridge.estimates import Estimates
 from bridge.models import Model
 from bridge.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2, model_pb2_grpc
@@ -26,13 +27,14 @@ _TOKENIZERS = 32
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model service in the role that the bridge uses it in."""
+    """A model service in the role that the bridge uses it in. `estimates`: what it costs, as a target."""
 
     address: str
     role: model_pb2.Role.ValueType
     channel: aio.Channel
     description: model_pb2.Model
     model: Model
+    estimates: Estimates = field(default_factory=Estimates)
 
 
 class Zoo:

@@ -125,7 +125,7 @@ class Speculation(_message.Message):
         MODE_UNSPECIFIED: Speculation._Mode.ValueType  # 0
         """The same as AUTO."""
         MODE_AUTO: Speculation._Mode.ValueType  # 1
-        """The bridge chooses."""
+        """The bridge chooses: candidates from the text itself, from the draft, from both or from neither, as they pay."""
         MODE_OFF: Speculation._Mode.ValueType  # 2
         """The target alone."""
         MODE_LOCKSTEP: Speculation._Mode.ValueType  # 3
@@ -139,7 +139,7 @@ class Speculation(_message.Message):
     MODE_UNSPECIFIED: Speculation.Mode.ValueType  # 0
     """The same as AUTO."""
     MODE_AUTO: Speculation.Mode.ValueType  # 1
-    """The bridge chooses."""
+    """The bridge chooses: candidates from the text itself, from the draft, from both or from neither, as they pay."""
     MODE_OFF: Speculation.Mode.ValueType  # 2
     """The target alone."""
     MODE_LOCKSTEP: Speculation.Mode.ValueType  # 3
@@ -463,6 +463,9 @@ class SpeculationStatistics(_message.Message):
     TRANSLATE_NS_FIELD_NUMBER: _builtins.int
     WAITED_NS_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
+    NUM_SUFFIX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SUFFIX_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     NEAR_TIES_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     """How draft and target took turns at the end; MODE_OFF if the draft was lost."""
@@ -494,6 +497,12 @@ class SpeculationStatistics(_message.Message):
     """Nanoseconds that the target waited for candidates."""
     note: _builtins.str
     """Why speculation ended or was left out, in words; empty if it went through."""
+    num_suffix_draft_tokens: _builtins.int
+    """Of `num_draft_tokens`, those that the text itself proposed: how it went on where it said the same before."""
+    num_suffix_accepted_tokens: _builtins.int
+    """Those of them that were accepted."""
+    choice: _builtins.str
+    """What automatic speculation chose and why, in words; empty in the other modes."""
     near_ties: _builtins.int
     """Tokens whose choice was so close that rounding may have decided it. The same request may part there from its
     text in another mode; a deterministic target has none.
@@ -521,11 +530,14 @@ class SpeculationStatistics(_message.Message):
         translate_ns: _builtins.int = ...,
         waited_ns: _builtins.int = ...,
         note: _builtins.str = ...,
+        num_suffix_draft_tokens: _builtins.int = ...,
+        num_suffix_accepted_tokens: _builtins.int = ...,
+        choice: _builtins.str = ...,
         near_ties: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "draft_ns", b"draft_ns", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "mode", b"mode", "near_ties", b"near_ties", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "proposed_token_count", b"proposed_token_count", "target_pass_count", b"target_pass_count", "translate_ns", b"translate_ns", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "choice", b"choice", "draft_ns", b"draft_ns", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "mode", b"mode", "near_ties", b"near_ties", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_suffix_accepted_tokens", b"num_suffix_accepted_tokens", "num_suffix_draft_tokens", b"num_suffix_draft_tokens", "proposed_token_count", b"proposed_token_count", "target_pass_count", b"target_pass_count", "translate_ns", b"translate_ns", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,168 @@
+"""What is known of a target and its drafts from what they did: costs, acceptance, and whether a draft pays.
+
+Shared by all requests to a target, so that one learns from the other. All of it is guesses about time: a wrong one
+costs speed, never text.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+# How much of an average each new value takes the place of.
+_FRESH = 0.1
+# Of a line through widths: what the past is worth against each new point.
+_FADE = 0.98
+# A first guess at what each further token of a forward costs, in parts of a forward of one.
+_STEP = 0.05
+# Where one group of match lengths ends and the next begins, and how much of a match is accepted until it is known.
+_LENGTHS = (8, 16, 32)
+_ACCEPTED = (0.3, 0.5, 0.65, 0.8)
+# Candidates that such a guess counts for, and at which counts are halved.
+_GUESSED, _REMEMBERED = 20.0, 400.0
+
+
+@dataclass
+class Average:
+    """A mean that forgets; `start` until there is a value."""
+
+    value: float
+    count: int = 0
+
+    def learn(self, value: float, fresh: float = _FRESH) -> None:
+        """The first values count the same, later ones for what is `fresh`."""
+        self.count += 1
+        self.value += (value - self.value) * max(1.0 / self.count, fresh)
+
+
+@dataclass
+class PassCost:
+    """Nanoseconds of a target's forward by width: one for a single token, a line for more (kernels differ there)."""
+
+    single: Average = field(default_factory=lambda: Average(0.0))
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+
+    def learn(self, width: int, nanoseconds: int) -> None:
+        """Takes note of a forward of so many tokens."""
+        if width == 1:
+            # Now and then one takes far longer, because of something else on the machine.
+            limit = 3 * self.single.value if self.single.count else nanoseconds
+            self.single.learn(min(nanoseconds, limit))
+        else:
+            now = (1.0, width, width * width, nanoseconds, width * nanoseconds)
+            self._sums = [_FADE * old + new for old, new in zip(self._sums, now, strict=True)]
+
+    def of(self, width: int) -> float:
+        """What a forward of so many tokens takes, as far as it can be told; with nothing to tell it from, in parts of
+        a forward of one.
+        """
+        count, wide, square, taken, product = self._sums
+        single = self.single.value or (taken / count if count else 1.0)
+        if width == 1:
+            return single
+        for guess in (2, 16):  # as much as a single forward can tell, until there is more
+            time = single * (1 + _STEP * (guess - 1))
+            count, wide, square = count + 1, wide + guess, square + guess * guess
+            taken, product = taken + time, product + guess * time
+        slope = max((count * product - wide * taken) / (count * square - wide * wide), 0.0)
+        return max((taken - slope * wide) / count + slope * width, single)
+
+
+@dataclass
+class Acceptance:
+    """How much of a suffix match is accepted, by its length. `behind`: what is known from other requests."""
+
+    behind: "Acceptance | None" = None
+    _counts: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0] for _ in _ACCEPTED])
+
+    def learn(self, length: int, candidate_count: int, accepted_count: int) -> None:
+        """Takes note of candidates from a match of `length` bytes. What follows a rejected one says nothing."""
+        if self.behind:
+            self.behind.learn(length, candidate_count, accepted_count)
+        counts = self._counts[bisect_right(_LENGTHS, length)]
+        counts[0] += accepted_count
+        counts[1] += min(accepted_count + 1, candidate_count)
+        if counts[1] > _REMEMBERED:
+            counts[:] = [count / 2 for count in counts]
+
+    @property
+    def total(self) -> float:
+        """The part of all candidates accepted; 0 if there were none."""
+        accepted, tried = (sum(column) for column in zip(*self._counts, strict=True))
+        return accepted / tried if tried else 0.0
+
+    def of(self, length: int) -> float:
+        """The part of candidates accepted at each position, behind accepted ones."""
+        group = bisect_right(_LENGTHS, length)
+        accepted, tried = self._counts[group]
+        guess = self.behind.of(length) if self.behind else _ACCEPTED[group]
+        weight = _GUESSED / 4 if self.behind else _GUESSED
+        return (accepted + guess * weight) / (tried + weight)
+
+
+# Passes of a trial, those at its beginning that are not counted, and how many trials go by before the other way is
+# tried again, at first and at most.
+_TRIAL, _SETTLING = 10, 3
+_AGAIN, _SELDOM = 6, 192
+
+
+@dataclass
+class Trial:
+    """Whether a draft model pays: speed with it and without, tried in turn, the worse of the two ever more seldom."""
+
+    speeds: tuple[Average, Average] = field(default_factory=lambda: (Average(0.0), Average(0.0)))
+    drafting: bool = False
+    _tokens: int = 0
+    _elapsed_ns: int = 0
+    _passes: int = 0
+    _trials: int = 0
+    _interval: int = _AGAIN
+
+    def learn(self, token_count: int, elapsed_ns: int) -> None:
+        """Takes note of a pass, with a draft or without as `drafting` says."""
+        self._passes += 1
+        if self._passes > _SETTLING:
+            self._tokens += token_count
+            self._elapsed_ns += elapsed_ns
+        if self._passes == _TRIAL:
+            self.speeds[self.drafting].learn(self._tokens / max(self._elapsed_ns, 1), 0.3)
+            self._next()
+
+    @property
+    def choice(self) -> str:
+        """How fast it is with a draft model, in words; nothing as long as only one of the two was tried."""
+        alone, drafted = self.speeds
+        if not (alone.count and drafted.count):
+            return ""
+        return f"with the draft model {1e9 * drafted.value:.1f} tokens/s, without it {1e9 * alone.value:.1f}"
+
+    def _next(self) -> None:
+        self._tokens = self._elapsed_ns = self._passes = 0
+        alone, drafted = self.speeds
+        if not (alone.count and drafted.count):
+            self.drafting = not self.drafting
+            return
+        better = drafted.value > alone.value
+        if self.drafting != better:  # the other one was on trial, and lost
+            far = min(alone.value, drafted.value) < 0.7 * max(alone.value, drafted.value)
+            self._interval = min((4 if far else 2) * self._interval, _SELDOM)
+            self._trials = 0
+            self.drafting = better
+        else:
+            self._trials += 1
+            if self._trials >= self._interval:
+                self._trials = 0
+                self.drafting = not better
+
+
+@dataclass
+class Estimates:
+    """Of one target."""
+
+    cost: PassCost = field(default_factory=PassCost)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    # Nanoseconds from a pass to the candidates for the next, as the target waited for them.
+    hop: Average = field(default_factory=lambda: Average(600_000.0))
+    trials: dict[str, Trial] = field(default_factory=dict)
+
+    def trial(self, draft: str) -> Trial:
+        """Of a draft, by name."""
+        return self.trials.setdefault(draft, Trial())

@@ -1,0 +1,86 @@
+"""A draft without a model: how a text went on where it said the same before.
+
+The longest match of the text's end among its own earlier bytes, found as LZ77 compressors find theirs: a table of short
+strings leads to where each stood last, and from there to where it stood before. After Saxena, "Prompt Lookup Decoding"
+(2023), and Ziv and Lempel (1977); on bytes, so that it knows no tokenizer.
+"""
+
+from array import array
+from dataclasses import dataclass
+
+# A match has at least so many bytes; shorter ones say next to nothing.
+LEAST = 4
+# Longer ones are not told apart.
+MOST = 64
+# Bytes that a match proposes.
+_DATA = 256
+# Earlier places that are looked at for one match.
+_PLACES = 8
+
+
+@dataclass(frozen=True)
+class Match:
+    """The last `length` bytes of the text stood before; `data` is what followed there."""
+
+    length: int
+    data: bytes
+
+
+class SuffixDrafter:
+    """Knows a text and proposes bytes to go on with.
+
+    Takes constant time for a byte, and for a proposal; of a text of more than `limit` bytes the earlier part is
+    forgotten.
+    """
+
+    def __init__(self, text: bytes = b"", limit: int = 1 << 20) -> None:
+        self._limit = limit
+        self._begin(b"")
+        self.append(text)
+
+    def append(self, data: bytes | bytearray) -> None:
+        """Adds to the text's end."""
+        self._text += data
+        if len(self._text) > self._limit:  # so seldom that it costs each byte no more than its own reading
+            self._begin(bytes(self._text[-self._limit // 2 :]))
+        # The end itself is no earlier place.
+        for end in range(len(self._before), len(self._text)):
+            place = bytes(self._text[max(end - LEAST, 0) : end])
+            self._before.append(self._last.get(place, -1))
+            self._last[place] = end
+
+    def match(self) -> Match | None:
+        """The longest match of the text's end, of equals the latest; None if there is none.
+
+        Where the text ends behind it, the text is taken to repeat itself.
+        """
+        text, end = self._text, len(self._text)
+        place = self._last.get(bytes(text[-LEAST:]), -1) if end >= LEAST else -1
+        best, start = 0, 0
+        for _ in range(_PLACES):
+            if place < LEAST:
+                break
+            if (length := self._common(place, end)) > best:
+                best, start = length, place
+            place = self._before[place]
+        if not best:
+            return None
+        data = bytes(text[start : start + _DATA])
+        return Match(best, (data * (_DATA // len(data) + 1))[:_DATA])
+
+    def _begin(self, text: bytes) -> None:
+        self._text = bytearray(text)
+        # Where each short string ended last, and for each place where its string ended before.
+        self._last: dict[bytes, int] = {}
+        self._before = array("q")
+
+    def _common(self, place: int, end: int) -> int:
+        """How many bytes before two places are the same, as far as they are counted."""
+        low, high = 0, min(place, MOST)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._text[place - middle : place - low] == self._text[end - middle : end - low]:
+                low = middle
+            else:
+                high = middle - 1
+        return low

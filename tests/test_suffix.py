@@ -1,0 +1,100 @@
+"""Candidates from the text itself: found as a slow search finds them, and never the reason for another text."""
+
+import asyncio
+import time
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.generation import Request
+from bridge.policy import Mode, SpeculationParameters
+from bridge.sampling import SamplingParameters
+from bridge.suffix import LEAST, MOST, SuffixDrafter
+from tests import tiny
+from tests.alone import PROMPT, answer, oracle
+
+
+def common(text: bytes, place: int) -> int:
+    length = 0
+    while length < min(place, MOST) and text[place - 1 - length] == text[-1 - length]:
+        length += 1
+    return length
+
+
+@settings(max_examples=500)
+@given(parts=st.lists(st.text("ab", max_size=12).map(str.encode), max_size=8))
+def test_a_match_is_the_longest_of_the_latest_places(parts: list[bytes]) -> None:
+    drafter = SuffixDrafter(b"".join(parts[:1]))
+    for part in parts[1:]:
+        drafter.append(part)
+    text = b"".join(parts)
+    lengths = [common(text, place) for place in range(LEAST, len(text))]
+    latest = [length for length in reversed(lengths) if length >= LEAST][:8]
+    match = drafter.match()
+    assert (match.length if match else 0) == max(latest, default=0)
+
+
+@given(text=st.binary(max_size=200), data=st.data())
+def test_it_proposes_what_followed_there(text: bytes, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(text)))
+    match = SuffixDrafter(text + text[:start]).match()
+    if start >= 2 * LEAST:
+        assert match is not None
+        assert match.length >= LEAST
+    if match:
+        whole = text + text[:start]
+        place = whole.find(whole[-match.length :] + match.data[:1])
+        assert 0 <= place < len(whole) - match.length or match.data[:1] == whole[-1:]
+
+
+def test_a_repetition_goes_on() -> None:
+    match = SuffixDrafter(b"one two, one two, one two, one").match()
+    assert match is not None
+    assert match.data.startswith(b" two, one two, one two, one two")
+
+
+def test_memory_is_bounded_and_what_was_said_last_is_kept() -> None:
+    drafter = SuffixDrafter(limit=1000)
+    for number in range(1000):
+        drafter.append(f"line {number} is here\n".encode())
+        assert len(drafter._text) == len(drafter._before) <= 1000
+        assert len(drafter._last) <= 1000
+    drafter.append(b"line 995")
+    match = drafter.match()
+    assert match is not None
+    assert match.data.startswith(b" is here\nline 996")
+
+
+def test_a_byte_costs_the_same_however_long_the_text_is() -> None:
+    """Also where every place looks alike."""
+    for text in (bytes(200_000), bytes(range(256)) * 800):
+        drafter = SuffixDrafter(text)
+        started = time.perf_counter()
+        for _ in range(1000):
+            drafter.append(b"x")
+            drafter.match()
+        assert time.perf_counter() - started < 0.5
+
+
+def test_a_text_that_repeats_itself_is_said_in_fewer_passes_and_stays_the_same() -> None:
+    """Two ids only, so that the random target repeats itself; nobody drafts but the text."""
+    target = tiny.model("byte_level")
+    engine = tiny.HashEngine(target)
+    bias = {id_: 50.0 for id_ in (70, 71)}
+    for temperature in (0.0, 0.7):
+        expected = oracle(target, engine, temperature, 150, logit_bias=bias)
+        request = Request(
+            PROMPT,
+            sampling=SamplingParameters(temperature=temperature, logit_bias=bias),
+            seed=0,
+            max_tokens=150,
+            speculation=SpeculationParameters(Mode.AUTO),
+        )
+        text, ids, finished = asyncio.run(answer(target, engine, None, None, request, temperature, logit_bias=bias))
+        assert ids == expected
+        assert text == target.vocabulary.spell(expected).decode(errors="replace")
+        assert finished.mode is Mode.AUTO
+        statistics = finished.statistics
+        assert 0 < statistics.num_suffix_accepted_tokens == statistics.num_accepted_tokens
+        assert statistics.num_suffix_draft_tokens == statistics.num_draft_tokens
+        assert statistics.target_pass_count < 150
