@@ -13,6 +13,8 @@ _FRESH = 0.1
 _FADE = 0.98
 # A first guess at what each further token of a forward costs, in parts of a forward of one.
 _STEP = 0.05
+# Passes of one token after which their time is taken for known, and how many others may follow until it is not.
+_SURE, _RECENT = 4, 16
 # Where one group of match lengths ends and the next begins, and how much of a match is accepted until it is known.
 _LENGTHS = (8, 16, 32)
 _ACCEPTED = (0.3, 0.5, 0.65, 0.8)
@@ -34,36 +36,57 @@ class Average:
 
 
 @dataclass
-class PassCost:
-    """Nanoseconds of a target's forward by width: one for a single token, a line for more (kernels differ there)."""
+class Steps:
+    """Nanoseconds that a pass of more tokens takes beyond a pass of one, as a line through widths from two on."""
 
-    single: Average = field(default_factory=lambda: Average(0.0))
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
-    def learn(self, width: int, nanoseconds: int) -> None:
-        """Takes note of a forward of so many tokens."""
+    def learn(self, width: int, nanoseconds: float) -> None:
+        """Takes note of what a pass of so many tokens took beyond one."""
+        now = (1.0, width, width * width, nanoseconds, width * nanoseconds)
+        self._sums = [_FADE * old + new for old, new in zip(self._sums, now, strict=True)]
+
+    def of(self, width: int, single: float) -> float:
+        """What so many tokens take beyond a pass of one that takes `single`."""
         if width == 1:
-            # Now and then one takes far longer, because of something else on the machine.
-            limit = 3 * self.single.value if self.single.count else nanoseconds
-            self.single.learn(min(nanoseconds, limit))
-        else:
-            now = (1.0, width, width * width, nanoseconds, width * nanoseconds)
-            self._sums = [_FADE * old + new for old, new in zip(self._sums, now, strict=True)]
+            return 0.0
+        count, wide, square, taken, product = self._sums
+        for guess in (2, 16):  # as much as a single one can tell, until there is more
+            step = single * _STEP * (guess - 1)
+            count, wide, square = count + 1, wide + guess, square + guess * guess
+            taken, product = taken + step, product + guess * step
+        slope = max((count * product - wide * taken) / (count * square - wide * wide), 0.0)
+        return max((taken - slope * wide) / count + slope * width, 0.0)
+
+
+@dataclass
+class PassCost:
+    """Nanoseconds of one request's passes by width.
+
+    A pass of one token is the request's own: it takes longer behind a long text. What others take beyond it is much the
+    same for all requests to a target.
+    """
+
+    steps: Steps = field(default_factory=Steps)
+    _single: Average = field(default_factory=lambda: Average(1.0))
+    _seen: int = 0
+    _since: int = 0
+
+    def learn(self, width: int, nanoseconds: float) -> None:
+        """Takes note of a pass of so many tokens."""
+        if self._single.count:  # now and then one takes far longer, because of something else on the machine
+            nanoseconds = min(nanoseconds, 3 * self.of(width))
+        self._since = 0 if width == 1 else self._since + 1
+        self._seen += width == 1
+        if width > 1 and self._seen >= _SURE and self._since <= _RECENT:
+            self.steps.learn(width, nanoseconds - self._single.value)
+        else:  # if there are no passes of one, the others tell by what is known of them
+            known = self._single.value if self._single.count else nanoseconds
+            self._single.learn(max(nanoseconds - self.steps.of(width, known), nanoseconds / width))
 
     def of(self, width: int) -> float:
-        """What a forward of so many tokens takes, as far as it can be told; with nothing to tell it from, in parts of
-        a forward of one.
-        """
-        count, wide, square, taken, product = self._sums
-        single = self.single.value or (taken / count if count else 1.0)
-        if width == 1:
-            return single
-        for guess in (2, 16):  # as much as a single forward can tell, until there is more
-            time = single * (1 + _STEP * (guess - 1))
-            count, wide, square = count + 1, wide + guess, square + guess * guess
-            taken, product = taken + time, product + guess * time
-        slope = max((count * product - wide * taken) / (count * square - wide * wide), 0.0)
-        return max((taken - slope * wide) / count + slope * width, single)
+        """What a pass of so many tokens takes, as far as it can be told; before there was any, in parts of one."""
+        return self._single.value + self.steps.of(width, self._single.value)
 
 
 @dataclass
@@ -157,7 +180,7 @@ class Trial:
 class Estimates:
     """Of one target."""
 
-    cost: PassCost = field(default_factory=PassCost)
+    steps: Steps = field(default_factory=Steps)
     acceptance: Acceptance = field(default_factory=Acceptance)
     # Nanoseconds from a pass to the candidates for the next, as the target waited for them.
     hop: Average = field(default_factory=lambda: Average(600_000.0))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum
 
-from bridge.estimates import Acceptance, Average, Estimates, Trial
+from bridge.estimates import Acceptance, Average, Estimates, PassCost, Trial
 from bridge.ports import Pass
 
 # Longer than any draft needs for a proposal: a target that waits this long waits for a dead draft.
@@ -13,6 +13,8 @@ _LOCKSTEP_PATIENCE_US = 5_000_000
 _LEAST_PATIENCE_NS = 2_000_000
 _WAITED_NS = 20_000
 _MOST_CANDIDATES = 24
+# How many times what waiting takes it has to gain, both being guesses.
+_MARGIN = 3
 # How much the newest pass counts in what candidates from the text have gained of late.
 _GAIN_FRESH = 0.2
 
@@ -60,9 +62,10 @@ class Policy:
         self._adapt = parameters.num_assistant_tokens is None
         default = 5 if self.lockstep else 8
         self.num_assistant_tokens = parameters.num_assistant_tokens or default
-        self._estimates, self._trial = estimates or Estimates(), trial or Trial(drafting=True)
+        self._estimates, self._trial = estimates or Estimates(), trial
+        self._cost = PassCost(self._estimates.steps)
         self._acceptance = Acceptance(self._estimates.acceptance)
-        # What candidates from the text gained on average, in nanoseconds: a pass that has none gains none.
+        # What waiting for candidates from the text would gain on average, in nanoseconds.
         self._gain = Average(0.0)
         self._newest_gain = 0.0
         self._patience_ns = float(_LEAST_PATIENCE_NS)
@@ -79,7 +82,7 @@ class Policy:
     @property
     def drafting(self) -> bool:
         """Whether a draft model, if there is one, is to draft now."""
-        return not self.automatic or self._trial.drafting
+        return not self.automatic or self._trial is None or self._trial.drafting
 
     @property
     def patience_us(self) -> int:
@@ -87,7 +90,7 @@ class Policy:
         if self.lockstep:
             return _LOCKSTEP_PATIENCE_US
         hop = self._estimates.hop.value
-        return int(self._patience_ns // 1000) if self.automatic and self._gain.value > hop else 0
+        return int(self._patience_ns // 1000) if self.automatic and self._gain.value > _MARGIN * hop else 0
 
     @property
     def width(self) -> int:
@@ -99,7 +102,7 @@ class Policy:
 
         The count with the most tokens expected in a nanosecond: each is accepted if all before it are.
         """
-        cost, rate = self._estimates.cost, self._acceptance.of(length) if length else 0.0
+        cost, rate = self._cost, self._acceptance.of(length) if length else 0.0
         best, speed, gain = 0, 1.0 / cost.of(1), 0.0
         expected = chance = 1.0
         for count in range(1, _MOST_CANDIDATES + 1):
@@ -108,7 +111,9 @@ class Policy:
             taken = cost.of(count + 1)
             if expected / taken > speed:
                 best, speed = count, expected / taken
-                gain = expected * cost.of(1) - taken
+                # Candidates that come a pass late are still of use if the first of them was right: then waiting gains
+                # a pass of one, else it costs a pass its width.
+                gain = rate * cost.of(1) - (1 - rate) * (taken - cost.of(1))
         self._count, self._newest_gain = best, gain
         self._widest = max(self._widest, best)
         return best
@@ -118,12 +123,12 @@ class Policy:
         """What it chose and why, in words; nothing where the user chose."""
         if not self.automatic:
             return ""
-        cost = self._estimates.cost
+        cost = self._cost
         text = (
             f"up to {self._widest} candidates from the text: {self._acceptance.total:.0%} of them are accepted, and a "
             f"forward of 8 takes {cost.of(8) / cost.of(1):.1f} times as long as one of 1"
         )
-        return f"{text}; {self._trial.choice}" if self._trial.choice else text
+        return f"{text}; {self._trial.choice}" if self._trial and self._trial.choice else text
 
     def learn(self, event: Pass, length: int, elapsed_ns: int) -> None:
         """Takes note of a pass. `length`: of the match that its candidates are from; 0 if they are a draft model's.
@@ -135,12 +140,13 @@ class Policy:
             self._learn_lockstep(candidate_count, accepted_count, event.waited_ns // 1000)
         if elapsed_ns == 0:
             return
-        self._estimates.cost.learn(candidate_count + 1, event.forward_ns)
+        self._cost.learn(candidate_count + 1, max(elapsed_ns - event.waited_ns, event.forward_ns))
         if self.automatic:
             if candidate_count and length:
                 self._acceptance.learn(length, candidate_count, accepted_count)
             self._gain.learn(self._newest_gain, _GAIN_FRESH)
-            self._trial.learn(len(event.token_ids), elapsed_ns)
+            if self._trial:
+                self._trial.learn(len(event.token_ids), elapsed_ns)
             self._learn_patience(event)
 
     def _learn_patience(self, event: Pass) -> None:
