@@ -6,6 +6,7 @@ costs speed, never text.
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
+from enum import Enum
 
 # How much of an average each new value takes the place of.
 _FRESH = 0.1
@@ -121,59 +122,76 @@ class Acceptance:
         return (accepted + guess * weight) / (tried + weight)
 
 
-# Passes of a trial, those at its beginning that are not counted, and how many trials go by before the other way is
+class Drafting(Enum):
+    """What a draft model is for: nothing, to run ahead of a target that waits for nobody, or to be waited for."""
+
+    NONE = "without the draft model"
+    AHEAD = "with the draft model running ahead"
+    AWAITED = "with the target waiting for the draft model"
+
+
+# Passes of a trial, those at its beginning that are not counted, and how many trials go by before another way is
 # tried again, at first and at most.
 _TRIAL, _SETTLING = 10, 3
 _AGAIN, _SELDOM = 6, 192
 
 
 @dataclass
-class Trial:
-    """Whether a draft model pays: speed with it and without, tried in turn, the worse of the two ever more seldom."""
+class _Way:
+    """One way to use a draft. `speed`: tokens in a nanosecond. `due`: trials of the best until it is tried again."""
 
-    speeds: tuple[Average, Average] = field(default_factory=lambda: (Average(0.0), Average(0.0)))
-    drafting: bool = False
+    speed: Average = field(default_factory=lambda: Average(0.0))
+    interval: int = _AGAIN
+    due: int = 0
+
+
+@dataclass
+class Trial:
+    """Whether and how a draft model pays: each way is tried in turn, those that turned out worse ever more seldom."""
+
+    drafting: Drafting = Drafting.NONE
+    ways: dict[Drafting, _Way] = field(default_factory=lambda: {way: _Way() for way in Drafting})
+    # Nanoseconds of a token of the draft, and of a message there and back.
+    token: Average = field(default_factory=lambda: Average(0.0))
+    round_trip: Average = field(default_factory=lambda: Average(0.0))
     _tokens: int = 0
     _elapsed_ns: int = 0
     _passes: int = 0
-    _trials: int = 0
-    _interval: int = _AGAIN
 
     def learn(self, token_count: int, elapsed_ns: int) -> None:
-        """Takes note of a pass, with a draft or without as `drafting` says."""
+        """Takes note of a pass, done as `drafting` says."""
         self._passes += 1
         if self._passes > _SETTLING:
             self._tokens += token_count
             self._elapsed_ns += elapsed_ns
         if self._passes == _TRIAL:
-            self.speeds[self.drafting].learn(self._tokens / max(self._elapsed_ns, 1), 0.3)
+            self.ways[self.drafting].speed.learn(self._tokens / max(self._elapsed_ns, 1), 0.3)
             self._next()
 
     @property
     def choice(self) -> str:
-        """How fast it is with a draft model, in words; nothing as long as only one of the two was tried."""
-        alone, drafted = self.speeds
-        if not (alone.count and drafted.count):
+        """How fast it is each way, in words; nothing as long as only one was tried."""
+        known = {way: one.speed.value for way, one in self.ways.items() if one.speed.count}
+        if len(known) < 2 or not self.token.count:
             return ""
-        return f"with the draft model {1e9 * drafted.value:.1f} tokens/s, without it {1e9 * alone.value:.1f}"
+        return ", ".join(f"{1e9 * speed:.1f} tokens/s {way.value}" for way, speed in known.items())
 
     def _next(self) -> None:
         self._tokens = self._elapsed_ns = self._passes = 0
-        alone, drafted = self.speeds
-        if not (alone.count and drafted.count):
-            self.drafting = not self.drafting
+        if untried := [way for way, one in self.ways.items() if not one.speed.count]:
+            self.drafting = untried[0]
             return
-        better = drafted.value > alone.value
-        if self.drafting != better:  # the other one was on trial, and lost
-            far = min(alone.value, drafted.value) < 0.7 * max(alone.value, drafted.value)
-            self._interval = min((4 if far else 2) * self._interval, _SELDOM)
-            self._trials = 0
-            self.drafting = better
+        best = max(self.ways, key=lambda way: self.ways[way].speed.value)
+        tried = self.ways[self.drafting]
+        if self.drafting is best:
+            tried.interval = _AGAIN
+            for one in self.ways.values():
+                one.due -= 1
         else:
-            self._trials += 1
-            if self._trials >= self._interval:
-                self._trials = 0
-                self.drafting = not better
+            far = tried.speed.value < 0.7 * self.ways[best].speed.value
+            tried.due = tried.interval = min((4 if far else 2) * tried.interval, _SELDOM)
+        due = [way for way, one in self.ways.items() if way is not best and one.due <= 0]
+        self.drafting = due[0] if due and self.drafting is best else best
 
 
 @dataclass

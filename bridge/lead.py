@@ -1,6 +1,8 @@
 """What the draft has said beyond the committed text, and whether it still agrees with it."""
 
+import math
 from bisect import bisect_right
+from collections.abc import Callable
 
 from bridge.errors import ProtocolViolation
 from bridge.models import Model
@@ -8,6 +10,9 @@ from bridge.ports import Proposal, Sync
 from bridge.tape import Tape
 from bridge.translation import DraftContext
 from bridge.vocabulary import Rendering
+
+# Bytes of a token, until the draft has said some.
+_TOKEN_BYTES = 4.0
 
 
 class Lead:
@@ -29,6 +34,7 @@ class Lead:
         self._ends: list[int] = []
         self._agreed = 0
         self._parted = False
+        self._said_bytes = self._said_tokens = 0
         self._base = 0
         self._credit = 0
         self.epoch = 0
@@ -70,6 +76,7 @@ class Lead:
                 break
             self._proposed.append(id_)
             self._said += data
+            self._said_bytes, self._said_tokens = self._said_bytes + len(data), self._said_tokens + 1
             self._ends.append(len(self._said))
             if confidence < self._threshold:
                 self.closed = True
@@ -82,13 +89,16 @@ class Lead:
         """It has said all that its credit allows, or all that it has to say."""
         return self.closed or len(self._ends) >= self._credit
 
-    def runs_on(self, tape: Tape) -> bool:
+    def runs_on(self, tape: Tape, catches_up: Callable[[float], bool]) -> bool:
         """Whether what it says, or is about to say, is still of use; else it wants a new epoch.
 
-        A draft that said just what was committed is left to run: its next token is under way. One that has
-        fallen behind is not: a new epoch takes it past everything committed in a single forward.
+        A draft that said just what was committed is left to run: its next token is under way. One that has fallen
+        behind is left if it `catches_up` with about so many tokens before it could begin anew, in which a single
+        forward would take it past everything committed.
         """
-        return self._agrees(tape) and not (self.closed and self._agreed == len(self._said))
+        if self._agrees(tape):
+            return not (self.closed and self._agreed == len(self._said))
+        return not (self._parted or self.closed) and catches_up(self._behind(tape))
 
     def ahead(self, tape: Tape) -> bytes:
         """What the draft said beyond the tape, as far as the two agree."""
@@ -96,10 +106,15 @@ class Lead:
 
     def grant(self, tape: Tape, tokens_ahead: int) -> int:
         """Credit to add so that the draft may get `tokens_ahead` beyond the tape."""
-        self._agrees(tape)
-        added = max(bisect_right(self._ends, self._agreed) + tokens_ahead - self._credit, 0)
+        reached = bisect_right(self._ends, self._agreed) if self._agrees(tape) else len(self._ends) + self._behind(tape)
+        added = max(math.ceil(reached) + tokens_ahead - self._credit, 0)
         self._credit += added
         return added
+
+    def _behind(self, tape: Tape) -> float:
+        """How many of its tokens it is behind the tape, by how long they are on average."""
+        length = self._said_bytes / self._said_tokens if self._said_tokens else _TOKEN_BYTES
+        return max(len(tape.data) - self._base - len(self._said), 0) / length
 
     def _agrees(self, tape: Tape) -> bool:
         """Whether what it said begins with what was committed since this epoch began.

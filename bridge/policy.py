@@ -1,10 +1,11 @@
 """How far ahead the draft may run and how long the target waits for it."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
-from bridge.estimates import Acceptance, Average, Estimates, PassCost, Trial
-from bridge.ports import Pass
+from bridge.estimates import Acceptance, Average, Drafting, Estimates, PassCost, Trial
+from bridge.ports import Pass, Proposal
 
 # Longer than any draft needs for a proposal: a target that waits this long waits for a dead draft.
 _LOCKSTEP_PATIENCE_US = 5_000_000
@@ -13,6 +14,8 @@ _LOCKSTEP_PATIENCE_US = 5_000_000
 _LEAST_PATIENCE_NS = 2_000_000
 _WAITED_NS = 20_000
 _MOST_CANDIDATES = 24
+# Tokens of a draft that a target waits for, where that pays; and the most that a draft may be ahead.
+_AWAITED, _MOST_AHEAD = 1.5, 64
 # How many times what waiting takes it has to gain, both being guesses.
 _MARGIN = 3
 # How much the newest pass counts in what candidates from the text have gained of late.
@@ -61,8 +64,8 @@ class Policy:
         self.confidence_threshold = parameters.assistant_confidence_threshold
         self._adapt = parameters.num_assistant_tokens is None
         default = 5 if self.lockstep else 8
-        self.num_assistant_tokens = parameters.num_assistant_tokens or default
-        self._estimates, self._trial = estimates or Estimates(), trial
+        self._assistant_tokens = parameters.num_assistant_tokens or default
+        self._estimates, self._trial = estimates or Estimates(), trial or Trial()
         self._cost = PassCost(self._estimates.steps)
         self._acceptance = Acceptance(self._estimates.acceptance)
         # What waiting for candidates from the text would gain on average, in nanoseconds.
@@ -82,15 +85,48 @@ class Policy:
     @property
     def drafting(self) -> bool:
         """Whether a draft model, if there is one, is to draft now."""
-        return not self.automatic or self._trial is None or self._trial.drafting
+        return not self.automatic or self._trial.drafting is not Drafting.NONE
+
+    @property
+    def num_assistant_tokens(self) -> int:
+        """Tokens that the draft may be ahead, or of its turn in lockstep."""
+        if not (self._adapt and self.automatic and self._trial.token.count):
+            return self._assistant_tokens
+        # What it can say until it hears of a pass that began when its last word came, and a few more.
+        ahead = (self._trial.round_trip.value + self._cost.of(1)) / max(self._trial.token.value, 1.0)
+        return min(max(math.ceil(ahead) + 4, self._assistant_tokens), _MOST_AHEAD)
 
     @property
     def patience_us(self) -> int:
         """Microseconds that the target may wait for candidates."""
         if self.lockstep:
             return _LOCKSTEP_PATIENCE_US
-        hop = self._estimates.hop.value
-        return int(self._patience_ns // 1000) if self.automatic and self._gain.value > _MARGIN * hop else 0
+        if not self.automatic:
+            return 0
+        patience = self._patience_ns if self._gain.value > _MARGIN * self._estimates.hop.value else 0.0
+        if self._trial.drafting is Drafting.AWAITED:
+            patience = max(patience, _AWAITED * self._trial.token.value)
+        return int(patience // 1000)
+
+    @property
+    def round_trip_ns(self) -> int:
+        """Of a message to the draft and its answer."""
+        return int(self._trial.round_trip.value)
+
+    def catches_up(self, token_count: float, silent_ns: int) -> bool:
+        """Whether a draft that is so many tokens behind says the next sooner by going on than by beginning anew.
+
+        `silent_ns`: how long it has had for its next token.
+        """
+        token, round_trip = self._trial.token.value, self._trial.round_trip.value
+        return (token_count + 1) * token - silent_ns <= round_trip + token
+
+    def learn_draft(self, proposal: Proposal, round_trip_ns: int | None) -> None:
+        """Takes note of what the draft said. `round_trip_ns`: of the message that it answers, without its forwards."""
+        if proposal.token_ids:
+            self._trial.token.learn((proposal.queue_ns + proposal.forward_ns) / len(proposal.token_ids))
+            if round_trip_ns is not None:
+                self._trial.round_trip.learn(max(round_trip_ns, 0))
 
     @property
     def width(self) -> int:
@@ -128,7 +164,7 @@ class Policy:
             f"up to {self._widest} candidates from the text: {self._acceptance.total:.0%} of them are accepted, and a "
             f"forward of 8 takes {cost.of(8) / cost.of(1):.1f} times as long as one of 1"
         )
-        return f"{text}; {self._trial.choice}" if self._trial and self._trial.choice else text
+        return f"{text}; {self._trial.choice}" if self._trial.choice else text
 
     def learn(self, event: Pass, length: int, elapsed_ns: int) -> None:
         """Takes note of a pass. `length`: of the match that its candidates are from; 0 if they are a draft model's.
@@ -145,8 +181,7 @@ class Policy:
             if candidate_count and length:
                 self._acceptance.learn(length, candidate_count, accepted_count)
             self._gain.learn(self._newest_gain, _GAIN_FRESH)
-            if self._trial:
-                self._trial.learn(len(event.token_ids), elapsed_ns)
+            self._trial.learn(len(event.token_ids), elapsed_ns)
             self._learn_patience(event)
 
     def _learn_patience(self, event: Pass) -> None:
@@ -162,6 +197,6 @@ class Policy:
             self.mode = Mode.OPPORTUNISTIC
         if self._adapt and candidate_count:
             if accepted_count == candidate_count:
-                self.num_assistant_tokens = min(self.num_assistant_tokens + 2, 16)
+                self._assistant_tokens = min(self._assistant_tokens + 2, 16)
             else:
-                self.num_assistant_tokens = max(self.num_assistant_tokens - 1, 1)
+                self._assistant_tokens = max(self._assistant_tokens - 1, 1)

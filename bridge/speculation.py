@@ -84,7 +84,7 @@ class Speculation:
         self._offered: list[int] = []
         self._match_length = 0
         self._granted = (0, 0)
-        self._passed_ns = 0
+        self._passed_ns = self._heard_ns = self._synced_ns = 0
         self.statistics = Statistics()
 
     @property
@@ -143,11 +143,14 @@ class Speculation:
         if self._draft is None or self._lead is None:
             return False
         lead = self._lead
-        if self._policy.lockstep or not lead.runs_on(self._tape):
-            started = perf_counter_ns()
+        policy, started = self._policy, perf_counter_ns()
+        # What is said before it answers a new epoch is on its way already.
+        silent_ns = started - self._heard_ns - (policy.round_trip_ns if self._synced_ns else 0)
+        if policy.lockstep or not lead.runs_on(self._tape, lambda count: policy.catches_up(count, silent_ns)):
             sync = lead.sync(self._tape, credit)
             self.statistics.translate_ns += perf_counter_ns() - started
             if sync is not None:
+                self._synced_ns = self._heard_ns = perf_counter_ns()
                 await self._draft.sync(sync)
             return sync is not None
         if added := lead.grant(self._tape, credit):
@@ -168,7 +171,14 @@ class Speculation:
         self.statistics.draft_ns += proposal.forward_ns
         self.statistics.proposed_token_count += len(proposal.token_ids)
         lead = self._lead
-        if lead is not None and lead.hear(proposal) and (lead.turn_over or not self._policy.lockstep):
+        if lead is None or not lead.hear(proposal):
+            return
+        self._heard_ns = perf_counter_ns()
+        busy_ns = proposal.queue_ns + proposal.forward_ns
+        round_trip_ns = self._heard_ns - self._synced_ns - busy_ns if self._synced_ns else None
+        self._synced_ns = 0
+        self._policy.learn_draft(proposal, round_trip_ns)
+        if lead.turn_over or not self._policy.lockstep:
             await self._send_candidates()
 
     async def _send_candidates(self) -> None:
@@ -179,8 +189,9 @@ class Speculation:
         await self._grant(*self._limits())
         # All of them, also those that it has already: they show the target what the rest continues.
         news = ids[: len(self._offered)] != self._offered or len(ids) > len(self._offered)
-        # None at all lets a target that waits go on.
-        if news or policy.lockstep or (not ids and self._granted[0]):
+        # None at all lets a target that waits go on, unless a draft is about to say something.
+        awaited = policy.drafting and self._lead is not None and not self._lead.turn_over
+        if news or policy.lockstep or (not ids and self._granted[0] and not awaited):
             await self._target.candidates(Candidates(len(self._tape.ids), tuple(ids)))
             self._offered = ids
             if ids:  # a forward that is under way may still have those of before

@@ -1,0 +1,159 @@
+"""Models that sleep instead of computing, so that speeds and distances can be studied that are not here.
+
+The target's text is a fixed one of random letters; the draft says each of its tokens with a given probability, else
+another one. Both go through the services' own sessions and schedulers.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bridge.models import Model, SpecialIds
+from bridge.noise import token_keys
+from bridge.ports import Drafter, Proposal, Sync
+from bridge.sampling import Logits, Sampler, SamplingParameters
+from bridge.vocabulary import Vocabulary
+from services.engine.engine import Row
+
+END = 256
+CONTEXT = 8192
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Milliseconds: of a forward of the target with one token, what each further token adds as a part of that, of a
+    token of the draft, of a message to the draft and back. `acceptance`: how often a token of the draft is right.
+    """
+
+    verify_ms: float = 40.0
+    draft_ms: float = 4.0
+    acceptance: float = 0.8
+    round_trip_ms: float = 0.0
+    step: float = 0.02
+    jitter: float = 0.0
+
+    def forward_ms(self, width: int) -> float:
+        """Of the target."""
+        return self.verify_ms * (1 + self.step * (width - 1))
+
+
+@cache
+def model() -> Model:
+    """A token for each byte, and an end."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({char: id_ for id_, char in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>"])
+    vocabulary = Vocabulary(tokenizer.to_str().encode())
+    return Model("scripted", CONTEXT, vocabulary.size, vocabulary, SpecialIds(eos=(END,)))
+
+
+def text(seed: int, count: int) -> list[int]:
+    """Ids of ASCII letters, so that any of them ends a character."""
+    vocabulary, choose = model().vocabulary, random.Random(seed)
+    letters = [vocabulary.byte_ids[ord("a") + index] for index in range(26)]
+    return [choose.choice(letters) for _ in range(count)]
+
+
+def is_right(seed: int, position: int, acceptance: float) -> bool:
+    """Whether the draft knows the token at a position."""
+    return random.Random(seed * 1_000_003 + position).random() < acceptance
+
+
+class ScriptedEngine:
+    """An engine whose forwards take `forward_ms` of their tokens and say what `says` has for each position."""
+
+    name, device, dtype, logit_tolerance = "scripted", "none", "float32", 0.0
+
+    def __init__(self, forward_ms: Callable[[int], float], says: Callable[[int], int], jitter: float = 0.0) -> None:
+        self._forward_ms, self._says, self._jitter = forward_ms, says, jitter
+        self._random = random.Random(0)
+        self.context_length, self.vocabulary_size = CONTEXT, model().vocabulary_size
+        self.slot_count, self.cache_byte_count = 4, 0
+
+    def forward(self, rows: Sequence[Row]) -> list[Logits]:
+        """See `Engine.forward`."""
+        milliseconds = self._forward_ms(sum(len(row.token_ids) - row.logits_from for row in rows))
+        end = time.perf_counter() + milliseconds * self._random.uniform(1 - self._jitter, 1 + self._jitter) / 1000
+        tables = []
+        for row in rows:
+            table = np.zeros((len(row.token_ids) - row.logits_from, self.vocabulary_size), np.float32)
+            for index in range(len(table)):
+                table[index, self._says(row.keep + row.logits_from + index + 1)] = 10.0
+            tables.append(table)
+        time.sleep(max(end - time.perf_counter(), 0.0))
+        return tables
+
+    def copy(self, source: int, target: int, token_count: int) -> None:
+        """See `Engine.copy`."""
+
+
+def engines(pair: Pair, seed: int, count: int) -> tuple[ScriptedEngine, ScriptedEngine]:
+    """Target and draft of a text of `count` tokens."""
+    truth = text(seed, count + 2 * CONTEXT // 8)
+    wrong = text(seed + 1, len(truth))
+
+    def draft_says(position: int) -> int:
+        right = is_right(seed, position, pair.acceptance) and wrong[position] != truth[position]
+        return truth[position] if right else wrong[position]
+
+    return (
+        ScriptedEngine(pair.forward_ms, lambda position: truth[position], pair.jitter),
+        ScriptedEngine(lambda width: pair.draft_ms, draft_says, pair.jitter),
+    )
+
+
+def sampler() -> Sampler:
+    """Greedy."""
+    keys = token_keys(model().vocabulary, model().special_ids.eos)
+    return Sampler(
+        SamplingParameters(temperature=0.0), 0, keys, np.empty(0, np.int64), frozenset({END}), confident=True
+    )
+
+
+class Distant:
+    """A draft at the other end of a line: everything takes half a round trip, in order."""
+
+    def __init__(self, draft: Drafter, round_trip_ms: float) -> None:
+        self._draft, self._delay = draft, round_trip_ms / 2000
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def sync(self, sync: Sync) -> None:
+        """See `Drafter`."""
+        self._later(lambda: self._draft.sync(sync))
+
+    async def grant(self, epoch: int, credit: int) -> None:
+        """See `Drafter`."""
+        self._later(lambda: self._draft.grant(epoch, credit))
+
+    def _later(self, call: Callable[[], object]) -> None:
+        async def run() -> None:
+            await asyncio.sleep(self._delay)
+            await call()  # type: ignore[misc]
+
+        self._tasks.append(asyncio.create_task(run()))
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        """See `Drafter`."""
+        arriving: asyncio.Queue[tuple[float, Proposal]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        async def read() -> None:
+            async for proposal in self._draft.proposals():
+                arriving.put_nowait((loop.time() + self._delay, proposal))
+
+        reader = asyncio.create_task(read())
+        try:
+            while True:
+                at, proposal = await arriving.get()
+                await asyncio.sleep(max(at - loop.time(), 0))
+                yield proposal
+        finally:
+            reader.cancel()

@@ -1,0 +1,197 @@
+"""What speculation gains by distance and by the draft's speed: models that sleep, beside a simulation of events.
+
+    python -m benchmarks.simulate [--tokens 300] [--repeats 1] [--json FILE] [--plot FILE.png]
+
+Each pair of speeds at each distance is run in every mode through the loop, the policy, the sessions and the schedulers
+of the services, in one process; only the models and the line to the draft are scripted (`benchmarks.scripted`).
+Printed: speed over the target alone, in that run, and in brackets the part of the event simulation that it reaches.
+The automatic mode is measured behind `LEARNING` tokens more, on which it learns, as it would from other requests.
+"""
+
+import argparse
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import aclosing, closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import perf_counter
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import scripted
+from benchmarks.scripted import Pair
+from bridge.estimates import Estimates
+from bridge.lead import Lead
+from bridge.policy import Mode, Policy, SpeculationParameters
+from bridge.ports import Drafter
+from bridge.speculation import Speculation
+from bridge.suffix import SuffixDrafter
+from bridge.tape import Tape
+from bridge.vocabulary import Rendering
+from services.draft.session import DraftSession
+from services.engine.scheduler import Scheduler
+from services.target.session import TargetSession
+
+PAIRS = (Pair(40, 4, 0.8), Pair(30, 7, 0.6), Pair(10, 1, 0.6), Pair(10, 10, 0.5))
+ROUND_TRIPS = (0, 10, 50, 100)
+MODES = (Mode.LOCKSTEP, Mode.OPPORTUNISTIC, Mode.AUTO)
+LOCKSTEP_TOKENS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+# The patience that a simulation may choose from, in tokens of the draft; and the most candidates of a forward.
+PATIENCE = (0.0, 1.5, 4.0)
+WIDTH = 12
+SEED = 1
+# Tokens that the automatic mode has before it is measured.
+LEARNING = 1200
+
+
+def main() -> None:
+    """Runs the laboratory."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="needs matplotlib")
+    arguments = parser.parse_args()
+    rows = []
+    for pair in PAIRS:
+        for round_trip in ROUND_TRIPS:
+            rows.append(_row(replace(pair, round_trip_ms=round_trip), arguments.tokens))
+            Console(stderr=True).print(f"[dim]{rows[-1]}[/]")
+    Console(width=110).print(_table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    if arguments.plot:
+        _plot(rows, arguments.plot)
+
+
+def _row(pair: Pair, tokens: int) -> dict[str, object]:
+    """Speeds of every mode over the target alone, measured and simulated."""
+    found: dict[str, object] = asdict(pair)
+    count = min(range(len(LOCKSTEP_TOKENS)), key=lambda index: lockstep_ms(pair, LOCKSTEP_TOKENS[index]))
+    alone = asyncio.run(measure(pair, Mode.OFF, tokens))
+    found["simulated_lockstep"] = pair.verify_ms / lockstep_ms(pair, LOCKSTEP_TOKENS[count])
+    ahead = [pair.verify_ms / two_runners_ms(pair, patience * pair.draft_ms) for patience in PATIENCE]
+    found["simulated_opportunistic"] = ahead[0]
+    found["simulated_auto"] = max(1.0, *ahead)
+    for mode in MODES:
+        assistant = LOCKSTEP_TOKENS[count] if mode is Mode.LOCKSTEP else None
+        found[mode.value] = alone / asyncio.run(measure(pair, mode, tokens, assistant))
+    return found
+
+
+async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | None = None) -> float:
+    """Milliseconds of a token behind the first."""
+    model = scripted.model()
+    prompt = scripted.text(SEED, 64)
+    learning = LEARNING if mode is Mode.AUTO else 0
+    schedulers = [
+        Scheduler(lambda engine=engine: engine) for engine in scripted.engines(pair, SEED, 64 + LEARNING + tokens)
+    ]  # type: ignore[misc]
+    try:
+        with (
+            closing(TargetSession(model, schedulers[0], scripted.sampler())) as target,
+            closing(DraftSession(model, schedulers[1], scripted.sampler())) as session,
+        ):
+            draft: Drafter | None = None if mode is Mode.OFF else scripted.Distant(session, pair.round_trip_ms)
+            tape, estimates = Tape(model.vocabulary, prompt), Estimates()
+            # The user's number of tokens ahead is for lockstep; running ahead takes as many as the distance asks for.
+            if mode is Mode.OPPORTUNISTIC:
+                assistant_tokens = min(64, int((pair.round_trip_ms + pair.verify_ms) / pair.draft_ms) + 5)
+            policy = Policy(SpeculationParameters(mode, assistant_tokens), estimates, estimates.trial("scripted"))
+            lead = Lead(model, Rendering(list(prompt), 0, model.vocabulary.spell(prompt))) if draft else None
+            suffix = SuffixDrafter(model.vocabulary.spell(prompt)) if policy.automatic else None
+            loop = Speculation(model, tape, target, draft, lead, policy, suffix=suffix)
+            started, from_token = 0.0, 0
+            async with aclosing(loop.run(learning + tokens)) as passes:
+                async for _ in passes:
+                    if not started and tape.generated_token_count > learning:
+                        started, from_token = perf_counter(), tape.generated_token_count
+            expected = scripted.text(SEED, 64 + tape.generated_token_count)
+            assert list(tape.ids) == expected, "the text is not the target's own"
+            return 1000 * (perf_counter() - started) / (tape.generated_token_count - from_token)
+    finally:
+        for scheduler in schedulers:
+            scheduler.close()
+
+
+def lockstep_ms(pair: Pair, count: int) -> float:
+    """Milliseconds of a token in lockstep with so many tokens of the draft, in closed form (Leviathan et al.)."""
+    tokens = sum(pair.acceptance**index for index in range(count + 1))
+    return (pair.forward_ms(count + 1) + count * pair.draft_ms + pair.round_trip_ms) / tokens
+
+
+def two_runners_ms(pair: Pair, patience_ms: float, tokens: int = 20_000) -> float:
+    """Milliseconds of a token where draft and target both run and the target waits so long at most: event by event.
+
+    The bridge stands beside the target. The draft's word is heard half a round trip after it is said; where it was
+    wrong, or was overtaken, it hears half a round trip later and begins anew.
+    """
+    half = pair.round_trip_ms / 2
+    now, committed = 0.0, 0
+    begin, first_ms = 0, half + pair.draft_ms + half  # the epoch's first token, and when it is heard
+    while committed < tokens:
+        while True:
+            heard = int((now - first_ms) // pair.draft_ms) + 1 if now >= first_ms else 0
+            ready = begin + heard - committed
+            if ready > 0 or patience_ms == 0:
+                break
+            comes = first_ms + (committed - begin) * pair.draft_ms
+            if comes > now + patience_ms:
+                now += patience_ms
+                break
+            now = comes
+        taken = max(0, min(ready, WIDTH))
+        right = 0
+        while right < taken and scripted.is_right(SEED, committed + right, pair.acceptance):
+            right += 1
+        start, committed = committed, committed + right + 1
+        now += pair.forward_ms(taken + 1)
+        said = begin + (int((now - first_ms) // pair.draft_ms) + 1 if now >= first_ms else 0)
+        wrong = any(not scripted.is_right(SEED, place, pair.acceptance) for place in range(start, min(said, committed)))
+        if wrong or first_ms + (committed - begin) * pair.draft_ms > now + 2 * half + pair.draft_ms:
+            begin, first_ms = committed, now + half + pair.draft_ms + half
+    return now / committed
+
+
+def _table(rows: Sequence[dict[str, object]]) -> Table:
+    table = Table(
+        "verify, draft, accepted", "round trip", *(mode.value for mode in MODES), title="speed over the target alone "
+        "(part of the simulation's)", box=box.SIMPLE,
+    )  # fmt: skip
+    for row in rows:
+        cells = [f"{row[mode.value]:.2f} ({row[mode.value] / row[f'simulated_{mode.value}']:.2f})" for mode in MODES]  # type: ignore[operator]
+        label = f"{row['verify_ms']:g} ms, {row['draft_ms']:g} ms, {row['acceptance']:g}"
+        table.add_row(label, f"{row['round_trip_ms']:g} ms", *cells)
+    return table
+
+
+def _plot(rows: Sequence[dict[str, object]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(PAIRS), figsize=(4 * len(PAIRS), 3.6), sharex=True)
+    colors = {Mode.LOCKSTEP: "tab:orange", Mode.OPPORTUNISTIC: "tab:blue", Mode.AUTO: "tab:green"}
+    for axis, pair in zip(axes, PAIRS, strict=True):
+        own = [row for row in rows if (row["verify_ms"], row["draft_ms"]) == (pair.verify_ms, pair.draft_ms)]
+        distances = [row["round_trip_ms"] for row in own]
+        for mode in MODES:
+            axis.plot(distances, [row[mode.value] for row in own], "o-", color=colors[mode], label=mode.value)
+            axis.plot(distances, [row[f"simulated_{mode.value}"] for row in own], ":", color=colors[mode])
+        axis.axhline(1.0, color="gray", linewidth=0.8)
+        axis.set_title(
+            f"verify {pair.verify_ms:g} ms, draft {pair.draft_ms:g} ms, {pair.acceptance:.0%} right", fontsize=9
+        )
+        axis.set_xlabel("round trip to the draft, ms")
+        axis.set_ylim(bottom=0)
+    axes[0].set_ylabel("speed over the target alone")
+    axes[0].legend(title="dotted: simulated", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
