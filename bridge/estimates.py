@@ -142,7 +142,7 @@ class _Way:
 
     speed: Average = field(default_factory=lambda: Average(0.0))
     interval: int = _AGAIN
-    due: int = 0
+    due: int = _AGAIN
 
 
 @dataclass

@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter_ns
 
 from bridge.errors import (
@@ -29,7 +29,7 @@ from bridge.models import Model
 from bridge.policy import Mode, Policy, SpeculationParameters
 from bridge.ports import Drafter, FinishReason, Logprob, Pass, Verifier
 from bridge.sampling import SamplingParameters
-from bridge.speculation import Speculation, Statistics
+from bridge.speculation import Source, Speculation, Statistics
 from bridge.suffix import SuffixDrafter
 from bridge.tape import Tape
 from bridge.templates import Chat, end_of_turn, render_chat, render_ids_for, render_text_for
@@ -64,11 +64,16 @@ class Started:
 
 @dataclass(frozen=True)
 class Delta:
-    """More text, and the ids committed since the last delta."""
+    """More text, and the ids committed since the last delta.
+
+    About the first `accepted_byte_count` bytes of it were proposed, by `source`.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: Sequence[Logprob] = ()
+    accepted_byte_count: int = 0
+    source: Source = Source.NOBODY
 
 
 @dataclass(frozen=True)
@@ -195,7 +200,7 @@ async def generate(
             delta = _delta(model, text, event, ended, final=finish_reason is not None)
             sent += len(delta.token_ids)
             sent_bytes += len(model.vocabulary.spell(delta.token_ids))
-            yield delta
+            yield _attributed(model, delta, event, speculation.source)
             if text.stopped:
                 finish_reason = FinishReason.STOP
                 break
@@ -211,6 +216,14 @@ async def generate(
         mode=Mode.OFF if speculation.alone and suffix is None else policy.mode,
         statistics=speculation.statistics,
     )
+
+
+def _attributed(model: Model, delta: Delta, event: Pass, source: Source) -> Delta:
+    """With what of it candidates said."""
+    accepted = len(model.vocabulary.spell(event.token_ids[: event.accepted_token_count]))
+    if accepted == 0:
+        return delta
+    return replace(delta, accepted_byte_count=min(accepted, len(delta.text.encode())), source=source)
 
 
 def _delta(model: Model, text: TextStream, event: Pass, ended: bool, final: bool) -> Delta:

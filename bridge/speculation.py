@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from time import perf_counter_ns
 from typing import Any
 
@@ -30,6 +31,14 @@ _log = logging.getLogger(__name__)
 
 # Candidates from the text are sent for so many forwards, and a token of them is taken to have as many bytes at most.
 _FORWARDS, _TOKEN_BYTES = 3, 8
+
+
+class Source(Enum):
+    """Who proposed the candidates of a forward."""
+
+    NOBODY = "nobody"
+    DRAFT = "draft"
+    TEXT = "text"
 
 
 @dataclass
@@ -76,13 +85,17 @@ class Speculation:
         end: int | None = None,
         suffix: SuffixDrafter | None = None,
     ) -> None:
-        """`end`: what the target says where the draft ends the text; its end of text if None."""
+        """`end`: what the target says where the draft ends the text; its end of text if None.
+
+        `source`: who proposed what the last pass accepted.
+        """
         self._model, self._tape, self._policy = model, tape, policy
         self._end = next(iter(model.special_ids.eos), None) if end is None else end
         self._target, self._draft, self._lead = target, draft, lead
         self._suffix = suffix
         self._offered: list[int] = []
         self._match_length = 0
+        self.source = Source.NOBODY
         self._granted = (0, 0)
         self._passed_ns = self._heard_ns = self._synced_ns = 0
         self.statistics = Statistics()
@@ -242,6 +255,7 @@ class Speculation:
         statistics.num_drafts += event.candidate_token_count > 0
         statistics.num_draft_tokens += event.candidate_token_count
         statistics.num_accepted_tokens += len(accepted)
+        self.source = Source.NOBODY if not accepted else Source.TEXT if self._match_length else Source.DRAFT
         if self._match_length:
             statistics.num_suffix_draft_tokens += event.candidate_token_count
             statistics.num_suffix_accepted_tokens += len(accepted)

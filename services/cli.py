@@ -366,6 +366,9 @@ def _fail(message: str) -> NoReturn:
 def main() -> None:
     """The command's entry: errors of ours become a message and exit status 1."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # They tell of every kernel that they have for other devices, as soon as transformers looks for them.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     # The library's progress bars and advice are not ours to show.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:

@@ -13,6 +13,14 @@ from services.model.store import resolve
 from services.processes import fleet
 
 PROMPT = "The planets of the solar system, in order from the Sun, are"
+# What the bridge learns on, before it is timed.
+LEARNT_ON, LEARNT = "The seven days of the week are", 120
+STYLES = {
+    bridge_pb2.CANDIDATE_SOURCE_UNSPECIFIED: "",
+    bridge_pb2.CANDIDATE_SOURCE_DRAFT: "green",
+    bridge_pb2.CANDIDATE_SOURCE_TEXT: "cyan",
+}
+LEGEND = "plain: the target's own · [green]green: the draft's[/] · [cyan]cyan: from the text itself[/]"
 
 
 def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str, report: Callable[[str], None]) -> None:
@@ -21,16 +29,20 @@ def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str,
     for model in (target, draft):
         resolve(model, report)
     report("starting a target, a draft and a bridge")
+    # The target has the whole machine, alone and with a draft; the draft takes half of it where that pays.
     threads = str(max(1, (os.cpu_count() or 1) // 2))
-    options = ("--threads", threads)
     with (
-        # float32, so that the two texts below can be compared byte for byte.
-        fleet(target, draft, target_options=(*options, "--dtype", "float32"), draft_options=options) as running,
+        # Deterministic, so that the two texts below can be compared byte for byte.
+        fleet(target, draft, target_options=("--deterministic",), draft_options=("--threads", threads)) as running,
         Client(running.bridge) as client,
     ):
         report(f"target {target} at {running.target}, draft {draft} at {running.draft}, bridge at {running.bridge}")
         for mode in ("off", "auto"):  # the first call of each is slower and tells nothing
             client.generate(prompt, max_tokens=4, speculation=mode)
+        report("learning what pays here, on another prompt")
+        client.generate(LEARNT_ON, max_tokens=LEARNT)
+        console.print()
+        console.print(LEGEND, style="dim")
         console.print()
         console.print(prompt, style="dim", end="", soft_wrap=True, markup=False, highlight=False)
         together = _stream(console, client, prompt, max_tokens)
@@ -40,10 +52,8 @@ def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str,
     console.print(_table(together, alone, target, draft))
     if together.text == alone.text:
         console.print("The two texts are the same, byte for byte.")
-        console.print(
-            f"[dim]float32 target, {threads} of {os.cpu_count()} cores for each model; a target alone could have all. "
-            "Times vary from run to run.[/]"
-        )
+        console.print(f"What was chosen: {together.finished.speculation.choice}.", style="dim", highlight=False)
+        console.print("Times vary from run to run; `draftbridge demo --help` tells what to change.", style="dim")
     else:
         console.print("[bold red]The two texts differ. That is a bug: please report it with the prompt.[/]")
 
@@ -52,9 +62,19 @@ def _stream(console: Console, client: Client, prompt: str, max_tokens: int) -> G
     events = []
     for event in client.stream(prompt, max_tokens=max_tokens):
         if isinstance(event, bridge_pb2.GenerateDelta):
-            console.print(event.text, end="", soft_wrap=True, markup=False, highlight=False)
+            for part, source in _by_source(event):
+                console.print(part, style=STYLES[source], end="", soft_wrap=True, markup=False, highlight=False)
         events.append(event)
     return Generation.of(events)
+
+
+def _by_source(delta: bridge_pb2.GenerateDelta) -> list[tuple[str, "bridge_pb2.CandidateSource.ValueType"]]:
+    """A delta's text in two parts: what candidates said, and what the target did."""
+    data = delta.text.encode()
+    # A character that the border cuts belongs to the second part.
+    said = data[: delta.accepted_byte_count].decode(errors="ignore")
+    own = data[len(said.encode()) :].decode()
+    return [(said, delta.source), (own, bridge_pb2.CANDIDATE_SOURCE_UNSPECIFIED)]
 
 
 def _table(together: Generation, alone: Generation, target: str, draft: str) -> Table:
@@ -68,6 +88,7 @@ def _table(together: Generation, alone: Generation, target: str, draft: str) -> 
     row("tokens", lambda usage, _: str(usage.generated_token_count))
     row("target passes", lambda _, did: str(did.target_pass_count))
     row("accepted tokens", lambda _, did: f"{did.num_accepted_tokens} of {did.num_draft_tokens} candidates")
+    row("of the text itself", lambda _, did: f"{did.num_suffix_accepted_tokens} of {did.num_suffix_draft_tokens}")
     row("accepted bytes", lambda _, did: f"{did.accepted_byte_count} of {did.generated_byte_count} generated")
     row("time", lambda _, did: f"{did.elapsed_ns / 1e9:.2f} s")
     table.add_row("speed", *(f"{_speed(run):.1f} tokens/s" for run in (together, alone)))

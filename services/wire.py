@@ -13,6 +13,7 @@ from bridge.models import Model, SpecialIds
 from bridge.policy import Mode
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
 from bridge.sampling import SamplingParameters
+from bridge.speculation import Source
 from bridge.templates import Chat, Message
 from bridge.translation import Span
 from bridge.vocabulary import Vocabulary
@@ -32,6 +33,12 @@ _MODES = {
     bridge_pb2.Speculation.MODE_LOCKSTEP: Mode.LOCKSTEP,
     bridge_pb2.Speculation.MODE_OPPORTUNISTIC: Mode.OPPORTUNISTIC,
 }
+_SOURCES = {
+    Source.NOBODY: bridge_pb2.CANDIDATE_SOURCE_UNSPECIFIED,
+    Source.DRAFT: bridge_pb2.CANDIDATE_SOURCE_DRAFT,
+    Source.TEXT: bridge_pb2.CANDIDATE_SOURCE_TEXT,
+}
+
 _MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}
 
 
@@ -108,6 +115,10 @@ def read_mode(number: int) -> Mode:
 
 def write_mode(mode: Mode) -> bridge_pb2.Speculation.Mode.ValueType:
     return _MODE_NUMBERS[mode]
+
+
+def write_source(source: Source) -> bridge_pb2.CandidateSource.ValueType:
+    return _SOURCES[source]
 
 
 def read_model(message: model_pb2.Model, vocabulary: Vocabulary) -> Model:

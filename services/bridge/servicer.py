@@ -90,6 +90,8 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
                                 text=event.text,
                                 token_ids=event.token_ids,
                                 logprobs=wire.write_logprobs(event.logprobs),
+                                accepted_byte_count=event.accepted_byte_count,
+                                source=wire.write_source(event.source),
                             )
                         )
                     case Finished():

@@ -1,7 +1,6 @@
 """A causal language model of transformers: loaded, or refused with the reason; and the part of it that engines run."""
 
 import inspect
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,6 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from bridge.errors import UnusableModel
-
-# It tells of every kernel that it has for other devices.
-logging.getLogger("torchao").setLevel(logging.ERROR)
 
 # Kinds of layers that can be cut back to a length.
 _KINDS = {"full_attention", "sliding_attention"}

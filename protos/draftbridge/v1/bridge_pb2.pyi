@@ -22,6 +22,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _CandidateSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CandidateSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CandidateSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CANDIDATE_SOURCE_UNSPECIFIED: _CandidateSource.ValueType  # 0
+    """Nobody."""
+    CANDIDATE_SOURCE_DRAFT: _CandidateSource.ValueType  # 1
+    """The draft model."""
+    CANDIDATE_SOURCE_TEXT: _CandidateSource.ValueType  # 2
+    """The text itself: what followed where it said the same before."""
+
+class CandidateSource(_CandidateSource, metaclass=_CandidateSourceEnumTypeWrapper):
+    """Who proposed the candidates of a forward."""
+
+CANDIDATE_SOURCE_UNSPECIFIED: CandidateSource.ValueType  # 0
+"""Nobody."""
+CANDIDATE_SOURCE_DRAFT: CandidateSource.ValueType  # 1
+"""The draft model."""
+CANDIDATE_SOURCE_TEXT: CandidateSource.ValueType  # 2
+"""The text itself: what followed where it said the same before."""
+Global___CandidateSource: _TypeAlias = CandidateSource  # noqa: Y015
+
 @_typing.final
 class ChatMessage(_message.Message):
     """A message of a chat."""
@@ -350,8 +374,16 @@ class GenerateDelta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only."""
+    accepted_byte_count: _builtins.int
+    """Bytes at the beginning of `text` that accepted candidates stand for; near enough to show it, where a character is
+    made of several tokens.
+    """
+    source: Global___CandidateSource.ValueType
+    """Whose candidates they were."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The target's ids committed since the last delta. A character in several tokens makes them run
@@ -368,10 +400,12 @@ class GenerateDelta(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_sampling_pb2.TokenLogprobs] | None = ...,
+        accepted_byte_count: _builtins.int = ...,
+        source: Global___CandidateSource.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "logprobs", b"logprobs", "source", b"source", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
