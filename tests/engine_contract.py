@@ -36,6 +36,8 @@ FAMILIES = {
         vocab_size=120, max_position_embeddings=256, hidden_size=32, ffn_dim=48, num_hidden_layers=2,
         num_attention_heads=4, word_embed_proj_dim=32,
     ),
+    # A window that only the mask tells of.
+    "phimoe": transformers.PhimoeConfig(**LLAMA_LIKE, sliding_window=8, num_local_experts=4, pad_token_id=0),
     # Scores that are limited, and a score for nothing at all.
     "gemma2": transformers.Gemma2Config(
         **LLAMA_LIKE, head_dim=8, sliding_window=8, attn_logit_softcapping=0.5, query_pre_attn_scalar=8
@@ -71,6 +73,12 @@ def expected(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
     """Transformers' logits at every position."""
     with torch.inference_mode():
         return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
+
+
+def random_ids(seed: int, count: int) -> list[int]:
+    """Ids that differ, so that it matters which of them is seen."""
+    choose = random.Random(seed)
+    return [choose.randrange(1, 120) for _ in range(count)]
 
 
 def check_that_every_mode_says_the_same(engine: str, *, target_options: tuple[str, ...]) -> None:
@@ -134,7 +142,7 @@ class EngineContract:
     def test_greedy_text_is_that_of_generate_over_a_long_text(self, pair: tuple) -> None:
         """Longer than sliding windows are here."""
         model, engine = pair
-        prompt = [random.Random(0).randrange(1, 120) for _ in range(60)]
+        prompt = random_ids(0, 60)
         with torch.inference_mode():
             reference = model.generate(
                 torch.tensor([prompt]),
@@ -162,7 +170,7 @@ class EngineContract:
 
     def test_a_slot_can_be_filled_to_its_end(self, pair: tuple) -> None:
         model, engine = pair
-        ids = [random.Random(1).randrange(1, 120) for _ in range(engine.context_length)]
+        ids = random_ids(1, engine.context_length)
         engine.forward([Row(2, 0, tuple(ids[:-3]), len(ids) - 3)])
         logits = engine.forward([Row(2, len(ids) - 3, tuple(ids[-3:]), 2)])[0]
         np.testing.assert_allclose(logits[0], expected(model, ids)[-1], atol=self.tolerance)
@@ -177,8 +185,22 @@ class EngineContract:
             Row(0, 0, tuple([1] * 300), 299),
             Row(0, 250, tuple([1] * 7), 0),
             Row(0, 0, (), 0),
+            Row(0, 0, (1, 2), 3),
+            Row(0, 0, (1, 2), -1),
+            Row(1, 3, (10,), 0),
         ],
-        ids=["id", "negative id", "slot", "negative slot", "too long", "beyond the end", "nothing"],
+        ids=[
+            "id",
+            "negative id",
+            "slot",
+            "negative slot",
+            "too long",
+            "beyond the end",
+            "nothing",
+            "logits of none",
+            "negative logits",
+            "twice",
+        ],
     )
     def test_what_cannot_be_is_refused_and_does_no_harm(self, pair: tuple, row: Row) -> None:
         model, engine = pair
@@ -187,6 +209,15 @@ class EngineContract:
             engine.forward([Row(1, 3, (10,), 0), row])
         after = engine.forward([Row(1, 3, (10,), 0)])[0]
         np.testing.assert_allclose(after[0], expected(model, [7, 8, 9, 10])[-1], atol=self.tolerance)
+
+    def test_no_row_at_all_is_refused(self, pair: tuple) -> None:
+        with pytest.raises(ValueError, match="row"):
+            pair[1].forward([])
+
+    @pytest.mark.parametrize(("source", "target", "count"), [(3, 0, 1), (0, 3, 1), (-1, 0, 1), (0, 0, 1), (0, 1, 257)])
+    def test_a_copy_that_cannot_be_is_refused(self, pair: tuple, source: int, target: int, count: int) -> None:
+        with pytest.raises(ValueError, match="copy"):
+            pair[1].copy(source, target, count)
 
     def test_it_says_who_it_is(self, pair: tuple) -> None:
         _, engine = pair

@@ -15,11 +15,14 @@ from tests.engine_contract import (
     EngineContract,
     check_that_every_mode_says_the_same,
     expected,
+    random_ids,
     saved,
 )
 
 # An extra that is built from source; `make test-engines` installs it and runs this file.
 pytest.importorskip("llama_cpp", reason="the llamacpp extra is not installed: make test-engines")
+
+import llama_cpp
 
 from services.engine.llamacpp_engine import LlamaCppEngine
 
@@ -63,6 +66,25 @@ def test_slots_in_any_order_and_with_gaps(pair: tuple) -> None:
     np.testing.assert_allclose(first, expected(model, [1, 2, 3, 12])[3:], atol=5e-3)
     between = engine.forward([Row(1, 4, (13,), 0)])[0]
     np.testing.assert_allclose(between, expected(model, [4, 5, 6, 7, 13])[4:], atol=5e-3)
+
+
+def test_what_fills_a_gap_is_cut_off_again(pair: tuple) -> None:
+    _, engine = pair
+    for slot in range(3):
+        engine.forward([Row(slot, 0, (1, 2, 3), 3)])
+    engine.forward([Row(2, 3, (4,), 0), Row(0, 3, (4,), 0)])
+    lengths = [llama_cpp.llama_memory_seq_pos_max(engine._memory, slot) + 1 for slot in range(3)]
+    assert lengths == [4, 3, 4]
+
+
+def test_a_forward_of_more_tokens_than_go_through_at_a_time(tmp_path: Path) -> None:
+    model = saved(transformers.LlamaConfig(**LLAMA_LIKE | {"max_position_embeddings": 1024}), tmp_path)
+    gguf.write(model, tmp_path / "model.gguf")
+    engine = LlamaCppEngine(tmp_path / "model.gguf", threads=2, slot_count=3)
+    texts = [random_ids(seed, 700) for seed in range(3)]
+    tables = engine.forward([Row(slot, 0, tuple(text), 0) for slot, text in enumerate(texts)])
+    for text, logits in zip(texts, tables, strict=True):
+        np.testing.assert_allclose(logits, expected(model, text), atol=2e-2)
 
 
 @pytest.mark.models

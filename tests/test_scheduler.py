@@ -56,6 +56,16 @@ async def after(scheduler: Scheduler, ids: Sequence[int], extra: Sequence[int] =
     return (await sequence.forward(extra, np.array)).value
 
 
+async def drop(scheduler: Scheduler, ids: Sequence[int]) -> np.ndarray:
+    """The same, of one that is closed."""
+    sequence = CachedSequence(scheduler)
+    sequence.replace(0, ids)
+    try:
+        return (await sequence.forward((), np.array)).value
+    finally:
+        sequence.close()
+
+
 def ids(count: int, seed: int = 0) -> list[int]:
     chance = random.Random(seed)
     return [chance.randrange(20, 200) for _ in range(count)]
@@ -120,10 +130,41 @@ async def test_load_squeezes_out_candidates_never_tokens() -> None:
 
     assert await widths(1) == [12]
     crowded = await widths(16)
-    assert min(crowded) >= 0
     full = [rows for rows in engine.forwards if len(rows) == 16]
     assert all(sum(len(row.token_ids) for row in rows) <= 64 for rows in full)
     assert sum(crowded) < 12 * 16
+    # Shared out evenly: nobody gets all of it.
+    assert max(crowded) <= 12
+    assert sorted(crowded)[8] <= sorted(crowded)[-1] <= sorted(crowded)[8] + 9
+    scheduler.close()
+
+
+async def test_prompts_share_a_chunk_evenly() -> None:
+    engine = Watched()
+    engine.gate.clear()
+    scheduler = Scheduler(lambda: engine)
+    first = asyncio.create_task(after(scheduler, ids(6, 9)))
+    await asyncio.to_thread(eventually, lambda: bool(engine.forwards))
+    reading = [asyncio.create_task(after(scheduler, ids(1500, seed))) for seed in (1, 2, 3)]
+    await asyncio.sleep(0.05)
+    engine.gate.set()
+    await asyncio.gather(first, *reading)
+    together = [rows for rows in engine.forwards if len(rows) == 3]
+    assert [len(row.token_ids) for row in together[0]] == [170, 171, 171]
+    scheduler.close()
+
+
+async def test_a_slot_whose_forward_failed_is_not_trusted() -> None:
+    """The forward died when it had written half of its tokens."""
+    engine = Watched(slot_count=1)
+    scheduler = Scheduler(lambda: engine)
+    good = ids(40, 1)
+    await drop(scheduler, good)
+    with pytest.raises(EngineFailure):
+        await drop(scheduler, [*good, Watched.poison])
+    engine._cache[0] = [99] * 40
+    np.testing.assert_array_equal((await drop(scheduler, [*good, 50]))[-1], engine.logits([*good, 50]))
+    assert engine.forwards[-1][0].keep == 0
     scheduler.close()
 
 
@@ -220,6 +261,73 @@ async def test_what_is_cancelled_leaves_the_batch() -> None:
     engine.gate.set()
     np.testing.assert_array_equal((await after(scheduler, ids(6, 1)))[-1], engine.logits(ids(6, 1)))
     assert engine.token_count < 4000
+    scheduler.close()
+
+
+async def test_what_is_cancelled_leaves_the_batch_also_while_its_sequence_stays() -> None:
+    engine = Watched(slot_count=2)
+    scheduler = Scheduler(lambda: engine)
+    sequence = CachedSequence(scheduler)
+    sequence.replace(0, ids(4000))
+    engine.gate.clear()
+    reading = asyncio.create_task(sequence.forward((), len))
+    await asyncio.to_thread(eventually, lambda: bool(engine.forwards))
+    reading.cancel()
+    await asyncio.sleep(0.02)
+    engine.gate.set()
+    for _ in range(20):  # in which the other one would get on
+        await drop(scheduler, ids(6, 1))
+    assert engine.token_count < 1000
+    scheduler.close()
+
+
+async def test_idle_sequences_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them there are; and each goes on when it likes."""
+    monkeypatch.setattr("services.engine.scheduler._IDLE_NS", 10_000_000)
+    engine = Watched(slot_count=1)
+    scheduler = Scheduler(lambda: engine, queue_limit=1)
+    idle = []
+    for seed in range(6):
+        sequence = CachedSequence(scheduler)
+        sequence.replace(0, ids(5, seed))
+        await asyncio.wait_for(sequence.forward((), len), 5)
+        idle.append(sequence)
+    for seed, sequence in enumerate(idle):
+        sequence.accept((7,), 0)
+        result = await asyncio.wait_for(sequence.forward((), np.array), 5)
+        np.testing.assert_array_equal(result.value[-1], engine.logits([*ids(5, seed), 7]))
+    for sequence in idle:
+        sequence.close()
+    assert scheduler.free_slot_count == 1
+    assert not scheduler._evicted
+    scheduler.close()
+
+
+@pytest.mark.parametrize("shared", [0, 1, 20])
+async def test_prompts_in_turn_each_keep_their_cache(shared: int) -> None:
+    """Also where all begin alike, with a control token or the head of a chat."""
+    engine = Watched(slot_count=3)
+    scheduler = Scheduler(lambda: engine)
+    prompts = [[*ids(shared), *ids(500, seed)] for seed in (1, 2)]
+    for _ in range(3):
+        for prompt in prompts:
+            await drop(scheduler, prompt)
+    assert engine.token_count <= sum(map(len, prompts)) + 4
+    scheduler.close()
+
+
+async def test_the_cache_that_was_used_least_recently_goes_first() -> None:
+    engine = Watched(slot_count=3)
+    scheduler = Scheduler(lambda: engine)
+    for seed in (1, 2, 3, 1, 4):  # the fourth takes the place of the second
+        await drop(scheduler, ids(100, seed))
+    before = engine.token_count
+    assert before == 401
+    for seed in (1, 3, 4):
+        await drop(scheduler, ids(100, seed))
+    assert engine.token_count == before + 3
+    await drop(scheduler, ids(100, 2))
+    assert engine.token_count == before + 103
     scheduler.close()
 
 

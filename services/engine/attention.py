@@ -98,7 +98,12 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls. Shapes as in `Attention.attend`."""
+    """What transformers calls. Shapes as in `Attention.attend`. Raises ValueError for a mask of the model's own."""
+    if attention_mask is not None:
+        if attention_mask.shape[2] != 0:
+            raise ValueError("it makes masks of its own")
+        # Some models tell of a window in the mask only.
+        sliding_window = attention_mask.shape[3]
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     out = torch.ops.draftbridge.attend(
         query, key, value, module.layer_idx, sliding_window or 0, float(scaling), softcap, s_aux
@@ -106,9 +111,10 @@ def attend(
     return out, None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """What is behind the operator sees to it."""
+def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor:
+    """What is behind the operator masks; a tensor of no elements tells the window, by its shape [1, 1, 0, window]."""
+    return torch.empty(1, 1, 0, local_size or 0)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _no_mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _window)

@@ -1,5 +1,6 @@
 """What an engine is."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -74,19 +75,40 @@ class Engine(Protocol):
         ...
 
     def copy(self, source: int, target: int, token_count: int) -> None:
-        """Puts the first so many tokens of one slot's cache into another, whose own are dropped."""
+        """Puts the first so many tokens of one slot's cache into another, whose own are dropped.
+
+        Raises ValueError for what cannot be. That a slot holds so many tokens is for the caller to see to, here and in
+        `forward`.
+        """
         ...
 
 
 def check(engine: Engine, rows: Sequence[Row]) -> None:
     """Raises ValueError for rows that the engine cannot run."""
+    if not rows or len({row.slot for row in rows}) < len(rows):
+        raise ValueError("no row, or two rows for a slot")
     for row in rows:
         if not 0 <= row.slot < engine.slot_count:
             raise ValueError(f"a row for slot {row.slot} of {engine.slot_count}")
+        if not 0 <= row.logits_from <= len(row.token_ids):
+            raise ValueError(f"a row with logits from {row.logits_from} of {len(row.token_ids)} tokens")
         if not row.token_ids or not 0 <= row.keep <= engine.context_length - len(row.token_ids):
             raise ValueError(f"a row of {len(row.token_ids)} tokens behind {row.keep} of {engine.context_length}")
         if not 0 <= min(row.token_ids) <= max(row.token_ids) < engine.vocabulary_size:
             raise ValueError(f"a row with an id outside {engine.vocabulary_size}")
+
+
+def check_copy(engine: Engine, source: int, target: int, token_count: int) -> None:
+    """Raises ValueError for a copy that the engine cannot make."""
+    if not (0 <= source < engine.slot_count and 0 <= target < engine.slot_count and source != target):
+        raise ValueError(f"a copy from slot {source} to {target} of {engine.slot_count}")
+    if not 0 <= token_count <= engine.context_length:
+        raise ValueError(f"a copy of {token_count} tokens of {engine.context_length}")
+
+
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def by_row(table: Logits, rows: Sequence[Row]) -> list[Logits]:

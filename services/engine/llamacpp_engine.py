@@ -20,7 +20,7 @@ from gguf import LlamaFileType
 
 from bridge.errors import UnusableModel
 from bridge.sampling import Logits
-from services.engine.engine import Row, by_row, check, slot_room
+from services.engine.engine import Row, by_row, check, check_copy, core_count, slot_room
 
 try:
     import llama_cpp
@@ -115,6 +115,7 @@ class LlamaCppEngine:
 
     def copy(self, source: int, target: int, token_count: int) -> None:
         """See `Engine.copy`."""
+        check_copy(self, source, target, token_count)
         llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
         # Between two buffers only the whole of one can be copied.
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
@@ -161,8 +162,8 @@ class LlamaCppEngine:
         options.n_ctx = length * self.slot_count
         options.n_seq_max = self.slot_count
         options.n_batch, options.n_ubatch = _BATCH, _UBATCH
-        if threads is not None:
-            options.n_threads = options.n_threads_batch = threads
+        # By itself it takes four, whatever the machine has.
+        options.n_threads = options.n_threads_batch = threads or core_count()
         # The whole text also where a layer looks at a window only: what was cut back to must still be there.
         options.swa_full = True
         # A buffer for each sequence, or attention would go over those of all.

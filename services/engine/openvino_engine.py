@@ -5,7 +5,6 @@ tokens of them count is said anew with each forward, so rolling back is saying l
 share a forward.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from bridge.errors import UnusableModel
 from bridge.sampling import Logits
-from services.engine.engine import Row, by_row, check, slot_room
+from services.engine.engine import Row, by_row, check, check_copy, core_count, slot_room
 
 try:
     import openvino as ov
@@ -102,6 +101,7 @@ class OpenVinoEngine:
 
     def copy(self, source: int, target: int, token_count: int) -> None:
         """See `Engine.copy`."""
+        check_copy(self, source, target, token_count)
         count = len(self._blocks(source, token_count))
         for tensor in self._caches:
             shape = list(tensor.shape)[1:]
@@ -170,7 +170,7 @@ def _options(
         options["INFERENCE_NUM_THREADS"] = threads
     fast = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     # OpenVINO 2026.4 divides by zero there, which ends the process; and its float16 makes NaN of small models.
-    alone = (threads or os.cpu_count()) == 1
+    alone = min(threads or core_count(), core_count()) == 1
     if dtype == "float16" or (dtype == "bfloat16" and alone):
         raise UnusableModel(
             "OpenVINO does not compute in float16 on CPUs reliably, nor in bfloat16 with one thread: use --dtype "

@@ -88,7 +88,9 @@ class Scheduler:
     def __init__(self, open_engine: Callable[[], Engine], queue_limit: int = 64) -> None:
         self.queue_limit = queue_limit
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Who has a slot or waits for one, and who lost it to one that waited.
         self._holders: set[object] = set()
+        self._evicted: set[object] = set()
         self._lock = threading.Lock()
         self._closed = False
         # What follows belongs to the thread.
@@ -122,8 +124,11 @@ class Scheduler:
         with self._lock:
             if self._closed:
                 raise EngineFailure("the model's thread has died: restart this server")
-            if holder not in self._holders and len(self._holders) >= self.engine.slot_count + self.queue_limit:
+            # One that lost its slot while it was idle is in the middle of a text: it may wait with the others.
+            new = holder not in self._holders and holder not in self._evicted
+            if new and len(self._holders) >= self.engine.slot_count + self.queue_limit:
                 raise SlotsExhausted(self.engine.slot_count, self.queue_limit)
+            self._evicted.discard(holder)
             self._holders.add(holder)
             self._inbox.put(lambda: self._jobs.append(job))
         return await future
@@ -131,6 +136,7 @@ class Scheduler:
     def release(self, holder: object) -> None:
         """Gives up a sequence's slot, or its wait for one."""
         with self._lock:
+            self._evicted.discard(holder)
             if holder not in self._holders:
                 return
             self._holders.discard(holder)
@@ -216,7 +222,11 @@ class Scheduler:
         place = self._slots.place(job.ids)
         if place is None:
             busy = {one.holder for one in self._jobs}
-            self._slots.evict(busy, perf_counter_ns() - _IDLE_NS)
+            idle = self._slots.evict(busy, perf_counter_ns() - _IDLE_NS)
+            with self._lock:
+                if idle in self._holders:
+                    self._holders.discard(idle)
+                    self._evicted.add(idle)
             place = self._slots.place(job.ids)
         if place is None:
             return False

@@ -54,13 +54,17 @@ class Slots:
         if not free:
             return None
         common = {slot.index: slot.common(ids) for slot in self._slots}
+        source = max(self._slots, key=lambda slot: common[slot.index])
         # Of equals the least recently used one.
         best = max(free, key=lambda slot: (common[slot.index], -slot.used_ns))
-        source = max(self._slots, key=lambda slot: common[slot.index])
-        if common[source.index] < common[best.index] + LEAST_COPIED:
+        goes_on = 0 < best.length <= 2 * common[best.index]
+        if goes_on and common[source.index] < common[best.index] + LEAST_COPIED:
             return Place(best, common[best.index])
-        # The copy goes where the least is lost.
-        target = min((slot for slot in free if slot is not source), key=lambda slot: (slot.length > 0, slot.used_ns))
+        # A text of its own, be its beginning a common one, goes where the least is lost.
+        copied = source if common[source.index] >= LEAST_COPIED else None
+        target = min(free, key=lambda slot: (slot is copied, slot.length > 0, slot.used_ns))
+        if common[source.index] < common[target.index] + LEAST_COPIED:
+            return Place(target, common[target.index])
         return Place(target, common[source.index], source)
 
     def take(self, slot: Slot, holder: object, ids: Sequence[int], length: int) -> None:
@@ -69,11 +73,17 @@ class Slots:
         slot.holder = holder
         self.hold(slot, ids, length)
 
-    def evict(self, busy: Container[object], before_ns: int) -> None:
-        """Frees the slot that was used least recently, if that was before then and its holder is not busy."""
+    def evict(self, busy: Container[object], before_ns: int) -> object:
+        """Frees the slot that was used least recently, if that was before then and its holder is not busy.
+
+        Returns who had it, None if there is no such slot.
+        """
         idle = [slot for slot in self._slots if slot.used_ns < before_ns and slot.holder not in busy]
-        if idle:
-            min(idle, key=lambda slot: slot.used_ns).holder = None
+        if not idle:
+            return None
+        slot = min(idle, key=lambda slot: slot.used_ns)
+        holder, slot.holder = slot.holder, None
+        return holder
 
     def hold(self, slot: Slot, ids: Sequence[int], length: int) -> None:
         """Takes note of what a slot's cache holds."""

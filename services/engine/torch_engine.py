@@ -13,7 +13,7 @@ import torch
 from bridge.errors import UnusableModel
 from bridge.sampling import Logits
 from services.engine.attention import ATTENTION, using
-from services.engine.engine import Row, by_row, check, slot_room
+from services.engine.engine import Row, by_row, check, check_copy, slot_room
 from services.engine.proof import Proof
 from services.engine.torch_cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engine.torch_fast import CompiledForwards, FastForwards, GraphForwards
@@ -113,6 +113,7 @@ class TorchEngine:
     @torch.inference_mode()
     def copy(self, source: int, target: int, token_count: int) -> None:
         """See `Engine.copy`."""
+        check_copy(self, source, target, token_count)
         self._caches.copy(source, target, token_count)
 
     def _make_room(self, cache_byte_limit: int) -> None:

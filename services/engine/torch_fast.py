@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
 from io import StringIO
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch._inductor import config
@@ -22,6 +22,8 @@ from services.engine.torch_model import TokenLogits
 # Tokens of a compiled forward. Eight cost a quarter more than one, the rest of the way is flat.
 _COMPILED_WIDTHS = (1, 8, 16)
 _GRAPH_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+# Tokens by places of a recorded forward: each token gets a copy of its slot's keys and values.
+_LARGEST = 1 << 16
 _COMPILER = {
     # Weights are rearranged once, for the processor's matrix units, by whichever kernel turns out to be the fastest.
     "freezing": True,
@@ -82,14 +84,15 @@ class GraphForwards:
         while lengths[-1] < caches.capacity:
             lengths.append(min(2 * lengths[-1], caches.capacity))
         self._lengths = lengths
+        self._pool: Any = None
         self._recorded: dict[tuple[int, int], tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
     def run(self, rows: Sequence[Row], ids: list[int], positions: list[int], wanted: list[int]) -> torch.Tensor | None:
         """See `FastForwards`."""
         width = next((width for width in _GRAPH_WIDTHS if width >= len(ids)), None)
-        if width is None:
-            return None
         length = self._lengths[bisect_left(self._lengths, max(positions) + 1)]
+        if width is None or width * length > _LARGEST:
+            return None
         slots = [row.slot for row in rows for _ in row.token_ids]
         # Filled up with the last token once more: it writes the same to the same place.
         lists = (ids, positions, slots, wanted or [0])
@@ -112,7 +115,9 @@ class GraphForwards:
         if self._device.type != "cuda":
             return inputs, forward
         try:
-            return inputs, _graph(forward)
+            if self._pool is None:  # one for all, because only one of them runs at a time
+                self._pool = torch.cuda.graph_pool_handle()
+            return inputs, _graph(forward, self._pool)
         except Exception as error:
             raise UnusableModel(
                 f"the model's forward could not be recorded as a CUDA graph ({type(error).__name__}: "
@@ -120,8 +125,8 @@ class GraphForwards:
             ) from error
 
 
-def _graph(forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """A forward, recorded."""
+def _graph(forward: Callable[[], torch.Tensor], pool: Any) -> Callable[[], torch.Tensor]:
+    """A forward, recorded. What it returns is valid until another one runs that shares the `pool` of memory."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -129,7 +134,7 @@ def _graph(forward: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
             forward()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         found = forward()
 
     def replay() -> torch.Tensor:

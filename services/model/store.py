@@ -176,12 +176,16 @@ def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
     return found[0]
 
 
+# Counts how files for OpenVINO are made, so that those of an older version are not taken.
+_OPENVINO_FORMAT = 2
+
+
 def resolve_openvino(directory: Path, name: str, weights: str, report: Report = lambda text: None) -> Path:
     """`model.xml` for OpenVINO of a directory that `resolve` found, with weights "full", "int8" or "int4".
 
     Converted once, in a process of its own, and kept. Raises `UnusableModel`.
     """
-    final = cache_directory() / f"{name}-{fingerprint(directory)}-openvino-{weights}"
+    final = cache_directory() / f"{name}-{fingerprint(directory)}-openvino{_OPENVINO_FORMAT}-{weights}"
     if not (final / "model.xml").is_file():
         report(f"converting {name} for OpenVINO, weights {weights} (once)")
         with _scratch() as scratch:
@@ -295,12 +299,11 @@ def _settle(converted: Path, final: Path) -> None:
 
 
 def fingerprint(directory: Path) -> str:
-    """Changes when a weights file is replaced; reading gigabytes to be surer would take too long."""
+    """Changes when anything in its configuration or weights does. Reads all of them, at a gigabyte or two a second."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
         with path.open("rb") as file:
-            digest.update(file.read(1 << 16))
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
 
 

@@ -46,6 +46,7 @@ class TargetSession:
         self._prefilled = False
         self._ended = False  # the text is over, whatever credit there is
         self._last = False  # nothing more will be told
+        self._running: asyncio.Task[Pass | None] | None = None
 
     async def run(self, run: Run) -> None:
         """See `VerifyRun`."""
@@ -70,29 +71,24 @@ class TargetSession:
         Raises `BaseMismatch`, `TokenOutOfRange`, `PromptTooLong` or `ProtocolViolation` for a bad message,
         `SlotsExhausted` or `EngineFailure`.
         """
-        ahead: asyncio.Task[Pass | None] | None = None
-        try:
-            while True:
-                if ahead is None:
-                    self._read()
-                    if self._credit == 0 or self._ended:
-                        if self._last:
-                            return
-                        await self._news.wait()
-                        continue
-                    waited_ns = await self._wait_for_candidates()
-                    if not self._credit:
-                        continue
-                    ahead = asyncio.create_task(self._forward(waited_ns))
-                result = await ahead
-                # Where there is nothing to wait for, the next one begins before this one is told.
-                ready = self._credit and not self._ended and not self._waits and not self._inbox
-                ahead = asyncio.create_task(self._forward(0)) if ready else None
-                if result:
-                    yield result
-        finally:
-            if ahead:
-                ahead.cancel()
+        while True:
+            if self._running is None:
+                self._read()
+                if self._credit == 0 or self._ended:
+                    if self._last:
+                        return
+                    await self._news.wait()
+                    continue
+                waited_ns = await self._wait_for_candidates()
+                if not self._credit:
+                    continue
+                self._running = asyncio.create_task(self._forward(waited_ns))
+            result = await self._running
+            # Where there is nothing to wait for, the next one begins before this one is told.
+            ready = self._credit and not self._ended and not self._waits and not self._inbox
+            self._running = asyncio.create_task(self._forward(0)) if ready else None
+            if result:
+                yield result
 
     def _tell(self, message: Run | Candidates | Grant) -> None:
         self._inbox.append(message)
@@ -146,7 +142,9 @@ class TargetSession:
             self._go |= not candidates.token_ids
 
     def close(self) -> None:
-        """Frees the slot."""
+        """Ends the forward that is under way, and frees the slot."""
+        if self._running:
+            self._running.cancel()
         self._sequence.close()
 
     @property
