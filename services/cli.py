@@ -58,18 +58,9 @@ def pull(
     weights: Annotated[str, typer.Option(help=_WEIGHTS_HELP)] = "auto",
 ) -> None:
     """Fetch a model and convert it if need be, so that serving it starts at once. Prints where it lies."""
-    from services.launch import EngineName, Weights, openvino_weights
-    from services.model.store import default_name, resolve, resolve_gguf, resolve_openvino
+    from services.launch import EngineName, Weights, prepare
 
-    kind = _one_of(Weights, "weights", weights)
-    match _one_of(EngineName, "engine", engine):
-        case EngineName.LLAMACPP:
-            print(resolve_gguf(model, _report))
-        case EngineName.OPENVINO:
-            directory = resolve(model, _report)
-            print(resolve_openvino(directory, default_name(model), openvino_weights(kind), _report))
-        case _:
-            print(resolve(model, _report))
+    print(prepare(model, _one_of(EngineName, "engine", engine), _one_of(Weights, "weights", weights), _report))
 
 
 @app.command()
@@ -94,7 +85,8 @@ def serve(
     threads: Annotated[int | None, typer.Option(min=1, max=1024, help="CPU threads; unset uses all cores.")] = None,
     slots: Annotated[int, typer.Option(min=1, max=1024, help="Sequences held at a time.")] = 8,
     kv_memory: Annotated[
-        float, typer.Option(min=0.001, help="GiB for the keys and values of all slots, set aside from the start.")
+        float,
+        typer.Option(min=0.001, max=1e6, help="GiB for the keys and values of all slots, set aside from the start."),
     ] = 2.0,
     queue: Annotated[int, typer.Option(min=0, max=100_000, help="Sequences that may wait for a slot.")] = 64,
     deterministic: Annotated[

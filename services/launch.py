@@ -156,13 +156,13 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
 
 def _load(config: ModelServerConfig, directory: Path, report: OnStart) -> LoadedModel:
     def open_engine() -> Engine:
-        engine = _engine(config, directory, report)
+        engine = _engine(config, report)
         return FixedWidthEngine(engine) if config.deterministic else engine
 
     return load(directory, config.name or default_name(config.model), open_engine, config.queue)
 
 
-def _engine(config: ModelServerConfig, directory: Path, report: OnStart) -> Engine:
+def _engine(config: ModelServerConfig, report: OnStart) -> Engine:
     """Opens the engine that the configuration names. Raises `InvalidField` for settings that it does not have."""
     if config.compiled and config.engine is not EngineName.TORCH:
         raise InvalidField("--compile", "used with --engine torch only", f"--engine {config.engine.value}")
@@ -172,33 +172,42 @@ def _engine(config: ModelServerConfig, directory: Path, report: OnStart) -> Engi
         "slot_count": config.slots,
         "cache_byte_limit": int(config.kv_memory * 2**30),
     }
+    path = prepare(config.model, config.engine, config.weights, report)
     # Each is imported here because it takes seconds, and the others may not be installed.
     match config.engine:
         case EngineName.LLAMACPP:
             from services.engine.llamacpp_engine import LlamaCppEngine
 
-            for option, value in (("--dtype", config.dtype), ("--weights", config.weights)):
-                if value != "auto":
-                    raise InvalidField(option, "auto with --engine llamacpp, whose file has its own", value.value)
-            return LlamaCppEngine(resolve_gguf(config.model, report), **options)
+            if config.dtype is not Dtype.AUTO:
+                raise InvalidField("--dtype", "auto with --engine llamacpp, whose file has its own", config.dtype.value)
+            return LlamaCppEngine(path, **options)
         case EngineName.OPENVINO:
             from services.engine.openvino_engine import OpenVinoEngine
 
-            weights = openvino_weights(config.weights)
-            path = resolve_openvino(directory, default_name(config.model), weights, report)
             return OpenVinoEngine(path, dtype=config.dtype.value, **options)
         case EngineName.TORCH:
             from services.engine.torch_engine import TorchEngine
 
-            if config.weights is Weights.INT4:
-                raise InvalidField("--weights", "auto, full or int8 with --engine torch", "int4")
             options |= {"int8": config.weights is Weights.INT8, "compiled": config.compiled}
-            return TorchEngine(directory, dtype=config.dtype.value, **options)
+            return TorchEngine(path, dtype=config.dtype.value, **options)
 
 
-def openvino_weights(weights: Weights) -> str:
-    """Smaller ones are the faster ones on Intel's devices, and 8 bits cost next to no quality."""
-    return "int8" if weights is Weights.AUTO else weights.value
+def prepare(model: str, engine: EngineName, weights: Weights, report: OnStart) -> Path:
+    """What an engine reads of a model, fetched and converted. Raises `InvalidField` for weights that it cannot have."""
+    match engine:
+        case EngineName.LLAMACPP:
+            if weights is not Weights.AUTO:
+                raise InvalidField("--weights", "auto with --engine llamacpp, whose file has its own", weights.value)
+            resolve(model, report)  # for its tokenizer
+            return resolve_gguf(model, report)
+        case EngineName.OPENVINO:
+            # Smaller weights are the faster ones on Intel's devices, and 8 bits cost next to no quality.
+            chosen = Weights.INT8 if weights is Weights.AUTO else weights
+            return resolve_openvino(resolve(model, report), default_name(model), chosen.value, report)
+        case EngineName.TORCH:
+            if weights is Weights.INT4:
+                raise InvalidField("--weights", "auto, full or int8 with --engine torch", "int4")
+            return resolve(model, report)
 
 
 def _register(server: Server, loaded: LoadedModel, role: Role) -> None:

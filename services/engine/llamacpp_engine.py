@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 # Tokens that go through the model at a time; a larger forward is cut.
 _BATCH = 1024
 _UBATCH = 512
+_SLOTS = 256
 # Slots so far apart still share a forward: a token for each in between costs less than another forward.
 _GAP = 4
 # Keys and values are float16.
@@ -64,6 +65,8 @@ class LlamaCppEngine:
         cache_byte_limit: int = 2 << 30,
     ) -> None:
         _start()
+        if slot_count > _SLOTS:
+            raise UnusableModel(f"llama.cpp holds at most {_SLOTS} sequences: use fewer --slots")
         offload = device not in ("auto", "cpu") or (device == "auto" and llama_cpp.llama_supports_gpu_offload())
         if offload and not llama_cpp.llama_supports_gpu_offload():
             raise UnusableModel(

@@ -165,8 +165,11 @@ def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
     """
     if reference in BUILT_IN:
         return _built_in_gguf(BUILT_IN[reference], report)
-    path = Path(reference).expanduser()
-    found = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    try:
+        path = Path(reference).expanduser()
+        found = [path] if path.is_file() and path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    except (OSError, RuntimeError, ValueError):  # a name too long, a user that does not exist
+        found = []
     if len(found) != 1:
         raise UnusableModel(
             f"{reference} has {len(found)} GGUF files, and the llamacpp engine runs one: name the file, or one of "
