@@ -47,7 +47,7 @@ def _announce(address: str) -> None:
     print(f"{READY}{address}", flush=True)
 
 
-_ENGINE_HELP = "What runs it: torch, llamacpp or openvino."
+_ENGINE_HELP = "What runs it: torch, llamacpp, openvino, or auto for the fastest that is installed."
 _WEIGHTS_HELP = "auto, full, int8 or int4; auto is int8 for openvino. torch has int8, llamacpp what the file has."
 
 
@@ -137,7 +137,9 @@ def bridge(
 @app.command()
 def up(
     target: Annotated[str, typer.Option(help=f"The model whose text you want. {_MODEL_HELP}")] = DEFAULT_TARGET,
-    draft: Annotated[str, typer.Option(help="The model that guesses ahead of it; as for --target.")] = DEFAULT_DRAFT,
+    draft: Annotated[
+        str, typer.Option(help="The model that guesses ahead of it; as for --target. none for no model.")
+    ] = DEFAULT_DRAFT,
     listen: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_SERVER,
     engine: Annotated[str, typer.Option(help="As for serve, for both.")] = "torch",
     dtype: Annotated[str, typer.Option(help="As for serve, for both.")] = "auto",
@@ -152,15 +154,18 @@ def up(
 
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
-    for model in (target, draft):
+    drafted = None if draft == "none" else draft
+    for model in filter(None, (target, drafted)):
         resolve(model, _report)
-    threads = str(max(1, (os.cpu_count() or 1) // 2))
+    cores = os.cpu_count() or 1
+    threads = str(max(1, cores // 2 if drafted else cores))
     options = ("--engine", engine, "--dtype", dtype, "--threads", threads)
     try:
         target_options = (*options, "--deterministic") if deterministic else options
-        with fleet(target, draft, listen=listen, target_options=target_options, draft_options=options) as running:
+        with fleet(target, drafted, listen=listen, target_options=target_options, draft_options=options) as running:
             print(f"target  {target} at {running.target}")
-            print(f"draft   {draft} at {running.draft}")
+            if drafted:
+                print(f"draft   {draft} at {running.draft}")
             _announce(running.bridge)
             _err.print(
                 f'[dim]try: draftbridge generate "Once upon a time" --server {running.bridge}    stop: Ctrl-C[/]'

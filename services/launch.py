@@ -5,8 +5,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from services.engine.engine import Engine
 from services.engine.fixed_width import FixedWidthEngine
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer
-from services.model.store import default_name, resolve, resolve_gguf, resolve_openvino
+from services.model.store import default_name, has_gguf, resolve, resolve_gguf, resolve_openvino
 from services.serving import Server
 from services.target.servicer import TargetServicer
 
@@ -45,8 +46,9 @@ class Role(StrEnum):
 
 
 class EngineName(StrEnum):
-    """What runs a model."""
+    """What runs a model; `auto` is the fastest that is installed, see `fastest_engine`."""
 
+    AUTO = "auto"
     TORCH = "torch"
     LLAMACPP = "llamacpp"
     OPENVINO = "openvino"
@@ -105,6 +107,12 @@ class BridgeServerConfig:
 def run_model_server(config: ModelServerConfig, report: OnStart, on_start: OnStart) -> None:
     """Loads a model and serves it until stopped. `report` is told steps, `on_start` the address."""
     directory = resolve(config.model, report)
+    if config.engine is EngineName.AUTO:
+        engine = fastest_engine(config)
+        # Of a model that is converted for it, the weights are kept as they are.
+        full = engine is EngineName.OPENVINO and config.weights is Weights.AUTO
+        config = replace(config, engine=engine, weights=Weights.FULL if full else config.weights)
+        report(f"engine: {engine.value}")
 
     async def serve() -> None:
         server = Server(config.listen)
@@ -185,16 +193,30 @@ def _engine(config: ModelServerConfig, report: OnStart) -> Engine:
             from services.engine.openvino_engine import OpenVinoEngine
 
             return OpenVinoEngine(path, dtype=config.dtype.value, **options)
-        case EngineName.TORCH:
+        case _:
             from services.engine.torch_engine import TorchEngine
 
             options |= {"int8": config.weights is Weights.INT8, "compiled": config.compiled}
             return TorchEngine(path, dtype=config.dtype.value, **options)
 
 
+def fastest_engine(config: ModelServerConfig) -> EngineName:
+    """The fastest installed engine that runs the model with the weights that it has; see docs/engines.md."""
+    from torch.cuda import is_available
+
+    on_cpu = config.device == "cpu" or (config.device == "auto" and not is_available())
+    if config.compiled or not on_cpu or config.weights is Weights.INT8:
+        return EngineName.TORCH
+    if config.dtype is Dtype.AUTO and has_gguf(config.model) and find_spec("llama_cpp"):
+        return EngineName.LLAMACPP
+    return EngineName.OPENVINO if find_spec("openvino") and find_spec("nncf") else EngineName.TORCH
+
+
 def prepare(model: str, engine: EngineName, weights: Weights, report: OnStart) -> Path:
     """What an engine reads of a model, fetched and converted. Raises `InvalidField` for weights that it cannot have."""
     match engine:
+        case EngineName.AUTO:
+            raise InvalidField("--engine", "a certain one: which is the fastest depends on how it is served", "auto")
         case EngineName.LLAMACPP:
             if weights is not Weights.AUTO:
                 raise InvalidField("--weights", "auto with --engine llamacpp, whose file has its own", weights.value)

@@ -4,6 +4,7 @@ Fields have the same names on both sides, so that a value is written as it is.
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from google.protobuf import json_format, struct_pb2
@@ -119,6 +120,17 @@ def write_mode(mode: Mode) -> bridge_pb2.Speculation.Mode.ValueType:
 
 def write_source(source: Source) -> bridge_pb2.CandidateSource.ValueType:
     return _SOURCES[source]
+
+
+def add_statistics(totals: bridge_pb2.SpeculationStatistics, one: bridge_pb2.SpeculationStatistics) -> None:
+    """Adds up what can be."""
+    for field, value in one.ListFields():
+        if field.is_repeated:
+            sums = getattr(totals, field.name)
+            added = [old + new for old, new in zip_longest(sums, value, fillvalue=0)]
+            sums[:] = added
+        elif field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64):
+            setattr(totals, field.name, getattr(totals, field.name) + value)
 
 
 def read_model(message: model_pb2.Model, vocabulary: Vocabulary) -> Model:

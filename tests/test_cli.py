@@ -9,13 +9,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from typer.testing import CliRunner
 
+from services import launch
 from services.cli import app
+from services.launch import Dtype, EngineName, ModelServerConfig, Weights, fastest_engine
 from services.model import store
 from services.processes import READY, Fleet
 
@@ -262,3 +265,20 @@ def test_up_leaves_nothing_behind(
     # Killed outright, it cannot stop them; they see their standard input end.
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], "children outlived their parent"
+
+
+def test_the_fastest_engine_is_one_that_is_installed_and_runs_the_model(
+    tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {"llama_cpp", "openvino", "nncf"}
+    monkeypatch.setattr(launch, "find_spec", lambda name: name in installed or None)
+    directory = ModelServerConfig(str(tiny_models[0]), device="cpu")
+    built_in = ModelServerConfig("gemma-3-270m", device="cpu")
+    assert fastest_engine(built_in) is EngineName.LLAMACPP
+    assert fastest_engine(directory) is EngineName.OPENVINO
+    assert fastest_engine(replace(built_in, dtype=Dtype.FLOAT32)) is EngineName.OPENVINO
+    assert fastest_engine(replace(built_in, weights=Weights.INT8)) is EngineName.TORCH
+    assert fastest_engine(replace(built_in, compiled=True)) is EngineName.TORCH
+    assert fastest_engine(replace(built_in, device="cuda")) is EngineName.TORCH
+    installed.clear()
+    assert fastest_engine(built_in) is EngineName.TORCH

@@ -50,6 +50,27 @@ def test_every_mode_gives_the_same_text(client: Client, temperature: float, opti
     assert results["lockstep"].started.draft == "tiny-draft"
 
 
+def test_the_totals_are_those_of_all_generations(client: Client) -> None:
+    before = client.status().speculation
+    results = [client.generate(PROMPT, max_tokens=30, speculation=mode) for mode in ("lockstep", "off", "auto")]
+    after, did = client.status().speculation, [one.finished.speculation for one in results]
+    for name in ("target_pass_count", "num_draft_tokens", "num_accepted_tokens", "generated_byte_count", "verify_ns"):
+        assert getattr(after, name) - getattr(before, name) == sum(getattr(one, name) for one in did)
+    assert sum(after.num_accepted_tokens_per_position) == after.num_accepted_tokens
+
+
+def test_every_delta_says_who_proposed_what(client: Client) -> None:
+    by_mode = {"off": set(), "lockstep": {bridge_pb2.CANDIDATE_SOURCE_DRAFT}}
+    for mode, sources in by_mode.items():
+        events = list(client.stream(PROMPT, max_tokens=40, speculation=mode))
+        deltas = [event for event in events if isinstance(event, bridge_pb2.GenerateDelta)]
+        accepted = sum(delta.accepted_byte_count for delta in deltas)
+        assert {delta.source for delta in deltas if delta.accepted_byte_count} == sources
+        assert (accepted > 0) == bool(sources)
+        # The last bytes of a character wait for the rest of it.
+        assert accepted <= events[-1].speculation.accepted_byte_count
+
+
 def test_the_drafts_temperature_changes_no_text(client: Client) -> None:
     options = {"max_tokens": 30, "temperature": 1.0, "seed": 8, "speculation": "lockstep"}
     results = [client.generate(PROMPT, draft_temperature=one, **options) for one in (None, 0.0, 2.0)]

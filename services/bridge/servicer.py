@@ -27,6 +27,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
     def __init__(self, zoo: Zoo) -> None:
         self._zoo = zoo
         self._started_ns = perf_counter_ns()
+        self._totals = bridge_pb2.SpeculationStatistics()
         self._active = self._finished = self._failed = self._cancelled = 0
 
     async def Generate(  # noqa: N802
@@ -95,7 +96,9 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
                             )
                         )
                     case Finished():
-                        yield bridge_pb2.GenerateResponse(finished=_write_finished(event))
+                        finished = _write_finished(event)
+                        wire.add_statistics(self._totals, finished.speculation)
+                        yield bridge_pb2.GenerateResponse(finished=finished)
 
     async def GetStatus(  # noqa: N802
         self, request: bridge_pb2.GetStatusRequest, context: "aio.ServicerContext[Any, Any]"
@@ -117,6 +120,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             failed_count=self._failed,
             cancelled_count=self._cancelled,
             endpoints=endpoints,
+            speculation=self._totals,
             prefix_caches=[wire.write_prefix_cache(vocabulary) for vocabulary in self._zoo.vocabularies()],
         )
 

@@ -158,6 +158,14 @@ def _from_hub(reference: str, report: Report) -> Path:
     return _directory(Path(found))
 
 
+def has_gguf(reference: str) -> bool:
+    """Whether `resolve_gguf` finds a file for it."""
+    try:
+        return reference in BUILT_IN or bool(resolve_gguf(reference))
+    except UnusableModel:
+        return False
+
+
 def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
     """The GGUF file of what `reference` names: a built-in name, such a file, or a directory with one in it.
 

@@ -608,6 +608,7 @@ class GetStatusResponse(_message.Message):
     CANCELLED_COUNT_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     PREFIX_CACHES_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     uptime_ns: _builtins.int
@@ -628,6 +629,10 @@ class GetStatusResponse(_message.Message):
     def prefix_caches(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixCacheStatus]:
         """The prefix cache of each tokenizer in use."""
 
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationStatistics:
+        """Sums over all generations that ended well; `mode`, `note` and `choice` are not set."""
+
     def __init__(
         self,
         *,
@@ -639,10 +644,11 @@ class GetStatusResponse(_message.Message):
         cancelled_count: _builtins.int = ...,
         endpoints: _abc.Iterable[Global___Endpoint] | None = ...,
         prefix_caches: _abc.Iterable[Global___PrefixCacheStatus] | None = ...,
+        speculation: Global___SpeculationStatistics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "prefix_caches", b"prefix_caches", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "prefix_caches", b"prefix_caches", "speculation", b"speculation", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
