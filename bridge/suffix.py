@@ -14,6 +14,8 @@ LEAST = 4
 MOST = 64
 # Bytes that a match proposes.
 _DATA = 256
+# Entries of the smallest table; it has one for every byte at least.
+_SMALLEST = 4096
 # Earlier places that are looked at for one match.
 _PLACES = 8
 
@@ -29,25 +31,21 @@ class Match:
 class SuffixDrafter:
     """Knows a text and proposes bytes to go on with.
 
-    Takes constant time for a byte, and for a proposal; of a text of more than `limit` bytes the earlier part is
-    forgotten.
+    Takes constant time for a byte, and for a proposal; at most 21 bytes of memory for a byte, and 18 KiB. Of a text of
+    more than `limit` bytes the earlier part is forgotten.
     """
 
     def __init__(self, text: bytes = b"", limit: int = 1 << 20) -> None:
         self._limit = limit
-        self._begin(b"")
-        self.append(text)
+        self._begin(bytearray(text))
 
     def append(self, data: bytes | bytearray) -> None:
         """Adds to the text's end."""
-        self._text += data
-        if len(self._text) > self._limit:  # so seldom that it costs each byte no more than its own reading
-            self._begin(bytes(self._text[-self._limit // 2 :]))
-        # The end itself is no earlier place.
-        for end in range(len(self._before), len(self._text)):
-            place = bytes(self._text[max(end - LEAST, 0) : end])
-            self._before.append(self._last.get(place, -1))
-            self._last[place] = end
+        if len(self._text) + len(data) > len(self._last):  # so seldom that it costs no byte more than a few others do
+            self._begin(self._text + data)
+        else:
+            self._text += data
+            self._read()
 
     def match(self) -> Match | None:
         """The longest match of the text's end, of equals the latest; None if there is none.
@@ -55,24 +53,40 @@ class SuffixDrafter:
         Where the text ends behind it, the text is taken to repeat itself.
         """
         text, end = self._text, len(self._text)
-        place = self._last.get(bytes(text[-LEAST:]), -1) if end >= LEAST else -1
-        best, start = 0, 0
+        place = self._last[self._slot(end)] if end >= LEAST else 0
+        best, start = LEAST - 1, 0
         for _ in range(_PLACES):
             if place < LEAST:
                 break
             if (length := self._common(place, end)) > best:
                 best, start = length, place
             place = self._before[place]
-        if not best:
+        if best < LEAST:
             return None
         data = bytes(text[start : start + _DATA])
         return Match(best, (data * (_DATA // len(data) + 1))[:_DATA])
 
-    def _begin(self, text: bytes) -> None:
-        self._text = bytearray(text)
-        # Where each short string ended last, and for each place where its string ended before.
-        self._last: dict[bytes, int] = {}
-        self._before = array("q")
+    def _begin(self, text: bytearray) -> None:
+        if len(text) > self._limit:
+            text = text[-self._limit // 2 :]
+        self._text = text
+        size = min(max(_SMALLEST, 2 * len(text)), self._limit)
+        # By a hash of a short string where it ended last, and by place where one of that hash ended before; 0 where
+        # there is none.
+        self._last = array("i", bytes(4 * (1 << (size - 1).bit_length())))
+        self._before = array("i")
+        self._read()
+
+    def _read(self) -> None:
+        # The end itself is no earlier place.
+        for end in range(len(self._before), len(self._text)):
+            slot = self._slot(end)
+            self._before.append(self._last[slot])
+            self._last[slot] = end
+
+    def _slot(self, end: int) -> int:
+        # Multiplicative hashing, after Knuth.
+        return (int.from_bytes(self._text[max(end - LEAST, 0) : end]) * 2654435761 >> 12) & (len(self._last) - 1)
 
     def _common(self, place: int, end: int) -> int:
         """How many bytes before two places are the same, as far as they are counted."""

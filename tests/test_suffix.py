@@ -1,8 +1,11 @@
 """Candidates from the text itself: found as a slow search finds them, and never the reason for another text."""
 
 import asyncio
+import random
+import sys
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,15 +57,25 @@ def test_a_repetition_goes_on() -> None:
 
 
 def test_memory_is_bounded_and_what_was_said_last_is_kept() -> None:
-    drafter = SuffixDrafter(limit=1000)
-    for number in range(1000):
+    drafter = SuffixDrafter(limit=8192)
+    for number in range(3000):
         drafter.append(f"line {number} is here\n".encode())
-        assert len(drafter._text) == len(drafter._before) <= 1000
-        assert len(drafter._last) <= 1000
-    drafter.append(b"line 995")
+        assert len(drafter._text) == len(drafter._before) <= 8192
+        assert len(drafter._last) <= 8192
+    drafter.append(b"line 2995")
     match = drafter.match()
     assert match is not None
-    assert match.data.startswith(b" is here\nline 996")
+    assert match.data.startswith(b" is here\nline 2996")
+
+
+@pytest.mark.parametrize("count", [0, 100, 5000, 300_000])
+def test_memory_is_as_said(count: int) -> None:
+    chance = random.Random(0)
+    drafter = SuffixDrafter(chance.randbytes(count // 2))
+    for _ in range(100):
+        drafter.append(chance.randbytes(count // 200))
+    parts = (drafter._text, drafter._last, drafter._before)
+    assert sum(sys.getsizeof(part) for part in parts) <= 21 * count + (18 << 10)
 
 
 def test_a_byte_costs_the_same_however_long_the_text_is() -> None:
