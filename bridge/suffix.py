@@ -70,10 +70,11 @@ class SuffixDrafter:
         if len(text) > self._limit:
             text = text[-self._limit // 2 :]
         self._text = text
-        size = min(max(_SMALLEST, 2 * len(text)), self._limit)
+        bits = (min(max(_SMALLEST, 2 * len(text)), self._limit) - 1).bit_length()
+        self._shift = 32 - bits
         # By a hash of a short string where it ended last, and by place where one of that hash ended before; 0 where
         # there is none.
-        self._last = array("i", bytes(4 * (1 << (size - 1).bit_length())))
+        self._last = array("i", bytes(4 << bits))
         self._before = array("i")
         self._read()
 
@@ -85,8 +86,8 @@ class SuffixDrafter:
             self._last[slot] = end
 
     def _slot(self, end: int) -> int:
-        # Multiplicative hashing, after Knuth.
-        return (int.from_bytes(self._text[max(end - LEAST, 0) : end]) * 2654435761 >> 12) & (len(self._last) - 1)
+        # Multiplicative hashing, after Knuth: the upper bits of the product's lower half.
+        return (int.from_bytes(self._text[max(end - LEAST, 0) : end]) * 2654435761 & 0xFFFFFFFF) >> self._shift
 
     def _common(self, place: int, end: int) -> int:
         """How many bytes before two places are the same, as far as they are counted."""
