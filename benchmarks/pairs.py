@@ -148,7 +148,7 @@ def _cells(found: Sequence[Sample], alone: Sequence[Sample]) -> list[str]:
     ratios = [other.token_ns / one.token_ns for one, other in zip(found, alone, strict=True)]
     candidates, accepted = sum(one.candidate_count for one in found), sum(one.accepted_count for one in found)
     return [
-        f"{median(1e9 / one.token_ns for one in found):.1f}",
+        f"{1e9 / _mean_token_ns(found):.1f}",
         f"{_mean_token_ns(alone) / _mean_token_ns(found):.2f}",
         f"{min(ratios):.2f}-{max(ratios):.2f}",
         f"{accepted / candidates:.0%}" if candidates else "-",
@@ -160,7 +160,8 @@ def _cells(found: Sequence[Sample], alone: Sequence[Sample]) -> list[str]:
 
 
 def _mean_token_ns(found: Sequence[Sample]) -> float:
-    return sum(one.token_ns for one in found) / len(found)
+    times = sum(one.elapsed_ns - one.first_token_ns for one in found)
+    return times / max(sum(one.token_count - 1 for one in found), 1)
 
 
 if __name__ == "__main__":

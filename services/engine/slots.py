@@ -12,6 +12,8 @@ from bridge.translation import common_prefix_length
 
 # A copy is made for no less than this many tokens: a forward takes them along nearly for nothing.
 LEAST_COPIED = 32
+# So much of a cache may be lost where its beginning is used again: a forward or so reads it anew.
+_LIGHT = 512
 
 
 @dataclass
@@ -57,7 +59,9 @@ class Slots:
         source = max(self._slots, key=lambda slot: common[slot.index])
         # Of equals the least recently used one.
         best = max(free, key=lambda slot: (common[slot.index], -slot.used_ns))
-        goes_on = 0 < best.length <= 2 * common[best.index]
+        lost = best.length - common[best.index]
+        alike = common[best.index] >= min(LEAST_COPIED, len(ids) // 2)
+        goes_on = best.length > 0 and (lost <= common[best.index] or (alike and lost <= _LIGHT))
         if goes_on and common[source.index] < common[best.index] + LEAST_COPIED:
             return Place(best, common[best.index])
         # A text of its own, be its beginning a common one, goes where the least is lost.
