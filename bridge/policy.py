@@ -1,4 +1,4 @@
-"""How far ahead the draft may run and how long the target waits for it."""
+"""How far ahead the draft may run, how long the target waits for it, and what is worth verifying."""
 
 import math
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ class Policy:
         self._gain = Average(0.0)
         self._newest_gain = 0.0
         self._patience_ns = float(_LEAST_PATIENCE_NS)
-        self._count = self._widest = 0
+        self._widest = 0
 
     @property
     def lockstep(self) -> bool:
@@ -130,8 +130,8 @@ class Policy:
 
     @property
     def width(self) -> int:
-        """The most candidates in one forward. A token of the draft may be several of the target's."""
-        return self._count or 4 * self.num_assistant_tokens
+        """The most candidates of a draft model in one forward. A token of it may be several of the target's."""
+        return 4 * self.num_assistant_tokens
 
     def suffix_count(self, length: int) -> int:
         """How many tokens of a match of so many bytes to verify in one forward; 0 if there is none, or none pays.
@@ -150,7 +150,7 @@ class Policy:
                 # Candidates that come a pass late are still of use if the first of them was right: then waiting gains
                 # a pass of one, else it costs a pass its width.
                 gain = rate * cost.of(1) - (1 - rate) * (taken - cost.of(1))
-        self._count, self._newest_gain = best, gain
+        self._newest_gain = gain
         self._widest = max(self._widest, best)
         return best
 
@@ -185,7 +185,8 @@ class Policy:
             self._learn_patience(event)
 
     def _learn_patience(self, event: Pass) -> None:
-        if event.waited_ns < _WAITED_NS:
+        # What it waits for a draft model says nothing of what the bridge takes.
+        if event.waited_ns < _WAITED_NS or self._trial.drafting is Drafting.AWAITED:
             return
         self._estimates.hop.learn(event.waited_ns)
         late = event.candidate_token_count == 0 and event.waited_ns >= self._patience_ns

@@ -30,7 +30,7 @@ from bridge.translation import candidates, common_prefix_length
 _log = logging.getLogger(__name__)
 
 # Candidates from the text are sent for so many forwards, and a token of them is taken to have as many bytes at most.
-_FORWARDS, _TOKEN_BYTES = 3, 8
+_FORWARDS, _TOKEN_BYTES = 6, 8
 
 
 class Source(Enum):
@@ -93,6 +93,7 @@ class Speculation:
         self._end = next(iter(model.special_ids.eos), None) if end is None else end
         self._target, self._draft, self._lead = target, draft, lead
         self._suffix = suffix
+        self._width = policy.width
         self._offered: list[int] = []
         self._match_length = 0
         self.source = Source.NOBODY
@@ -145,7 +146,7 @@ class Speculation:
         # The target adds a token of its own to every pass: with one to go there is nothing to guess.
         credit = min(policy.num_assistant_tokens, remaining - 1)
         if credit == 0:
-            await self._grant(0, policy.width)
+            await self._grant(0, self._width)
             return
         begun = await self._send_draft_on(credit) if policy.drafting else False
         if not (begun and policy.lockstep):
@@ -172,7 +173,7 @@ class Speculation:
 
     def _limits(self) -> tuple[int, int]:
         """The target's patience and width; it waits for nobody if there is nobody."""
-        return self._policy.patience_us if self._draft or self._suffix else 0, self._policy.width
+        return self._policy.patience_us if self._draft or self._suffix else 0, self._width
 
     async def _grant(self, patience_us: int, width: int) -> None:
         if self._granted != (patience_us, width):
@@ -196,12 +197,17 @@ class Speculation:
 
     async def _send_candidates(self) -> None:
         started = perf_counter_ns()
-        ids, match_length = self._guess()
+        ids, match_length, width = self._guess()
         self.statistics.translate_ns += perf_counter_ns() - started
         policy = self._policy
+        if ids:  # as long as there are none, no message is worth a new width
+            self._width = width
         await self._grant(*self._limits())
         # All of them, also those that it has already: they show the target what the rest continues.
-        news = ids[: len(self._offered)] != self._offered or len(ids) > len(self._offered)
+        agree = ids[: len(self._offered)] == self._offered
+        # Of the text's it is told more only when it is about to run out of them.
+        few = not match_length or len(self._offered) < 2 * width
+        news = not agree or (few and len(ids) > len(self._offered))
         # None at all lets a target that waits go on, unless a draft is about to say something.
         awaited = policy.drafting and self._lead is not None and not self._lead.turn_over
         if news or policy.lockstep or (not ids and self._granted[0] and not awaited):
@@ -210,8 +216,11 @@ class Speculation:
             if ids:  # a forward that is under way may still have those of before
                 self._match_length = match_length
 
-    def _guess(self) -> tuple[list[int], int]:
-        """How the text may go on: as the draft said, else as it went on before; and the length of that match."""
+    def _guess(self) -> tuple[list[int], int, int]:
+        """How the text may go on: as the draft said, else as it went on before.
+
+        Also the length of that match, 0 if it is the draft's, and how many of these ids a forward is to take.
+        """
         vocabulary, policy = self._model.vocabulary, self._policy
         ids: list[int] = []
         if self._lead and policy.drafting:
@@ -219,14 +228,15 @@ class Speculation:
             if self._lead.ended and self._end is not None:
                 ids.append(self._end)
         if not self._suffix:
-            return ids[: policy.width], 0
+            return ids[: policy.width], 0, policy.width
         match = None if ids else self._suffix.match()
         count = policy.suffix_count(match.length if match else 0)
         if match and count:
             # For more than one forward: while they agree, the target need not wait for any. The last one is left out,
             # because the data may end in the middle of it.
             ids = candidates(vocabulary, match.data[: _TOKEN_BYTES * _FORWARDS * count])[:-1]
-        return ids[: max(_FORWARDS * count, policy.width)], match.length if match else 0
+            return ids[: _FORWARDS * count], match.length, count
+        return ids[: policy.width], 0, policy.width
 
     async def _go_on_alone(self, error: Exception) -> None:
         if self._draft is None:
