@@ -1,6 +1,7 @@
 """How fast each engine is, by itself and through its service, beside the library that it uses run bare, in one run.
 
-    python -m benchmarks.engines [--engine torch llamacpp] [--model NAME ...] [--threads 2] [--json FILE]
+    python -m benchmarks.engines [--engine torch llamacpp] [--model NAME ...] [--threads 2] [--device cuda]
+        [--json FILE]
 
 Milliseconds of a forward by width and by number of sequences; tokens a second of the library alone (transformers'
 `generate`, llama.cpp's decode and the best logit, OpenVINO's forward and the best logit), of one session through the
@@ -56,31 +57,33 @@ def main() -> None:
     parser.add_argument("--engine", nargs="+", default=["torch", "llamacpp"], choices=list(OPTIONS))
     parser.add_argument("--model", nargs="+", default=["smollm2-135m-instruct", "gemma-3-270m"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--device", default="auto", help="as for serve")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     # A process for each: two libraries that use the same registers of the processor do not get on in one.
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         pairs = [(engine, model) for model in arguments.model for engine in arguments.engine]
-        rows = [pool.submit(_measure, *pair, arguments.threads).result() for pair in pairs]
+        rows = [pool.submit(_measure, *pair, arguments.threads, arguments.device).result() for pair in pairs]
     Console(width=130).print(_table(rows))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
 
 
-def _measure(engine_name: str, model: str, threads: int) -> dict[str, Any]:
+def _measure(engine_name: str, model: str, threads: int, device: str) -> dict[str, Any]:
     Console(stderr=True).print(f"[dim]{model} on {engine_name}[/]")
     ids = np.random.default_rng(0).integers(1000, 10_000, 1024).tolist()
     row = {"model": model, "engine": engine_name, "threads": threads}
-    engine = _engine(engine_name, model, threads)
+    engine = _engine(engine_name, model, threads, device)
+    row["device"] = engine.device
     row |= _forwards(engine, ids)
     if engine_name == "llamacpp":
         alone = _bare_llamacpp(model, threads)
     elif engine_name.startswith("openvino"):
         alone = _bare_openvino(engine)
     else:
-        alone = _bare_torch(model, threads)
+        alone = _bare_torch(model, threads, engine.device)
     speeds: dict[str, list[float]] = {"bare": [], "service_1": [], "service_8": []}
-    options = (*OPTIONS[engine_name], "--threads", str(threads), "--role", "target", "--slots", "8")
+    options = (*OPTIONS[engine_name], "--threads", str(threads), "--device", device, "--role", "target", "--slots", "8")
     with serve(model, *options) as (address, process):
         asyncio.run(_sessions(address, 1, ids))  # the first is slower and tells nothing
         for _ in range(ROUNDS):
@@ -107,20 +110,21 @@ def _forwards(engine: Engine, ids: list[int]) -> dict[str, Any]:
     return found
 
 
-def _engine(name: str, model: str, threads: int) -> Engine:
+def _engine(name: str, model: str, threads: int, device: str) -> Engine:
     if name == "llamacpp":
         from services.engine.llamacpp_engine import LlamaCppEngine
 
-        return LlamaCppEngine(resolve_gguf(model), threads=threads, slot_count=max(SESSIONS))
+        return LlamaCppEngine(resolve_gguf(model), device=device, threads=threads, slot_count=max(SESSIONS))
     if name.startswith("openvino"):
         from services.engine.openvino_engine import OpenVinoEngine
 
         path = resolve_openvino(resolve(model), model, name.partition("-")[2] or "int8")
-        return OpenVinoEngine(path, threads=threads, slot_count=max(SESSIONS))
+        return OpenVinoEngine(path, device=device, threads=threads, slot_count=max(SESSIONS))
     from services.engine.torch_engine import TorchEngine
 
     return TorchEngine(
         resolve(model),
+        device=device,
         threads=threads,
         slot_count=max(SESSIONS),
         int8=name.endswith("int8"),
@@ -141,21 +145,22 @@ def _bare_openvino(engine: Engine) -> Callable[[list[int]], float]:
     return run
 
 
-def _bare_torch(model: str, threads: int) -> Callable[[list[int]], float]:
+def _bare_torch(model: str, threads: int, device: str) -> Callable[[list[int]], float]:
     """Tokens a second of transformers by itself, greedy, behind a prompt that is read before the clock starts."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    bare = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.bfloat16).eval()
+    bare = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.bfloat16).to(device).eval()
 
     def run(ids: list[int]) -> float:
+        inputs = torch.tensor([ids], device=device)
         seconds = []
         for count in (1, TOKENS + 1):
             started = time.perf_counter()
             with torch.inference_mode():
                 bare.generate(
-                    torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), do_sample=False,
+                    inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
                     max_new_tokens=count, min_new_tokens=count, pad_token_id=0,
                 )  # fmt: skip
             seconds.append(time.perf_counter() - started)
