@@ -3,6 +3,7 @@
 import asyncio
 import random
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,10 +31,12 @@ class Watched(tiny.HashEngine):
         self.copies: list[int] = []
         self.gate = threading.Event()  # a forward begins, and then waits for it
         self.gate.set()
+        self.seconds = 0.0
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         self.forwards.append(list(rows))
         self.gate.wait(10)
+        time.sleep(self.seconds)
         assert len({row.slot for row in rows}) == len(rows)
         if any(self.poison in row.token_ids for row in rows):
             raise RuntimeError("out of memory")
@@ -86,6 +89,7 @@ async def test_ten_sequences_with_one_beginning_read_it_once() -> None:
 
 async def test_a_long_prompt_stalls_nobody() -> None:
     engine = Watched()
+    engine.seconds = 0.02  # as long as a model takes, so that the scheduler waits for who comes back a moment later
     scheduler = Scheduler(lambda: engine)
     talking = CachedSequence(scheduler)
     talking.replace(0, ids(5))
@@ -146,7 +150,7 @@ async def test_prompts_share_a_chunk_evenly() -> None:
     first = asyncio.create_task(after(scheduler, ids(6, 9)))
     await asyncio.to_thread(eventually, lambda: bool(engine.forwards))
     reading = [asyncio.create_task(after(scheduler, ids(1500, seed))) for seed in (1, 2, 3)]
-    await asyncio.sleep(0.05)
+    await asyncio.to_thread(eventually, lambda: scheduler._inbox.qsize() == 3)
     engine.gate.set()
     await asyncio.gather(first, *reading)
     together = [rows for rows in engine.forwards if len(rows) == 3]
