@@ -2,7 +2,7 @@
 
     python -m benchmarks.pairs [--prompts FILE] [--count 24] [--tokens 128] [--temperature 0]
         [--target NAME] [--engine llamacpp] [--threads 2] [--draft NAME|none] [--draft-engine ...] [--draft-threads 1]
-        [--modes off auto lockstep opportunistic] [--json FILE] [--plot FILE.png]
+        [--modes off auto lockstep opportunistic] [--json FILE]
 
 Every prompt is run in every mode, one after the other, so that the machine's moods fall on all modes alike. A first
 request reads the prompt, so that no mode pays for it. A category's ratio is that of the times of all its tokens; the

@@ -62,6 +62,12 @@ def text(seed: int, count: int) -> list[int]:
     return [choose.choice(letters) for _ in range(count)]
 
 
+def _other(id_: int) -> int:
+    """Another letter."""
+    byte_ids = model().vocabulary.byte_ids
+    return byte_ids[ord("a")] if id_ != byte_ids[ord("a")] else byte_ids[ord("b")]
+
+
 def is_right(seed: int, position: int, acceptance: float) -> bool:
     """Whether the draft knows the token at a position."""
     return random.Random(seed * 1_000_003 + position).random() < acceptance
@@ -88,6 +94,7 @@ class ScriptedEngine:
             for index in range(len(table)):
                 table[index, self._says(row.keep + row.logits_from + index + 1)] = 10.0
             tables.append(table)
+        # Sleeping is what this model does instead of computing, so that it takes as long as it is said to.
         time.sleep(max(end - time.perf_counter(), 0.0))
         return tables
 
@@ -98,11 +105,10 @@ class ScriptedEngine:
 def engines(pair: Pair, seed: int, count: int) -> tuple[ScriptedEngine, ScriptedEngine]:
     """Target and draft of a text of `count` tokens."""
     truth = text(seed, count + 2 * CONTEXT // 8)
-    wrong = text(seed + 1, len(truth))
 
     def draft_says(position: int) -> int:
-        right = is_right(seed, position, pair.acceptance) and wrong[position] != truth[position]
-        return truth[position] if right else wrong[position]
+        # Another letter than the right one, or it would be right more often than it is said to be.
+        return truth[position] if is_right(seed, position, pair.acceptance) else _other(truth[position])
 
     return (
         ScriptedEngine(pair.forward_ms, lambda position: truth[position], pair.jitter),

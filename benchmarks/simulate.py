@@ -1,6 +1,6 @@
 """What speculation gains by distance and by the draft's speed: models that sleep, beside a simulation of events.
 
-    python -m benchmarks.simulate [--tokens 300] [--repeats 1] [--json FILE] [--plot FILE.png]
+    python -m benchmarks.simulate [--tokens 300] [--json FILE] [--plot FILE.png]
 
 Each pair of speeds at each distance is run in every mode through the loop, the policy, the sessions and the schedulers
 of the services, in one process; only the models and the line to the draft are scripted (`benchmarks.scripted`).

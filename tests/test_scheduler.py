@@ -36,7 +36,7 @@ class Watched(tiny.HashEngine):
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         self.forwards.append(list(rows))
         self.gate.wait(10)
-        time.sleep(self.seconds)
+        time.sleep(self.seconds)  # what a model's forward takes; a scheduler is tried with one that takes some time
         assert len({row.slot for row in rows}) == len(rows)
         if any(self.poison in row.token_ids for row in rows):
             raise RuntimeError("out of memory")
