@@ -146,14 +146,12 @@ def up(
     deterministic: Annotated[bool, typer.Option("--deterministic", help="As for serve, for the target.")] = False,
 ) -> None:
     """Start a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
-    import signal
-    import threading
+    import time
 
     from services.model.store import resolve
-    from services.processes import fleet
+    from services.processes import StopSignals, fleet
 
-    stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    stop = StopSignals()
     drafted = None if draft == "none" else draft
     for model in filter(None, (target, drafted)):
         resolve(model, _report)
@@ -163,6 +161,7 @@ def up(
     try:
         target_options = (*options, "--deterministic") if deterministic else options
         with fleet(target, drafted, listen=listen, target_options=target_options, draft_options=options) as running:
+            stop.started = True
             print(f"target  {target} at {running.target}")
             if drafted:
                 print(f"draft   {draft} at {running.draft}")
@@ -170,7 +169,8 @@ def up(
             _err.print(
                 f'[dim]try: draftbridge generate "Once upon a time" --server {running.bridge}    stop: Ctrl-C[/]'
             )
-            while not stopped.wait(0.5):
+            while not stop.asked:
+                time.sleep(0.2)
                 for name, process in running.processes.items():
                     if process.poll() is not None and name != "draft":
                         _fail(f"the {name} has ended; its own message is above")

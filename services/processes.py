@@ -32,6 +32,26 @@ class Fleet:
     draft: str = ""
 
 
+class StopSignals:
+    """SIGINT and SIGTERM of this process, from its making on: `asked` is true once one came.
+
+    Until `started` is set, they raise `KeyboardInterrupt` as well, so that waiting ends. That alone is not enough:
+    raised in a destructor or in a weak reference's callback, as imports have them, it is lost.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.started = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        # Only this: whatever lock it took, the main thread might hold it right now.
+        self.asked = True
+        if not self.started:
+            raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
 def fleet(
     target: str,

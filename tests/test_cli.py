@@ -20,7 +20,7 @@ from services import launch
 from services.cli import app
 from services.launch import Dtype, EngineName, ModelServerConfig, Weights, fastest_engine
 from services.model import store
-from services.processes import READY, Fleet
+from services.processes import READY, Fleet, StopSignals
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version"]
 
@@ -265,6 +265,39 @@ def test_up_leaves_nothing_behind(
     # Killed outright, it cannot stop them; they see their standard input end.
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], "children outlived their parent"
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
+def test_up_is_stopped_while_it_starts(tiny_models: tuple[Path, Path], signal_: signal.Signals) -> None:
+    models = [
+        word for role, path in zip(("--target", "--draft"), tiny_models, strict=True) for word in (role, str(path))
+    ]
+    command = [sys.executable, "-m", "services.cli", "up", *models, "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        while not (children := psutil.Process(process.pid).children()):
+            assert process.poll() is None
+        process.send_signal(signal_)
+        assert process.wait(30) == 0
+    assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_is_lost_is_still_known() -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        stop = StopSignals()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        stop.asked = False
+        Interrupted()  # the exception goes no further than the destructor
+        assert stop.asked
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_the_fastest_engine_is_one_that_is_installed_and_runs_the_model(
