@@ -1,39 +1,26 @@
-"""What is known of a target and its drafts from what they did: costs, acceptance, and whether a draft pays.
+"""What is known of a target and its drafts from what they did: costs, and how much is accepted.
 
 Shared by all requests to a target, so that one learns from the other. All of it is guesses about time: a wrong one
 costs speed, never text.
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
-from enum import Enum
 
-# How much of an average each new value takes the place of.
-_FRESH = 0.1
+from bridge.average import Average
+from bridge.trial import DraftRecord, Trial
+
 # Of a line through widths: what the past is worth against each new point.
 _FADE = 0.98
 # A first guess at what each further token of a forward costs, in parts of a forward of one.
 _STEP = 0.05
 # Passes of one token after which their time is taken for known, and how many others may follow until it is not.
 _SURE, _RECENT = 4, 16
-# Where one group of match lengths ends and the next begins, and how much of a match is accepted until it is known.
-_LENGTHS = (8, 16, 32)
-_ACCEPTED = (0.3, 0.5, 0.65, 0.8)
-# Candidates that such a guess counts for, and at which counts are halved.
+# Candidates that a guess at their acceptance counts for, and at which counts are halved.
 _GUESSED, _REMEMBERED = 20.0, 400.0
-
-
-@dataclass
-class Average:
-    """A mean that forgets; `start` until there is a value."""
-
-    value: float
-    count: int = 0
-
-    def learn(self, value: float, fresh: float = _FRESH) -> None:
-        """The first values count the same, later ones for what is `fresh`."""
-        self.count += 1
-        self.value += (value - self.value) * max(1.0 / self.count, fresh)
 
 
 @dataclass
@@ -65,151 +52,113 @@ class PassCost:
     """Nanoseconds of one request's passes by width.
 
     A pass of one token is the request's own: it takes longer behind a long text. What others take beyond it is much the
-    same for all requests to a target.
+    same for all requests to a target (`steps`).
     """
 
-    steps: Steps = field(default_factory=Steps)
     _single: Average = field(default_factory=lambda: Average(1.0))
     _seen: int = 0
     _since: int = 0
 
-    def learn(self, width: int, nanoseconds: float) -> None:
+    def learn(self, width: int, nanoseconds: float, steps: Steps) -> None:
         """Takes note of a pass of so many tokens."""
         if self._single.count:  # now and then one takes far longer, because of something else on the machine
-            nanoseconds = min(nanoseconds, 3 * self.of(width))
+            nanoseconds = min(nanoseconds, 3 * self.of(width, steps))
         self._since = 0 if width == 1 else self._since + 1
         self._seen += width == 1
         if width > 1 and self._seen >= _SURE and self._since <= _RECENT:
-            self.steps.learn(width, nanoseconds - self._single.value)
+            steps.learn(width, nanoseconds - self._single.value)
         else:  # if there are no passes of one, the others tell by what is known of them
             known = self._single.value if self._single.count else nanoseconds
-            self._single.learn(max(nanoseconds - self.steps.of(width, known), nanoseconds / width))
+            self._single.learn(max(nanoseconds - steps.of(width, known), nanoseconds / width))
 
-    def of(self, width: int) -> float:
+    def of(self, width: int, steps: Steps) -> float:
         """What a pass of so many tokens takes, as far as it can be told; before there was any, in parts of one."""
-        return self._single.value + self.steps.of(width, self._single.value)
+        return self._single.value + self.beyond(width, steps)
+
+    def beyond(self, width: int, steps: Steps) -> float:
+        """What it takes beyond a pass of one."""
+        return steps.of(width, self._single.value)
 
 
-@dataclass
 class Acceptance:
-    """How much of a suffix match is accepted, by its length. `behind`: what is known from other requests."""
+    """How much of what is proposed is accepted, by what was said for it: one group below each edge and one beyond."""
 
-    behind: "Acceptance | None" = None
-    _counts: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0] for _ in _ACCEPTED])
+    def __init__(self, edges: Sequence[float], guesses: Sequence[float], behind: "Acceptance | None" = None) -> None:
+        """`guesses`: one for each group, until it is known. `behind`: what is known from other requests."""
+        self._edges, self._guesses, self._behind = edges, guesses, behind
+        self._counts = [[0.0, 0.0] for _ in guesses]
 
-    def learn(self, length: int, candidate_count: int, accepted_count: int) -> None:
-        """Takes note of candidates from a match of `length` bytes. What follows a rejected one says nothing."""
-        if self.behind:
-            self.behind.learn(length, candidate_count, accepted_count)
-        counts = self._counts[bisect_right(_LENGTHS, length)]
+    def of_request(self) -> "Acceptance":
+        """For one request, which begins with what is known from others and tells them what it finds."""
+        return Acceptance(self._edges, self._guesses, self)
+
+    def learn(self, sign: float, tried_count: int, accepted_count: int) -> None:
+        """Takes note of what was tried in a row: of the accepted ones and the first that was not."""
+        if self._behind:
+            self._behind.learn(sign, tried_count, accepted_count)
+        counts = self._counts[bisect_right(self._edges, sign)]
         counts[0] += accepted_count
-        counts[1] += min(accepted_count + 1, candidate_count)
+        counts[1] += min(accepted_count + 1, tried_count)
         if counts[1] > _REMEMBERED:
             counts[:] = [count / 2 for count in counts]
 
     @property
     def total(self) -> float:
-        """The part of all candidates accepted; 0 if there were none."""
+        """The part accepted of everything tried; 0 if nothing was."""
         accepted, tried = (sum(column) for column in zip(*self._counts, strict=True))
         return accepted / tried if tried else 0.0
 
-    def of(self, length: int) -> float:
-        """The part of candidates accepted at each position, behind accepted ones."""
-        group = bisect_right(_LENGTHS, length)
+    def of(self, sign: float) -> float:
+        """The part accepted at each position, behind accepted ones."""
+        group = bisect_right(self._edges, sign)
         accepted, tried = self._counts[group]
-        guess = self.behind.of(length) if self.behind else _ACCEPTED[group]
-        weight = _GUESSED / 4 if self.behind else _GUESSED
+        guess = self._behind.of(sign) if self._behind else self._guesses[group]
+        weight = _GUESSED / 4 if self._behind else _GUESSED
         return (accepted + guess * weight) / (tried + weight)
 
 
-class Drafting(Enum):
-    """What a draft model is for: nothing, to run ahead of a target that waits for nobody, or to be waited for."""
-
-    NONE = "without the draft model"
-    AHEAD = "with the draft model running ahead"
-    AWAITED = "with the target waiting for the draft model"
-
-
-# Passes of a trial, those at its beginning that are not counted, and how many trials go by before another way is
-# tried again, at first and at most.
-_TRIAL, _SETTLING = 10, 3
-_AGAIN, _SELDOM = 6, 192
-# How much faster than none a draft has to be.
-_MARGIN = 1.08
-
-
 @dataclass
-class _Way:
-    """One way to use a draft. `speed`: tokens in a nanosecond. `due`: trials of the best until it is tried again."""
-
-    speed: Average = field(default_factory=lambda: Average(0.0))
-    interval: int = _AGAIN
-    due: int = _AGAIN
-
-
-@dataclass
-class Trial:
-    """Whether and how a draft model pays: each way is tried in turn, those that turned out worse ever more seldom."""
-
-    drafting: Drafting = Drafting.NONE
-    ways: dict[Drafting, _Way] = field(default_factory=lambda: {way: _Way() for way in Drafting})
-    # Nanoseconds of a token of the draft, and of a message there and back.
-    token: Average = field(default_factory=lambda: Average(0.0))
-    round_trip: Average = field(default_factory=lambda: Average(0.0))
-    _tokens: int = 0
-    _elapsed_ns: int = 0
-    _passes: int = 0
-
-    def learn(self, token_count: int, elapsed_ns: int) -> None:
-        """Takes note of a pass, done as `drafting` says."""
-        self._passes += 1
-        if self._passes > _SETTLING:
-            self._tokens += token_count
-            self._elapsed_ns += elapsed_ns
-        if self._passes == _TRIAL:
-            self.ways[self.drafting].speed.learn(self._tokens / max(self._elapsed_ns, 1), 0.3)
-            self._next()
-
-    @property
-    def choice(self) -> str:
-        """How fast it is each way, in words; nothing as long as only one was tried."""
-        known = {way: one.speed.value for way, one in self.ways.items() if one.speed.count}
-        if len(known) < 2 or not self.token.count:
-            return ""
-        return ", ".join(f"{1e9 * speed:.1f} tokens/s {way.value}" for way, speed in known.items())
-
-    def _worth(self, way: Drafting) -> float:
-        # Trials are short: a draft that seems to be a little faster may as well be slower.
-        return self.ways[way].speed.value * (_MARGIN if way is Drafting.NONE else 1.0)
-
-    def _next(self) -> None:
-        self._tokens = self._elapsed_ns = self._passes = 0
-        if untried := [way for way, one in self.ways.items() if not one.speed.count]:
-            self.drafting = untried[0]
-            return
-        best = max(self.ways, key=self._worth)
-        tried = self.ways[self.drafting]
-        if self.drafting is best:
-            tried.interval = _AGAIN
-            for one in self.ways.values():
-                one.due -= 1
-        else:
-            far = tried.speed.value < 0.7 * self.ways[best].speed.value
-            tried.due = tried.interval = min((4 if far else 2) * tried.interval, _SELDOM)
-        due = [way for way, one in self.ways.items() if way is not best and one.due <= 0]
-        self.drafting = due[0] if due and self.drafting is best else best
-
-
-@dataclass
-class Estimates:
-    """Of one target."""
+class Costs:
+    """Of one target under one load."""
 
     steps: Steps = field(default_factory=Steps)
-    acceptance: Acceptance = field(default_factory=Acceptance)
     # Nanoseconds from a pass to the candidates for the next, as the target waited for them.
     hop: Average = field(default_factory=lambda: Average(600_000.0))
-    trials: dict[str, Trial] = field(default_factory=dict)
+    drafts: dict[str, DraftRecord] = field(default_factory=dict)
+
+
+class Estimates:
+    """Of one target: how much is accepted, and what is known of costs under each load."""
+
+    def __init__(self) -> None:
+        # By bytes of a match, and by the draft's own probability.
+        self.lengths = Acceptance((8, 16, 32), (0.3, 0.5, 0.65, 0.8))
+        self.confidences = Acceptance((0.3, 0.5, 0.7, 0.9, 0.97), (0.3, 0.4, 0.55, 0.7, 0.85, 0.95))
+        self._running = 0
+        self._costs: list[Costs] = [Costs()]
+
+    @property
+    def load(self) -> int:
+        """Requests that run now; 1 at least."""
+        return max(self._running, 1)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Counts a request as running."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    @property
+    def costs(self) -> Costs:
+        """Under this load: 1, 2 to 3, 4 to 7 requests and so on. A new one begins with what the one below knows."""
+        level = self.load.bit_length() - 1
+        while len(self._costs) <= level:
+            self._costs.append(deepcopy(self._costs[-1]))
+        return self._costs[level]
 
     def trial(self, draft: str) -> Trial:
-        """Of a draft, by name."""
-        return self.trials.setdefault(draft, Trial())
+        """Of a draft, by name, for one request."""
+        return Trial(self.costs.drafts.setdefault(draft, DraftRecord()))

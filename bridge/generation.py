@@ -168,7 +168,8 @@ async def generate(
     prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = _room(request, model, prompt.ids)
     estimates = estimates or Estimates()
-    policy = Policy(request.speculation, estimates, estimates.trial(draft_model.name) if draft_model else None)
+    trial = estimates.trial(draft_model.name) if draft_model else None
+    policy = Policy(request.speculation, estimates, trial)
     lead, note = None, ""
     if draft_model is not None and draft is not None:
         try:

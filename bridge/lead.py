@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from bridge.errors import ProtocolViolation
 from bridge.models import Model
@@ -32,6 +32,7 @@ class Lead:
         self._proposed: list[int] = []
         self._said = bytearray()
         self._ends: list[int] = []
+        self._sure: list[float] = []
         self._agreed = 0
         self._parted = False
         self._said_bytes = self._said_tokens = 0
@@ -52,6 +53,7 @@ class Lead:
         self._proposed.clear()
         self._said.clear()
         self._ends.clear()
+        self._sure.clear()
         self._base = self._context.byte_offset
         self._agreed, self._parted = 0, False
         self._credit = credit
@@ -78,6 +80,7 @@ class Lead:
             self._said += data
             self._said_bytes, self._said_tokens = self._said_bytes + len(data), self._said_tokens + 1
             self._ends.append(len(self._said))
+            self._sure.append(confidence)
             if confidence < self._threshold:
                 self.closed = True
                 break
@@ -103,6 +106,18 @@ class Lead:
     def ahead(self, tape: Tape) -> bytes:
         """What the draft said beyond the tape, as far as the two agree."""
         return bytes(self._said[self._agreed :]) if self._agrees(tape) else b""
+
+    def confidences(self, lengths: Iterable[int]) -> list[float]:
+        """The draft's probability of pieces of `ahead`, so many bytes each: of the tokens that begin in each."""
+        place, end = bisect_right(self._ends, self._agreed), self._agreed
+        found = []
+        for length in lengths:
+            end, sure = end + length, 1.0
+            while place < len(self._ends) and (self._ends[place - 1] if place else 0) < end:
+                sure *= self._sure[place]
+                place += 1
+            found.append(sure)
+        return found
 
     def grant(self, tape: Tape, tokens_ahead: int) -> int:
         """Credit to add so that the draft may get `tokens_ahead` beyond the tape."""

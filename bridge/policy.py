@@ -1,11 +1,14 @@
 """How far ahead the draft may run, how long the target waits for it, and what is worth verifying."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from bridge.estimates import Acceptance, Average, Drafting, Estimates, PassCost, Trial
+from bridge.average import Average
+from bridge.estimates import Estimates, PassCost
 from bridge.ports import Pass, Proposal
+from bridge.trial import Drafting, Trial
 
 # Longer than any draft needs for a proposal: a target that waits this long waits for a dead draft.
 _LOCKSTEP_PATIENCE_US = 5_000_000
@@ -44,6 +47,14 @@ class SpeculationParameters:
     draft_temperature: float | None = None
 
 
+@dataclass(frozen=True)
+class Worth:
+    """How many candidates to verify in one forward, and the tokens expected in a nanosecond then."""
+
+    count: int
+    speed: float
+
+
 class Policy:
     """Credit, patience and width for one request.
 
@@ -52,9 +63,9 @@ class Policy:
     and otherwise follows acceptance as Hugging Face's heuristic schedule does: two more after a pass that
     accepted all, one less after one that did not.
 
-    Automatic: candidates are what the text said before (`suffix`), as many as pay by what is known of the target
-    (`estimates`), and what a draft model says, where `trial` found that it pays. The target waits for candidates as
-    long as waiting has been worth more than it took.
+    Automatic: candidates are what the text said before (`suffix`), or what a draft model says where `trial` found that
+    it pays; the better of the two, as many as pay by what is known of the target (`estimates`). The target waits for
+    candidates as long as waiting has been worth more than it took.
     """
 
     def __init__(
@@ -66,8 +77,11 @@ class Policy:
         default = 5 if self.lockstep else 8
         self._assistant_tokens = parameters.num_assistant_tokens or default
         self._estimates, self._trial = estimates or Estimates(), trial or Trial()
-        self._cost = PassCost(self._estimates.steps)
-        self._acceptance = Acceptance(self._estimates.acceptance)
+        self._cost = PassCost()
+        self._lengths, self._confidences = (
+            self._estimates.lengths.of_request(),
+            self._estimates.confidences.of_request(),
+        )
         # What waiting for candidates from the text would gain on average, in nanoseconds.
         self._gain = Average(0.0)
         self._newest_gain = 0.0
@@ -93,7 +107,7 @@ class Policy:
         if not (self._adapt and self.automatic and self._trial.token.count):
             return self._assistant_tokens
         # What it can say until it hears of a pass that began when its last word came, and a few more.
-        ahead = (self._trial.round_trip.value + self._cost.of(1)) / max(self._trial.token.value, 1.0)
+        ahead = (self._trial.round_trip.value + self._takes(1)) / max(self._trial.token.value, 1.0)
         return min(max(math.ceil(ahead) + 4, self._assistant_tokens), _MOST_AHEAD)
 
     @property
@@ -103,7 +117,7 @@ class Policy:
             return _LOCKSTEP_PATIENCE_US
         if not self.automatic:
             return 0
-        patience = self._patience_ns if self._gain.value > _MARGIN * self._estimates.hop.value else 0.0
+        patience = self._patience_ns if self._gain.value > _MARGIN * self._estimates.costs.hop.value else 0.0
         if self._trial.drafting is Drafting.AWAITED:
             patience = max(patience, _AWAITED * self._trial.token.value)
         return int(patience // 1000)
@@ -124,6 +138,7 @@ class Policy:
     def learn_draft(self, proposal: Proposal, round_trip_ns: int | None) -> None:
         """Takes note of what the draft said. `round_trip_ns`: of the message that it answers, without its forwards."""
         if proposal.token_ids:
+            self._trial.hear()
             self._trial.token.learn((proposal.queue_ns + proposal.forward_ns) / len(proposal.token_ids))
             if round_trip_ns is not None:
                 self._trial.round_trip.learn(max(round_trip_ns, 0))
@@ -133,53 +148,67 @@ class Policy:
         """The most candidates of a draft model in one forward. A token of it may be several of the target's."""
         return 4 * self.num_assistant_tokens
 
-    def suffix_count(self, length: int) -> int:
-        """How many tokens of a match of so many bytes to verify in one forward; 0 if there is none, or none pays.
+    def draft_worth(self, confidences: Sequence[float]) -> Worth:
+        """Of candidates that the draft gives these probabilities, each where those before it are right."""
+        return self._worth([self._confidences.of(confidence) for confidence in confidences[:_MOST_CANDIDATES]])
 
-        The count with the most tokens expected in a nanosecond: each is accepted if all before it are.
-        """
-        cost, rate = self._cost, self._acceptance.of(length) if length else 0.0
-        best, speed, gain = 0, 1.0 / cost.of(1), 0.0
+    def suffix_worth(self, length: int) -> Worth:
+        """Of a match of so many bytes; 0 if there is none."""
+        rate = self._lengths.of(length) if length else 0.0
+        worth = self._worth([rate] * _MOST_CANDIDATES if length else ())
+        # Candidates that come a pass late are still of use if the first of them was right: then waiting gains a pass of
+        # one, else it costs a pass its width.
+        wide = self._takes(worth.count + 1) - self._takes(1)
+        self._newest_gain = rate * self._takes(1) - (1 - rate) * wide if worth.count else 0.0
+        self._widest = max(self._widest, worth.count)
+        return worth
+
+    def _worth(self, chances: Sequence[float]) -> Worth:
+        """The count with the most tokens expected in a nanosecond: each is accepted if all before it are."""
+        best = Worth(0, 1.0 / self._takes(1))
         expected = chance = 1.0
-        for count in range(1, _MOST_CANDIDATES + 1):
+        for count, rate in enumerate(chances, start=1):
             chance *= rate
             expected += chance
-            taken = cost.of(count + 1)
-            if expected / taken > speed:
-                best, speed = count, expected / taken
-                # Candidates that come a pass late are still of use if the first of them was right: then waiting gains
-                # a pass of one, else it costs a pass its width.
-                gain = rate * cost.of(1) - (1 - rate) * (taken - cost.of(1))
-        self._newest_gain = gain
-        self._widest = max(self._widest, best)
+            if (speed := expected / self._takes(count + 1)) > best.speed:
+                best = Worth(count, speed)
         return best
+
+    def _takes(self, width: int) -> float:
+        """Nanoseconds of a forward; what it takes beyond one token, all requests that run have to wait for."""
+        costs = self._estimates.costs
+        return self._cost.of(1, costs.steps) + self._estimates.load * self._cost.beyond(width, costs.steps)
 
     @property
     def choice(self) -> str:
         """What it chose and why, in words; nothing where the user chose."""
         if not self.automatic:
             return ""
-        cost = self._cost
         text = (
-            f"up to {self._widest} candidates from the text: {self._acceptance.total:.0%} of them are accepted, and a "
-            f"forward of 8 takes {cost.of(8) / cost.of(1):.1f} times as long as one of 1"
+            f"up to {self._widest} candidates from the text: {self._lengths.total:.0%} of them are accepted, and a "
+            f"forward of 8 takes {self._takes(8) / self._takes(1):.1f} times as long as one of 1"
         )
         return f"{text}; {self._trial.choice}" if self._trial.choice else text
 
-    def learn(self, event: Pass, length: int, elapsed_ns: int) -> None:
+    def learn(self, event: Pass, length: int, elapsed_ns: int, confidences: Sequence[float] = ()) -> None:
         """Takes note of a pass. `length`: of the match that its candidates are from; 0 if they are a draft model's.
 
-        `elapsed_ns`: since the pass before; 0 if this is the first, which reads the prompt.
+        `elapsed_ns`: since the pass before; 0 if this is the first, which reads the prompt. `confidences`: the draft's,
+        of those candidates.
         """
         candidate_count, accepted_count = event.candidate_token_count, event.accepted_token_count
         if self.lockstep:
             self._learn_lockstep(candidate_count, accepted_count, event.waited_ns // 1000)
         if elapsed_ns == 0:
             return
-        self._cost.learn(candidate_count + 1, max(elapsed_ns - event.waited_ns, event.forward_ns))
+        taken_ns = max(elapsed_ns - event.waited_ns, event.forward_ns)
+        self._cost.learn(candidate_count + 1, taken_ns, self._estimates.costs.steps)
         if self.automatic:
-            if candidate_count and length:
-                self._acceptance.learn(length, candidate_count, accepted_count)
+            if length and candidate_count:
+                self._lengths.learn(length, candidate_count, accepted_count)
+            if not length:
+                for place, confidence in enumerate(confidences[: min(accepted_count + 1, candidate_count)]):
+                    self._confidences.learn(confidence, 1, int(place < accepted_count))
             self._gain.learn(self._newest_gain, _GAIN_FRESH)
             self._trial.learn(len(event.token_ids), elapsed_ns)
             self._learn_patience(event)
@@ -188,9 +217,11 @@ class Policy:
         # What it waits for a draft model says nothing of what the bridge takes.
         if event.waited_ns < _WAITED_NS or self._trial.drafting is Drafting.AWAITED:
             return
-        self._estimates.hop.learn(event.waited_ns)
+        self._estimates.costs.hop.learn(event.waited_ns)
         late = event.candidate_token_count == 0 and event.waited_ns >= self._patience_ns
-        self._patience_ns = 2 * self._patience_ns if late else max(3 * self._estimates.hop.value, _LEAST_PATIENCE_NS)
+        self._patience_ns = (
+            2 * self._patience_ns if late else max(3 * self._estimates.costs.hop.value, _LEAST_PATIENCE_NS)
+        )
 
     def _learn_lockstep(self, candidate_count: int, accepted_count: int, waited_us: int) -> None:
         if waited_us >= _LOCKSTEP_PATIENCE_US:

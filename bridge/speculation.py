@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from time import perf_counter_ns
 from typing import Any
@@ -65,6 +65,19 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class _Guess:
+    """Candidates, of which a forward is to take `width`: from a match of so many bytes, or the draft's where that is 0.
+
+    `confidences`: the draft's probability of each.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    width: int = 0
+    match_length: int = 0
+    confidences: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class Lost:
     """The draft is gone."""
 
@@ -96,6 +109,7 @@ class Speculation:
         self._width = policy.width
         self._offered: list[int] = []
         self._match_length = 0
+        self._confidences: list[float] = []
         self.source = Source.NOBODY
         self._granted = (0, 0)
         self._passed_ns = self._heard_ns = self._synced_ns = 0
@@ -197,46 +211,53 @@ class Speculation:
 
     async def _send_candidates(self) -> None:
         started = perf_counter_ns()
-        ids, match_length, width = self._guess()
+        guess = self._guess()
         self.statistics.translate_ns += perf_counter_ns() - started
-        policy = self._policy
+        policy, ids = self._policy, guess.ids
         if ids:  # as long as there are none, no message is worth a new width
-            self._width = width
+            self._width = guess.width
         await self._grant(*self._limits())
         # All of them, also those that it has already: they show the target what the rest continues.
         agree = ids[: len(self._offered)] == self._offered
         # Of the text's it is told more only when it is about to run out of them.
-        few = not match_length or len(self._offered) < 2 * width
+        few = not guess.match_length or len(self._offered) < 2 * guess.width
         news = not agree or (few and len(ids) > len(self._offered))
         # None at all lets a target that waits go on, unless a draft is about to say something.
-        awaited = policy.drafting and self._lead is not None and not self._lead.turn_over
+        lead = self._lead if policy.drafting else None
+        awaited = lead is not None and not (lead.turn_over or lead.ahead(self._tape))
         if news or policy.lockstep or (not ids and self._granted[0] and not awaited):
             await self._target.candidates(Candidates(len(self._tape.ids), tuple(ids)))
             self._offered = ids
             if ids:  # a forward that is under way may still have those of before
-                self._match_length = match_length
+                self._match_length, self._confidences = guess.match_length, guess.confidences
 
-    def _guess(self) -> tuple[list[int], int, int]:
-        """How the text may go on: as the draft said, else as it went on before.
-
-        Also the length of that match, 0 if it is the draft's, and how many of these ids a forward is to take.
-        """
-        vocabulary, policy = self._model.vocabulary, self._policy
-        ids: list[int] = []
-        if self._lead and policy.drafting:
-            ids = candidates(vocabulary, self._lead.ahead(self._tape))
-            if self._lead.ended and self._end is not None:
-                ids.append(self._end)
-        if not self._suffix:
-            return ids[: policy.width], 0, policy.width
-        match = None if ids else self._suffix.match()
-        count = policy.suffix_count(match.length if match else 0)
-        if match and count:
+    def _guess(self) -> "_Guess":
+        """How the text may go on: as the draft says, or as it went on before."""
+        drafted = self._drafted()
+        if not self._policy.automatic:
+            return replace(drafted, ids=drafted.ids[: self._policy.width], width=self._policy.width)
+        policy, match = self._policy, self._suffix.match() if self._suffix else None
+        worth, worth_of_draft = (
+            policy.suffix_worth(match.length if match else 0),
+            policy.draft_worth(drafted.confidences),
+        )
+        if match and worth.count and worth.speed > worth_of_draft.speed:
             # For more than one forward: while they agree, the target need not wait for any. The last one is left out,
             # because the data may end in the middle of it.
-            ids = candidates(vocabulary, match.data[: _TOKEN_BYTES * _FORWARDS * count])[:-1]
-            return ids[: _FORWARDS * count], match.length, count
-        return ids[: policy.width], 0, policy.width
+            data = match.data[: _TOKEN_BYTES * _FORWARDS * worth.count]
+            ids = candidates(self._model.vocabulary, data)[:-1]
+            return _Guess(ids[: _FORWARDS * worth.count], worth.count, match.length)
+        return replace(drafted, width=worth_of_draft.count) if worth_of_draft.count else _Guess()
+
+    def _drafted(self) -> "_Guess":
+        if self._lead is None or not self._policy.drafting:
+            return _Guess()
+        vocabulary = self._model.vocabulary
+        ids = candidates(vocabulary, self._lead.ahead(self._tape))
+        confidences = self._lead.confidences(len(vocabulary.token_bytes(id_)) for id_ in ids)
+        if self._lead.ended and self._end is not None:
+            ids, confidences = [*ids, self._end], [*confidences, 1.0]
+        return _Guess(ids, confidences=confidences)
 
     async def _go_on_alone(self, error: Exception) -> None:
         if self._draft is None:
@@ -255,7 +276,9 @@ class Speculation:
         agrees = common_prefix_length(self._offered, event.token_ids) == len(event.token_ids)
         self._offered = self._offered[len(event.token_ids) :] if agrees else []
         now, lockstep = perf_counter_ns(), self._policy.lockstep
-        self._policy.learn(event, self._match_length, now - self._passed_ns if self._passed_ns else 0)
+        elapsed_ns = now - self._passed_ns if self._passed_ns else 0
+        self._policy.learn(event, self._match_length, elapsed_ns, self._confidences)
+        self._confidences = self._confidences[len(event.token_ids) :]
         self._passed_ns = now
         if lockstep and not self._policy.lockstep:
             statistics.note = "the draft did not answer in time; the target no longer waits for it"

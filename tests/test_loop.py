@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.errors import EmptyPrompt, InvalidField, Unreachable
+from bridge.estimates import Estimates
 from bridge.generation import Request, render
 from bridge.lead import Lead
 from bridge.models import Model, SpecialIds
@@ -19,6 +20,7 @@ from bridge.speculation import Speculation
 from bridge.suffix import SuffixDrafter
 from bridge.tape import Tape
 from bridge.templates import Chat, Message
+from bridge.trial import Drafting, DraftRecord, Trial
 from services.draft.session import DraftSession
 from services.target.session import TargetSession
 from tests import tiny
@@ -148,7 +150,9 @@ def test_output_is_the_targets_own_for_any_proposals(
                 request = Request(PROMPT)
                 tape = Tape(target.vocabulary, render(request, target, target).ids)
                 drafter = ScriptedDrafter(draft, script, PROMPT.encode(), truth, tape, dies_at)
-                policy = Policy(SpeculationParameters(mode, draft_length))
+                trial = Trial(DraftRecord())
+                trial.drafting = data.draw(st.sampled_from(Drafting))
+                policy = Policy(SpeculationParameters(mode, draft_length), Estimates(), trial)
                 lead = Lead(draft, render(request, draft, target))
                 # Of a text that holds what the target is going to say, and of what it has said.
                 suffix = SuffixDrafter(PROMPT.encode() + truth + PROMPT.encode() if said_before else b"")
@@ -215,6 +219,20 @@ async def test_a_draft_that_knows_the_target_is_accepted(mode: Mode) -> None:
         assert statistics.num_accepted_tokens > 0.3 * len(expected)
     assert len(expected) == statistics.target_pass_count + statistics.num_accepted_tokens
     assert sum(statistics.num_accepted_tokens_per_position) == statistics.num_accepted_tokens
+
+
+def test_a_candidate_is_as_sure_as_the_drafts_tokens_that_begin_in_it() -> None:
+    model = tiny.model("byte_level")
+    lead = Lead(model, render(Request(PROMPT), model, model))
+    tape = Tape(model.vocabulary, [])
+    assert lead.sync(tape, 8)
+    ids = [id_ for id_, data in enumerate(model.vocabulary.tokens) if data and len(data) == 2][:3]
+    assert lead.hear(Proposal(1, tuple(ids), (0.9, 0.8, 0.5)))
+    assert lead.confidences([1, 1, 4]) == [0.9, 1.0, pytest.approx(0.4)]
+    assert lead.confidences([3, 3]) == [pytest.approx(0.72), 0.5]
+    tape.commit([ids[0]])
+    assert lead.ahead(tape)
+    assert lead.confidences([2, 2]) == [0.8, 0.5]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7])

@@ -55,6 +55,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         off = request.speculation.mode is Mode.OFF
         draft = None if off else self._zoo.draft(message.draft)
         with ExitStack() as stack:
+            stack.enter_context(target.estimates.request())
             verifier = stack.enter_context(
                 closing(
                     RemoteVerifier(

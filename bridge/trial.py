@@ -1,0 +1,154 @@
+"""Whether a draft model pays, and how it is best used: every way is tried, the better ones more often.
+
+After Thompson, "On the likelihood that one unknown probability exceeds another" (1933): of each way a speed is drawn
+from what is thought of it, and the fastest draw is used for a while. What is uncertain is tried so, and what is known
+to be slower is not.
+"""
+
+import math
+import random
+from dataclasses import dataclass, field
+from enum import Enum
+
+from bridge.average import Average
+
+# What is left of what was seen after each pass: by all requests, and by this one. Of what is known from others, so many
+# passes count at most.
+_FADE, _FADE_OWN, _BORROWED = 0.998, 0.995, 30.0
+# Passes that count until another way may be chosen; those behind a change that tell of the change only, and do not; and
+# how many go by until a draft that says nothing counts as one that does not.
+_PASSES, _SETTLING, _SILENT = 6, 2, 16
+# Tokens of a pass differ by about so much of their mean, which counts for as many passes.
+_SPREAD, _GUESSED = 0.6, 4.0
+# Parts of a standard error that draws spread by: whole ones cost more in trials than wrong choices cost.
+_DOUBT = 0.5
+
+
+class Drafting(Enum):
+    """What a draft model is for: nothing, to run ahead of a target that waits for nobody, or to be waited for."""
+
+    NONE = "without the draft model"
+    AHEAD = "with the draft model running ahead"
+    AWAITED = "with the target waiting for the draft model"
+
+
+@dataclass
+class Rate:
+    """Tokens in a nanosecond, over passes that are forgotten slowly: their number, and sums of both and of products."""
+
+    _sums: tuple[float, ...] = (0.0,) * 6
+
+    def learn(self, token_count: int, elapsed_ns: int) -> None:
+        """Takes note of a pass."""
+        now = (1.0, token_count, elapsed_ns, token_count**2, token_count * elapsed_ns, elapsed_ns**2)
+        self._sums = tuple(old + new for old, new in zip(self._sums, now, strict=True))
+
+    def faded(self, passes: float = math.inf, fade: float = 1.0) -> "Rate":
+        """The same with less to say: as that many passes at most."""
+        return Rate(tuple(min(fade, passes / max(self.passes, 1.0)) * one for one in self._sums))
+
+    @property
+    def passes(self) -> float:
+        """How many there were, as far as they count still."""
+        return self._sums[0]
+
+    @property
+    def speed(self) -> float:
+        """Tokens in a nanosecond; 0 where nothing is known."""
+        return self._sums[1] / self._sums[2] if self._sums[2] else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of the speed, of a ratio of means."""
+        passes, tokens, _, squares, products, times = self._sums
+        speed, mean = self.speed, tokens / passes
+        residuals = max(squares - 2 * speed * products + speed**2 * times, 0.0)
+        variance = (residuals + _GUESSED * (_SPREAD * mean) ** 2) / (passes + _GUESSED)
+        return speed * math.sqrt(variance / passes) / mean
+
+
+def _rates() -> dict[Drafting, Rate]:
+    return {way: Rate() for way in Drafting}
+
+
+@dataclass
+class DraftRecord:
+    """What all requests know of one draft with one target.
+
+    Nanoseconds: of a token of it, of a message there and back.
+    """
+
+    rates: dict[Drafting, Rate] = field(default_factory=_rates)
+    token: Average = field(default_factory=lambda: Average(0.0))
+    round_trip: Average = field(default_factory=lambda: Average(0.0))
+    draws: random.Random = field(default_factory=lambda: random.Random(0))
+
+
+class Trial:
+    """Of one request, which begins with what others know and tells them what it finds. Without a record: no draft."""
+
+    def __init__(self, record: DraftRecord | None = None) -> None:
+        self._record = record or DraftRecord()
+        self._ways = tuple(Drafting) if record else (Drafting.NONE,)
+        self._rates = {way: rate.faded(_BORROWED) for way, rate in self._record.rates.items()}
+        self._passes = 0
+        self._counted_from = _SETTLING
+        self.drafting = Drafting.NONE
+        self._choose()
+
+    @property
+    def token(self) -> Average:
+        """Nanoseconds of a token of the draft."""
+        return self._record.token
+
+    @property
+    def round_trip(self) -> Average:
+        """Nanoseconds of a message to the draft and its answer."""
+        return self._record.round_trip
+
+    def hear(self) -> None:
+        """The draft has said something."""
+        self._counted_from = min(self._counted_from, self._passes + _SETTLING)
+
+    def learn(self, token_count: int, elapsed_ns: int) -> None:
+        """Takes note of a pass, done as `drafting` says."""
+        self._passes += 1
+        if self._passes > self._counted_from:
+            for rates, fade in ((self._rates, _FADE_OWN), (self._record.rates, _FADE)):
+                for way in self._ways:
+                    rates[way] = rates[way].faded(fade=fade)
+                rates[self.drafting].learn(token_count, elapsed_ns)
+        if self._passes >= self._counted_from + _PASSES or self._lost:
+            self._choose()
+
+    @property
+    def choice(self) -> str:
+        """How fast it is each way, in words; nothing as long as only one was tried."""
+        known = {way: rate.speed for way, rate in self._rates.items() if rate.speed}
+        if len(known) < 2 or not self.token.count:
+            return ""
+        return ", ".join(f"{1e9 * speed:.1f} tokens/s {way.value}" for way, speed in known.items())
+
+    @property
+    def _lost(self) -> bool:
+        """Whether it is plain already that another way is faster."""
+        mine = self._rates[self.drafting]
+        if self._passes < self._counted_from + 2 or mine.passes < 2:
+            return False
+        hoped = mine.speed + 2 * _DOUBT * mine.error
+        known = [self._rates[way] for way in self._ways if self._rates[way].passes >= 2]
+        return any(rate.speed - 2 * _DOUBT * rate.error > hoped for rate in known)
+
+    def _choose(self) -> None:
+        untried = [way for way in self._ways if self._rates[way].passes < 1]
+        drafting = untried[0] if untried else max(self._ways, key=self._draw)
+        self._passes = 0
+        if drafting is self.drafting:
+            self._counted_from = 0
+        else:
+            self._counted_from = _SETTLING if drafting is Drafting.NONE else _SILENT
+        self.drafting = drafting
+
+    def _draw(self, way: Drafting) -> float:
+        rate = self._rates[way]
+        return rate.speed + _DOUBT * rate.error * self._record.draws.gauss()
