@@ -43,7 +43,8 @@ LOCKSTEP_TOKENS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 PATIENCE = (0.0, 1.5, 4.0)
 WIDTH = 12
 SEED = 1
-# Tokens that the automatic mode has before it is measured.
+# Tokens of the prompt, and those that the automatic mode has before it is measured.
+PROMPT = 64
 LEARNING = 1200
 
 
@@ -69,25 +70,25 @@ def main() -> None:
 def _row(pair: Pair, tokens: int) -> dict[str, object]:
     """Speeds of every mode over the target alone, measured and simulated."""
     found: dict[str, object] = asdict(pair)
-    count = min(range(len(LOCKSTEP_TOKENS)), key=lambda index: lockstep_ms(pair, LOCKSTEP_TOKENS[index]))
+    count = min(LOCKSTEP_TOKENS, key=lambda count: lockstep_ms(pair, count))
     alone = asyncio.run(measure(pair, Mode.OFF, tokens))
-    found["simulated_lockstep"] = pair.verify_ms / lockstep_ms(pair, LOCKSTEP_TOKENS[count])
-    ahead = [pair.verify_ms / two_runners_ms(pair, patience * pair.draft_ms) for patience in PATIENCE]
-    found["simulated_opportunistic"] = ahead[0]
+    span, later = range(PROMPT, PROMPT + tokens), range(PROMPT + LEARNING, PROMPT + LEARNING + tokens)
+    found["simulated_lockstep"] = pair.verify_ms / lockstep_ms(pair, count, span)
+    found["simulated_opportunistic"] = pair.verify_ms / two_runners_ms(pair, 0.0, span)
+    ahead = [pair.verify_ms / two_runners_ms(pair, patience * pair.draft_ms, later) for patience in PATIENCE]
     found["simulated_auto"] = max(1.0, *ahead)
     for mode in MODES:
-        assistant = LOCKSTEP_TOKENS[count] if mode is Mode.LOCKSTEP else None
-        found[mode.value] = alone / asyncio.run(measure(pair, mode, tokens, assistant))
+        found[mode.value] = alone / asyncio.run(measure(pair, mode, tokens, count if mode is Mode.LOCKSTEP else None))
     return found
 
 
 async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | None = None) -> float:
     """Milliseconds of a token behind the first."""
     model = scripted.model()
-    prompt = scripted.text(SEED, 64)
+    prompt = scripted.text(SEED, PROMPT)
     learning = LEARNING if mode is Mode.AUTO else 0
     schedulers = [
-        Scheduler(lambda engine=engine: engine) for engine in scripted.engines(pair, SEED, 64 + LEARNING + tokens)
+        Scheduler(lambda engine=engine: engine) for engine in scripted.engines(pair, SEED, PROMPT + LEARNING + tokens)
     ]  # type: ignore[misc]
     try:
         with (
@@ -108,7 +109,7 @@ async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | N
                 async for _ in passes:
                     if not started and tape.generated_token_count > learning:
                         started, from_token = perf_counter(), tape.generated_token_count
-            expected = scripted.text(SEED, 64 + tape.generated_token_count)
+            expected = scripted.text(SEED, PROMPT + tape.generated_token_count)
             assert list(tape.ids) == expected, "the text is not the target's own"
             return 1000 * (perf_counter() - started) / (tape.generated_token_count - from_token)
     finally:
@@ -116,22 +117,36 @@ async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | N
             scheduler.close()
 
 
-def lockstep_ms(pair: Pair, count: int) -> float:
-    """Milliseconds of a token in lockstep with so many tokens of the draft, in closed form (Leviathan et al.)."""
-    tokens = sum(pair.acceptance**index for index in range(count + 1))
-    return (pair.forward_ms(count + 1) + count * pair.draft_ms + pair.round_trip_ms) / tokens
+def lockstep_ms(pair: Pair, count: int, places: range | None = None) -> float:
+    """Milliseconds of a token in lockstep with so many tokens of the draft: turn by turn over the places of a text.
+
+    Without places, of any text, in closed form (Leviathan et al.).
+    """
+    turn_ms = pair.forward_ms(count + 1) + count * pair.draft_ms + pair.round_trip_ms
+    if places is None:
+        return turn_ms / sum(pair.acceptance**index for index in range(count + 1))
+    turns, committed = 0, places.start
+    while committed < places.stop:
+        committed += _right(pair, committed, count) + 1
+        turns += 1
+    return turns * turn_ms / (committed - places.start)
 
 
-def two_runners_ms(pair: Pair, patience_ms: float, tokens: int = 20_000) -> float:
+def _right(pair: Pair, place: int, count: int) -> int:
+    """How many of so many candidates from a place on are accepted."""
+    return next((index for index in range(count) if not scripted.is_right(SEED, place + index, pair.acceptance)), count)
+
+
+def two_runners_ms(pair: Pair, patience_ms: float, places: range) -> float:
     """Milliseconds of a token where draft and target both run and the target waits so long at most: event by event.
 
     The bridge stands beside the target. The draft's word is heard half a round trip after it is said; where it was
     wrong, or was overtaken, it hears half a round trip later and begins anew.
     """
     half = pair.round_trip_ms / 2
-    now, committed = 0.0, 0
-    begin, first_ms = 0, half + pair.draft_ms + half  # the epoch's first token, and when it is heard
-    while committed < tokens:
+    now, committed = 0.0, places.start
+    begin, first_ms = committed, half + pair.draft_ms + half  # the epoch's first token, and when it is heard
+    while committed < places.stop:
         while True:
             heard = int((now - first_ms) // pair.draft_ms) + 1 if now >= first_ms else 0
             ready = begin + heard - committed
@@ -143,16 +158,15 @@ def two_runners_ms(pair: Pair, patience_ms: float, tokens: int = 20_000) -> floa
                 break
             now = comes
         taken = max(0, min(ready, WIDTH))
-        right = 0
-        while right < taken and scripted.is_right(SEED, committed + right, pair.acceptance):
-            right += 1
-        start, committed = committed, committed + right + 1
+        committed += _right(pair, committed, taken) + 1
         now += pair.forward_ms(taken + 1)
         said = begin + (int((now - first_ms) // pair.draft_ms) + 1 if now >= first_ms else 0)
-        wrong = any(not scripted.is_right(SEED, place, pair.acceptance) for place in range(start, min(said, committed)))
+        # Also what was said of places that the target had passed by then.
+        judged = min(said, committed)
+        wrong = _right(pair, begin, judged - begin) < judged - begin
         if wrong or first_ms + (committed - begin) * pair.draft_ms > now + 2 * half + pair.draft_ms:
             begin, first_ms = committed, now + half + pair.draft_ms + half
-    return now / committed
+    return now / (committed - places.start)
 
 
 def _table(rows: Sequence[dict[str, object]]) -> Table:
