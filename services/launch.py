@@ -116,13 +116,13 @@ def run_model_server(config: ModelServerConfig, report: OnStart, on_start: OnSta
 
     async def serve() -> None:
         server = Server(config.listen)
-        stop = _stop_event(config.until_stdin_closes)
+        stop = stop_event(config.until_stdin_closes)
         # In a thread, so that we can be stopped meanwhile.
         loaded = await _unless(stop, asyncio.to_thread(_load, config, directory, report))
         if loaded is None:
             # The thread cannot be, and would keep the process until it has read gigabytes for nobody.
             os._exit(0)
-        _register(server, loaded, config.role)
+        register(server, loaded, config.role)
         await server.run_until(stop, on_start, lambda: loaded.scheduler.alive)
         loaded.scheduler.close()
 
@@ -136,7 +136,7 @@ def run_bridge_server(config: BridgeServerConfig, on_start: OnStart) -> None:
         zoo = Zoo(config.targets, config.drafts, config.connect_timeout)
         try:
             server = Server(config.listen)
-            stop = _stop_event(config.until_stdin_closes)
+            stop = stop_event(config.until_stdin_closes)
             if await _unless(stop, zoo.connect()) is None:
                 return
             server.register(
@@ -232,7 +232,7 @@ def prepare(model: str, engine: EngineName, weights: Weights, report: OnStart) -
             return resolve(model, report)
 
 
-def _register(server: Server, loaded: LoadedModel, role: Role) -> None:
+def register(server: Server, loaded: LoadedModel, role: Role) -> None:
     """Adds all services; one whose role is not served refuses, and is in no list of services."""
     number = {Role.DRAFT: model_pb2.ROLE_DRAFT, Role.TARGET: model_pb2.ROLE_TARGET, Role.BOTH: model_pb2.ROLE_BOTH}
     server.register(
@@ -253,7 +253,7 @@ def _register(server: Server, loaded: LoadedModel, role: Role) -> None:
     )
 
 
-def _stop_event(watch_stdin: bool) -> asyncio.Event:
+def stop_event(watch_stdin: bool) -> asyncio.Event:
     """Set by SIGINT and SIGTERM; and, if asked, when standard input ends.
 
     It ends when the process that started us is gone, however it went.

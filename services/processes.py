@@ -83,9 +83,16 @@ def fleet(
 @contextlib.contextmanager
 def serve(model: str, *options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """Starts one model server, and stops it in the end; its address and process."""
-    process = _start("serve", model, "--until-stdin-closes", "--listen", "127.0.0.1:0", *options)
+    with launched(model, "serve", model, "--until-stdin-closes", "--listen", "127.0.0.1:0", *options) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def launched(name: str, *arguments: str, module: str = "services.cli") -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """Starts a module that prints its address and ends with its standard input, and stops it in the end."""
+    process = _start(*arguments, module=module)
     try:
-        yield _ready(model, process), process
+        yield _ready(name, process), process
     finally:
         stop(process)
 
@@ -105,9 +112,9 @@ def stop(process: "subprocess.Popen[str]") -> None:
         process.stdout.close()
 
 
-def _start(*arguments: str) -> "subprocess.Popen[str]":
+def _start(*arguments: str, module: str = "services.cli") -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "services.cli", *arguments],
+        [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

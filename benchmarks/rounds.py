@@ -1,0 +1,226 @@
+"""What a round costs where the models cost nothing: the bridge, the services and the streams between them.
+
+    python -m benchmarks.rounds [--tokens 400] [--repeats 6] [--cases "lockstep, 1" auto ...] [--json FILE]
+        [--tokenizers TARGET.json DRAFT.json]
+
+A target service, a draft service and the bridge run as processes and talk over loopback as they always do; only the
+models are stand-ins that recite a text (`benchmarks.reciting`), four of five tokens of the draft rightly. A round is a
+pass of the target. In lockstep it lasts from one delta that the client hears to the next, and the median is over
+rounds; else passes come in bursts, so a round is what all of a generation took by their number, and the median is over
+generations. The 95th percentile is always of the time between deltas. A round's own cost is the median less what the
+models took in it on average: the target's forward, and in lockstep also the draft's, which the round waits for. So it
+counts everything else: the bridge's work (translation, matching, policy), both services' (scheduler, sampling), the
+messages between the four processes, and the client's hearing of it. In lockstep with one token that is one message
+to the draft and back, one to the target and back; each further token of the draft is a forward and a message more.
+
+The text is this repository's documentation. In the cases "repeated" it says again what it said before. Tokenizers are
+trained on it, or given. Cases take turns, so that the machine's moods fall on all alike, behind one run of each that
+is not counted.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter_ns
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from draftbridge import Client
+from draftbridge.v1 import bridge_pb2
+from services.processes import launched
+
+ROOT = Path(__file__).parents[1]
+# Bytes that are said twice, and of what follows them those that belong to the prompt.
+REPEATED, PROMPT = 4096, 512
+ACCEPTANCE = 0.8
+# Ids of the tokenizers that are trained: two that cut the same text differently.
+SIZES = 4000, 1000
+
+
+@dataclass(frozen=True)
+class Case:
+    """`repeated`: the text says again what it said before. `drafted`: the bridge has a draft model."""
+
+    name: str
+    mode: str
+    assistant_tokens: int | None = None
+    repeated: bool = False
+    drafted: bool = True
+
+
+CASES = (
+    Case("off", "off"),
+    Case("lockstep, 1", "lockstep", 1),
+    Case("lockstep, 4", "lockstep", 4),
+    Case("opportunistic", "opportunistic"),
+    Case("auto", "auto"),
+    Case("auto, no draft", "auto", drafted=False),
+    Case("auto, no draft, repeated", "auto", repeated=True, drafted=False),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One generation of a case. Times in nanoseconds; `gaps`: between its deltas."""
+
+    case: Case
+    gaps: tuple[int, ...]
+    pass_count: int
+    token_count: int
+    models_ns: int
+    translate_ns: int
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a case's rounds, in milliseconds; see above."""
+
+    case: str
+    round_count: int
+    tokens_per_round: float
+    median_ms: float
+    p95_ms: float
+    models_ms: float
+    translate_ms: float
+    own_ms: float
+
+
+def main() -> None:
+    """Runs the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=6)
+    names = [case.name for case in CASES]
+    parser.add_argument("--cases", nargs="+", default=names, choices=names)
+    parser.add_argument("--tokenizers", nargs=2, type=Path, help="tokenizer.json of the target and of the draft")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    cases = [case for case in CASES if case.name in arguments.cases]
+    text = recited()
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizers = arguments.tokenizers or _trained(text, Path(folder))
+        with _bridges(text, tokenizers, Path(folder)) as bridges:
+            runs: list[Run] = []
+            for repeat in range(arguments.repeats + 1):
+                measured = [_run(bridges[case.drafted], case, text, arguments.tokens) for case in cases]
+                runs += measured if repeat else []
+    costs = [cost([run for run in runs if run.case is case]) for case in cases]
+    Console(width=120).print(_table(costs))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(one) for one in costs], indent=1))
+
+
+def recited() -> str:
+    """The documentation, the beginning of it twice."""
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    text = "".join(file.read_text() for file in files)
+    return text[:REPEATED] + text
+
+
+def _trained(text: str, folder: Path) -> list[Path]:
+    paths = []
+    for size in SIZES:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=alphabet)
+        tokenizer.train_from_iterator([text], trainer)
+        paths.append(folder / f"{size}.json")
+        tokenizer.save(str(paths[-1]))
+    return paths
+
+
+@contextmanager
+def _bridges(text: str, tokenizers: Sequence[Path], folder: Path) -> Iterator[dict[bool, Client]]:
+    """Clients of two bridges of one target: with a draft, and without."""
+    file = folder / "text"
+    file.write_text(text)
+    options = ("--text", str(file), "--tokenizer")
+    acceptance = ("--acceptance", str(ACCEPTANCE))
+    with ExitStack() as stack:
+
+        def start(name: str, *arguments: str, module: str) -> str:
+            return stack.enter_context(launched(name, *arguments, module=module))[0]
+
+        target = start("target", *options, str(tokenizers[0]), "--role", "target", module="benchmarks.reciting")
+        draft = start(
+            "draft", *options, str(tokenizers[1]), "--role", "draft", *acceptance, module="benchmarks.reciting"
+        )
+        clients = {}
+        for drafted, drafts in ((True, ("--draft", draft)), (False, ())):
+            served = ("bridge", "--target", target, *drafts, "--listen", "127.0.0.1:0", "--until-stdin-closes")
+            clients[drafted] = stack.enter_context(Client(start("bridge", *served, module="services.cli")))
+        yield clients
+
+
+def _run(client: Client, case: Case, text: str, tokens: int) -> Run:
+    prompt = text[: REPEATED if case.repeated else 2 * REPEATED + PROMPT]
+    arrivals, said = [], ""
+    finished: bridge_pb2.GenerateFinished | None = None
+    for event in client.stream(
+        prompt, max_tokens=tokens, speculation=case.mode, num_assistant_tokens=case.assistant_tokens
+    ):
+        if isinstance(event, bridge_pb2.GenerateDelta):
+            arrivals.append(perf_counter_ns())
+            said += event.text
+        elif isinstance(event, bridge_pb2.GenerateFinished):
+            finished = event
+    assert finished is not None and text.startswith(prompt + said), "the text is not the target's own"
+    did = finished.speculation
+    return Run(
+        case=case,
+        gaps=tuple(later - earlier for earlier, later in pairwise(arrivals)),
+        pass_count=did.target_pass_count,
+        token_count=finished.usage.generated_token_count,
+        models_ns=did.verify_ns + (did.draft_ns if case.mode == "lockstep" else 0),
+        translate_ns=did.translate_ns,
+    )
+
+
+def cost(runs: Sequence[Run]) -> Cost:
+    """Of all rounds of one case."""
+    case = runs[0].case
+    gaps = [gap for run in runs for gap in run.gaps]
+    rounds = gaps if case.mode == "lockstep" else [sum(run.gaps) / len(run.gaps) for run in runs]
+    median_ms = median(rounds) / 1e6
+    passes = sum(run.pass_count for run in runs)
+    models_ms = sum(run.models_ns for run in runs) / passes / 1e6
+    return Cost(
+        case=case.name,
+        round_count=len(gaps),
+        tokens_per_round=sum(run.token_count for run in runs) / passes,
+        median_ms=median_ms,
+        p95_ms=quantiles(gaps, n=20)[-1] / 1e6,
+        models_ms=models_ms,
+        translate_ms=sum(run.translate_ns for run in runs) / passes / 1e6,
+        own_ms=median_ms - models_ms,
+    )
+
+
+def _table(costs: Sequence[Cost]) -> Table:
+    table = Table(
+        "", "rounds", "tokens/round", "round", "p95", "models", "own cost", "of it translation and matching",
+        title="milliseconds of a round, at the median", box=box.SIMPLE,
+    )  # fmt: skip
+    for one in costs:
+        times = (one.median_ms, one.p95_ms, one.models_ms, one.own_ms, one.translate_ms)
+        table.add_row(
+            one.case, str(one.round_count), f"{one.tokens_per_round:.2f}", *(f"{value:.3f}" for value in times)
+        )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+if __name__ == "__main__":
+    main()
