@@ -181,10 +181,10 @@ class Scheduler:
             self._end(job, EngineFailure("the model's thread has ended: restart this server"))
 
     def _listen(self, idle: bool) -> bool:
-        """Takes in what came; False at the end. Waits if there is nothing to run.
+        """Takes in what came; False at the end. Waits as long as there is no job.
 
         And for a moment if sequences that just got their token are about to ask for the next, or there would be a
-        forward for the quickest of them and another for the rest.
+        forward for the quickest of them and another for the rest. `idle`: none of the jobs can be run.
         """
         until = perf_counter_ns() + self._linger_ns
         while True:
@@ -193,7 +193,7 @@ class Scheduler:
                 # Who waits for a slot looks again whether somebody has left his lying.
                 left = _IDLE_NS / 1e9
             try:
-                news = self._inbox.get(timeout=None if idle and not self._jobs else max(left, 0.0))
+                news = self._inbox.get(timeout=max(left, 0.0) if self._jobs else None)
             except queue.Empty:
                 return True
             if news is None:
