@@ -18,18 +18,21 @@ from services.status import from_rpc_error
 class _Stream:
     """One bidirectional call.
 
-    `send` never waits: a draft that hangs and takes nothing more must not hold up the target. Sending on a call
-    that has failed is silent; reading tells why it failed.
+    `send` waits for nobody: a draft that hangs and takes nothing more must not hold up the target. It only lets the
+    writer have its turn, so that a message is on its way before anything else is done. Sending on a call that has
+    failed is silent; reading tells why it failed.
     """
 
-    def __init__(self, call: "aio.StreamStreamCall[Any, Any]", address: str) -> None:
+    def __init__(self, call: "aio.StreamStreamCall[Any, Any]", address: str, opening: Any) -> None:
         self._call = call
         self._address = address
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._outbox.put_nowait(opening)
         self._writer = asyncio.create_task(self._write())
 
-    def send(self, message: Any) -> None:
+    async def send(self, message: Any) -> None:
         self._outbox.put_nowait(message)
+        await asyncio.sleep(0)
 
     async def _write(self) -> None:
         with suppress(aio.AioRpcError, asyncio.InvalidStateError):
@@ -54,22 +57,22 @@ class RemoteDrafter:
     def __init__(
         self, channel: aio.Channel, address: str, model: Model, sampling: SamplingParameters, seed: int
     ) -> None:
-        self._stream = _Stream(draft_pb2_grpc.DraftServiceStub(channel).Draft(), address)
         opening = draft_pb2.DraftOpen(
             sampling=wire.write_sampling(sampling),
             seed=seed,
             model=model.name,
             tokenizer_sha256=model.vocabulary.sha256,
         )
-        self._stream.send(draft_pb2.DraftRequest(open=opening))
+        call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
+        self._stream = _Stream(call, address, draft_pb2.DraftRequest(open=opening))
 
     async def sync(self, sync: Sync) -> None:
         """See `Drafter`."""
-        self._stream.send(wire.write_sync(sync))
+        await self._stream.send(wire.write_sync(sync))
 
     async def grant(self, epoch: int, credit: int) -> None:
         """See `Drafter`."""
-        self._stream.send(draft_pb2.DraftRequest(grant=draft_pb2.DraftGrant(epoch=epoch, credit=credit)))
+        await self._stream.send(draft_pb2.DraftRequest(grant=draft_pb2.DraftGrant(epoch=epoch, credit=credit)))
 
     async def proposals(self) -> AsyncIterator[Proposal]:
         """See `Drafter`."""
@@ -93,7 +96,6 @@ class RemoteVerifier:
         seed: int,
         logprobs: int | None,
     ) -> None:
-        self._stream = _Stream(target_pb2_grpc.TargetServiceStub(channel).Verify(), address)
         opening = target_pb2.VerifyOpen(
             sampling=wire.write_sampling(sampling),
             seed=seed,
@@ -101,19 +103,20 @@ class RemoteVerifier:
             tokenizer_sha256=model.vocabulary.sha256,
             logprobs=logprobs,
         )
-        self._stream.send(target_pb2.VerifyRequest(open=opening))
+        call = target_pb2_grpc.TargetServiceStub(channel).Verify()
+        self._stream = _Stream(call, address, target_pb2.VerifyRequest(open=opening))
 
     async def run(self, run: Run) -> None:
         """See `Verifier`."""
-        self._stream.send(wire.write_run(run))
+        await self._stream.send(wire.write_run(run))
 
     async def candidates(self, candidates: Candidates) -> None:
         """See `Verifier`."""
-        self._stream.send(wire.write_candidates(candidates))
+        await self._stream.send(wire.write_candidates(candidates))
 
     async def grant(self, grant: Grant) -> None:
         """See `Verifier`."""
-        self._stream.send(wire.write_grant(grant))
+        await self._stream.send(wire.write_grant(grant))
 
     async def passes(self) -> AsyncIterator[Pass]:
         """See `Verifier`."""
