@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from bridge.errors import ProtocolViolation
@@ -31,7 +31,7 @@ class DraftSession:
         self._model = model
         self._sampler = sampler
         self._sequence = CachedSequence(scheduler)
-        self._inbox: deque[Sync | Grant] = deque()
+        self._inbox: deque[Sync | Grant | Exception] = deque()
         self._news = asyncio.Event()
         self._epoch = 0
         self._offset = 0
@@ -47,12 +47,14 @@ class DraftSession:
         """See `DraftGrant`."""
         self._tell(Grant(epoch, credit))
 
-    def no_more(self) -> None:
-        """Nothing more will be told: `proposals` ends when the credit does."""
+    def no_more(self, error: Exception | None = None) -> None:
+        """Nothing more will be told: `proposals` ends when the credit does, or raises what went wrong."""
         self._last = True
+        if error:
+            self._inbox.append(error)
         self._news.set()
 
-    async def proposals(self) -> AsyncIterator[Proposal]:
+    async def proposals(self) -> AsyncGenerator[Proposal, None]:
         """One for each token.
 
         Raises `ProtocolViolation` or `TokenOutOfRange` for a bad message, `SlotsExhausted` or `EngineFailure`.
@@ -81,6 +83,8 @@ class DraftSession:
         """Takes over what came; only between forwards, which read the ids."""
         while self._inbox:
             match self._inbox.popleft():
+                case Exception() as error:
+                    raise error
                 case Sync() as sync:
                     self._begin(sync)
                 case Grant(epoch, credit):

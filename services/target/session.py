@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter_ns
@@ -33,7 +33,7 @@ class TargetSession:
         self._model = model
         self._sampler = sampler
         self._sequence = CachedSequence(scheduler)
-        self._inbox: deque[Run | Candidates | Grant] = deque()
+        self._inbox: deque[Run | Candidates | Grant | Exception] = deque()
         self._news = asyncio.Event()
         self._pending: list[int] = []
         self._credit = 0
@@ -60,12 +60,14 @@ class TargetSession:
         """See `VerifyGrant`."""
         self._tell(grant)
 
-    def no_more(self) -> None:
-        """Nothing more will be told: `passes` ends when the credit does."""
+    def no_more(self, error: Exception | None = None) -> None:
+        """Nothing more will be told: `passes` ends when the credit does, or raises what went wrong."""
         self._last = True
+        if error:
+            self._inbox.append(error)
         self._news.set()
 
-    async def passes(self) -> AsyncIterator[Pass]:
+    async def passes(self) -> AsyncGenerator[Pass, None]:
         """One for each forward that yielded tokens.
 
         Raises `BaseMismatch`, `TokenOutOfRange`, `PromptTooLong` or `ProtocolViolation` for a bad message,
@@ -82,8 +84,9 @@ class TargetSession:
                 waited_ns = await self._wait_for_candidates()
                 if not self._credit:
                     continue
-                self._running = asyncio.create_task(self._forward(waited_ns))
-            result = await self._running
+                result = await self._forward(waited_ns)
+            else:
+                result = await self._running
             # Where there is nothing to wait for, the next one begins before this one is told.
             ready = self._credit and not self._ended and not self._waits and not self._inbox
             self._running = asyncio.create_task(self._forward(0)) if ready else None
@@ -98,6 +101,8 @@ class TargetSession:
         """Takes over what came; only between forwards, which read the ids."""
         while self._inbox:
             match self._inbox.popleft():
+                case Exception() as error:
+                    raise error
                 case Run() as run:
                     self._begin(run)
                 case Candidates() as candidates:
