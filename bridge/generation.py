@@ -12,7 +12,7 @@ import logging
 import re
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from time import perf_counter_ns
 
@@ -30,7 +30,7 @@ from bridge.policy import Mode, Policy, SpeculationParameters
 from bridge.ports import Drafter, FinishReason, Logprob, Pass, Verifier
 from bridge.sampling import SamplingParameters
 from bridge.speculation import Source, Speculation, Statistics
-from bridge.suffix import SuffixDrafter
+from bridge.suffix_memory import SuffixMemory, suffix_drafter
 from bridge.tape import Tape
 from bridge.templates import Chat, end_of_turn, render_chat, render_ids_for, render_text_for
 from bridge.text import TextStream
@@ -39,12 +39,13 @@ from bridge.vocabulary import Rendering
 _log = logging.getLogger(__name__)
 
 MAX_STOP_STRINGS = 64
+MAX_TENANT_LENGTH = 256
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks. `input`: a text, a chat, or ids of the target."""
+    """What a user asks. `input`: a text, a chat, or ids of the target. `tenant`: who may know the output."""
 
     input: str | Chat | tuple[int, ...]
     sampling: SamplingParameters = SamplingParameters()
@@ -53,6 +54,7 @@ class Request:
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
     speculation: SpeculationParameters = SpeculationParameters()
+    tenant: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ def check(request: Request) -> None:
     threshold = request.speculation.assistant_confidence_threshold
     if not 0.0 <= threshold <= 1.0:
         raise InvalidField("speculation.assistant_confidence_threshold", "between 0 and 1", threshold)
+    if len(request.tenant) > MAX_TENANT_LENGTH:
+        raise InvalidField("tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(request.tenant))
 
 
 def render(request: Request, model: Model, source: Model) -> Rendering:
@@ -156,10 +160,12 @@ async def generate(
     draft_model: Model | None = None,
     draft: Drafter | None = None,
     estimates: Estimates | None = None,
+    memory: SuffixMemory | None = None,
 ) -> AsyncIterator[Started | Delta | Finished]:
     """The target's own continuation of the request; the draft, if any, only makes it faster.
 
-    `estimates`: what is known of the target from other requests, and learns from this one.
+    `estimates`: what is known of the target from other requests, and learns from this one. `memory`: what tenants were
+    told before; a request with a tenant uses and adds to it.
     """
     started = perf_counter_ns()
     check(request)
@@ -180,7 +186,8 @@ async def generate(
             draft, note = None, f"the draft could not take the request ({error}); the target went on alone"
     suffix = None
     if policy.automatic:
-        suffix = await asyncio.to_thread(lambda: SuffixDrafter(model.vocabulary.spell(prompt.ids)))
+        said = model.vocabulary.spell(prompt.ids)
+        suffix = await asyncio.to_thread(suffix_drafter, said, memory, request.tenant)
     yield Started(len(prompt.ids))
 
     tape = Tape(model.vocabulary, prompt.ids)
@@ -191,7 +198,7 @@ async def generate(
     speculation.statistics.note = note
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = 0
-    async with aclosing(speculation.run(max_tokens)) as passes:
+    async with aclosing(speculation.run(max_tokens)) as passes, _remembered(tape, memory, request.tenant):
         async for event in passes:
             first_token_ns = first_token_ns or perf_counter_ns() - started
             finish_reason = event.finish_reason
@@ -217,6 +224,16 @@ async def generate(
         mode=Mode.OFF if speculation.alone and suffix is None else policy.mode,
         statistics=speculation.statistics,
     )
+
+
+@asynccontextmanager
+async def _remembered(tape: Tape, memory: SuffixMemory | None, tenant: str) -> AsyncIterator[None]:
+    """Whatever was generated is kept for the tenant's next requests, also if the request fails or is given up."""
+    try:
+        yield
+    finally:
+        if memory and tenant:
+            memory.remember(tenant, tape.data)
 
 
 def _attributed(model: Model, delta: Delta, event: Pass, source: Source) -> Delta:

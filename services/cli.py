@@ -125,12 +125,17 @@ def bridge(
     ] = None,
     listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one and prints it.")] = DEFAULT_SERVER,
     connect_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each model service.")] = 10.0,
+    suffix_memory: Annotated[
+        int, typer.Option(min=0, max=1 << 20, help="MiB for earlier outputs as drafts, by tenant; 0 keeps none.")
+    ] = 0,
     until_stdin_closes: Hidden = False,
 ) -> None:
     """Run a bridge between model services until stopped."""
     from services.launch import BridgeServerConfig, run_bridge_server
 
-    config = BridgeServerConfig(tuple(target), tuple(draft or ()), listen, connect_timeout, until_stdin_closes)
+    config = BridgeServerConfig(
+        tuple(target), tuple(draft or ()), listen, connect_timeout, suffix_memory, until_stdin_closes
+    )
     run_bridge_server(config, _announce)
 
 
@@ -204,6 +209,7 @@ def generate(
     speculation: Annotated[str, typer.Option(help="off, lockstep, opportunistic or auto.")] = "auto",
     target: Annotated[str, typer.Option(help="Name of the target, if the bridge has several.")] = "",
     draft: Annotated[str, typer.Option(help="Name of the draft, if the bridge has several.")] = "",
+    tenant: Annotated[str, typer.Option(help="Use and keep outputs of requests with the same tenant as drafts.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
 ) -> None:
     """Ask a bridge for text, and print it as it comes."""
@@ -223,6 +229,7 @@ def generate(
         "speculation": speculation,
         "target": target,
         "draft": draft,
+        "tenant": tenant,
     }
     if chat:
         options["messages"] = [{"role": "user", "content": prompt}]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bridge.errors import InvalidField
+from bridge.suffix_memory import SuffixMemory
 from draftbridge.v1 import (
     bridge_pb2,
     bridge_pb2_grpc,
@@ -95,12 +96,13 @@ class ModelServerConfig:
 
 @dataclass(frozen=True)
 class BridgeServerConfig:
-    """Everything that a bridge is told."""
+    """Everything that a bridge is told. `suffix_memory`: MiB for what tenants were told before."""
 
     targets: Sequence[str]
     drafts: Sequence[str] = field(default_factory=tuple)
     listen: str = "127.0.0.1:0"
     connect_timeout: float = 10.0
+    suffix_memory: int = 0
     until_stdin_closes: bool = False
 
 
@@ -141,7 +143,7 @@ def run_bridge_server(config: BridgeServerConfig, on_start: OnStart) -> None:
                 return
             server.register(
                 bridge_pb2_grpc.add_BridgeServiceServicer_to_server,
-                BridgeServicer(zoo),
+                BridgeServicer(zoo, SuffixMemory(config.suffix_memory << 20) if config.suffix_memory else None),
                 bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"],
             )
             await server.run_until(stop, on_start)

@@ -7,6 +7,7 @@ from contextlib import closing
 from bridge.generation import Delta, Finished, Request, generate, render
 from bridge.models import Model
 from bridge.ports import Proposal
+from bridge.suffix_memory import SuffixMemory
 from services.target.session import TargetSession
 from tests import tiny
 
@@ -42,13 +43,14 @@ async def answer(
     draft: Model | None,
     request: Request,
     temperature: float,
+    memory: SuffixMemory | None = None,
     **options: object,
 ) -> tuple[str, list[int], Finished]:
     scheduler = tiny.scheduler(engine)
     text, ids = "", []
     try:
         with closing(TargetSession(target, scheduler, tiny.sampler(target, temperature, **options))) as session:
-            async for event in generate(request, target, session, draft, drafter):  # type: ignore[arg-type]
+            async for event in generate(request, target, session, draft, drafter, None, memory):  # type: ignore[arg-type]
                 if isinstance(event, Delta):
                     text += event.text
                     ids += event.token_ids

@@ -4,15 +4,17 @@ import asyncio
 import random
 import sys
 import time
+from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge import suffix
 from bridge.generation import Request
 from bridge.policy import Mode, SpeculationParameters
 from bridge.sampling import SamplingParameters
-from bridge.suffix import LEAST, MOST, SuffixDrafter
+from bridge.suffix import LEAST, MOST, SuffixDrafter, most_bytes
 from tests import tiny
 from tests.alone import PROMPT, answer, oracle
 
@@ -68,14 +70,72 @@ def test_memory_is_bounded_and_what_was_said_last_is_kept() -> None:
     assert match.data.startswith(b" is here\nline 2996")
 
 
-@pytest.mark.parametrize("count", [0, 100, 5000, 300_000])
-def test_memory_is_as_said(count: int) -> None:
+@pytest.mark.parametrize("count", [0, 100, 5000, 65_600, 262_300, 300_000])
+@pytest.mark.parametrize("parted", [False, True])
+def test_memory_is_as_said(count: int, parted: bool) -> None:
     chance = random.Random(0)
     drafter = SuffixDrafter(chance.randbytes(count // 2))
-    for _ in range(100):
-        drafter.append(chance.randbytes(count // 200))
-    parts = (drafter._text, drafter._last, drafter._before)
-    assert sum(sys.getsizeof(part) for part in parts) <= 21 * count + (18 << 10)
+    while drafter.length < count:
+        drafter.append(chance.randbytes(min(5 + 95 * (not parted), count - drafter.length)))
+        if parted:
+            drafter.part()
+    parts = (drafter._text, drafter._last, drafter._before, drafter._starts)
+    assert sum(sys.getsizeof(part) for part in parts) <= most_bytes(count)
+
+
+def tables(drafter: SuffixDrafter) -> tuple[bytes, list[int], list[int]]:
+    return bytes(drafter._text), list(drafter._last), list(drafter._before)
+
+
+@given(parts=st.lists(st.binary(max_size=40) | st.text("ab", max_size=40).map(str.encode), max_size=8))
+def test_many_places_at_once_are_the_same_as_one_by_one(parts: list[bytes]) -> None:
+    drafters = []
+    for many, block in ((1 << 30, 1), (1, 1 << 30), (2, 7)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(suffix, "_MANY", many)
+            patch.setattr(suffix, "_BLOCK", block)
+            drafters.append(SuffixDrafter())
+            for part in parts:
+                drafters[-1].append(part)
+    assert len({str(tables(drafter)) for drafter in drafters}) == 1
+
+
+@given(text=st.text("abc", max_size=60).map(str.encode), data=st.data())
+def test_what_is_taken_back_was_never_there(text: bytes, data: st.DataObject) -> None:
+    length = data.draw(st.integers(0, len(text)))
+    drafter = SuffixDrafter(text)
+    drafter.cut(length)
+    assert tables(drafter) == tables(SuffixDrafter(text[:length]))
+    drafter.append(text[length:])
+    assert tables(drafter) == tables(SuffixDrafter(text))
+
+
+@settings(max_examples=500)
+@given(parts=st.lists(st.text("ab", max_size=12).map(str.encode), max_size=8), end=st.text("ab", max_size=12))
+def test_texts_that_are_parted_have_no_match_and_no_data_in_common(parts: list[bytes], end: str) -> None:
+    drafter, asked = SuffixDrafter(), end.encode()
+    for part in parts:
+        drafter.part()
+        drafter.append(part)
+    match = drafter.match_of(asked)
+    begins = [0, *accumulate(map(len, parts))]
+    # Of all places of all texts but the very end, the latest that have a match in the whole of them; as far as it is
+    # in the same text.
+    text = b"".join(parts)
+    places = [place for place in reversed(range(len(text))) if text[max(place - 4, 0) : place] == asked[-4:]][:8]
+    best: tuple[int, bytes] = (LEAST - 1, b"")
+    for place in places:
+        part, begin = next(
+            (part, begin) for part, begin in zip(parts, begins, strict=False) if begin <= place < begin + len(part)
+        )
+        length = max(
+            length
+            for length in range(min(place - begin, len(asked)) + 1)
+            if text[place - length : place] == asked[len(asked) - length :]
+        )
+        if length > best[0]:
+            best = length, part[place - begin :]
+    assert (match and (match.length, match.data)) == (best if best[0] >= LEAST and len(asked) >= LEAST else None)
 
 
 def test_a_byte_costs_the_same_however_long_the_text_is() -> None:

@@ -72,12 +72,14 @@ def generate_request(
     num_assistant_tokens: int | None = None,
     assistant_confidence_threshold: float | None = None,
     draft_temperature: float | None = None,
+    tenant: str = "",
 ) -> bridge_pb2.GenerateRequest:
     """The request that `generate` and `stream` send. Give one of `prompt`, `messages` and `token_ids`.
 
     `messages`: mappings with "role", "content" and what the models' templates know besides, such as "tool_calls".
     `template_variables`: more for the templates, such as `tools`; JSON values. `stop`: one string or several.
     `speculation`: "auto", "off", "lockstep" or "opportunistic".
+    `tenant`: outputs of requests with the same one are used as drafts of each other, by a bridge with --suffix-memory.
     Raises `CallError` for a value that cannot be sent at all.
     """
     modes = bridge_pb2.Speculation.Mode
@@ -115,6 +117,7 @@ def generate_request(
                 assistant_confidence_threshold=assistant_confidence_threshold,
                 draft_temperature=draft_temperature,
             ),
+            tenant=tenant,
         )
         if prompt is not None:
             request.prompt = prompt

@@ -12,6 +12,7 @@ from grpc import aio
 from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
 from bridge.generation import Delta, Finished, Request, Started, check, generate
 from bridge.policy import Mode, SpeculationParameters
+from bridge.suffix_memory import SuffixMemory
 from bridge.templates import Chat
 from bridge.translation import segment, spans, translate
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
@@ -24,8 +25,8 @@ from services.version import VERSION
 class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
     """What applications talk to. gRPC asks for these method names."""
 
-    def __init__(self, zoo: Zoo) -> None:
-        self._zoo = zoo
+    def __init__(self, zoo: Zoo, memory: SuffixMemory | None = None) -> None:
+        self._zoo, self._memory = zoo, memory
         self._started_ns = perf_counter_ns()
         self._totals = bridge_pb2.SpeculationStatistics()
         self._active = self._finished = self._failed = self._cancelled = 0
@@ -75,7 +76,8 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
                     closing(RemoteDrafter(draft.channel, draft.address, draft.model, sampling, request.seed))
                 )
             draft_model = draft.model if draft else None
-            async for event in generate(request, target.model, verifier, draft_model, drafter, target.estimates):
+            events = generate(request, target.model, verifier, draft_model, drafter, target.estimates, self._memory)
+            async for event in events:
                 match event:
                     case Started(prompt_token_count):
                         yield bridge_pb2.GenerateResponse(
@@ -199,6 +201,7 @@ def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
             assistant_confidence_threshold=speculation.assistant_confidence_threshold,
             draft_temperature=speculation.draft_temperature if speculation.HasField("draft_temperature") else None,
         ),
+        tenant=message.tenant,
     )
 
 

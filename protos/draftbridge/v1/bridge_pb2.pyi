@@ -33,7 +33,7 @@ class _CandidateSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Candi
     CANDIDATE_SOURCE_DRAFT: _CandidateSource.ValueType  # 1
     """The draft model."""
     CANDIDATE_SOURCE_TEXT: _CandidateSource.ValueType  # 2
-    """The text itself: what followed where it said the same before."""
+    """The text itself: what followed where it, or another that the tenant was told, said the same before."""
 
 class CandidateSource(_CandidateSource, metaclass=_CandidateSourceEnumTypeWrapper):
     """Who proposed the candidates of a forward."""
@@ -43,7 +43,7 @@ CANDIDATE_SOURCE_UNSPECIFIED: CandidateSource.ValueType  # 0
 CANDIDATE_SOURCE_DRAFT: CandidateSource.ValueType  # 1
 """The draft model."""
 CANDIDATE_SOURCE_TEXT: CandidateSource.ValueType  # 2
-"""The text itself: what followed where it said the same before."""
+"""The text itself: what followed where it, or another that the tenant was told, said the same before."""
 Global___CandidateSource: _TypeAlias = CandidateSource  # noqa: Y015
 
 @_typing.final
@@ -228,6 +228,7 @@ class GenerateRequest(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
     """A text. Control tokens of the target in it are understood as such."""
     max_tokens: _builtins.int
@@ -238,6 +239,11 @@ class GenerateRequest(_message.Message):
     """Name of the target; empty lets the bridge choose."""
     draft: _builtins.str
     """Name of the draft; empty lets the bridge choose."""
+    tenant: _builtins.str
+    """Outputs of requests with the same tenant are used as drafts of each other, as far as the bridge keeps them. Empty:
+    this one is neither kept nor are others used. At most 256 characters. Whoever can tell how fast a text comes can
+    tell what the tenant was told before: set it only for those who may know that.
+    """
     @_builtins.property
     def chat(self) -> Global___Chat:
         """A chat, rendered by each model's own template."""
@@ -271,10 +277,11 @@ class GenerateRequest(_message.Message):
         target: _builtins.str = ...,
         draft: _builtins.str = ...,
         speculation: Global___Speculation | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "draft", b"draft", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "target", b"target", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "draft", b"draft", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "target", b"target", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -532,7 +539,9 @@ class SpeculationStatistics(_message.Message):
     note: _builtins.str
     """Why speculation ended or was left out, in words; empty if it went through."""
     num_suffix_draft_tokens: _builtins.int
-    """Of `num_draft_tokens`, those that the text itself proposed: how it went on where it said the same before."""
+    """Of `num_draft_tokens`, those that the text itself proposed, or what the tenant was told before: how it went on where
+    it said the same.
+    """
     num_suffix_accepted_tokens: _builtins.int
     """Those of them that were accepted."""
     choice: _builtins.str
