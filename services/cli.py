@@ -33,6 +33,7 @@ DEFAULT_DRAFT = "smollm2-135m-instruct"
 DEFAULT_SERVER = "127.0.0.1:50050"
 
 _MODEL_HELP = "A built-in name (gemma-3-270m, smollm2-135m-instruct), a directory, a GGUF file, or a Hugging Face id."
+_SUFFIX_HELP = "As a draft also suffix, which needs no model: it says what the text said before."
 _TOKENIZER_HELP = f"{_MODEL_HELP[:-1]}, or a tokenizer.json; with --server, a name that the bridge knows."
 Hidden = Annotated[bool, typer.Option(hidden=True)]
 
@@ -65,7 +66,7 @@ def pull(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Argument(help=_MODEL_HELP)],
+    model: Annotated[str, typer.Argument(help=f"{_MODEL_HELP} {_SUFFIX_HELP}")],
     role: Annotated[str, typer.Option(help="What to serve it as: draft, target or both.")] = "both",
     listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one and prints it.")] = "127.0.0.1:50051",
     name: Annotated[str, typer.Option(help="Name to serve it under; its own if empty.")] = "",
@@ -143,7 +144,7 @@ def bridge(
 def up(
     target: Annotated[str, typer.Option(help=f"The model whose text you want. {_MODEL_HELP}")] = DEFAULT_TARGET,
     draft: Annotated[
-        str, typer.Option(help="The model that guesses ahead of it; as for --target. none for no model.")
+        str, typer.Option(help="The model that guesses ahead of it; as for --target, or suffix. none for no draft.")
     ] = DEFAULT_DRAFT,
     listen: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_SERVER,
     engine: Annotated[str, typer.Option(help="As for serve, for both.")] = "torch",
@@ -153,15 +154,15 @@ def up(
     """Start a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
     import time
 
-    from services.model.store import resolve
+    from services.model.store import SUFFIX, resolve
     from services.processes import StopSignals, fleet
 
     stop = StopSignals()
     drafted = None if draft == "none" else draft
-    for model in filter(None, (target, drafted)):
+    computing = [target] if drafted in (None, SUFFIX) else [target, drafted]
+    for model in computing:
         resolve(model, _report)
-    cores = os.cpu_count() or 1
-    threads = str(max(1, cores // 2 if drafted else cores))
+    threads = str(max(1, (os.cpu_count() or 1) // len(computing)))
     options = ("--engine", engine, "--dtype", dtype, "--threads", threads)
     try:
         target_options = (*options, "--deterministic") if deterministic else options

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bridge.errors import InvalidField
+from bridge.sampling import SamplingParameters
 from bridge.suffix_memory import SuffixMemory
 from draftbridge.v1 import (
     bridge_pb2,
@@ -23,16 +24,20 @@ from draftbridge.v1 import (
     target_pb2,
     target_pb2_grpc,
 )
+from services import wire
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.draft.servicer import DraftServicer
+from services.draft.session import DraftSession
+from services.draft.suffix import SuffixModel
 from services.engine.engine import Engine
 from services.engine.fixed_width import FixedWidthEngine
 from services.model.host import LoadedModel, load
-from services.model.servicer import ModelServicer
-from services.model.store import default_name, has_gguf, resolve, resolve_gguf, resolve_openvino
+from services.model.servicer import ModelServicer, describe
+from services.model.store import SUFFIX, default_name, has_gguf, resolve, resolve_gguf, resolve_openvino
 from services.serving import Server
 from services.target.servicer import TargetServicer
+from services.target.session import TargetSession
 
 OnStart = Callable[[str], None]
 T = TypeVar("T")
@@ -108,6 +113,9 @@ class BridgeServerConfig:
 
 def run_model_server(config: ModelServerConfig, report: OnStart, on_start: OnStart) -> None:
     """Loads a model and serves it until stopped. `report` is told steps, `on_start` the address."""
+    if config.model == SUFFIX:
+        _run_suffix_server(config, on_start)
+        return
     directory = resolve(config.model, report)
     if config.engine is EngineName.AUTO:
         engine = fastest_engine(config)
@@ -127,6 +135,34 @@ def run_model_server(config: ModelServerConfig, report: OnStart, on_start: OnSta
         register(server, loaded, config.role)
         await server.run_until(stop, on_start, lambda: loaded.scheduler.alive)
         loaded.scheduler.close()
+
+    asyncio.run(serve())
+
+
+def _run_suffix_server(config: ModelServerConfig, on_start: OnStart) -> None:
+    """Serves the draft that needs no model. What is said of engines and their memory says nothing to it."""
+    if config.role is not Role.DRAFT:
+        raise InvalidField("--role", f"draft with {SUFFIX}, which has no text of its own", config.role.value)
+    suffix = SuffixModel(config.name or SUFFIX, config.slots)
+    description = wire.write_model(
+        suffix.model,
+        revision="1",
+        role=model_pb2.ROLE_DRAFT,
+        engine="suffix",
+        device="cpu",
+        slot_count=suffix.slot_count,
+        deterministic=True,
+    )
+
+    async def serve() -> None:
+        server = Server(config.listen)
+        _register(
+            server,
+            ModelServicer(description, suffix.tokenizer_json),
+            DraftServicer(suffix.model, lambda sampling, seed: suffix.open()),
+            TargetServicer(suffix.model, None),
+        )
+        await server.run_until(stop_event(config.until_stdin_closes), on_start)
 
     asyncio.run(serve())
 
@@ -235,23 +271,39 @@ def prepare(model: str, engine: EngineName, weights: Weights, report: OnStart) -
 
 
 def register(server: Server, loaded: LoadedModel, role: Role) -> None:
-    """Adds all services; one whose role is not served refuses, and is in no list of services."""
+    """Adds a loaded model's services; see `_register`."""
+
+    def draft(sampling: SamplingParameters, seed: int) -> DraftSession:
+        return DraftSession(loaded.model, loaded.scheduler, loaded.sampler(sampling, seed, confident=True))
+
+    def target(sampling: SamplingParameters, seed: int, logprobs: int | None) -> TargetSession:
+        return TargetSession(loaded.model, loaded.scheduler, loaded.sampler(sampling, seed, logprobs))
+
     number = {Role.DRAFT: model_pb2.ROLE_DRAFT, Role.TARGET: model_pb2.ROLE_TARGET, Role.BOTH: model_pb2.ROLE_BOTH}
+    _register(
+        server,
+        ModelServicer(describe(loaded, number[role]), loaded.files.tokenizer_json),
+        DraftServicer(loaded.model, draft if role in (Role.DRAFT, Role.BOTH) else None),
+        TargetServicer(loaded.model, target if role in (Role.TARGET, Role.BOTH) else None),
+    )
+
+
+def _register(server: Server, model: ModelServicer, draft: DraftServicer, target: TargetServicer) -> None:
+    """Adds all services; one whose role is not served refuses, and is in no list of services."""
     server.register(
         model_pb2_grpc.add_ModelServiceServicer_to_server,
-        ModelServicer(loaded, number[role]),
+        model,
         model_pb2.DESCRIPTOR.services_by_name["ModelService"],
     )
-    drafts, targets = role in (Role.DRAFT, Role.BOTH), role in (Role.TARGET, Role.BOTH)
     server.register(
         draft_pb2_grpc.add_DraftServiceServicer_to_server,
-        DraftServicer(loaded, drafts),
-        draft_pb2.DESCRIPTOR.services_by_name["DraftService"] if drafts else None,
+        draft,
+        draft_pb2.DESCRIPTOR.services_by_name["DraftService"] if draft.serves else None,
     )
     server.register(
         target_pb2_grpc.add_TargetServiceServicer_to_server,
-        TargetServicer(loaded, targets),
-        target_pb2.DESCRIPTOR.services_by_name["TargetService"] if targets else None,
+        target,
+        target_pb2.DESCRIPTOR.services_by_name["TargetService"] if target.serves else None,
     )
 
 

@@ -60,6 +60,7 @@ def fleet(
     listen: str = "127.0.0.1:0",
     target_options: Sequence[str] = (),
     draft_options: Sequence[str] = (),
+    bridge_options: Sequence[str] = (),
 ) -> Iterator[Fleet]:
     """Starts all three, or two without a draft, waits until they are ready, and stops them whatever happens."""
     processes: dict[str, subprocess.Popen[str]] = {}
@@ -76,7 +77,7 @@ def fleet(
             start("draft", "serve", draft, "--role", "draft", *common, *draft_options)
         addresses = {name: _ready(name, process) for name, process in processes.items()}
         models = [word for name, address in addresses.items() for word in (f"--{name}", address)]
-        start("bridge", "bridge", *models, "--listen", listen, "--until-stdin-closes")
+        start("bridge", "bridge", *models, "--listen", listen, "--until-stdin-closes", *bridge_options)
         yield Fleet(_ready("bridge", processes["bridge"]), processes=processes, **addresses)
 
 

@@ -149,6 +149,20 @@ def read_model(message: model_pb2.Model, vocabulary: Vocabulary) -> Model:
     )
 
 
+def write_model(model: Model, **served: Any) -> model_pb2.Model:
+    """The inverse of `read_model`, with what the bridge need not know."""
+    ids = model.special_ids
+    return model_pb2.Model(
+        name=model.name,
+        context_length=model.context_length,
+        vocabulary_size=model.vocabulary_size,
+        tokenizer_sha256=model.vocabulary.sha256,
+        special_ids=model_pb2.SpecialIds(bos=ids.bos, eos=ids.eos, pad=ids.pad),
+        chat_template=model.chat_template,
+        **served,
+    )
+
+
 def read_sync(message: draft_pb2.DraftSync) -> Sync:
     return Sync(message.epoch, message.keep_token_count, tuple(message.token_ids), message.byte_offset, message.credit)
 

@@ -6,34 +6,18 @@ from typing import Any
 from grpc import aio
 
 from draftbridge.v1 import model_pb2, model_pb2_grpc
+from services import wire
 from services.model.host import LoadedModel
 
 _CHUNK_BYTES = 1 << 20
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """Describes a loaded model. gRPC asks for these method names."""
+    """Describes a model. gRPC asks for these method names."""
 
-    def __init__(self, loaded: LoadedModel, role: model_pb2.Role.ValueType) -> None:
-        model, engine = loaded.model, loaded.engine
-        self._tokenizer_json = loaded.files.tokenizer_json
-        self._model = model_pb2.Model(
-            name=model.name,
-            revision=loaded.files.revision,
-            role=role,
-            engine=engine.name,
-            device=engine.device,
-            dtype=engine.dtype,
-            context_length=model.context_length,
-            vocabulary_size=model.vocabulary_size,
-            tokenizer_sha256=model.vocabulary.sha256,
-            special_ids=model_pb2.SpecialIds(
-                bos=model.special_ids.bos, eos=model.special_ids.eos, pad=model.special_ids.pad
-            ),
-            chat_template=model.chat_template,
-            slot_count=engine.slot_count,
-            deterministic=engine.logit_tolerance == 0.0,
-        )
+    def __init__(self, description: model_pb2.Model, tokenizer_json: bytes) -> None:
+        self._model = description
+        self._tokenizer_json = tokenizer_json
 
     async def GetModel(  # noqa: N802
         self, request: model_pb2.GetModelRequest, context: "aio.ServicerContext[Any, Any]"
@@ -51,3 +35,18 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
             yield model_pb2.GetTokenizerResponse(
                 chunk=data[start : start + _CHUNK_BYTES], sha256=self._model.tokenizer_sha256 if last else None
             )
+
+
+def describe(loaded: LoadedModel, role: model_pb2.Role.ValueType) -> model_pb2.Model:
+    """A loaded model as its server describes it."""
+    engine = loaded.engine
+    return wire.write_model(
+        loaded.model,
+        revision=loaded.files.revision,
+        role=role,
+        engine=engine.name,
+        device=engine.device,
+        dtype=engine.dtype,
+        slot_count=engine.slot_count,
+        deterministic=engine.logit_tolerance == 0.0,
+    )

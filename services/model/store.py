@@ -64,6 +64,8 @@ BUILT_IN = {
     )
 }
 
+# The draft that has no model and no files; see `services.draft.suffix`.
+SUFFIX = "suffix"
 _REMEDY = f"give a directory, a GGUF file, a Hugging Face id, or one of {', '.join(BUILT_IN)}"
 # What a killed command left in the cache is swept away after so long.
 _STALE_SECONDS = 24 * 3600
@@ -87,6 +89,10 @@ def resolve(reference: str, report: Report = lambda text: None) -> Path:
     """
     if not reference:
         raise ModelNotFound(f"no model was named: {_REMEDY}", model="")
+    if reference == SUFFIX:
+        raise UnusableModel(
+            f"{SUFFIX} is no model but a draft without one: serve it with --role draft", model=reference
+        )
     if reference in BUILT_IN:
         return _built_in(BUILT_IN[reference], report)
     try:

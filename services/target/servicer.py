@@ -1,41 +1,50 @@
 """TargetService: one stream, one `TargetSession`."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from typing import Any
 
 from grpc import aio
 
 from bridge.errors import ProtocolViolation, RoleNotServed
+from bridge.models import Model
+from bridge.sampling import SamplingParameters
 from draftbridge.v1 import target_pb2, target_pb2_grpc
 from services import wire
-from services.model.host import LoadedModel
 from services.streams import check_model, first_message, listening
 from services.target.session import TargetSession
 
+# A session for sampling parameters, a seed and how many log probabilities to tell.
+OpenSession = Callable[[SamplingParameters, int, int | None], TargetSession]
+
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """Verifies for anyone who opens a stream, or refuses where the role is not served.
+    """Verifies for anyone who opens a stream, or refuses where the role is not served: without `open_session`.
 
     gRPC asks for this method name.
     """
 
-    def __init__(self, loaded: LoadedModel, serves: bool) -> None:
-        self._loaded = loaded
-        self._serves = serves
+    def __init__(self, model: Model, open_session: OpenSession | None) -> None:
+        self._model = model
+        self._open_session = open_session
+
+    @property
+    def serves(self) -> bool:
+        """Whether the role is served."""
+        return self._open_session is not None
 
     async def Verify(  # noqa: N802
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         """See the contract."""
-        if not self._serves:
-            raise RoleNotServed("this server", self._loaded.model.name, "target")
+        if self._open_session is None:
+            raise RoleNotServed("this server", self._model.name, "target")
         requests = aiter(request_iterator)
         opening = (await first_message(requests)).open
-        check_model(opening.model, opening.tokenizer_sha256, self._loaded.model)
+        check_model(opening.model, opening.tokenizer_sha256, self._model)
         logprobs = opening.logprobs if opening.HasField("logprobs") else None
-        sampler = self._loaded.sampler(wire.read_sampling(opening.sampling), opening.seed, logprobs)
-        with closing(TargetSession(self._loaded.model, self._loaded.scheduler, sampler)) as session:
+        sampling = wire.read_sampling(opening.sampling)
+        with closing(self._open_session(sampling, opening.seed, logprobs)) as session:
 
             async def hear(request: target_pb2.VerifyRequest) -> None:
                 match request.WhichOneof("kind"):
