@@ -16,6 +16,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from draftbridge import Client
 from services import launch
 from services.cli import app
 from services.launch import Dtype, EngineName, ModelServerConfig, Weights, fastest_engine
@@ -315,3 +316,20 @@ def test_the_fastest_engine_is_one_that_is_installed_and_runs_the_model(
     assert fastest_engine(replace(built_in, device="cuda")) is EngineName.TORCH
     installed.clear()
     assert fastest_engine(built_in) is EngineName.TORCH
+
+
+def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "suffix"]
+    command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if READY in line:
+                break
+        assert "draft   suffix at " in said
+        with Client(said.split(READY)[1].strip()) as client:
+            assert client.generate("The quick", max_tokens=5).started.draft == "suffix"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0

@@ -266,9 +266,10 @@ def test_what_a_tenant_was_told_before_is_a_draft(suffix_fleet: Fleet) -> None:
         text, nothing = ask("", seed)
         assert nothing == 0
         assert ask("ann", seed) == ask("bob", seed) == (text, 0)
-        again = client.generate(prompt, max_tokens=40, seed=seed, temperature=1.0, tenant="ann")
-        assert again.text == text
-        assert again.finished.speculation.num_suffix_accepted_tokens > 0
+        # Now and then the bridge finds, by the times that it measures, that candidates do not pay.
+        again = [ask("ann", seed) for _ in range(20)]
+        assert {one for one, _ in again} == {text}
+        assert any(count for _, count in again)
         assert ask("cid", seed) == ask("", seed) == (text, 0)
         with pytest.raises(CallError, match="at most 256") as caught:
             ask("a" * 257, seed)
