@@ -2,63 +2,80 @@
 
     python -m benchmarks.pairs [--prompts FILE] [--count 24] [--tokens 128] [--temperature 0]
         [--target NAME] [--engine llamacpp] [--threads 2] [--draft NAME|none] [--draft-engine ...] [--draft-threads 1]
-        [--modes off auto lockstep opportunistic] [--json FILE]
+        [--modes off auto lockstep opportunistic] [--rivals NAME[=PYTHON] ...] [--load NAME=PATH ...]
+        [--json FILE] [--plot FILE.png]
 
 Every prompt is run in every mode, one after the other, so that the machine's moods fall on all modes alike. A first
-request reads the prompt, so that no mode pays for it. A category's ratio is that of the times of all its tokens; the
-range is over prompts. FILE: as in `benchmarks.prompts`, without it the prompts of the tests. A chat is continued as
-plain text by a model that has no template for it.
+request reads the prompt, so that no mode pays for it. A category's ratio is that of the times of all its tokens behind
+the first; the range is over prompts; tokens a second, time a token and time to the first are medians over prompts.
+FILE: as in `benchmarks.prompts`, without it the prompts of the tests. A chat is continued as plain text by a model that
+has no template for it.
+
+Rivals are what somebody might use instead (`benchmarks.rival_process`): transformers, transformers-assisted (with the
+draft and both tokenizers), transformers-prompt-lookup, llamacpp, llamacpp-prompt-lookup, openvino-genai,
+openvino-genai-prompt-lookup, vllm, vllm-ngram, vllm-draft (with the draft, across vocabularies). Each is a process in
+the environment of PYTHON, or in this one. It takes its turn on every prompt, reads the ids that the target reads, and
+has the target's threads; one that does not start, or fails later, is left out. A first request reads the prompt here
+too, but transformers keeps nothing of it and reads it again before its first token. transformers and vLLM load the
+target's own directory, in the target's dtype; llama.cpp its GGUF file; openvino-genai that too, or with `--load` a
+directory that `optimum-cli export openvino` wrote. Weights of another size have another speed, and say other texts.
 """
 
 import argparse
 import json
 import os
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import prompts
+from benchmarks.report import ALONE, BRIDGED, Sample, plot, table
+from benchmarks.rivals import Entry, Rival, RivalFailed, started
 from draftbridge import Client, Generation
+from draftbridge.v1 import model_pb2
 from services.cli import DEFAULT_DRAFT, DEFAULT_TARGET
+from services.model.store import has_gguf, resolve, resolve_gguf
 from services.processes import fleet
 
-MODES = ("off", "lockstep", "opportunistic", "auto")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One prompt in one mode. Counts in the target's tokens."""
-
-    category: str
-    mode: str
-    token_count: int
-    elapsed_ns: int
-    first_token_ns: int
-    pass_count: int
-    candidate_count: int
-    accepted_count: int
-    suffix_accepted_count: int
-    byte_count: int
-    near_ties: int
-    same_text: bool
-    note: str
-    choice: str
-
-    @property
-    def token_ns(self) -> float:
-        """Time of a token, of those behind the first."""
-        return (self.elapsed_ns - self.first_token_ns) / max(self.token_count - 1, 1)
+MODES = (ALONE, *BRIDGED)
 
 
 def main() -> None:
     """Runs the benchmark."""
+    arguments = _arguments()
+    modes = [ALONE, *[mode for mode in arguments.modes if mode != ALONE]]
+    console = Console(width=150)
+    with (
+        fleet(
+            arguments.target,
+            None if arguments.draft == "none" else arguments.draft,
+            target_options=("--engine", arguments.engine, "--threads", str(arguments.threads)),
+            draft_options=("--engine", arguments.draft_engine, "--threads", str(arguments.draft_threads)),
+        ) as running,
+        Client(running.bridge) as client,
+    ):
+        model = next(model for model in client.models() if model.name == arguments.target)
+        given = [_given(one, bool(model.chat_template)) for one in prompts.read(arguments.prompts, arguments.count)]
+        spoken = Spoken.of(arguments, model, given) if arguments.rivals else None
+        options = spoken.options if spoken else []
+        with started(arguments.rivals, options, dict(arguments.load), Console(stderr=True).print) as rivals:
+            samples = _run(client, given, modes, rivals, spoken, arguments)
+    names = list(dict.fromkeys(one.mode for one in samples))
+    title = f"{arguments.target} ({arguments.engine}, {arguments.threads} threads) <- {arguments.draft}"
+    title += f", T={arguments.temperature}, {arguments.tokens} tokens"
+    console.print(table(samples, names, title))
+    if arguments.plot:
+        plot(samples, names, title, arguments.plot)
+    if arguments.json:
+        about = {rival.name: rival.about for rival in rivals if rival.name in names}
+        found = {"title": title, "rivals": about, "samples": [asdict(one) for one in samples]}
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, default=prompts.OWN)
     parser.add_argument("--count", type=int, help="the most prompts, evenly over the file's categories")
@@ -71,40 +88,120 @@ def main() -> None:
     parser.add_argument("--draft-engine", default="torch")
     parser.add_argument("--draft-threads", type=int, default=1)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.add_argument("--rivals", nargs="+", default=[], type=Entry.parse, metavar="NAME[=PYTHON]")
+    parser.add_argument("--load", nargs="+", default=[], type=_pair, metavar="NAME=PATH", help="what a rival loads")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="a PNG of the ratios")
     arguments = parser.parse_args()
-    modes = ["off", *[mode for mode in arguments.modes if mode != "off"]]
-    with (
-        fleet(
-            arguments.target,
-            None if arguments.draft == "none" else arguments.draft,
-            target_options=("--engine", arguments.engine, "--threads", str(arguments.threads)),
-            draft_options=("--engine", arguments.draft_engine, "--threads", str(arguments.draft_threads)),
-        ) as running,
-        Client(running.bridge) as client,
-    ):
-        template = next(model.chat_template for model in client.models() if model.name == arguments.target)
-        samples: list[Sample] = []
-        for prompt in prompts.read(arguments.prompts, arguments.count):
-            samples += _run(client, prompt, bool(template), modes, arguments.tokens, arguments.temperature)
-    title = f"{arguments.target} ({arguments.engine}, {arguments.threads} threads) <- {arguments.draft}"
-    Console(width=120).print(_table(samples, modes, f"{title}, T={arguments.temperature}, {arguments.tokens} tokens"))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"title": title, "samples": [asdict(one) for one in samples]}, indent=1))
+    if arguments.rivals and arguments.temperature:
+        parser.error("rivals are greedy: leave --temperature at 0")
+    return arguments
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    return Entry.parse(name).name, os.path.expanduser(path)
+
+
+def _given(prompt: dict[str, Any], chat: bool) -> dict[str, Any]:
+    """What `Client.generate` takes, and the prompt's category."""
+    given = {"category": prompt.get("category", ""), "prompt": prompt.get("prompt"), "messages": prompt.get("messages")}
+    if given["messages"] and not chat:
+        given |= {"prompt": given["messages"][-1]["content"], "messages": None}
+    return given
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """The prompts as the target reads them, and what rivals are told of the target."""
+
+    prompt_ids: list[list[int]]
+    stop_ids: list[int]
+    options: list[str]
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace, model: model_pb2.Model, given: Sequence[dict[str, Any]]) -> "Spoken":
+        """By the tokenizer and the template in the target's directory."""
+        from transformers import AutoTokenizer
+
+        directory = resolve(arguments.target)
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+        prompt_ids = []
+        for one in given:
+            text = one["prompt"]
+            if one["messages"]:
+                text = tokenizer.apply_chat_template(one["messages"], tokenize=False, add_generation_prompt=True)
+            prompt_ids.append(list(tokenizer(text, add_special_tokens=not one["messages"])["input_ids"]))
+        # In steps of 256 tokens, as caches like it, and room for candidates behind the last token.
+        context = -(-(max(map(len, prompt_ids)) + arguments.tokens + 32) // 256) * 256
+        options = ["--model", str(directory), "--threads", str(arguments.threads), "--context", str(context)]
+        options += ["--dtype", model.dtype if model.dtype in ("float32", "float16") else "bfloat16"]
+        if has_gguf(arguments.target):
+            options += ["--gguf", str(resolve_gguf(arguments.target))]
+        if arguments.draft != "none":
+            options += ["--draft", str(resolve(arguments.draft))]
+        return cls(prompt_ids, list(model.special_ids.eos), options)
 
 
 def _run(
-    client: Client, prompt: dict[str, Any], chat: bool, modes: Sequence[str], tokens: int, temperature: float
+    client: Client,
+    given: Sequence[dict[str, Any]],
+    modes: Sequence[str],
+    rivals: Sequence[Rival],
+    spoken: Spoken | None,
+    arguments: argparse.Namespace,
 ) -> list[Sample]:
-    given: dict[str, Any] = {"prompt": prompt.get("prompt"), "messages": prompt.get("messages")}
-    if given["messages"] and not chat:
-        given = {"prompt": given["messages"][-1]["content"]}
-    client.generate(**given, max_tokens=2)
-    results = {
-        mode: client.generate(**given, max_tokens=tokens, temperature=temperature, seed=1, speculation=mode)
-        for mode in modes
-    }
-    return [_sample(prompt.get("category", ""), mode, one, results["off"]) for mode, one in results.items()]
+    """Every prompt in every mode, then by every rival; without those that failed."""
+    samples: list[Sample] = []
+    left = list(rivals)
+    for index, one in enumerate(given):
+        results = _generated(client, one, modes, arguments)
+        alone = results[ALONE]
+        samples += [_sample(one["category"], mode, result, alone) for mode, result in results.items()]
+        if spoken is None:
+            continue
+        ids = spoken.prompt_ids[index]
+        if len(ids) != alone.finished.usage.prompt_token_count:
+            raise SystemExit("rivals would not read what the target reads: its tokenizer is another in transformers")
+        for rival in list(left):
+            try:
+                samples.append(_of_rival(one["category"], rival, ids, spoken.stop_ids, alone, arguments.tokens))
+            except RivalFailed as failure:
+                Console(stderr=True).print(f"{rival.name} is left out: {failure}")
+                left.remove(rival)
+    failed = {rival.name for rival in rivals if rival not in left}
+    return [one for one in samples if one.mode not in failed]
+
+
+def _generated(
+    client: Client, given: dict[str, Any], modes: Sequence[str], arguments: argparse.Namespace
+) -> dict[str, Generation]:
+    asked = {"prompt": given["prompt"], "messages": given["messages"]}
+    client.generate(**asked, max_tokens=2)
+    options = {"max_tokens": arguments.tokens, "temperature": arguments.temperature, "seed": 1}
+    return {mode: client.generate(**asked, **options, speculation=mode) for mode in modes}
+
+
+def _of_rival(
+    category: str, rival: Rival, prompt_ids: Sequence[int], stop_ids: Sequence[int], alone: Generation, tokens: int
+) -> Sample:
+    rival.ask(prompt_ids, 2, stop_ids)
+    answer = rival.ask(prompt_ids, tokens, stop_ids)
+
+    def said(ids: Sequence[int]) -> list[int]:  # some leave out what ended the text
+        return [id_ for id_ in ids if id_ not in stop_ids]
+
+    return Sample(
+        category=category,
+        mode=rival.name,
+        token_count=len(answer.token_ids),
+        elapsed_ns=answer.elapsed_ns,
+        first_token_ns=answer.first_token_ns,
+        pass_count=answer.pass_count,
+        candidate_count=answer.candidate_count,
+        accepted_count=answer.accepted_count,
+        same_text=said(answer.token_ids) == said(alone.token_ids),
+    )
 
 
 def _sample(category: str, mode: str, result: Generation, alone: Generation) -> Sample:
@@ -125,43 +222,6 @@ def _sample(category: str, mode: str, result: Generation, alone: Generation) -> 
         note=did.note,
         choice=did.choice,
     )
-
-
-def _table(samples: Sequence[Sample], modes: Sequence[str], title: str) -> Table:
-    by_category: dict[str, list[Sample]] = defaultdict(list)
-    for one in samples:
-        by_category[one.category].append(one)
-    table = Table(
-        "", "mode", "tokens/s", "ratio", "range", "accepted", "of the text", "tokens/pass", "first, ms", "same text",
-        title=title, box=box.SIMPLE,
-    )  # fmt: skip
-    everything = [("all", list(samples))] if len(by_category) > 1 else []
-    for category, found in [*by_category.items(), *everything]:
-        alone = [one for one in found if one.mode == "off"]
-        for mode in modes:
-            table.add_row(category, mode, *_cells([one for one in found if one.mode == mode], alone))
-            category = ""
-    return table
-
-
-def _cells(found: Sequence[Sample], alone: Sequence[Sample]) -> list[str]:
-    ratios = [other.token_ns / one.token_ns for one, other in zip(found, alone, strict=True)]
-    candidates, accepted = sum(one.candidate_count for one in found), sum(one.accepted_count for one in found)
-    return [
-        f"{1e9 / _mean_token_ns(found):.1f}",
-        f"{_mean_token_ns(alone) / _mean_token_ns(found):.2f}",
-        f"{min(ratios):.2f}-{max(ratios):.2f}",
-        f"{accepted / candidates:.0%}" if candidates else "-",
-        f"{sum(one.suffix_accepted_count for one in found) / accepted:.0%}" if accepted else "-",
-        f"{sum(one.token_count for one in found) / sum(one.pass_count for one in found):.2f}",
-        f"{median(one.first_token_ns for one in found) / 1e6:.0f}",
-        f"{sum(one.same_text for one in found)}/{len(found)}",
-    ]
-
-
-def _mean_token_ns(found: Sequence[Sample]) -> float:
-    times = sum(one.elapsed_ns - one.first_token_ns for one in found)
-    return times / max(sum(one.token_count - 1 for one in found), 1)
 
 
 if __name__ == "__main__":
