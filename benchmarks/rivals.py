@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from benchmarks.rival_process import RIVALS, Answer
 
@@ -98,11 +98,11 @@ class Rival:
         _pipe(self._process.stdout).close()
         self._errors.close()
 
-    def _read(self) -> dict[str, object]:
+    def _read(self) -> dict[str, Any]:
         line = _pipe(self._process.stdout).readline()
         if not line:
             raise RivalFailed(self._last_words())
-        answer: dict[str, object] = json.loads(line)
+        answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise RivalFailed(str(answer["error"]))
         return answer

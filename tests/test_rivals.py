@@ -91,6 +91,7 @@ def test_a_stopped_rival_does_not_outlive_a_killed_benchmark(tmp_path: Path) -> 
     benchmark = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert benchmark.stdout is not None
     rival = psutil.Process(int(benchmark.stdout.readline()))
+    eventually(lambda: rival.status() == psutil.STATUS_STOPPED)
     benchmark.send_signal(signal.SIGKILL)
     benchmark.wait()
     benchmark.stdout.close()
