@@ -9,8 +9,10 @@ N, "stop_ids": [...]} is answered with the fields of `Answer`, or with {"error":
 """
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -81,6 +83,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.name.startswith("vllm"):
         _preload_openmp()
+    _end_with_parent()
     # Libraries print as they please: their standard output becomes standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -93,6 +96,13 @@ def main() -> None:
         sys.exit(1)
     answers.write(json.dumps({"about": about}) + "\n")
     _serve(rival, sys.stdin, lambda answer: answers.write(json.dumps(answer) + "\n"))
+
+
+def _end_with_parent() -> None:
+    """Whoever is stopped while idle sees no end of its input if the one who stopped it is killed."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _serve(rival: Rival, lines: Iterable[str], say: Callable[[dict[str, Any]], object]) -> None:

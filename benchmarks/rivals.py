@@ -58,8 +58,8 @@ class Rival:
                 text=True,
                 # The modules beside the program are none of its business.
                 env=os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
-                # A group of its own, of which the kernel wakes and ends the stopped members if we die.
-                process_group=0,
+                # As our services are: a session of its own, which Linux gives a share of the processor by itself.
+                start_new_session=True,
             )
         except OSError as error:
             self._errors.close()

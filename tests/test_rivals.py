@@ -82,11 +82,14 @@ def test_a_rival_that_fails_gives_its_reason(tmp_path: Path, script: str, reason
     assert str(failure.value) == reason
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked for it")
 def test_a_stopped_rival_does_not_outlive_a_killed_benchmark(tmp_path: Path) -> None:
-    entry = interpreter(tmp_path, """echo '{"about": "all well"}'; cat""")
+    loads_nothing = "import rival_process as r; r.RIVALS['vllm'] = lambda options: ('all well', print); r.main()"
+    script = f"""cd '{ROOT}/benchmarks'; shift; exec '{sys.executable}' -c "{loads_nothing}" "$@" """
+    entry = interpreter(tmp_path, f"unset PYTHONSAFEPATH; {script}")
     program = (
-        "import sys, time; from benchmarks.rivals import Entry, Rival\n"
-        f"rival = Rival(Entry('vllm', {entry.python!r}), []); print(rival.pid, flush=True); time.sleep(60)"
+        "import time; from benchmarks.rivals import Entry, Rival\n"
+        f"rival = Rival(Entry('vllm', {entry.python!r}), ['--model', '']); print(rival.pid, flush=True); time.sleep(60)"
     )
     benchmark = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert benchmark.stdout is not None
