@@ -24,6 +24,7 @@ directory that `optimum-cli export openvino` wrote. Weights of another size have
 import argparse
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -47,7 +48,6 @@ def main() -> None:
     """Runs the benchmark."""
     arguments = _arguments()
     modes = [ALONE, *[mode for mode in arguments.modes if mode != ALONE]]
-    console = Console(width=150)
     with (
         fleet(
             arguments.target,
@@ -61,12 +61,12 @@ def main() -> None:
         given = [_given(one, bool(model.chat_template)) for one in prompts.read(arguments.prompts, arguments.count)]
         spoken = Spoken.of(arguments, model, given) if arguments.rivals else None
         options = spoken.options if spoken else []
-        with started(arguments.rivals, options, dict(arguments.load), Console(stderr=True).print) as rivals:
+        with started(arguments.rivals, options, dict(arguments.load), _report) as rivals:
             samples = _run(client, given, modes, rivals, spoken, arguments)
     names = list(dict.fromkeys(one.mode for one in samples))
     title = f"{arguments.target} ({arguments.engine}, {arguments.threads} threads) <- {arguments.draft}"
     title += f", T={arguments.temperature}, {arguments.tokens} tokens"
-    console.print(table(samples, names, title))
+    Console(width=150).print(table(samples, names, title))
     if arguments.plot:
         plot(samples, names, title, arguments.plot)
     if arguments.json:
@@ -167,8 +167,9 @@ def _run(
             try:
                 samples.append(_of_rival(one["category"], rival, ids, spoken.stop_ids, alone, arguments.tokens))
             except RivalFailed as failure:
-                Console(stderr=True).print(f"{rival.name} is left out: {failure}")
+                _report(f"{rival.name} is left out: {failure}")
                 left.remove(rival)
+                rival.close()
     failed = {rival.name for rival in rivals if rival not in left}
     return [one for one in samples if one.mode not in failed]
 
@@ -202,6 +203,10 @@ def _of_rival(
         accepted_count=answer.accepted_count,
         same_text=said(answer.token_ids) == said(alone.token_ids),
     )
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _sample(category: str, mode: str, result: Generation, alone: Generation) -> Sample:

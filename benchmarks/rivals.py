@@ -86,7 +86,7 @@ class Rival:
         return answer
 
     def close(self) -> None:
-        """Ends the process and what it started."""
+        """Ends the process and what it started. Once more does no harm."""
         self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
             _pipe(self._process.stdin).close()
