@@ -319,6 +319,8 @@ def vllm(options: argparse.Namespace) -> tuple[str, Rival]:
     }.get(options.name)
     model = LLM(
         options.model, dtype=options.dtype, max_model_len=options.context, max_num_seqs=1, disable_log_stats=False,
+        # With it, the layers of a draft fall into several groups beside a target with windows, which vLLM refuses.
+        disable_hybrid_kv_cache_manager=True if options.name == "vllm-draft" else None,
         speculative_config=speculation and {**speculation, "num_speculative_tokens": VLLM_TOKENS},
     )  # fmt: skip
     engine = model.llm_engine
