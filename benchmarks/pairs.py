@@ -66,7 +66,7 @@ def main() -> None:
     names = list(dict.fromkeys(one.mode for one in samples))
     title = f"{arguments.target} ({arguments.engine}, {arguments.threads} threads) <- {arguments.draft}"
     title += f", T={arguments.temperature}, {arguments.tokens} tokens"
-    Console(width=150).print(table(samples, names, title))
+    Console(width=170).print(table(samples, names, title))
     if arguments.plot:
         plot(samples, names, title, arguments.plot)
     if arguments.json:
