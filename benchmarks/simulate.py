@@ -43,9 +43,9 @@ LOCKSTEP_TOKENS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 PATIENCE = (0.0, 1.5, 4.0)
 WIDTH = 12
 SEED = 1
-# Tokens of the prompt, and those that the automatic mode has before it is measured.
-PROMPT = 64
+# Tokens that the automatic mode has before it is measured; the others get them as a prompt.
 LEARNING = 1200
+PROMPT = LEARNING + 64
 
 
 def main() -> None:
@@ -72,10 +72,10 @@ def _row(pair: Pair, tokens: int) -> dict[str, object]:
     found: dict[str, object] = asdict(pair)
     count = min(LOCKSTEP_TOKENS, key=lambda count: lockstep_ms(pair, count))
     alone = asyncio.run(measure(pair, Mode.OFF, tokens))
-    span, later = range(PROMPT, PROMPT + tokens), range(PROMPT + LEARNING, PROMPT + LEARNING + tokens)
+    span = range(PROMPT, PROMPT + tokens)
     found["simulated_lockstep"] = pair.verify_ms / lockstep_ms(pair, count, span)
     found["simulated_opportunistic"] = pair.verify_ms / two_runners_ms(pair, 0.0, span)
-    ahead = [pair.verify_ms / two_runners_ms(pair, patience * pair.draft_ms, later) for patience in PATIENCE]
+    ahead = [pair.verify_ms / two_runners_ms(pair, patience * pair.draft_ms, span) for patience in PATIENCE]
     found["simulated_auto"] = max(1.0, *ahead)
     for mode in MODES:
         found[mode.value] = alone / asyncio.run(measure(pair, mode, tokens, count if mode is Mode.LOCKSTEP else None))
@@ -85,11 +85,9 @@ def _row(pair: Pair, tokens: int) -> dict[str, object]:
 async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | None = None) -> float:
     """Milliseconds of a token behind the first."""
     model = scripted.model()
-    prompt = scripted.text(SEED, PROMPT)
     learning = LEARNING if mode is Mode.AUTO else 0
-    schedulers = [
-        Scheduler(lambda engine=engine: engine) for engine in scripted.engines(pair, SEED, PROMPT + LEARNING + tokens)
-    ]  # type: ignore[misc]
+    prompt = scripted.text(SEED, PROMPT - learning)
+    schedulers = [Scheduler(lambda engine=engine: engine) for engine in scripted.engines(pair, SEED, PROMPT + tokens)]  # type: ignore[misc]
     try:
         with (
             closing(TargetSession(model, schedulers[0], scripted.sampler())) as target,
@@ -109,7 +107,7 @@ async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | N
                 async for _ in passes:
                     if not started and tape.generated_token_count > learning:
                         started, from_token = perf_counter(), tape.generated_token_count
-            expected = scripted.text(SEED, PROMPT + tape.generated_token_count)
+            expected = scripted.text(SEED, len(tape.ids))
             assert list(tape.ids) == expected, "the text is not the target's own"
             return 1000 * (perf_counter() - started) / (tape.generated_token_count - from_token)
     finally:
