@@ -79,23 +79,32 @@ class ScriptedEngine:
     name, device, dtype, logit_tolerance = "scripted", "none", "float32", 0.0
 
     def __init__(self, forward_ms: Callable[[int], float], says: Callable[[int], int], jitter: float = 0.0) -> None:
-        self._forward_ms, self._says, self._jitter = forward_ms, says, jitter
+        self._forward_ms, self._next, self._jitter = forward_ms, says, jitter
         self._random = random.Random(0)
         self.context_length, self.vocabulary_size = CONTEXT, model().vocabulary_size
         self.slot_count, self.cache_byte_count = 4, 0
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
+        end = time.perf_counter() + self.takes_ms(rows) / 1000
+        tables = self.says(rows)
+        # Sleeping is what this model does instead of computing, so that it takes as long as it is said to.
+        time.sleep(max(end - time.perf_counter(), 0.0))
+        return tables
+
+    def takes_ms(self, rows: Sequence[Row]) -> float:
+        """Milliseconds of a forward; drawn anew each time, where there is jitter."""
         milliseconds = self._forward_ms(sum(len(row.token_ids) - row.logits_from for row in rows))
-        end = time.perf_counter() + milliseconds * self._random.uniform(1 - self._jitter, 1 + self._jitter) / 1000
+        return milliseconds * self._random.uniform(1 - self._jitter, 1 + self._jitter)
+
+    def says(self, rows: Sequence[Row]) -> list[Logits]:
+        """What a forward yields."""
         tables = []
         for row in rows:
             table = np.zeros((len(row.token_ids) - row.logits_from, self.vocabulary_size), np.float32)
             for index in range(len(table)):
-                table[index, self._says(row.keep + row.logits_from + index + 1)] = 10.0
+                table[index, self._next(row.keep + row.logits_from + index + 1)] = 10.0
             tables.append(table)
-        # Sleeping is what this model does instead of computing, so that it takes as long as it is said to.
-        time.sleep(max(end - time.perf_counter(), 0.0))
         return tables
 
     def copy(self, source: int, target: int, token_count: int) -> None:

@@ -1,9 +1,10 @@
 """What speculation gains by distance and by the draft's speed: models that sleep, beside a simulation of events.
 
-    python -m benchmarks.simulate [--tokens 300] [--json FILE] [--plot FILE.png]
+    python -m benchmarks.simulate [--tokens 300] [--virtual] [--json FILE] [--plot FILE.png]
 
 Each pair of speeds at each distance is run in every mode through the loop, the policy, the sessions and the schedulers
 of the services, in one process; only the models and the line to the draft are scripted (`benchmarks.scripted`).
+`--virtual` takes seconds instead of minutes: there is no thread, and nobody sleeps (`benchmarks.virtual`).
 Printed: speed over the target alone, in that run, and in brackets the part of the event simulation that it reaches.
 The automatic mode is measured behind `LEARNING` tokens more, on which it learns, as it would from other requests.
 """
@@ -11,17 +12,18 @@ The automatic mode is measured behind `LEARNING` tokens more, on which it learns
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import scripted
+from benchmarks import scripted, virtual
 from benchmarks.scripted import Pair
 from bridge.estimates import Estimates
 from bridge.lead import Lead
@@ -48,17 +50,32 @@ LEARNING = 1200
 PROMPT = LEARNING + 64
 
 
+@dataclass(frozen=True)
+class Laboratory:
+    """How time passes: what runs a coroutine and an engine, and tells the seconds."""
+
+    run: Callable[[Coroutine[Any, Any, float]], float]
+    scheduler: Callable[[Callable[[], Any]], Any]
+    clock: Callable[[], float]
+
+
+REAL = Laboratory(asyncio.run, Scheduler, perf_counter)
+VIRTUAL = Laboratory(virtual.run, virtual.VirtualScheduler, virtual.clock)
+
+
 def main() -> None:
     """Runs the laboratory."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--virtual", action="store_true", help="in virtual time")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="needs matplotlib")
     arguments = parser.parse_args()
     rows = []
     for pair in PAIRS:
         for round_trip in ROUND_TRIPS:
-            rows.append(_row(replace(pair, round_trip_ms=round_trip), arguments.tokens))
+            laboratory = VIRTUAL if arguments.virtual else REAL
+            rows.append(row(replace(pair, round_trip_ms=round_trip), arguments.tokens, laboratory))
             Console(stderr=True).print(f"[dim]{rows[-1]}[/]")
     Console(width=110).print(_table(rows))
     if arguments.json:
@@ -67,27 +84,30 @@ def main() -> None:
         _plot(rows, arguments.plot)
 
 
-def _row(pair: Pair, tokens: int) -> dict[str, object]:
+def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, float]:
     """Speeds of every mode over the target alone, measured and simulated."""
-    found: dict[str, object] = asdict(pair)
+    found: dict[str, float] = asdict(pair)
     count = min(LOCKSTEP_TOKENS, key=lambda count: lockstep_ms(pair, count))
-    alone = asyncio.run(measure(pair, Mode.OFF, tokens))
+    alone = laboratory.run(measure(pair, Mode.OFF, tokens, None, laboratory))
     span = range(PROMPT, PROMPT + tokens)
     found["simulated_lockstep"] = pair.verify_ms / lockstep_ms(pair, count, span)
     found["simulated_opportunistic"] = pair.verify_ms / two_runners_ms(pair, 0.0, span)
     ahead = [pair.verify_ms / two_runners_ms(pair, patience * pair.draft_ms, span) for patience in PATIENCE]
     found["simulated_auto"] = max(1.0, *ahead)
     for mode in MODES:
-        found[mode.value] = alone / asyncio.run(measure(pair, mode, tokens, count if mode is Mode.LOCKSTEP else None))
+        assistant_tokens = count if mode is Mode.LOCKSTEP else None
+        found[mode.value] = alone / laboratory.run(measure(pair, mode, tokens, assistant_tokens, laboratory))
     return found
 
 
-async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | None = None) -> float:
+async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | None, laboratory: Laboratory) -> float:
     """Milliseconds of a token behind the first."""
     model = scripted.model()
     learning = LEARNING if mode is Mode.AUTO else 0
     prompt = scripted.text(SEED, PROMPT - learning)
-    schedulers = [Scheduler(lambda engine=engine: engine) for engine in scripted.engines(pair, SEED, PROMPT + tokens)]  # type: ignore[misc]
+    schedulers = [
+        laboratory.scheduler(lambda engine=engine: engine) for engine in scripted.engines(pair, SEED, PROMPT + tokens)
+    ]  # type: ignore[misc]
     try:
         with (
             closing(TargetSession(model, schedulers[0], scripted.sampler())) as target,
@@ -106,10 +126,10 @@ async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | N
             async with aclosing(loop.run(learning + tokens)) as passes:
                 async for _ in passes:
                     if not started and tape.generated_token_count > learning:
-                        started, from_token = perf_counter(), tape.generated_token_count
+                        started, from_token = laboratory.clock(), tape.generated_token_count
             expected = scripted.text(SEED, len(tape.ids))
             assert list(tape.ids) == expected, "the text is not the target's own"
-            return 1000 * (perf_counter() - started) / (tape.generated_token_count - from_token)
+            return 1000 * (laboratory.clock() - started) / (tape.generated_token_count - from_token)
     finally:
         for scheduler in schedulers:
             scheduler.close()
@@ -146,8 +166,7 @@ def two_runners_ms(pair: Pair, patience_ms: float, places: range) -> float:
     begin, first_ms = committed, half + pair.draft_ms + half  # the epoch's first token, and when it is heard
     while committed < places.stop:
         while True:
-            heard = int((now - first_ms) // pair.draft_ms) + 1 if now >= first_ms else 0
-            ready = begin + heard - committed
+            ready = begin + _heard(pair, now - first_ms) - committed
             if ready > 0 or patience_ms == 0:
                 break
             comes = first_ms + (committed - begin) * pair.draft_ms
@@ -158,7 +177,7 @@ def two_runners_ms(pair: Pair, patience_ms: float, places: range) -> float:
         taken = max(0, min(ready, WIDTH))
         committed += _right(pair, committed, taken) + 1
         now += pair.forward_ms(taken + 1)
-        said = begin + (int((now - first_ms) // pair.draft_ms) + 1 if now >= first_ms else 0)
+        said = begin + _heard(pair, now - first_ms)
         # Also what was said of places that the target had passed by then.
         judged = min(said, committed)
         wrong = _right(pair, begin, judged - begin) < judged - begin
@@ -167,19 +186,25 @@ def two_runners_ms(pair: Pair, patience_ms: float, places: range) -> float:
     return now / (committed - places.start)
 
 
-def _table(rows: Sequence[dict[str, object]]) -> Table:
+def _heard(pair: Pair, behind_first_ms: float) -> int:
+    """Tokens of the draft that were heard, so long behind the first."""
+    # A token counts at the very time that it is due, whichever way that was rounded.
+    return max(int((behind_first_ms + 1e-6) // pair.draft_ms) + 1, 0)
+
+
+def _table(rows: Sequence[dict[str, float]]) -> Table:
     table = Table(
         "verify, draft, accepted", "round trip", *(mode.value for mode in MODES), title="speed over the target alone "
         "(part of the simulation's)", box=box.SIMPLE,
     )  # fmt: skip
-    for row in rows:
-        cells = [f"{row[mode.value]:.2f} ({row[mode.value] / row[f'simulated_{mode.value}']:.2f})" for mode in MODES]  # type: ignore[operator]
-        label = f"{row['verify_ms']:g} ms, {row['draft_ms']:g} ms, {row['acceptance']:g}"
-        table.add_row(label, f"{row['round_trip_ms']:g} ms", *cells)
+    for one in rows:
+        cells = [f"{one[mode.value]:.2f} ({one[mode.value] / one[f'simulated_{mode.value}']:.2f})" for mode in MODES]
+        label = f"{one['verify_ms']:g} ms, {one['draft_ms']:g} ms, {one['acceptance']:g}"
+        table.add_row(label, f"{one['round_trip_ms']:g} ms", *cells)
     return table
 
 
-def _plot(rows: Sequence[dict[str, object]], path: Path) -> None:
+def _plot(rows: Sequence[dict[str, float]], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

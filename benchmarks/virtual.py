@@ -1,0 +1,94 @@
+"""Time that passes only while everybody waits: a laboratory's minute takes a second, and the same run every time.
+
+The loop, the policy and the sessions are the real ones. Instead of a thread that runs an engine there is a wait for as
+long as its forward takes, and clocks and waits are those of an event loop that never sleeps.
+"""
+
+import asyncio
+import selectors
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from unittest import mock
+
+from benchmarks.scripted import ScriptedEngine
+from bridge.sampling import Logits
+from services.engine.engine import Row
+from services.engine.scheduler import Timed
+
+T = TypeVar("T")
+
+# What each forward takes besides: messages, threads and choosing a token, as the real laboratory has them.
+_AROUND_MS = 0.3
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """Where nothing is ready it is at once as late as the next thing is due."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        super().__init__(_Jumping(self))
+
+    def time(self) -> float:
+        """Seconds since the loop was made."""
+        return self._now
+
+    def pass_by(self, seconds: float) -> None:
+        """Time goes by."""
+        self._now += seconds
+
+
+class _Jumping(selectors.SelectSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready and timeout:
+            self._loop.pass_by(timeout)
+        return ready
+
+
+class VirtualScheduler:
+    """A `Scheduler` of one sequence, whose forwards are waited for."""
+
+    def __init__(self, open_engine: Callable[[], ScriptedEngine]) -> None:
+        self.engine = open_engine()
+
+    async def run(
+        self, holder: object, ids: Sequence[int], extra: Sequence[int], agreed: int, finish: Callable[[Logits], T]
+    ) -> Timed[T]:
+        """See `Scheduler.run`."""
+        row = Row(0, len(ids) - 1, (ids[-1], *extra), 0)
+        milliseconds = self.engine.takes_ms((row,))
+        await asyncio.sleep((milliseconds + _AROUND_MS) / 1000)
+        (logits,) = self.engine.says((row,))
+        return Timed(finish(logits), 0, int(milliseconds * 1e6), 0, len(extra))
+
+    def release(self, holder: object) -> None:
+        """See `Scheduler.release`."""
+
+    def close(self) -> None:
+        """See `Scheduler.close`."""
+
+
+def clock() -> float:
+    """Seconds by the running loop."""
+    return asyncio.get_running_loop().time()
+
+
+@contextmanager
+def _clocks() -> Iterator[None]:
+    """The loop's time for all who look at the clock."""
+    with (
+        mock.patch("bridge.speculation.perf_counter_ns", lambda: 1 + int(1e9 * clock())),
+        mock.patch("services.target.session.perf_counter_ns", lambda: 1 + int(1e9 * clock())),
+    ):
+        yield
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Does `asyncio.run`'s work in virtual time."""
+    with _clocks(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(work)

@@ -1,0 +1,19 @@
+"""The loop and the policy where costs and distances are known, in virtual time, against simulations of the same."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.simulate import MODES, PAIRS, VIRTUAL, row
+
+
+@pytest.mark.parametrize(
+    ("pair", "round_trip_ms"),
+    [(PAIRS[0], 0), (PAIRS[0], 50), (PAIRS[1], 10), (PAIRS[2], 10), (PAIRS[2], 100), (PAIRS[3], 10)],
+    ids=lambda value: f"{value} ms away" if isinstance(value, int) else f"{value.draft_ms:g} of {value.verify_ms:g} ms",
+)
+def test_no_mode_wastes_time_and_the_automatic_one_never_loses(pair, round_trip_ms: int) -> None:  # type: ignore[no-untyped-def]
+    found = row(replace(pair, round_trip_ms=round_trip_ms), 600, VIRTUAL)
+    for mode in MODES:
+        assert found[mode.value] > 0.93 * found[f"simulated_{mode.value}"], mode
+    assert found["auto"] > 0.97 * max(found["lockstep"], found["opportunistic"], 1.0)
