@@ -59,6 +59,7 @@ class Statistics:
     draft_ns: int = 0
     translate_ns: int = 0
     waited_ns: int = 0
+    network_ns: int = 0
     cached_token_count: int = 0
     note: str = ""
     choice: str = ""
@@ -300,6 +301,7 @@ class Speculation:
         statistics.near_ties += event.near_tie_count
         statistics.verify_ns += event.forward_ns
         statistics.waited_ns += event.waited_ns
+        statistics.network_ns += max(elapsed_ns - event.forward_ns - event.waited_ns, 0)
 
 
 @asynccontextmanager

@@ -60,16 +60,24 @@ def test_the_totals_are_those_of_all_generations(client: Client) -> None:
 
 
 def test_every_delta_says_who_proposed_what(client: Client) -> None:
-    """Of two ids only, so that the text repeats itself."""
-    for mode, expected in (("off", 0), ("auto", bridge_pb2.CANDIDATE_SOURCE_TEXT)):
+    """Of two ids only, so that the text repeats itself. Whether candidates come in time depends on the machine."""
+    sources = set()
+    for mode in ["off", *["auto"] * 20]:
         options = {"max_tokens": 80, "speculation": mode, "logit_bias": {70: 80.0, 71: 80.0}}
         events = list(client.stream(PROMPT, **options))
         deltas = [event for event in events if isinstance(event, bridge_pb2.GenerateDelta)]
         accepted = [delta for delta in deltas if delta.accepted_byte_count]
-        assert bool(accepted) == bool(expected)
-        assert not accepted or expected in {delta.source for delta in accepted}
+        assert all(delta.source for delta in accepted)
+        assert not accepted or mode == "auto"
+        did = events[-1].speculation
         # The last bytes of a character wait for the rest of it.
-        assert sum(one.accepted_byte_count for one in accepted) <= events[-1].speculation.accepted_byte_count
+        assert sum(one.accepted_byte_count for one in accepted) <= did.accepted_byte_count
+        assert did.verify_ns + did.waited_ns + did.network_ns <= did.elapsed_ns
+        assert did.network_ns > 0
+        sources |= {delta.source for delta in accepted}
+        if bridge_pb2.CANDIDATE_SOURCE_TEXT in sources:
+            return
+    pytest.fail(f"none of the text's in 20 requests: {sources}")
 
 
 def test_the_drafts_temperature_changes_no_text(client: Client) -> None:

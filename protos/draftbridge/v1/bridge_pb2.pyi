@@ -503,6 +503,7 @@ class SpeculationStatistics(_message.Message):
     DRAFT_NS_FIELD_NUMBER: _builtins.int
     TRANSLATE_NS_FIELD_NUMBER: _builtins.int
     WAITED_NS_FIELD_NUMBER: _builtins.int
+    NETWORK_NS_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     NUM_SUFFIX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SUFFIX_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -536,6 +537,10 @@ class SpeculationStatistics(_message.Message):
     """Nanoseconds of translation between the two vocabularies."""
     waited_ns: _builtins.int
     """Nanoseconds that the target waited for candidates."""
+    network_ns: _builtins.int
+    """Nanoseconds between the target's passes in which it neither computed nor waited for candidates: messages, queues and
+    choosing tokens.
+    """
     note: _builtins.str
     """Why speculation ended or was left out, in words; empty if it went through."""
     num_suffix_draft_tokens: _builtins.int
@@ -572,6 +577,7 @@ class SpeculationStatistics(_message.Message):
         draft_ns: _builtins.int = ...,
         translate_ns: _builtins.int = ...,
         waited_ns: _builtins.int = ...,
+        network_ns: _builtins.int = ...,
         note: _builtins.str = ...,
         num_suffix_draft_tokens: _builtins.int = ...,
         num_suffix_accepted_tokens: _builtins.int = ...,
@@ -580,7 +586,7 @@ class SpeculationStatistics(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "choice", b"choice", "draft_ns", b"draft_ns", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "mode", b"mode", "near_ties", b"near_ties", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_suffix_accepted_tokens", b"num_suffix_accepted_tokens", "num_suffix_draft_tokens", b"num_suffix_draft_tokens", "proposed_token_count", b"proposed_token_count", "target_pass_count", b"target_pass_count", "translate_ns", b"translate_ns", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "choice", b"choice", "draft_ns", b"draft_ns", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "mode", b"mode", "near_ties", b"near_ties", "network_ns", b"network_ns", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_suffix_accepted_tokens", b"num_suffix_accepted_tokens", "num_suffix_draft_tokens", b"num_suffix_draft_tokens", "proposed_token_count", b"proposed_token_count", "target_pass_count", b"target_pass_count", "translate_ns", b"translate_ns", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
