@@ -113,7 +113,7 @@ class Speculation:
         self._confidences: list[float] = []
         self.source = Source.NOBODY
         self._granted = (0, 0)
-        self._passed_ns = self._heard_ns = self._synced_ns = 0
+        self._passed_ns = self._heard_ns = self._synced_ns = self._between_ns = 0
         self.statistics = Statistics()
 
     @property
@@ -301,7 +301,9 @@ class Speculation:
         statistics.near_ties += event.near_tie_count
         statistics.verify_ns += event.forward_ns
         statistics.waited_ns += event.waited_ns
-        statistics.network_ns += max(elapsed_ns - event.forward_ns - event.waited_ns, 0)
+        # Passes may come in bunches, so that only the sum says something.
+        self._between_ns += elapsed_ns - event.forward_ns - event.waited_ns if elapsed_ns else 0
+        statistics.network_ns = max(self._between_ns, 0)
 
 
 @asynccontextmanager
