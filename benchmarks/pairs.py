@@ -1,7 +1,8 @@
 """How fast a target is with drafts of each kind, against the target alone through the same bridge, in one run.
 
     python -m benchmarks.pairs [--prompts FILE] [--count 24] [--tokens 128] [--temperature 0]
-        [--target NAME] [--engine llamacpp] [--threads 2] [--draft NAME|none] [--draft-engine ...] [--draft-threads 1]
+        [--target NAME] [--engine llamacpp] [--weights full] [--threads 2]
+        [--draft NAME|none] [--draft-engine ...] [--draft-threads 1]
         [--modes off auto lockstep opportunistic] [--rivals NAME[=PYTHON] ...] [--load NAME=PATH ...]
         [--json FILE] [--plot FILE.png]
 
@@ -52,7 +53,14 @@ def main() -> None:
         fleet(
             arguments.target,
             None if arguments.draft == "none" else arguments.draft,
-            target_options=("--engine", arguments.engine, "--threads", str(arguments.threads)),
+            target_options=(
+                "--engine",
+                arguments.engine,
+                "--weights",
+                arguments.weights,
+                "--threads",
+                str(arguments.threads),
+            ),
             draft_options=("--engine", arguments.draft_engine, "--threads", str(arguments.draft_threads)),
         ) as running,
         Client(running.bridge) as client,
@@ -64,8 +72,8 @@ def main() -> None:
         with started(arguments.rivals, options, dict(arguments.load), _report) as rivals:
             samples = _run(client, given, modes, rivals, spoken, arguments)
     names = list(dict.fromkeys(one.mode for one in samples))
-    title = f"{arguments.target} ({arguments.engine}, {arguments.threads} threads) <- {arguments.draft}"
-    title += f", T={arguments.temperature}, {arguments.tokens} tokens"
+    title = f"{arguments.target} ({arguments.engine}, weights {arguments.weights}, {arguments.threads} threads)"
+    title += f" <- {arguments.draft}, T={arguments.temperature}, {arguments.tokens} tokens"
     Console(width=170).print(table(samples, names, title))
     if arguments.plot:
         plot(samples, names, title, arguments.plot)
@@ -84,6 +92,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--target", default=DEFAULT_TARGET)
     parser.add_argument("--draft", default=DEFAULT_DRAFT, help="none for the target's own text only")
     parser.add_argument("--engine", default="torch")
+    parser.add_argument("--weights", default="auto")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--draft-engine", default="torch")
     parser.add_argument("--draft-threads", type=int, default=1)
