@@ -18,6 +18,10 @@ _FADE, _FADE_OWN, _BORROWED = 0.998, 0.995, 30.0
 # Passes that count until another way may be chosen; those behind a change that tell of the change only, and do not; and
 # how many go by until a draft that says nothing counts as one that does not.
 _PASSES, _SETTLING, _SILENT = 6, 2, 16
+# A way that is slower than the best by so much, over passes that would not count yet, has no need to be heard out.
+_HOPELESS = 0.4
+# How many passes a way that was never tried is taken to have been like the one it is most like.
+_LIKE = 2.0
 # Tokens of a pass differ by about so much of their mean, which counts for as many passes.
 _SPREAD, _GUESSED = 0.6, 4.0
 # Parts of a standard error that draws spread by: whole ones cost more in trials than wrong choices cost.
@@ -91,7 +95,7 @@ class Trial:
         self._record = record or DraftRecord()
         self._ways = tuple(Drafting) if record else (Drafting.NONE,)
         self._rates = {way: rate.faded(_BORROWED) for way, rate in self._record.rates.items()}
-        self._passes = 0
+        self._passes = self._tokens = self._elapsed_ns = 0
         self._counted_from = _SETTLING
         self.drafting = Drafting.NONE
         self._choose()
@@ -114,10 +118,12 @@ class Trial:
         """Takes note of a pass, done as `drafting` says."""
         self._passes += 1
         if self._passes > self._counted_from:
-            for rates, fade in ((self._rates, _FADE_OWN), (self._record.rates, _FADE)):
-                for way in self._ways:
-                    rates[way] = rates[way].faded(fade=fade)
-                rates[self.drafting].learn(token_count, elapsed_ns)
+            self._note(token_count, elapsed_ns)
+        elif self._passes > 1:  # the change itself falls into the first
+            self._tokens, self._elapsed_ns = self._tokens + token_count, self._elapsed_ns + elapsed_ns
+            if self._hopeless:
+                self._note(self._tokens, self._elapsed_ns)
+                self._choose()
         if self._passes >= self._counted_from + _PASSES or self._lost:
             self._choose()
 
@@ -128,6 +134,18 @@ class Trial:
         if len(known) < 2 or not self.token.count:
             return ""
         return ", ".join(f"{1e9 * speed:.1f} tokens/s {way.value}" for way, speed in known.items())
+
+    def _note(self, token_count: int, elapsed_ns: int) -> None:
+        for rates, fade in ((self._rates, _FADE_OWN), (self._record.rates, _FADE)):
+            for way in self._ways:
+                rates[way] = rates[way].faded(fade=fade)
+            rates[self.drafting].learn(token_count, elapsed_ns)
+
+    @property
+    def _hopeless(self) -> bool:
+        """Whether it is so slow, as where two models share too few cores, that no candidates could make up for it."""
+        best = max(self._rates[way].speed for way in self._ways)
+        return self._tokens < _HOPELESS * best * self._elapsed_ns
 
     @property
     def _lost(self) -> bool:
@@ -141,8 +159,11 @@ class Trial:
 
     def _choose(self) -> None:
         untried = [way for way in self._ways if self._rates[way].passes < 1]
+        if untried == [Drafting.AWAITED]:
+            self._rates[Drafting.AWAITED] = self._rates[Drafting.AHEAD].faded(_LIKE)
+            untried = []
         drafting = untried[0] if untried else max(self._ways, key=self._draw)
-        self._passes = 0
+        self._passes = self._tokens = self._elapsed_ns = 0
         if drafting is self.drafting:
             self._counted_from = 0
         else:

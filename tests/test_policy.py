@@ -182,7 +182,19 @@ def test_passes_before_a_draft_has_said_anything_say_nothing_of_it() -> None:
     silent = Trial(record := DraftRecord())
     for _ in range(100):
         silent.learn(1, 10 * MS)
-    assert min(rate.passes for rate in record.rates.values()) > 0
+    assert record.rates[Drafting.AHEAD].passes > 0
+
+
+def test_a_draft_that_takes_the_targets_cores_is_given_up_at_once() -> None:
+    """A pass beside it takes ten times as long, before it has said anything and after."""
+    for heard in (False, True):
+        trial, slow = Trial(DraftRecord()), 0
+        for _ in range(100):
+            slow += trial.drafting is not Drafting.NONE
+            if heard:
+                trial.hear()
+            trial.learn(1, 10 * MS if trial.drafting is Drafting.NONE else 100 * MS)
+        assert slow <= 4
 
 
 def test_the_error_of_a_rate_is_that_of_its_trials() -> None:
