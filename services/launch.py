@@ -30,7 +30,7 @@ from services.bridge.zoo import Zoo
 from services.draft.servicer import DraftServicer
 from services.draft.session import DraftSession
 from services.draft.suffix import SuffixModel
-from services.engine.engine import Engine
+from services.engine.engine import Engine, warm
 from services.engine.fixed_width import FixedWidthEngine
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer, describe
@@ -41,6 +41,9 @@ from services.target.session import TargetSession
 
 OnStart = Callable[[str], None]
 T = TypeVar("T")
+
+# Widths of forwards that a target runs once before it serves: with as many candidates as bridges take from the text.
+_WARMED = range(1, 26)
 
 
 class Role(StrEnum):
@@ -203,7 +206,11 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
 def _load(config: ModelServerConfig, directory: Path, report: OnStart) -> LoadedModel:
     def open_engine() -> Engine:
         engine = _engine(config, report)
-        return FixedWidthEngine(engine) if config.deterministic else engine
+        if config.deterministic:  # all its forwards have one shape
+            return FixedWidthEngine(engine)
+        if config.role is not Role.DRAFT:
+            warm(engine, _WARMED)
+        return engine
 
     return load(directory, config.name or default_name(config.model), open_engine, config.queue)
 

@@ -11,7 +11,7 @@ import pytest
 
 from bridge.errors import EngineFailure, SlotsExhausted
 from bridge.sampling import Logits
-from services.engine.engine import Row
+from services.engine.engine import Row, warm
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import CachedSequence
 from tests import tiny
@@ -372,3 +372,11 @@ async def test_ten_thousand_sequences_opened_and_dropped_at_random_leave_nothing
     assert await after(scheduler, ids(3)) is not None
     assert engine.cache_byte_count == Watched(slot_count=6).cache_byte_count
     scheduler.close()
+
+
+def test_each_width_is_met_once_and_only_those_that_fit() -> None:
+    engine = Watched()
+    engine.context_length = 5
+    warm(engine, range(1, 9))
+    assert [len(row.token_ids) for (row,) in engine.forwards] == [1, 2, 3, 4, 5]
+    assert all(row.keep == row.logits_from == 0 for (row,) in engine.forwards)

@@ -1,7 +1,7 @@
 """What an engine is."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,6 +104,16 @@ def check_copy(engine: Engine, source: int, target: int, token_count: int) -> No
         raise ValueError(f"a copy from slot {source} to {target} of {engine.slot_count}")
     if not 0 <= token_count <= engine.context_length:
         raise ValueError(f"a copy of {token_count} tokens of {engine.context_length}")
+
+
+def warm(engine: Engine, widths: Iterable[int]) -> None:
+    """Runs a forward of each width once: libraries prepare kernels for each shape when they first meet it.
+
+    That may take ten times as long as the forward, and would be taken for what such forwards cost.
+    """
+    for width in widths:
+        if width <= engine.context_length:
+            engine.forward([Row(0, 0, (0,) * width, 0)])
 
 
 def core_count() -> int:
