@@ -174,16 +174,16 @@ async def generate(
     prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = _room(request, model, prompt.ids)
     estimates = estimates or Estimates()
-    trial = estimates.trial(draft_model.name) if draft_model else None
-    policy = Policy(request.speculation, estimates, trial)
-    lead, note = None, ""
+    lead, trial, note = None, None, ""
     if draft_model is not None and draft is not None:
         try:
             rendering = await asyncio.to_thread(render, request, draft_model, model)
-            lead = Lead(draft_model, rendering, policy.confidence_threshold)
+            lead = Lead(draft_model, rendering, request.speculation.assistant_confidence_threshold)
+            trial = estimates.trial(draft_model.name)
         except Exception as error:  # a draft's template may refuse what the target's takes
             _log.warning("the draft cannot take a request that the target takes: %s", error)
             draft, note = None, f"the draft could not take the request ({error}); the target went on alone"
+    policy = Policy(request.speculation, estimates, trial)
     suffix = None
     if policy.automatic:
         said = model.vocabulary.spell(prompt.ids)
@@ -198,7 +198,7 @@ async def generate(
     speculation.statistics.note = note
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = 0
-    async with aclosing(speculation.run(max_tokens)) as passes, _remembered(tape, memory, request.tenant):
+    async with aclosing(speculation.run(max_tokens)) as passes, _learnt(policy, tape, memory, request.tenant):
         async for event in passes:
             first_token_ns = first_token_ns or perf_counter_ns() - started
             finish_reason = event.finish_reason
@@ -227,11 +227,12 @@ async def generate(
 
 
 @asynccontextmanager
-async def _remembered(tape: Tape, memory: SuffixMemory | None, tenant: str) -> AsyncIterator[None]:
-    """Whatever was generated is kept for the tenant's next requests, also if the request fails or is given up."""
+async def _learnt(policy: Policy, tape: Tape, memory: SuffixMemory | None, tenant: str) -> AsyncIterator[None]:
+    """What the next requests have of this one, also if it fails or is given up: costs, and the tenant's text."""
     try:
         yield
     finally:
+        policy.close()
         if memory and tenant:
             memory.remember(tenant, tape.data)
 

@@ -72,7 +72,6 @@ class Policy:
         self, parameters: SpeculationParameters, estimates: Estimates | None = None, trial: Trial | None = None
     ) -> None:
         self.mode = parameters.mode
-        self.confidence_threshold = parameters.assistant_confidence_threshold
         self._adapt = parameters.num_assistant_tokens is None
         default = 5 if self.lockstep else 8
         self._assistant_tokens = parameters.num_assistant_tokens or default
@@ -119,7 +118,8 @@ class Policy:
             return 0
         patience = self._patience_ns if self._gain.value > _MARGIN * self._estimates.costs.hop.value else 0.0
         if self._trial.drafting is Drafting.AWAITED:
-            patience = max(patience, _AWAITED * self._trial.token.value)
+            # Nothing that a draft says is worth more than the pass that it saves, whatever it says of itself.
+            patience = max(patience, min(_AWAITED * self._trial.token.value, self._takes(1)))
         return int(patience // 1000)
 
     @property
@@ -139,7 +139,8 @@ class Policy:
         """Takes note of what the draft said. `round_trip_ns`: of the message that it answers, without its forwards."""
         if proposal.token_ids:
             self._trial.hear()
-            self._trial.token.learn((proposal.queue_ns + proposal.forward_ns) / len(proposal.token_ids))
+            busy_ns = min(proposal.queue_ns + proposal.forward_ns, 1000 * _LOCKSTEP_PATIENCE_US)
+            self._trial.token.learn(busy_ns / len(proposal.token_ids))
             if round_trip_ns is not None:
                 self._trial.round_trip.learn(max(round_trip_ns, 0))
 
@@ -184,11 +185,22 @@ class Policy:
         """What it chose and why, in words; nothing where the user chose."""
         if not self.automatic:
             return ""
+        if not self._widest:
+            return self._trial.choice
         text = (
             f"up to {self._widest} candidates from the text: {self._lengths.total:.0%} of them are accepted, and a "
             f"forward of 8 takes {self._takes(8) / self._takes(1):.1f} times as long as one of 1"
         )
         return f"{text}; {self._trial.choice}" if self._trial.choice else text
+
+    def alone(self) -> None:
+        """There is no draft model any more; what follows says nothing of it."""
+        self._trial.close()
+        self._trial = Trial()
+
+    def close(self) -> None:
+        """The request ends."""
+        self._trial.close()
 
     def learn(self, event: Pass, length: int, elapsed_ns: int, confidences: Sequence[float] = ()) -> None:
         """Takes note of a pass. `length`: of the match that its candidates are from; 0 if they are a draft model's.

@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 
 # Candidates from the text are sent for so many forwards, and a token of them is taken to have as many bytes at most.
 _FORWARDS, _TOKEN_BYTES = 6, 8
+# Offers that are remembered until it is known which of them a pass took.
+_OFFERS = 8
 
 
 class Source(Enum):
@@ -66,7 +68,7 @@ class Statistics:
 
 
 @dataclass(frozen=True)
-class _Guess:
+class Guess:
     """Candidates, of which a forward is to take `width`: from a match of so many bytes, or the draft's where that is 0.
 
     `confidences`: the draft's probability of each.
@@ -109,8 +111,7 @@ class Speculation:
         self._suffix = suffix
         self._width = policy.width
         self._offered: list[int] = []
-        self._match_length = 0
-        self._confidences: list[float] = []
+        self._offers: list[tuple[int, Guess]] = []
         self.source = Source.NOBODY
         self._granted = (0, 0)
         self._passed_ns = self._heard_ns = self._synced_ns = self._between_ns = 0
@@ -229,10 +230,9 @@ class Speculation:
         if news or policy.lockstep or (not ids and self._granted[0] and not awaited):
             await self._target.candidates(Candidates(len(self._tape.ids), tuple(ids)))
             self._offered = ids
-            if ids:  # a forward that is under way may still have those of before
-                self._match_length, self._confidences = guess.match_length, guess.confidences
+            self._offers.append((len(self._tape.ids), guess))
 
-    def _guess(self) -> "_Guess":
+    def _guess(self) -> Guess:
         """How the text may go on: as the draft says, or as it went on before."""
         drafted = self._drafted()
         if not self._policy.automatic:
@@ -247,18 +247,40 @@ class Speculation:
             # because the data may end in the middle of it.
             data = match.data[: _TOKEN_BYTES * _FORWARDS * worth.count]
             ids = candidates(self._model.vocabulary, data)[:-1]
-            return _Guess(ids[: _FORWARDS * worth.count], worth.count, match.length)
-        return replace(drafted, width=worth_of_draft.count) if worth_of_draft.count else _Guess()
+            return Guess(ids[: _FORWARDS * worth.count], worth.count, match.length)
+        return replace(drafted, width=worth_of_draft.count) if worth_of_draft.count else Guess()
 
-    def _drafted(self) -> "_Guess":
+    def _drafted(self) -> Guess:
         if self._lead is None or not self._policy.drafting:
-            return _Guess()
+            return Guess()
         vocabulary = self._model.vocabulary
         ids = candidates(vocabulary, self._lead.ahead(self._tape))
         confidences = self._lead.confidences(len(vocabulary.token_bytes(id_)) for id_ in ids)
         if self._lead.ended and self._end is not None:
             ids, confidences = [*ids, self._end], [*confidences, 1.0]
-        return _Guess(ids, confidences=confidences)
+        return Guess(ids, confidences=confidences)
+
+    def _verified(self, event: Pass) -> Guess:
+        """The offer that a pass took its candidates from: one that is under way may still have those of before."""
+        found = Guess()
+        ids, count, accepted = event.token_ids, event.candidate_token_count, event.accepted_token_count
+        held = []
+        for base, guess in self._offers:
+            start = event.base_token_count - base
+            tried = guess.ids[start : start + count]
+            if (
+                start >= 0
+                and count
+                and not found.ids
+                and len(tried) == count
+                and common_prefix_length(tried, ids) == accepted
+            ):
+                found = replace(guess, ids=tried, confidences=guess.confidences[start : start + count])
+            if tuple(guess.ids[start : start + len(ids)]) == tuple(ids) and len(guess.ids) > start + len(ids):
+                held.append((base, guess))
+        # Those that agree with the text may still be what the target has.
+        self._offers = held[-_OFFERS:]
+        return found
 
     async def _go_on_alone(self, error: Exception) -> None:
         if self._draft is None:
@@ -269,6 +291,7 @@ class Speculation:
         reason = error.reason if isinstance(error, DraftBridgeError) else "INTERNAL"
         self.statistics.note = f"the draft was lost ({reason}); the target went on alone"
         self._draft = self._lead = None
+        self._policy.alone()
         await self._grant(*self._limits())
 
     def _count(self, event: Pass) -> None:
@@ -278,8 +301,8 @@ class Speculation:
         self._offered = self._offered[len(event.token_ids) :] if agrees else []
         now, lockstep = perf_counter_ns(), self._policy.lockstep
         elapsed_ns = now - self._passed_ns if self._passed_ns else 0
-        self._policy.learn(event, self._match_length, elapsed_ns, self._confidences)
-        self._confidences = self._confidences[len(event.token_ids) :]
+        guess = self._verified(event)
+        self._policy.learn(event, guess.match_length, elapsed_ns, guess.confidences)
         self._passed_ns = now
         if lockstep and not self._policy.lockstep:
             statistics.note = "the draft did not answer in time; the target no longer waits for it"
@@ -289,8 +312,8 @@ class Speculation:
         statistics.num_drafts += event.candidate_token_count > 0
         statistics.num_draft_tokens += event.candidate_token_count
         statistics.num_accepted_tokens += len(accepted)
-        self.source = Source.NOBODY if not accepted else Source.TEXT if self._match_length else Source.DRAFT
-        if self._match_length:
+        self.source = Source.NOBODY if not accepted else Source.TEXT if guess.match_length else Source.DRAFT
+        if guess.match_length:
             statistics.num_suffix_draft_tokens += event.candidate_token_count
             statistics.num_suffix_accepted_tokens += len(accepted)
         per_position = statistics.num_accepted_tokens_per_position

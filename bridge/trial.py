@@ -42,9 +42,10 @@ class Rate:
 
     _sums: tuple[float, ...] = (0.0,) * 6
 
-    def learn(self, token_count: int, elapsed_ns: int) -> None:
-        """Takes note of a pass."""
-        now = (1.0, token_count, elapsed_ns, token_count**2, token_count * elapsed_ns, elapsed_ns**2)
+    def learn(self, token_count: int, elapsed_ns: int, passes: int = 1) -> None:
+        """Takes note of so many passes, together."""
+        tokens, time = token_count / passes, elapsed_ns / passes
+        now = (passes * one for one in (1.0, tokens, time, tokens**2, tokens * time, time**2))
         self._sums = tuple(old + new for old, new in zip(self._sums, now, strict=True))
 
     def faded(self, passes: float = math.inf, fade: float = 1.0) -> "Rate":
@@ -65,6 +66,8 @@ class Rate:
     def error(self) -> float:
         """Standard error of the speed, of a ratio of means."""
         passes, tokens, _, squares, products, times = self._sums
+        if not tokens:
+            return 0.0
         speed, mean = self.speed, tokens / passes
         residuals = max(squares - 2 * speed * products + speed**2 * times, 0.0)
         variance = (residuals + _GUESSED * (_SPREAD * mean) ** 2) / (passes + _GUESSED)
@@ -118,11 +121,11 @@ class Trial:
         """Takes note of a pass, done as `drafting` says."""
         self._passes += 1
         if self._passes > self._counted_from:
-            self._note(token_count, elapsed_ns)
+            self._note(token_count, elapsed_ns, 1)
         elif self._passes > 1:  # the change itself falls into the first
             self._tokens, self._elapsed_ns = self._tokens + token_count, self._elapsed_ns + elapsed_ns
             if self._hopeless:
-                self._note(self._tokens, self._elapsed_ns)
+                self._note_all()
                 self._choose()
         if self._passes >= self._counted_from + _PASSES or self._lost:
             self._choose()
@@ -135,11 +138,22 @@ class Trial:
             return ""
         return ", ".join(f"{1e9 * speed:.1f} tokens/s {way.value}" for way, speed in known.items())
 
-    def _note(self, token_count: int, elapsed_ns: int) -> None:
+    def close(self) -> None:
+        """The request ends. What a draft cost that was not heard yet is told too, or each request would try it anew."""
+        if self._passes <= self._counted_from:
+            self._note_all()
+
+    def _note_all(self) -> None:
+        """Takes note of passes that would not count yet."""
+        if self._elapsed_ns:
+            self._note(self._tokens, self._elapsed_ns, self._passes - 1)
+        self._tokens = self._elapsed_ns = 0
+
+    def _note(self, token_count: int, elapsed_ns: int, passes: int) -> None:
         for rates, fade in ((self._rates, _FADE_OWN), (self._record.rates, _FADE)):
             for way in self._ways:
                 rates[way] = rates[way].faded(fade=fade)
-            rates[self.drafting].learn(token_count, elapsed_ns)
+            rates[self.drafting].learn(token_count, elapsed_ns, passes)
 
     @property
     def _hopeless(self) -> bool:

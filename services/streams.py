@@ -1,8 +1,7 @@
 """What both kinds of model streams have in common: open first, then listen and speak at the same time."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 from bridge.errors import ModelChanged, ModelNotFound, ProtocolViolation
@@ -35,29 +34,33 @@ def check_model(name: str, tokenizer_sha256: str, model: Model) -> None:
 async def listening(
     requests: AsyncIterator[R],
     hear: Callable[[R], Awaitable[None]],
-    no_more: Callable[[Exception | None], None],
-    says: AsyncGenerator[T, None],
+    no_more: Callable[[], None],
+    says: AsyncIterator[T],
 ) -> AsyncIterator[T]:
     """Yields what a session says while it is told what comes in.
 
-    When the client closes its side the session is told `no_more`; and why, if it was because of an error, which it
-    raises then.
+    When the client closes its side the session is told `no_more`. An error of either side ends both.
     """
+    speaking: asyncio.Future[T] | None = None
 
     async def listen() -> None:
-        try:
-            async for request in requests:
-                await hear(request)
-        except Exception as error:  # the session raises it
-            no_more(error)
-        else:
-            no_more(None)
+        async for request in requests:
+            await hear(request)
+        no_more()
 
     listener = asyncio.create_task(listen())
     try:
-        async with aclosing(says):
-            async for one in says:
-                yield one
+        while True:
+            speaking = asyncio.ensure_future(anext(says))
+            waiting = (speaking,) if listener.done() else (listener, speaking)
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if listener.done():
+                listener.result()
+            yield await speaking
+    except StopAsyncIteration:
+        return
     finally:
         listener.cancel()
-        await asyncio.gather(listener, return_exceptions=True)
+        if speaking is not None:
+            speaking.cancel()
+        await asyncio.gather(listener, *([speaking] if speaking else []), return_exceptions=True)

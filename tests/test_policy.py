@@ -10,7 +10,7 @@ import pytest
 from bridge.average import Average
 from bridge.estimates import Acceptance, Estimates, PassCost, Steps
 from bridge.policy import Mode, Policy, SpeculationParameters
-from bridge.ports import Pass
+from bridge.ports import Pass, Proposal
 from bridge.trial import Drafting, DraftRecord, Rate, Trial
 
 MS = 1_000_000
@@ -183,6 +183,44 @@ def test_passes_before_a_draft_has_said_anything_say_nothing_of_it() -> None:
     for _ in range(100):
         silent.learn(1, 10 * MS)
     assert record.rates[Drafting.AHEAD].passes > 0
+
+
+@pytest.mark.parametrize("passes", [3, 10, 15])
+def test_short_requests_learn_of_a_draft_that_is_never_heard(passes: int) -> None:
+    """Beside it a pass takes 1.8 times as long; most requests end before it would count."""
+    estimates, elapsed = Estimates(), 0
+    for _ in range(200):
+        trial = estimates.trial("draft")
+        for _ in range(passes):
+            taken = 10 * MS if trial.drafting is Drafting.NONE else 18 * MS
+            trial.learn(1, taken)
+            elapsed += taken
+        trial.close()
+    assert 200 * passes * 10 * MS > 0.9 * elapsed
+
+
+def test_the_target_waits_for_no_draft_longer_than_for_a_pass() -> None:
+    estimates = Estimates()
+    trial = estimates.trial("draft")
+    trial.drafting = Drafting.AWAITED
+    policy = Policy(SpeculationParameters(), estimates, trial)
+    for _ in range(5):
+        policy.learn(a_pass(0, 0, 10.0), 0, 10 * MS)
+    policy.learn_draft(Proposal(1, (1,), (1.0,), forward_ns=10**17), 0)
+    assert policy.patience_us <= 10_000
+
+
+def test_a_draft_that_was_lost_teaches_nothing_more() -> None:
+    record = DraftRecord()
+    trial = Trial(record)
+    policy = Policy(SpeculationParameters(), Estimates(), trial)
+    trial.drafting = Drafting.AHEAD
+    policy.alone()
+    for _ in range(50):
+        policy.learn(a_pass(0, 0, 10.0), 0, 10 * MS)
+    policy.close()
+    assert not any(rate.passes for rate in record.rates.values())
+    assert not policy.drafting
 
 
 def test_a_draft_that_takes_the_targets_cores_is_given_up_at_once() -> None:

@@ -28,7 +28,7 @@ class CreditedSession(ABC):
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._inbox: deque[Sync | Grant | Exception] = deque()
+        self._inbox: deque[Sync | Grant] = deque()
         self._news = asyncio.Event()
         self._epoch = 0
         self._credit = 0
@@ -43,11 +43,9 @@ class CreditedSession(ABC):
         """See `DraftGrant`."""
         self._tell(Grant(epoch, credit))
 
-    def no_more(self, error: Exception | None = None) -> None:
-        """Nothing more will be told: `proposals` ends when the credit does, or raises what went wrong."""
+    def no_more(self) -> None:
+        """Nothing more will be told: `proposals` ends when the credit does."""
         self._last = True
-        if error:
-            self._inbox.append(error)
         self._news.set()
 
     async def proposals(self) -> AsyncGenerator[Proposal, None]:
@@ -95,8 +93,6 @@ class CreditedSession(ABC):
         """Takes over what came; only between proposals, which read the sequence."""
         while self._inbox:
             match self._inbox.popleft():
-                case Exception() as error:
-                    raise error
                 case Sync() as sync:
                     self._begin(sync)
                 case Grant(epoch, credit):

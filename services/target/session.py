@@ -33,7 +33,7 @@ class TargetSession:
         self._model = model
         self._sampler = sampler
         self._sequence = CachedSequence(scheduler)
-        self._inbox: deque[Run | Candidates | Grant | Exception] = deque()
+        self._inbox: deque[Run | Candidates | Grant] = deque()
         self._news = asyncio.Event()
         self._pending: list[int] = []
         self._credit = 0
@@ -60,11 +60,9 @@ class TargetSession:
         """See `VerifyGrant`."""
         self._tell(grant)
 
-    def no_more(self, error: Exception | None = None) -> None:
-        """Nothing more will be told: `passes` ends when the credit does, or raises what went wrong."""
+    def no_more(self) -> None:
+        """Nothing more will be told: `passes` ends when the credit does."""
         self._last = True
-        if error:
-            self._inbox.append(error)
         self._news.set()
 
     async def passes(self) -> AsyncGenerator[Pass, None]:
@@ -101,8 +99,6 @@ class TargetSession:
         """Takes over what came; only between forwards, which read the ids."""
         while self._inbox:
             match self._inbox.popleft():
-                case Exception() as error:
-                    raise error
                 case Run() as run:
                     self._begin(run)
                 case Candidates() as candidates:

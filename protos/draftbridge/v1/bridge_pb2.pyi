@@ -510,7 +510,7 @@ class SpeculationStatistics(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     NEAR_TIES_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
-    """How draft and target took turns at the end; MODE_OFF if the draft was lost."""
+    """How draft and target took turns at the end; MODE_OFF if the draft was lost and there was no other."""
     target_pass_count: _builtins.int
     """Forwards of the target, prefill included."""
     num_drafts: _builtins.int
