@@ -208,6 +208,9 @@ def generate(
         bool, typer.Option("--chat", help="Take the prompt as a chat message, by the models' templates.")
     ] = False,
     speculation: Annotated[str, typer.Option(help="off, lockstep, opportunistic or auto.")] = "auto",
+    num_assistant_tokens: Annotated[
+        int | None, typer.Option(min=1, max=64, help="Tokens that the draft proposes at a time; unset adapts.")
+    ] = None,
     target: Annotated[str, typer.Option(help="Name of the target, if the bridge has several.")] = "",
     draft: Annotated[str, typer.Option(help="Name of the draft, if the bridge has several.")] = "",
     tenant: Annotated[str, typer.Option(help="Use and keep outputs of requests with the same tenant as drafts.")] = "",
@@ -228,6 +231,7 @@ def generate(
         "seed": seed,
         "stop": stop or (),
         "speculation": speculation,
+        "num_assistant_tokens": num_assistant_tokens,
         "target": target,
         "draft": draft,
         "tenant": tenant,

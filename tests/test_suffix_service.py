@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.errors import DraftBridgeError, ProtocolViolation, SlotsExhausted, TokenOutOfRange
+from bridge.errors import DraftBridgeError, PromptTooLong, ProtocolViolation, SlotsExhausted, TokenOutOfRange
 from bridge.ports import Proposal, Sync
 from bridge.suffix import LEAST, SuffixDrafter
 from draftbridge import CallError, Client
@@ -144,6 +144,9 @@ async def test_a_context_that_is_full_ends_it() -> None:
         assert (await anext(proposals)).done
         await draft.sync(Sync(3, 100, (5,), 0, 9))
         assert (await anext(proposals)).token_ids == (5,) * 9
+        await draft.sync(Sync(4, 0, (5,) * (2 * size + 1), 0, 9))
+        with pytest.raises(PromptTooLong):
+            await anext(proposals)
 
 
 def test_so_many_sessions_at_a_time() -> None:

@@ -6,7 +6,7 @@ from time import perf_counter_ns
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bridge.errors import SlotsExhausted
+from bridge.errors import PromptTooLong, SlotsExhausted
 from bridge.models import Model
 from bridge.ports import Proposal
 from bridge.suffix import SuffixDrafter
@@ -65,6 +65,9 @@ class SuffixSession(CreditedSession):
         return len(self._text)
 
     def _replace(self, keep: int, token_ids: Sequence[int], byte_offset: int) -> None:
+        # A little beyond the context there is nothing to say; far beyond it, nothing to keep.
+        if keep + len(token_ids) > 2 * self._model.context_length:
+            raise PromptTooLong(keep + len(token_ids), self._model.context_length, self._model.name)
         self._text[keep:] = bytes(token_ids)
         self._known = min(self._known, keep)
         self._ahead = None
