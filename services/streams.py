@@ -2,13 +2,35 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from bridge.errors import ModelChanged, ModelNotFound, ProtocolViolation
+from bridge.errors import ModelChanged, ModelNotFound, ProtocolViolation, RoleNotServed
 from bridge.models import Model
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class RoleServicer(Generic[T]):
+    """Sessions of one model in one role, which `open_session` opens; refuses all where the role is not served, None."""
+
+    role: ClassVar[str]
+
+    def __init__(self, model: Model, open_session: T | None) -> None:
+        self._model = model
+        self._open_session = open_session
+
+    @property
+    def serves(self) -> bool:
+        """Whether the role is served."""
+        return self._open_session is not None
+
+    @property
+    def opener(self) -> T:
+        """What opens a session. Raises `RoleNotServed`."""
+        if self._open_session is None:
+            raise RoleNotServed("this server", self._model.name, self.role)
+        return self._open_session
 
 
 async def first_message(requests: AsyncIterator[R]) -> R:

@@ -88,15 +88,18 @@ def test_a_stopped_rival_does_not_outlive_a_killed_benchmark(tmp_path: Path) -> 
     script = f"""cd '{ROOT}/benchmarks'; shift; exec '{sys.executable}' -c "{loads_nothing}" "$@" """
     entry = interpreter(tmp_path, f"unset PYTHONSAFEPATH; {script}")
     program = (
-        "import time; from benchmarks.rivals import Entry, Rival\n"
-        f"rival = Rival(Entry('vllm', {entry.python!r}), ['--model', '']); print(rival.pid, flush=True); time.sleep(60)"
+        "from benchmarks.rivals import Entry, Rival\n"
+        f"rival = Rival(Entry('vllm', {entry.python!r}), ['--model', '']); print(rival.pid, flush=True); input()"
     )
-    benchmark = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    benchmark = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
+    assert benchmark.stdin is not None
     assert benchmark.stdout is not None
     rival = psutil.Process(int(benchmark.stdout.readline()))
     eventually(lambda: rival.status() == psutil.STATUS_STOPPED)
     benchmark.send_signal(signal.SIGKILL)
     benchmark.wait()
+    benchmark.stdin.close()
     benchmark.stdout.close()
     assert psutil.wait_procs([rival], timeout=10)[1] == []
 

@@ -6,43 +6,31 @@ from typing import Any
 
 from grpc import aio
 
-from bridge.errors import ProtocolViolation, RoleNotServed
-from bridge.models import Model
+from bridge.errors import ProtocolViolation
 from bridge.sampling import SamplingParameters
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc
 from services import wire
 from services.draft.credit import CreditedSession
-from services.streams import check_model, first_message, listening
+from services.streams import RoleServicer, check_model, first_message, listening
 
 # A session for sampling parameters and a seed.
 OpenSession = Callable[[SamplingParameters, int], CreditedSession]
 
 
-class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """Drafts for anyone who opens a stream, or refuses where the role is not served: without `open_session`.
+class DraftServicer(RoleServicer[OpenSession], draft_pb2_grpc.DraftServiceServicer):
+    """Drafts for anyone who opens a stream; see `RoleServicer`. gRPC asks for this method name."""
 
-    gRPC asks for this method name.
-    """
-
-    def __init__(self, model: Model, open_session: OpenSession | None) -> None:
-        self._model = model
-        self._open_session = open_session
-
-    @property
-    def serves(self) -> bool:
-        """Whether the role is served."""
-        return self._open_session is not None
+    role = "draft"
 
     async def Draft(  # noqa: N802
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[draft_pb2.DraftResponse]:
         """See the contract."""
-        if self._open_session is None:
-            raise RoleNotServed("this server", self._model.name, "draft")
+        open_session = self.opener
         requests = aiter(request_iterator)
         opening = (await first_message(requests)).open
         check_model(opening.model, opening.tokenizer_sha256, self._model)
-        with closing(self._open_session(wire.read_sampling(opening.sampling), opening.seed)) as session:
+        with closing(open_session(wire.read_sampling(opening.sampling), opening.seed)) as session:
 
             async def hear(request: draft_pb2.DraftRequest) -> None:
                 match request.WhichOneof("kind"):

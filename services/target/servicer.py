@@ -6,45 +6,33 @@ from typing import Any
 
 from grpc import aio
 
-from bridge.errors import ProtocolViolation, RoleNotServed
-from bridge.models import Model
+from bridge.errors import ProtocolViolation
 from bridge.sampling import SamplingParameters
 from draftbridge.v1 import target_pb2, target_pb2_grpc
 from services import wire
-from services.streams import check_model, first_message, listening
+from services.streams import RoleServicer, check_model, first_message, listening
 from services.target.session import TargetSession
 
 # A session for sampling parameters, a seed and how many log probabilities to tell.
 OpenSession = Callable[[SamplingParameters, int, int | None], TargetSession]
 
 
-class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """Verifies for anyone who opens a stream, or refuses where the role is not served: without `open_session`.
+class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceServicer):
+    """Verifies for anyone who opens a stream; see `RoleServicer`. gRPC asks for this method name."""
 
-    gRPC asks for this method name.
-    """
-
-    def __init__(self, model: Model, open_session: OpenSession | None) -> None:
-        self._model = model
-        self._open_session = open_session
-
-    @property
-    def serves(self) -> bool:
-        """Whether the role is served."""
-        return self._open_session is not None
+    role = "target"
 
     async def Verify(  # noqa: N802
         self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         """See the contract."""
-        if self._open_session is None:
-            raise RoleNotServed("this server", self._model.name, "target")
+        open_session = self.opener
         requests = aiter(request_iterator)
         opening = (await first_message(requests)).open
         check_model(opening.model, opening.tokenizer_sha256, self._model)
         logprobs = opening.logprobs if opening.HasField("logprobs") else None
         sampling = wire.read_sampling(opening.sampling)
-        with closing(self._open_session(sampling, opening.seed, logprobs)) as session:
+        with closing(open_session(sampling, opening.seed, logprobs)) as session:
 
             async def hear(request: target_pb2.VerifyRequest) -> None:
                 match request.WhichOneof("kind"):
