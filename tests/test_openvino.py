@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -86,6 +87,30 @@ def test_a_device_that_cannot_be_used_is_refused(device: str, remedy: str, tmp_p
     export(tmp_path, tmp_path / "openvino", "full")
     with pytest.raises(UnusableModel, match=remedy):
         OpenVinoEngine(tmp_path / "openvino" / "model.xml", device=device)
+
+
+def test_a_forward_has_as_many_tokens_as_the_one_before_for_a_while(tmp_path: Path) -> None:
+    """And those filled in change nothing, also where there is no room for them."""
+    model = saved(FAMILIES["llama"], tmp_path)
+    export(tmp_path, tmp_path / "openvino", "full")
+    engine = OpenVinoEngine(tmp_path / "openvino" / "model.xml", dtype="float32", threads=1, slot_count=2)
+    request, sizes = engine._request, []
+
+    def infer(inputs: dict, **options: bool) -> None:
+        sizes.append(len(inputs["token_ids"]))
+        request.infer(inputs, **options)
+
+    engine._request = SimpleNamespace(infer=infer, get_output_tensor=request.get_output_tensor)
+    ids: list[int] = []
+    for width in (1, 1, 5, 1, 1, 1, 1, 1, 9, 2, 2, 2, 1):
+        news = tuple(1 + (len(ids) + place) % 7 for place in range(width))
+        [logits] = engine.forward([Row(1, len(ids), news, 0)])
+        ids += news
+        np.testing.assert_allclose(logits, expected(model, ids)[-width:], atol=1e-4)
+    assert sizes == [1, 1, 5, 5, 5, 5, 5, 1, 9, 9, 9, 2, 2]
+    engine.forward([Row(1, 0, (1,) * 5, 4)])
+    engine.forward([Row(0, engine.context_length - 1, (1,), 0)])
+    assert sizes[-2:] == [5, 1]
 
 
 def test_memory_is_a_budget(tmp_path: Path) -> None:
