@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain
 
 from bridge.average import Average
 from bridge.trial import DraftRecord, Trial
@@ -82,48 +81,38 @@ class PassCost:
 
 
 class Acceptance:
-    """How much of what is proposed is accepted, by what was said for it and by its place in a forward.
-
-    By what was said: one group below each edge and one beyond. By place: the first candidate, and those behind right
-    ones, which are right more often.
-    """
+    """How much of what is proposed is accepted, by what was said for it: one group below each edge and one beyond."""
 
     def __init__(self, edges: Sequence[float], guesses: Sequence[float], behind: "Acceptance | None" = None) -> None:
         """`guesses`: one for each group, until it is known. `behind`: what is known from other requests."""
         self._edges, self._guesses, self._behind = edges, guesses, behind
-        self._counts = [([0.0, 0.0], [0.0, 0.0]) for _ in guesses]
+        self._counts = [[0.0, 0.0] for _ in guesses]
 
     def of_request(self) -> "Acceptance":
         """For one request, which begins with what is known from others and tells them what it finds."""
         return Acceptance(self._edges, self._guesses, self)
 
-    def learn(self, signs: Sequence[float], accepted_count: int) -> None:
-        """Takes note of what was tried in a row, of which so many were accepted. `signs`: what was said for each."""
+    def learn(self, sign: float, tried_count: int, accepted_count: int) -> None:
+        """Takes note of what was tried in a row: of the accepted ones and the first that was not."""
         if self._behind:
-            self._behind.learn(signs, accepted_count)
-        for place, sign in enumerate(signs[: accepted_count + 1]):
-            counts = self._counts[bisect_right(self._edges, sign)][place > 0]
-            counts[0] += place < accepted_count
-            counts[1] += 1
-            if counts[1] > _REMEMBERED:
-                counts[:] = [count / 2 for count in counts]
+            self._behind.learn(sign, tried_count, accepted_count)
+        counts = self._counts[bisect_right(self._edges, sign)]
+        counts[0] += accepted_count
+        counts[1] += min(accepted_count + 1, tried_count)
+        if counts[1] > _REMEMBERED:
+            counts[:] = [count / 2 for count in counts]
 
     @property
     def total(self) -> float:
         """The part accepted of everything tried; 0 if nothing was."""
-        accepted, tried = (sum(column) for column in zip(*chain(*self._counts), strict=True))
+        accepted, tried = (sum(column) for column in zip(*self._counts, strict=True))
         return accepted / tried if tried else 0.0
 
-    def chances(self, signs: Sequence[float]) -> list[float]:
-        """Of each that it is accepted, behind accepted ones."""
-        return [self._of(bisect_right(self._edges, sign), place > 0) for place, sign in enumerate(signs)]
-
-    def _of(self, group: int, behind: bool) -> float:
-        accepted, tried = self._counts[group][behind]
-        if self._behind:
-            guess = self._behind._of(group, behind)
-        else:
-            guess = self._of(group, False) if behind else self._guesses[group]
+    def of(self, sign: float) -> float:
+        """The part accepted at each position, behind accepted ones."""
+        group = bisect_right(self._edges, sign)
+        accepted, tried = self._counts[group]
+        guess = self._behind.of(sign) if self._behind else self._guesses[group]
         weight = _GUESSED / 4 if self._behind else _GUESSED
         return (accepted + guess * weight) / (tried + weight)
 
@@ -142,8 +131,8 @@ class Estimates:
     """Of one target: how much is accepted, and what is known of costs under each load."""
 
     def __init__(self) -> None:
-        # By evidence of a match, and by the draft's own probability.
-        self.matches = Acceptance((8, 16, 32), (0.3, 0.5, 0.65, 0.8))
+        # By bytes of a match, and by the draft's own probability.
+        self.lengths = Acceptance((8, 16, 32), (0.3, 0.5, 0.65, 0.8))
         self.confidences = Acceptance((0.3, 0.5, 0.7, 0.9, 0.97), (0.3, 0.4, 0.55, 0.7, 0.85, 0.95))
         self._running = 0
         self._costs: list[Costs] = [Costs()]

@@ -77,8 +77,8 @@ class Policy:
         self._assistant_tokens = parameters.num_assistant_tokens or default
         self._estimates, self._trial = estimates or Estimates(), trial or Trial()
         self._cost = PassCost()
-        self._matches, self._confidences = (
-            self._estimates.matches.of_request(),
+        self._lengths, self._confidences = (
+            self._estimates.lengths.of_request(),
             self._estimates.confidences.of_request(),
         )
         # What waiting for candidates from the text would gain on average, in nanoseconds.
@@ -151,12 +151,12 @@ class Policy:
 
     def draft_worth(self, confidences: Sequence[float]) -> Worth:
         """Of candidates that the draft gives these probabilities, each where those before it are right."""
-        return self._worth(self._confidences.chances(confidences[:_MOST_CANDIDATES]))
+        return self._worth([self._confidences.of(confidence) for confidence in confidences[:_MOST_CANDIDATES]])
 
-    def suffix_worth(self, evidence: int) -> Worth:
-        """Of a match with so many bytes of evidence; 0 if there is none."""
-        chances = self._matches.chances([evidence] * _MOST_CANDIDATES) if evidence else [0.0]
-        worth, rate = self._worth(chances), chances[0]
+    def suffix_worth(self, length: int) -> Worth:
+        """Of a match of so many bytes; 0 if there is none."""
+        rate = self._lengths.of(length) if length else 0.0
+        worth = self._worth([rate] * _MOST_CANDIDATES if length else ())
         # Candidates that come a pass late are still of use if the first of them was right: then waiting gains a pass of
         # one, else it costs a pass its width.
         wide = self._takes(worth.count + 1) - self._takes(1)
@@ -188,7 +188,7 @@ class Policy:
         if not self._widest:
             return self._trial.choice
         text = (
-            f"up to {self._widest} candidates from the text: {self._matches.total:.0%} of them are accepted, and a "
+            f"up to {self._widest} candidates from the text: {self._lengths.total:.0%} of them are accepted, and a "
             f"forward of 8 takes {self._takes(8) / self._takes(1):.1f} times as long as one of 1"
         )
         return f"{text}; {self._trial.choice}" if self._trial.choice else text
@@ -202,8 +202,8 @@ class Policy:
         """The request ends."""
         self._trial.close()
 
-    def learn(self, event: Pass, evidence: int, elapsed_ns: int, confidences: Sequence[float] = ()) -> None:
-        """Takes note of a pass. `evidence`: of the match that its candidates are from; 0 if they are a draft model's.
+    def learn(self, event: Pass, length: int, elapsed_ns: int, confidences: Sequence[float] = ()) -> None:
+        """Takes note of a pass. `length`: of the match that its candidates are from; 0 if they are a draft model's.
 
         `elapsed_ns`: since the pass before; 0 if this is the first, which reads the prompt. `confidences`: the draft's,
         of those candidates.
@@ -216,10 +216,11 @@ class Policy:
         taken_ns = max(elapsed_ns - event.waited_ns, event.forward_ns)
         self._cost.learn(candidate_count + 1, taken_ns, self._estimates.costs.steps)
         if self.automatic:
-            if evidence:
-                self._matches.learn([evidence] * candidate_count, accepted_count)
-            else:
-                self._confidences.learn(confidences[:candidate_count], accepted_count)
+            if length and candidate_count:
+                self._lengths.learn(length, candidate_count, accepted_count)
+            if not length:
+                for place, confidence in enumerate(confidences[: min(accepted_count + 1, candidate_count)]):
+                    self._confidences.learn(confidence, 1, int(place < accepted_count))
             self._gain.learn(self._newest_gain, _GAIN_FRESH)
             self._trial.learn(len(event.token_ids), elapsed_ns)
             self._learn_patience(event)

@@ -69,14 +69,14 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Guess:
-    """Candidates, of which a forward is to take `width`: from a match with `evidence`, or the draft's where that is 0.
+    """Candidates, of which a forward is to take `width`: from a match of so many bytes, or the draft's where that is 0.
 
     `confidences`: the draft's probability of each.
     """
 
     ids: list[int] = field(default_factory=list)
     width: int = 0
-    evidence: int = 0
+    match_length: int = 0
     confidences: list[float] = field(default_factory=list)
 
 
@@ -222,7 +222,7 @@ class Speculation:
         # All of them, also those that it has already: they show the target what the rest continues.
         agree = ids[: len(self._offered)] == self._offered
         # Of the text's it is told more only when it is about to run out of them.
-        few = not guess.evidence or len(self._offered) < 2 * guess.width
+        few = not guess.match_length or len(self._offered) < 2 * guess.width
         news = not agree or (few and len(ids) > len(self._offered))
         # None at all lets a target that waits go on, unless a draft is about to say something.
         lead = self._lead if policy.drafting else None
@@ -239,7 +239,7 @@ class Speculation:
             return replace(drafted, ids=drafted.ids[: self._policy.width], width=self._policy.width)
         policy, match = self._policy, self._suffix.match() if self._suffix else None
         worth, worth_of_draft = (
-            policy.suffix_worth(match.evidence if match else 0),
+            policy.suffix_worth(match.length if match else 0),
             policy.draft_worth(drafted.confidences),
         )
         if match and worth.count and worth.speed > worth_of_draft.speed:
@@ -247,7 +247,7 @@ class Speculation:
             # because the data may end in the middle of it.
             data = match.data[: _TOKEN_BYTES * _FORWARDS * worth.count]
             ids = candidates(self._model.vocabulary, data)[:-1]
-            return Guess(ids[: _FORWARDS * worth.count], worth.count, match.evidence)
+            return Guess(ids[: _FORWARDS * worth.count], worth.count, match.length)
         return replace(drafted, width=worth_of_draft.count) if worth_of_draft.count else Guess()
 
     def _drafted(self) -> Guess:
@@ -302,7 +302,7 @@ class Speculation:
         now, lockstep = perf_counter_ns(), self._policy.lockstep
         elapsed_ns = now - self._passed_ns if self._passed_ns else 0
         guess = self._verified(event)
-        self._policy.learn(event, guess.evidence, elapsed_ns, guess.confidences)
+        self._policy.learn(event, guess.match_length, elapsed_ns, guess.confidences)
         self._passed_ns = now
         if lockstep and not self._policy.lockstep:
             statistics.note = "the draft did not answer in time; the target no longer waits for it"
@@ -312,8 +312,8 @@ class Speculation:
         statistics.num_drafts += event.candidate_token_count > 0
         statistics.num_draft_tokens += event.candidate_token_count
         statistics.num_accepted_tokens += len(accepted)
-        self.source = Source.NOBODY if not accepted else Source.TEXT if guess.evidence else Source.DRAFT
-        if guess.evidence:
+        self.source = Source.NOBODY if not accepted else Source.TEXT if guess.match_length else Source.DRAFT
+        if guess.match_length:
             statistics.num_suffix_draft_tokens += event.candidate_token_count
             statistics.num_suffix_accepted_tokens += len(accepted)
         per_position = statistics.num_accepted_tokens_per_position

@@ -7,7 +7,7 @@ strings leads to where each stood last, and from there to where it stood before.
 
 from array import array
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,15 +29,10 @@ _HASH = 2654435761
 
 @dataclass(frozen=True)
 class Match:
-    """The last `length` bytes of the text stood before; `data` is what followed there.
-
-    `evidence`: so many bytes too, but half of them if other places were followed by something else, and twice as many
-    if all of several were followed by the same.
-    """
+    """The last `length` bytes of the text stood before; `data` is what followed there."""
 
     length: int
     data: bytes
-    evidence: int
 
 
 def most_bytes(length: int) -> int:
@@ -88,7 +83,7 @@ class SuffixDrafter:
         Where the text ends behind it, the text is taken to repeat itself.
         """
         found = self._longest(self.end)
-        return found and replace(found, data=(found.data * (_DATA // len(found.data) + 1))[:_DATA])
+        return found and Match(found.length, (found.data * (_DATA // len(found.data) + 1))[:_DATA])
 
     def match_of(self, end: bytes) -> Match | None:
         """The longest match of another text's end. Where what it stood in ends, so does the data."""
@@ -101,22 +96,16 @@ class SuffixDrafter:
 
     def _longest(self, end: bytes) -> Match | None:
         place = self._last[self._slot(end, len(end))] if len(end) >= LEAST else 0
-        best, data, told = LEAST - 1, slice(0), []
+        best, data = LEAST - 1, slice(0)
         for _ in range(_PLACES):
             if place < LEAST:
                 break
             index = bisect_right(self._starts, place)
-            if (length := self._common(place, end, place - self._starts[index - 1])) >= LEAST:
-                told.append(self._text[place : place + LEAST])
-            if length > best:
+            if (length := self._common(place, end, place - self._starts[index - 1])) > best:
                 stop = self._starts[index] if index < len(self._starts) else len(self._text)
                 best, data = length, slice(place, min(place + _DATA, stop))
             place = self._before[place]
-        if best < LEAST:
-            return None
-        agree = told.count(self._text[data.start : data.start + LEAST])
-        evidence = best // 2 if 2 * agree <= len(told) else best if agree < len(told) or agree == 1 else 2 * best
-        return Match(best, bytes(self._text[data]), evidence)
+        return Match(best, bytes(self._text[data])) if best >= LEAST else None
 
     def _begin(self, text: bytearray) -> None:
         # What it had goes first, so that it is never held twice.

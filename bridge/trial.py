@@ -98,6 +98,7 @@ class Trial:
         self._record = record or DraftRecord()
         self._ways = tuple(Drafting) if record else (Drafting.NONE,)
         self._rates = {way: rate.faded(_BORROWED) for way, rate in self._record.rates.items()}
+        self._done = dict.fromkeys(Drafting, 0)
         self._passes = self._tokens = self._elapsed_ns = 0
         self._counted_from = _SETTLING
         self.drafting = Drafting.NONE
@@ -119,6 +120,7 @@ class Trial:
 
     def learn(self, token_count: int, elapsed_ns: int) -> None:
         """Takes note of a pass, done as `drafting` says."""
+        self._done[self.drafting] += 1
         self._passes += 1
         if self._passes > self._counted_from:
             self._note(token_count, elapsed_ns, 1)
@@ -132,11 +134,13 @@ class Trial:
 
     @property
     def choice(self) -> str:
-        """How fast it is each way, in words; nothing as long as only one was tried."""
+        """How fast it is each way and how often it went so, in words; nothing as long as only one was tried."""
         known = {way: rate.speed for way, rate in self._rates.items() if rate.speed}
         if len(known) < 2 or not self.token.count:
             return ""
-        return ", ".join(f"{1e9 * speed:.1f} tokens/s {way.value}" for way, speed in known.items())
+        return ", ".join(
+            f"{1e9 * speed:.1f} tokens/s {way.value} ({self._done[way]} passes)" for way, speed in known.items()
+        )
 
     def close(self) -> None:
         """The request ends. What a draft cost that was not heard yet is told too, or each request would try it anew."""

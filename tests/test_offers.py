@@ -49,8 +49,8 @@ async def test_candidates_are_told_apart_and_learnt_of(source: Source) -> None:
     assert sources <= {source}
     assert did.num_draft_tokens > 0
     assert did.num_suffix_draft_tokens == (did.num_draft_tokens if source is Source.TEXT else 0)
-    assert bool(estimates.matches.total) == (source is Source.TEXT and did.num_accepted_tokens > 0)
-    learnt = [sum(tried for _, tried in places) for places in estimates.confidences._counts]
+    assert bool(estimates.lengths.total) == (source is Source.TEXT and did.num_accepted_tokens > 0)
+    learnt = [tried for _, tried in estimates.confidences._counts]
     assert bool(sum(learnt)) == (source is Source.DRAFT)
     assert sum(learnt) == learnt[2], "the draft is half sure of each token"
 
@@ -61,11 +61,11 @@ def test_offers_are_told_apart_by_what_a_pass_took() -> None:
     tape = Tape(model.vocabulary, [5, 6])
     loop = Speculation(model, tape, None, None, None, Policy(SpeculationParameters()))  # type: ignore[arg-type]
     loop._offers = [(2, Guess([7, 8, 9, 10], 3, 20)), (2, Guess([7, 8, 4], 3, 0, [0.9, 0.8, 0.7]))]
-    assert loop._verified(Pass(2, (7, 8, 3), 2, 3)).evidence == 20
+    assert loop._verified(Pass(2, (7, 8, 3), 2, 3)).match_length == 20
     assert loop._offers == []
     loop._offers = [(2, Guess([7, 8, 9, 10], 2, 20)), (2, Guess([7, 8, 4], 3, 0, [0.9, 0.8, 0.7]))]
-    assert loop._verified(Pass(2, (7, 8), 1, 1)).evidence == 20
-    assert loop._verified(Pass(4, (4,), 0, 1)).evidence == 20
+    assert loop._verified(Pass(2, (7, 8), 1, 1)).match_length == 20
+    assert loop._verified(Pass(4, (4,), 0, 1)).match_length == 20
     loop._offers = [(2, Guess([7, 8, 4, 1], 3, 0, [0.9, 0.8, 0.7, 0.6]))]
     loop._verified(Pass(2, (7,), 0, 0))
     assert loop._verified(Pass(3, (8, 4, 9), 2, 3)).confidences == [0.8, 0.7, 0.6]

@@ -67,27 +67,11 @@ def test_as_many_candidates_as_pay(times: dict[int, float], rate: float) -> None
 def test_matches_of_some_length_do_not_speak_for_others() -> None:
     acceptance = Acceptance((8, 16, 32), (0.3, 0.5, 0.65, 0.8))
     for _ in range(50):
-        acceptance.learn([5] * 4, 0)
-        acceptance.learn([40] * 4, 4)
-    assert acceptance.chances([5])[0] < 0.2
-    assert min(acceptance.chances([40] * 3)) > 0.9
-    assert acceptance.of_request().chances([5, 40]) == pytest.approx(acceptance.chances([5, 40]))
-
-
-def test_candidates_behind_right_ones_do_not_speak_for_the_first() -> None:
-    """As long as nothing is known of them, they are taken to be right as often."""
-    acceptance = Acceptance((), (0.5,))
-    for _ in range(50):
-        acceptance.learn([1], 0)
-    first, *others = acceptance.chances([1] * 3)
-    assert first < 0.2
-    assert others == pytest.approx([first] * 2)
-    for _ in range(50):
-        acceptance.learn([1] * 6, 5)
-        acceptance.learn([1] * 6, 0)
-    first, *others = acceptance.chances([1] * 3)
-    assert first < 0.4
-    assert min(others) > 0.7
+        acceptance.learn(5, 4, 0)
+        acceptance.learn(40, 4, 4)
+    assert acceptance.of(5) < 0.2
+    assert acceptance.of(40) > 0.9
+    assert acceptance.of_request().of(40) == pytest.approx(acceptance.of(40))
 
 
 def test_the_target_waits_only_while_waiting_pays() -> None:

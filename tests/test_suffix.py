@@ -52,23 +52,6 @@ def test_it_proposes_what_followed_there(text: bytes, data: st.DataObject) -> No
         assert 0 <= place < len(whole) - match.length or match.data[:1] == whole[-1:]
 
 
-@pytest.mark.parametrize(
-    ("text", "length", "evidence"),
-    [
-        (b"a cat sat; a cat", 5, 5),
-        (b"a cat sat; a cat saw; a cat", 7, 3),
-        (b"a cat sat. a cat sat! a cat", 6, 12),
-        (b"a cat sat. a cat sat! a cat ran, a cat", 6, 3),
-        (b"a cat ran. a cat ran! a cat sat, a cat ran, a cat", 7, 7),
-    ],
-    ids=["one place", "two that differ", "two that agree", "the longest is one of three", "two of three"],
-)
-def test_places_that_agree_are_evidence_and_others_speak_against_it(text: bytes, length: int, evidence: int) -> None:
-    match = SuffixDrafter(text).match()
-    assert match is not None
-    assert (match.length, match.evidence) == (length, evidence)
-
-
 def test_a_repetition_goes_on() -> None:
     match = SuffixDrafter(b"one two, one two, one two, one").match()
     assert match is not None

@@ -149,13 +149,23 @@ async def test_a_context_that_is_full_ends_it() -> None:
             await anext(proposals)
 
 
-def test_so_many_sessions_at_a_time() -> None:
+async def test_so_many_texts_at_a_time() -> None:
+    """A session that was told none yet takes no place, nor gives one back."""
+
+    async def told(session: SuffixSession) -> None:
+        await session.sync(Sync(1, 0, tuple(b"aaaaaaaa"), 0, 3))
+        assert (await anext(session.proposals())).token_ids == tuple(b"aaa")
+
     suffix = SuffixModel("suffix", 2)
-    first, _ = suffix.open(), suffix.open()
-    with pytest.raises(SlotsExhausted, match="--slots"):
-        suffix.open()
-    first.close()
-    suffix.open()
+    sessions = [suffix.open() for _ in range(5)]
+    await told(sessions[0])
+    await told(sessions[1])
+    for late in sessions[2:4]:
+        with pytest.raises(SlotsExhausted, match="--slots"):
+            await told(late)
+        late.close()
+    sessions[0].close()
+    await told(sessions[4])
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +246,8 @@ async def test_more_sessions_than_slots_are_told_to_come_again() -> None:
             first, second = stub.Draft(timeout=10), stub.Draft(timeout=10)
             for call in (first, second):
                 await call.write(opening)
+                await call.write(syncing)
                 if call is first:
-                    await call.write(syncing)
                     assert bytes((await call.read()).token_ids) == b"aa"
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await second.read()

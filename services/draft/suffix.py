@@ -20,24 +20,26 @@ _MANY = 1 << 14
 
 
 class SuffixModel:
-    """What a server of it says of itself, and its sessions, `slot_count` at a time."""
+    """What a server of it says of itself, and its sessions, of which `slot_count` at a time have been told a text."""
 
     def __init__(self, name: str, slot_count: int) -> None:
         self.tokenizer_json = _tokenizer_json()
         vocabulary = Vocabulary(self.tokenizer_json)
         self.model = Model(name, _CONTEXT, vocabulary.size, vocabulary)
         self.slot_count = slot_count
-        self._open_count = 0
+        self._taken_count = 0
 
     def open(self) -> "SuffixSession":
-        """A session, to be closed. Raises `SlotsExhausted`."""
-        if self._open_count == self.slot_count:
-            raise SlotsExhausted(self.slot_count, 0)
-        self._open_count += 1
-        return SuffixSession(self.model, self._closed)
+        """A session, to be closed. Its first sync raises `SlotsExhausted` if there is no room for its text."""
+        return SuffixSession(self.model, self._take, self._give_back)
 
-    def _closed(self) -> None:
-        self._open_count -= 1
+    def _take(self) -> None:
+        if self._taken_count == self.slot_count:
+            raise SlotsExhausted(self.slot_count, 0)
+        self._taken_count += 1
+
+    def _give_back(self) -> None:
+        self._taken_count -= 1
 
 
 class SuffixSession(CreditedSession):
@@ -46,9 +48,13 @@ class SuffixSession(CreditedSession):
     It has nothing more to say where there is no match, or when that is said. How sure it is it cannot tell.
     """
 
-    def __init__(self, model: Model, on_close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, model: Model, take: Callable[[], None] = lambda: None, give_back: Callable[[], None] = lambda: None
+    ) -> None:
+        """`take`: called once there is a text to hold; `give_back`: when there is none any more."""
         super().__init__(model)
-        self._on_close = on_close
+        self._take, self._give_back = take, give_back
+        self._holds = False
         self._drafter = SuffixDrafter(limit=model.context_length)
         # The whole sequence, and how much of it the drafter knows; what was only proposed it need not know.
         self._text = bytearray()
@@ -58,7 +64,8 @@ class SuffixSession(CreditedSession):
 
     def close(self) -> None:
         """Lets another have its place."""
-        self._on_close()
+        if self._holds:
+            self._give_back()
 
     @property
     def _held(self) -> int:
@@ -68,6 +75,9 @@ class SuffixSession(CreditedSession):
         # A little beyond the context there is nothing to say; far beyond it, nothing to keep.
         if keep + len(token_ids) > 2 * self._model.context_length:
             raise PromptTooLong(keep + len(token_ids), self._model.context_length, self._model.name)
+        if not self._holds:
+            self._take()
+            self._holds = True
         self._text[keep:] = bytes(token_ids)
         self._known = min(self._known, keep)
         self._ahead = None
