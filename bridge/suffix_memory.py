@@ -25,6 +25,16 @@ class SuffixMemory:
         """Memory held, or more."""
         return int(self._tenants.currsize)
 
+    @property
+    def byte_limit(self) -> int:
+        """Memory that may be held."""
+        return int(self._tenants.maxsize)
+
+    @property
+    def tenant_count(self) -> int:
+        """Tenants of whom something is kept."""
+        return len(self._tenants)
+
     def drafter(self, text: bytes, tenant: str) -> SuffixDrafter:
         """One that knows a text, and the tenant's earlier outputs."""
         return _TenantDrafter(self, tenant, text)

@@ -15,6 +15,7 @@ from bridge.policy import Mode
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
 from bridge.sampling import SamplingParameters
 from bridge.speculation import Source
+from bridge.suffix_memory import SuffixMemory
 from bridge.templates import Chat, Message
 from bridge.translation import Span
 from bridge.vocabulary import Vocabulary
@@ -103,6 +104,15 @@ def write_spans(spans: Sequence[Span]) -> list[bridge_pb2.TokenSpan]:
 def write_prefix_cache(vocabulary: Vocabulary) -> bridge_pb2.PrefixCacheStatus:
     """How its prefix cache is doing."""
     return bridge_pb2.PrefixCacheStatus(tokenizer_sha256=vocabulary.sha256, **vars(vocabulary.prefixes.statistics))
+
+
+def write_suffix_memory(memory: SuffixMemory | None) -> bridge_pb2.SuffixMemoryStatus | None:
+    """How full it is, if there is one."""
+    if memory is None:
+        return None
+    return bridge_pb2.SuffixMemoryStatus(
+        tenant_count=memory.tenant_count, held_byte_count=memory.byte_count, limit_byte_count=memory.byte_limit
+    )
 
 
 def read_mode(number: int) -> Mode:

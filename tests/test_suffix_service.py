@@ -284,6 +284,9 @@ def test_what_a_tenant_was_told_before_is_a_draft(suffix_fleet: Fleet) -> None:
         assert {one for one, _ in again} == {text}
         assert any(count for _, count in again)
         assert ask("cid", seed) == ask("", seed) == (text, 0)
+        kept = client.status().suffix_memory
+        assert kept.tenant_count == 3
+        assert len(text) < kept.held_byte_count <= kept.limit_byte_count == 1 << 20
         with pytest.raises(CallError, match="at most 256") as caught:
             ask("a" * 257, seed)
         assert caught.value.reason == "INVALID_FIELD"

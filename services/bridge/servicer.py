@@ -125,6 +125,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             endpoints=endpoints,
             speculation=self._totals,
             prefix_caches=[wire.write_prefix_cache(vocabulary) for vocabulary in self._zoo.vocabularies()],
+            suffix_memory=wire.write_suffix_memory(self._memory),
         )
 
     async def ListModels(  # noqa: N802

@@ -624,6 +624,7 @@ class GetStatusResponse(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     PREFIX_CACHES_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    SUFFIX_MEMORY_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     uptime_ns: _builtins.int
@@ -648,6 +649,10 @@ class GetStatusResponse(_message.Message):
     def speculation(self) -> Global___SpeculationStatistics:
         """Sums over all generations that ended well; `mode`, `note` and `choice` are not set."""
 
+    @_builtins.property
+    def suffix_memory(self) -> Global___SuffixMemoryStatus:
+        """What tenants were told before; not set where nothing is kept."""
+
     def __init__(
         self,
         *,
@@ -660,14 +665,45 @@ class GetStatusResponse(_message.Message):
         endpoints: _abc.Iterable[Global___Endpoint] | None = ...,
         prefix_caches: _abc.Iterable[Global___PrefixCacheStatus] | None = ...,
         speculation: Global___SpeculationStatistics | None = ...,
+        suffix_memory: Global___SuffixMemoryStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "suffix_memory", b"suffix_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "prefix_caches", b"prefix_caches", "speculation", b"speculation", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "prefix_caches", b"prefix_caches", "speculation", b"speculation", "suffix_memory", b"suffix_memory", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class SuffixMemoryStatus(_message.Message):
+    """Outputs that are kept for their tenants' next requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_COUNT_FIELD_NUMBER: _builtins.int
+    HELD_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    tenant_count: _builtins.int
+    """Tenants of whom something is kept."""
+    held_byte_count: _builtins.int
+    """Memory held, in bytes, or more."""
+    limit_byte_count: _builtins.int
+    """Memory that may be held, in bytes."""
+    def __init__(
+        self,
+        *,
+        tenant_count: _builtins.int = ...,
+        held_byte_count: _builtins.int = ...,
+        limit_byte_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_byte_count", b"held_byte_count", "limit_byte_count", b"limit_byte_count", "tenant_count", b"tenant_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SuffixMemoryStatus: _TypeAlias = SuffixMemoryStatus  # noqa: Y015
 
 @_typing.final
 class PrefixCacheStatus(_message.Message):
