@@ -28,7 +28,8 @@ CONTEXT = 8192
 @dataclass(frozen=True)
 class Pair:
     """Milliseconds: of a forward of the target with one token, what each further token adds as a part of that, of a
-    token of the draft, of a message to the draft and back. `acceptance`: how often a token of the draft is right.
+    token of the draft, of a message to the draft and back. `acceptance`: how often a token of the draft is right;
+    `trace`: where it was, "1" or "0" for each token, over and over again.
     """
 
     verify_ms: float = 40.0
@@ -37,6 +38,13 @@ class Pair:
     round_trip_ms: float = 0.0
     step: float = 0.02
     jitter: float = 0.0
+    trace: str = ""
+
+    def is_right(self, seed: int, place: int) -> bool:
+        """Whether the draft knows the token at a place."""
+        if self.trace:
+            return self.trace[place % len(self.trace)] == "1"
+        return is_right(seed, place, self.acceptance)
 
     def forward_ms(self, width: int) -> float:
         """Of the target."""
@@ -117,7 +125,7 @@ def engines(pair: Pair, seed: int, count: int) -> tuple[ScriptedEngine, Scripted
 
     def draft_says(position: int) -> int:
         # Another letter than the right one, or it would be right more often than it is said to be.
-        return truth[position] if is_right(seed, position, pair.acceptance) else _other(truth[position])
+        return truth[position] if pair.is_right(seed, position) else _other(truth[position])
 
     return (
         ScriptedEngine(pair.forward_ms, lambda position: truth[position], pair.jitter),

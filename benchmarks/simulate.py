@@ -1,9 +1,10 @@
 """What speculation gains by distance and by the draft's speed: models that sleep, beside a simulation of events.
 
-    python -m benchmarks.simulate [--tokens 300] [--virtual] [--json FILE] [--plot FILE.png]
+    python -m benchmarks.simulate [--tokens 300] [--virtual] [--trace FILE] [--json FILE] [--plot FILE.png]
 
 Each pair of speeds at each distance is run in every mode through the loop, the policy, the sessions and the schedulers
 of the services, in one process; only the models and the line to the draft are scripted (`benchmarks.scripted`).
+The draft is right at random, so often; with `--trace` where a real one was, as `benchmarks.traces` recorded it.
 `--virtual` takes seconds instead of minutes: there is no thread, and nobody sleeps (`benchmarks.virtual`).
 Printed: speed over the target alone, in that run, and in brackets the part of the event simulation that it reaches.
 The automatic mode is measured behind `LEARNING` tokens more, on which it learns, as it would from other requests.
@@ -68,11 +69,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--virtual", action="store_true", help="in virtual time")
+    parser.add_argument("--trace", type=Path, help="where a draft was right, as recorded; instead of at random")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="needs matplotlib")
     arguments = parser.parse_args()
+    pairs = [traced(pair, arguments.trace) for pair in PAIRS] if arguments.trace else PAIRS
     rows = []
-    for pair in PAIRS:
+    for pair in pairs:
         for round_trip in ROUND_TRIPS:
             laboratory = VIRTUAL if arguments.virtual else REAL
             rows.append(row(replace(pair, round_trip_ms=round_trip), arguments.tokens, laboratory))
@@ -84,12 +87,18 @@ def main() -> None:
         _plot(rows, arguments.plot)
 
 
+def traced(pair: Pair, path: Path) -> Pair:
+    """The same pair with a draft that is right where a recorded one was."""
+    right: str = json.loads(path.read_text())["right"]
+    return replace(pair, acceptance=right.count("1") / len(right), trace=right)
+
+
 def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, float]:
     """Speeds of every mode over the target alone, measured and simulated."""
-    found: dict[str, float] = asdict(pair)
-    count = min(LOCKSTEP_TOKENS, key=lambda count: lockstep_ms(pair, count))
-    alone = laboratory.run(measure(pair, Mode.OFF, tokens, None, laboratory))
+    found: dict[str, float] = asdict(replace(pair, trace=""))
     span = range(PROMPT, PROMPT + tokens)
+    count = min(LOCKSTEP_TOKENS, key=lambda count: lockstep_ms(pair, count, span if pair.trace else None))
+    alone = laboratory.run(measure(pair, Mode.OFF, tokens, None, laboratory))
     found["simulated_lockstep"] = pair.verify_ms / lockstep_ms(pair, count, span)
     found["simulated_opportunistic"] = pair.verify_ms / two_runners_ms(pair, 0.0, span)
     ahead = [pair.verify_ms / two_runners_ms(pair, patience * pair.draft_ms, span) for patience in PATIENCE]
@@ -152,7 +161,7 @@ def lockstep_ms(pair: Pair, count: int, places: range | None = None) -> float:
 
 def _right(pair: Pair, place: int, count: int) -> int:
     """How many of so many candidates from a place on are accepted."""
-    return next((index for index in range(count) if not scripted.is_right(SEED, place + index, pair.acceptance)), count)
+    return next((index for index in range(count) if not pair.is_right(SEED, place + index)), count)
 
 
 def two_runners_ms(pair: Pair, patience_ms: float, places: range) -> float:
@@ -199,7 +208,7 @@ def _table(rows: Sequence[dict[str, float]]) -> Table:
     )  # fmt: skip
     for one in rows:
         cells = [f"{one[mode.value]:.2f} ({one[mode.value] / one[f'simulated_{mode.value}']:.2f})" for mode in MODES]
-        label = f"{one['verify_ms']:g} ms, {one['draft_ms']:g} ms, {one['acceptance']:g}"
+        label = f"{one['verify_ms']:g} ms, {one['draft_ms']:g} ms, {one['acceptance']:.2g}"
         table.add_row(label, f"{one['round_trip_ms']:g} ms", *cells)
     return table
 
@@ -220,7 +229,7 @@ def _plot(rows: Sequence[dict[str, float]], path: Path) -> None:
             axis.plot(distances, [row[f"simulated_{mode.value}"] for row in own], ":", color=colors[mode])
         axis.axhline(1.0, color="gray", linewidth=0.8)
         axis.set_title(
-            f"verify {pair.verify_ms:g} ms, draft {pair.draft_ms:g} ms, {pair.acceptance:.0%} right", fontsize=9
+            f"verify {pair.verify_ms:g} ms, draft {pair.draft_ms:g} ms, {own[0]['acceptance']:.0%} right", fontsize=9
         )
         axis.set_xlabel("round trip to the draft, ms")
         axis.set_ylim(bottom=0)

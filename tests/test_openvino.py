@@ -102,12 +102,13 @@ def test_a_forward_has_as_many_tokens_as_the_one_before_for_a_while(tmp_path: Pa
 
     engine._request = SimpleNamespace(infer=infer, get_output_tensor=request.get_output_tensor)
     ids: list[int] = []
-    for width in (1, 1, 5, 1, 1, 1, 1, 1, 9, 2, 2, 2, 1):
+    widths = (1, 1, 5, *12 * (1,), 1, 17, 2, 2, 2, 2, 2, 1)
+    for width in widths:
         news = tuple(1 + (len(ids) + place) % 7 for place in range(width))
         [logits] = engine.forward([Row(1, len(ids), news, 0)])
         ids += news
         np.testing.assert_allclose(logits, expected(model, ids)[-width:], atol=1e-4)
-    assert sizes == [1, 1, 5, 5, 5, 5, 5, 1, 9, 9, 9, 2, 2]
+    assert sizes == [1, 1, 5, *12 * (5,), 1, 17, 17, 17, 17, 2, 2, 2]
     engine.forward([Row(1, 0, (1,) * 5, 4)])
     engine.forward([Row(0, engine.context_length - 1, (1,), 0)])
     assert sizes[-2:] == [5, 1]

@@ -28,8 +28,9 @@ from services.engine.openvino_graph import cache_names, with_attention
 # most 0.375 in bfloat16. With weights in 8 or 4 bits the activations are rounded to 8 bits, by groups: 0.46 and 1.91.
 _TOLERANCES = {"f32": 1e-4, "bf16": 0.75, "f16": 0.1}
 _QUANTIZED_TOLERANCES = {"int8": 0.5, "int4": 2.0}
-# Tokens filled in, since there was need of them last, that cost about as much as another number of tokens does.
-_FILLED = 16
+# Tokens filled in, since there was need of them last, that cost about as much as another number of tokens does: for
+# full weights and for smaller ones.
+_FILLED, _FILLED_QUANTIZED = 48, 16
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -77,6 +78,7 @@ class OpenVinoEngine:
         self._make_room(names, limit, cache_byte_limit)
         # Tokens of the last forward, and how many were filled in since one had so many of its own.
         self._size = self._filled = 0
+        self._most_filled = _FILLED if weights == "full" else _FILLED_QUANTIZED
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
@@ -125,7 +127,7 @@ class OpenVinoEngine:
         """
         fillers = self._size - size
         fits = last.keep + len(last.token_ids) + fillers <= self.context_length
-        if 0 < fillers <= _FILLED - self._filled and fits and self.device == "cpu":
+        if 0 < fillers <= self._most_filled - self._filled and fits and self.device == "cpu":
             self._filled += fillers
             return fillers
         self._size, self._filled = size, 0
