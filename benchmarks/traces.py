@@ -10,6 +10,7 @@ another in one string of ones and zeros, for `benchmarks.simulate --trace FILE`.
 import argparse
 import asyncio
 import json
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -61,16 +62,20 @@ async def trace(target: LoadedModel, draft: LoadedModel, input_: str | Chat, tok
     prompt = context.ids
     context.append(said.encode())
     ids = context.ids
-    begin = max(common_prefix_length(prompt, ids), 1)
-    right = ""
-    with closing(CachedSequence(draft.scheduler, ids[:begin])) as sequence:
+    return await rights(draft, ids, max(common_prefix_length(prompt, ids), 1))
+
+
+async def rights(draft: LoadedModel, ids: Sequence[int], begin: int) -> str:
+    """Whether the draft would have said each of the ids from `begin` on, behind those before it."""
+    found = ""
+    with closing(CachedSequence(draft.scheduler, list(ids[:begin]))) as sequence:
         for start in range(begin, len(ids), _WIDTH):
             extra = ids[start : start + _WIDTH]
             done = await sequence.forward(extra, lambda logits: logits.argmax(axis=1).tolist())
             assert done.extra_count == len(extra)
-            right += "".join(str(int(guess == id_)) for guess, id_ in zip(done.value, extra, strict=False))
+            found += "".join(str(int(guess == id_)) for guess, id_ in zip(done.value, extra, strict=False))
             sequence.accept(extra, len(extra))
-    return right
+    return found
 
 
 if __name__ == "__main__":
