@@ -139,7 +139,7 @@ class Trial:
         if len(known) < 2 or not self.token.count:
             return ""
         return ", ".join(
-            f"{1e9 * speed:.1f} tokens/s {way.value} ({self._done[way]} passes)" for way, speed in known.items()
+            f"{1e9 * speed:.1f} tokens/s {way.value} ({self._done[way]} passes here)" for way, speed in known.items()
         )
 
     def close(self) -> None:

@@ -235,6 +235,23 @@ def test_a_draft_that_takes_the_targets_cores_is_given_up_at_once() -> None:
         assert slow <= 4
 
 
+def test_what_was_chosen_is_told_with_how_often_it_was() -> None:
+    record, done = DraftRecord(), dict.fromkeys(Drafting, 0)
+    assert Trial(record).choice == ""
+    for _ in range(2):  # the second request knows what the first found
+        trial, done = Trial(record), dict.fromkeys(Drafting, 0)
+        trial.token.learn(MS)
+        for _ in range(60):
+            done[trial.drafting] += 1
+            trial.hear()
+            trial.learn(2, 10 * MS if trial.drafting is Drafting.AHEAD else 40 * MS)
+    parts = trial.choice.split(", ")
+    for (way, count), part in zip(done.items(), parts, strict=True):
+        assert part.endswith(f"tokens/s {way.value} ({count} passes here)")
+    assert "200.0 tokens/s with the draft model running ahead" in trial.choice
+    assert done[Drafting.AHEAD] > 30
+
+
 def test_the_error_of_a_rate_is_that_of_its_trials() -> None:
     noise, kind = random.Random(0), Kind(10, 4, 0.6)
     found = []
