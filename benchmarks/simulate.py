@@ -1,6 +1,7 @@
 """What speculation gains by distance and by the draft's speed: models that sleep, beside a simulation of events.
 
-    python -m benchmarks.simulate [--tokens 300] [--virtual] [--trace FILE] [--json FILE] [--plot FILE.png]
+    python -m benchmarks.simulate [--pair VERIFY_MS DRAFT_MS ACCEPTANCE ...] [--round-trip MS ...] [--jitter 0.1]
+        [--trace FILE] [--tokens 300] [--virtual] [--json FILE] [--plot FILE.png]
 
 Each pair of speeds at each distance is run in every mode through the loop, the policy, the sessions and the schedulers
 of the services, in one process; only the models and the line to the draft are scripted (`benchmarks.scripted`).
@@ -69,14 +70,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--virtual", action="store_true", help="in virtual time")
+    parser.add_argument("--pair", nargs=3, type=float, action="append", metavar=("VERIFY", "DRAFT", "RIGHT"))
+    parser.add_argument("--round-trip", nargs="+", type=float, default=ROUND_TRIPS, help="milliseconds")
+    parser.add_argument("--jitter", type=float, default=0.0, help="forwards differ by up to so much of their time")
     parser.add_argument("--trace", type=Path, help="where a draft was right, as recorded; instead of at random")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="needs matplotlib")
     arguments = parser.parse_args()
-    pairs = [traced(pair, arguments.trace) for pair in PAIRS] if arguments.trace else PAIRS
+    pairs = [Pair(*speeds) for speeds in arguments.pair] if arguments.pair else PAIRS
+    pairs = [replace(pair, jitter=arguments.jitter) for pair in pairs]
+    if arguments.trace:
+        pairs = [traced(pair, arguments.trace) for pair in pairs]
     rows = []
     for pair in pairs:
-        for round_trip in ROUND_TRIPS:
+        for round_trip in arguments.round_trip:
             laboratory = VIRTUAL if arguments.virtual else REAL
             rows.append(row(replace(pair, round_trip_ms=round_trip), arguments.tokens, laboratory))
             Console(stderr=True).print(f"[dim]{rows[-1]}[/]")
@@ -84,12 +91,14 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1))
     if arguments.plot:
-        _plot(rows, arguments.plot)
+        _plot(rows, pairs, arguments.plot)
 
 
 def traced(pair: Pair, path: Path) -> Pair:
     """The same pair with a draft that is right where a recorded one was."""
     right: str = json.loads(path.read_text())["right"]
+    if not right:
+        raise SystemExit(f"{path} has no token: record it anew with python -m benchmarks.traces")
     return replace(pair, acceptance=right.count("1") / len(right), trace=right)
 
 
@@ -97,6 +106,8 @@ def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, float]:
     """Speeds of every mode over the target alone, measured and simulated."""
     found: dict[str, float] = asdict(replace(pair, trace=""))
     span = range(PROMPT, PROMPT + tokens)
+    if pair.trace:  # of the places that are measured
+        found["acceptance"] = sum(pair.is_right(SEED, place) for place in span) / tokens
     count = min(LOCKSTEP_TOKENS, key=lambda count: lockstep_ms(pair, count, span if pair.trace else None))
     alone = laboratory.run(measure(pair, Mode.OFF, tokens, None, laboratory))
     found["simulated_lockstep"] = pair.verify_ms / lockstep_ms(pair, count, span)
@@ -213,15 +224,15 @@ def _table(rows: Sequence[dict[str, float]]) -> Table:
     return table
 
 
-def _plot(rows: Sequence[dict[str, float]], path: Path) -> None:
+def _plot(rows: Sequence[dict[str, float]], pairs: Sequence[Pair], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(PAIRS), figsize=(4 * len(PAIRS), 3.6), sharex=True)
+    figure, axes = pyplot.subplots(1, len(pairs), figsize=(4 * len(pairs), 3.6), sharex=True, squeeze=False)
     colors = {Mode.LOCKSTEP: "tab:orange", Mode.OPPORTUNISTIC: "tab:blue", Mode.AUTO: "tab:green"}
-    for axis, pair in zip(axes, PAIRS, strict=True):
+    for axis, pair in zip(axes[0], pairs, strict=True):
         own = [row for row in rows if (row["verify_ms"], row["draft_ms"]) == (pair.verify_ms, pair.draft_ms)]
         distances = [row["round_trip_ms"] for row in own]
         for mode in MODES:
@@ -233,8 +244,8 @@ def _plot(rows: Sequence[dict[str, float]], path: Path) -> None:
         )
         axis.set_xlabel("round trip to the draft, ms")
         axis.set_ylim(bottom=0)
-    axes[0].set_ylabel("speed over the target alone")
-    axes[0].legend(title="dotted: simulated", fontsize=8)
+    axes[0][0].set_ylabel("speed over the target alone")
+    axes[0][0].legend(title="dotted: simulated", fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

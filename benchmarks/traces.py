@@ -45,6 +45,8 @@ def main() -> None:
     target, draft = (load(one, one.name, lambda one=one: TorchEngine(one, slot_count=1)) for one in directories)  # type: ignore[misc]
     inputs = [prompts.as_input(one) for one in prompts.read(arguments.prompts, arguments.count)]
     right = "".join(asyncio.run(trace(target, draft, one, arguments.tokens)) for one in inputs)
+    if not right:
+        raise SystemExit("the target says nothing to these prompts: take others")
     title = f"{arguments.target} <- {arguments.draft}, {len(inputs)} prompts, {right.count('1') / len(right):.0%} right"
     arguments.json.write_text(json.dumps({"title": title, "right": right}, indent=1) + "\n")
     print(title)

@@ -134,12 +134,13 @@ class Trial:
 
     @property
     def choice(self) -> str:
-        """How fast it is each way and how often it went so, in words; nothing as long as only one was tried."""
-        known = {way: rate.speed for way, rate in self._rates.items() if rate.speed}
+        """How fast it is each way and how often it went so, in words; nothing as long as only one is known."""
+        measured = [way for way in self._ways if self._done[way] or self._record.rates[way].passes]
+        known = [(way, self._rates[way].speed) for way in measured if self._rates[way].speed]
         if len(known) < 2 or not self.token.count:
             return ""
         return ", ".join(
-            f"{1e9 * speed:.1f} tokens/s {way.value} ({self._done[way]} passes here)" for way, speed in known.items()
+            f"{1e9 * speed:.1f} tokens/s {way.value} ({self._done[way] or 'no'} passes here)" for way, speed in known
         )
 
     def close(self) -> None:

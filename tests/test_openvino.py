@@ -89,11 +89,53 @@ def test_a_device_that_cannot_be_used_is_refused(device: str, remedy: str, tmp_p
         OpenVinoEngine(tmp_path / "openvino" / "model.xml", device=device)
 
 
-def test_a_forward_has_as_many_tokens_as_the_one_before_for_a_while(tmp_path: Path) -> None:
-    """And those filled in change nothing, also where there is no room for them."""
+@pytest.mark.parametrize(("weights", "filled"), [("full", 4), ("int8", 1)])
+def test_a_forward_has_as_many_tokens_as_the_one_before_for_a_while(weights: str, filled: int, tmp_path: Path) -> None:
+    """In float32 those filled in change nothing."""
     model = saved(FAMILIES["llama"], tmp_path)
+    export(tmp_path, tmp_path / "openvino", weights)
+    engine, sizes = sized(tmp_path / "openvino" / "model.xml")
+    ids: list[int] = []
+    for width in (1, 1, 5, *12 * (1,), 17, 5, 5, 5, 5, 5, 1):
+        news = tuple(1 + (len(ids) + place) % 7 for place in range(width))
+        [logits] = engine.forward([Row(1, len(ids), news, 0)])
+        ids += news
+        if weights == "full":
+            np.testing.assert_allclose(logits, expected(model, ids)[-width:], atol=1e-4)
+    behind = [5] * 12 if weights == "full" else [*4 * [5], *8 * [1]]
+    assert sizes == [1, 1, 5, *behind, 17, *filled * [17], *(6 - filled) * [5]]
+
+
+def test_what_a_sequence_gets_does_not_depend_on_those_before_it(tmp_path: Path) -> None:
+    """A forward is filled up only for the sequences that had the one before, and not behind their prompts."""
+    saved(FAMILIES["llama"], tmp_path)
     export(tmp_path, tmp_path / "openvino", "full")
-    engine = OpenVinoEngine(tmp_path / "openvino" / "model.xml", dtype="float32", threads=1, slot_count=2)
+    engine, sizes = sized(tmp_path / "openvino" / "model.xml")
+    engine.forward([Row(0, 0, (1, 2, 3, 4, 5), 0)])
+    engine.forward([Row(0, 3, (4,), 0)])  # of the last five, three were accepted
+    assert sizes[-2:] == [5, 5]
+    for rows in (
+        [Row(1, 5, (1,), 0)],  # another sequence
+        [Row(0, 1, (2, 3, 4), 2)],  # the rest of a prompt
+        [Row(0, 4, (5,), 0)],  # the first behind it
+        [Row(0, 5, (6, 7, 8), 0)],
+        [Row(0, 3, (4,), 0)],  # the same slot, whose cache another sequence has found
+        [Row(0, engine.context_length - 4, (1,) * 4, 0)],
+        [Row(0, engine.context_length - 1, (1,), 0)],  # no room
+    ):
+        engine.forward(rows)
+        assert sizes[-1] == len(rows[0].token_ids)
+    engine.forward([Row(0, 6, (1, 2, 3), 0), Row(1, 6, (1,), 0)])
+    engine.forward([Row(1, 7, (1,), 0), Row(0, 7, (1,), 0)])
+    assert sizes[-2:] == [4, 4]
+    engine.forward([Row(0, 8, (1,), 0)])  # the other has ended
+    engine.forward([Row(1, 8, (1,), 0), Row(0, 9, (1,), 0)])
+    assert sizes[-2:] == [1, 2]
+
+
+def sized(path: Path) -> tuple[OpenVinoEngine, list[int]]:
+    """An engine, and of each forward how many tokens it had."""
+    engine = OpenVinoEngine(path, dtype="float32", threads=1, slot_count=2)
     request, sizes = engine._request, []
 
     def infer(inputs: dict, **options: bool) -> None:
@@ -101,17 +143,7 @@ def test_a_forward_has_as_many_tokens_as_the_one_before_for_a_while(tmp_path: Pa
         request.infer(inputs, **options)
 
     engine._request = SimpleNamespace(infer=infer, get_output_tensor=request.get_output_tensor)
-    ids: list[int] = []
-    widths = (1, 1, 5, *12 * (1,), 1, 17, 2, 2, 2, 2, 2, 1)
-    for width in widths:
-        news = tuple(1 + (len(ids) + place) % 7 for place in range(width))
-        [logits] = engine.forward([Row(1, len(ids), news, 0)])
-        ids += news
-        np.testing.assert_allclose(logits, expected(model, ids)[-width:], atol=1e-4)
-    assert sizes == [1, 1, 5, *12 * (5,), 1, 17, 17, 17, 17, 2, 2, 2]
-    engine.forward([Row(1, 0, (1,) * 5, 4)])
-    engine.forward([Row(0, engine.context_length - 1, (1,), 0)])
-    assert sizes[-2:] == [5, 1]
+    return engine, sizes
 
 
 def test_memory_is_a_budget(tmp_path: Path) -> None:

@@ -164,8 +164,14 @@ async def test_so_many_texts_at_a_time() -> None:
         with pytest.raises(SlotsExhausted, match="--slots"):
             await told(late)
         late.close()
-    sessions[0].close()
+    for _ in range(2):
+        sessions[0].close()
+    await sessions[0].sync(Sync(2, 0, (5,) * (2 * MODEL.context_length + 1), 0, 9))
+    with pytest.raises(PromptTooLong):  # it takes no place
+        await anext(sessions[0].proposals())
     await told(sessions[4])
+    with pytest.raises(SlotsExhausted):
+        await told(suffix.open())
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +292,7 @@ def test_what_a_tenant_was_told_before_is_a_draft(suffix_fleet: Fleet) -> None:
         assert ask("cid", seed) == ask("", seed) == (text, 0)
         kept = client.status().suffix_memory
         assert kept.tenant_count == 3
-        assert len(text) < kept.held_byte_count <= kept.limit_byte_count == 1 << 20
+        assert len(text) < kept.held_byte_count < kept.limit_byte_count == 1 << 20
         with pytest.raises(CallError, match="at most 256") as caught:
             ask("a" * 257, seed)
         assert caught.value.reason == "INVALID_FIELD"

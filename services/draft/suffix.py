@@ -30,7 +30,7 @@ class SuffixModel:
         self._taken_count = 0
 
     def open(self) -> "SuffixSession":
-        """A session, to be closed. Its first sync raises `SlotsExhausted` if there is no room for its text."""
+        """A session, to be closed. `proposals` raises `SlotsExhausted` where there is no room for its text."""
         return SuffixSession(self.model, self._take, self._give_back)
 
     def _take(self) -> None:
@@ -65,6 +65,7 @@ class SuffixSession(CreditedSession):
     def close(self) -> None:
         """Lets another have its place."""
         if self._holds:
+            self._holds = False
             self._give_back()
 
     @property
