@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
 import grpc
@@ -174,14 +174,21 @@ async def test_so_many_texts_at_a_time() -> None:
         await told(suffix.open())
 
 
-@pytest.fixture(scope="module")
-def suffix_fleet(tiny_models: tuple[Path, Path]) -> Iterator[Fleet]:
+@contextmanager
+def remembering(target: Path) -> Iterator[Fleet]:
     """A tiny target, the suffix draft, and a bridge that remembers."""
     options = ("--dtype", "float32", "--threads", "1")
-    target = str(tiny_models[0])
+    bridge_options = ("--suffix-memory", "1")
     with fleet(
-        target, "suffix", target_options=options, draft_options=options, bridge_options=("--suffix-memory", "1")
+        str(target), "suffix", target_options=options, draft_options=options, bridge_options=bridge_options
     ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def suffix_fleet(tiny_models: tuple[Path, Path]) -> Iterator[Fleet]:
+    """For all tests here that do not ask what a bridge has found out before."""
+    with remembering(tiny_models[0]) as running:
         yield running
 
 
@@ -274,9 +281,15 @@ def says_nothing_twice(text: str) -> bool:
     return not any(data[at : at + LEAST] in data[: at + LEAST - 1] for at in range(len(data) - LEAST + 1))
 
 
-def test_what_a_tenant_was_told_before_is_a_draft(suffix_fleet: Fleet) -> None:
+def test_what_a_tenant_was_told_before_is_a_draft(tiny_models: tuple[Path, Path]) -> None:
+    """A bridge of its own: one that has seen other requests may have found that no candidate pays."""
+    with remembering(tiny_models[0]) as running:
+        check_what_tenants_are_told(running)
+
+
+def check_what_tenants_are_told(running: Fleet) -> None:
     prompt = "She sells"
-    with Client(suffix_fleet.bridge) as client:
+    with Client(running.bridge) as client:
 
         def ask(tenant: str, seed: int) -> tuple[str, int]:
             got = client.generate(prompt, max_tokens=40, seed=seed, temperature=1.0, tenant=tenant)
@@ -297,6 +310,6 @@ def test_what_a_tenant_was_told_before_is_a_draft(suffix_fleet: Fleet) -> None:
         with pytest.raises(CallError, match="at most 256") as caught:
             ask("a" * 257, seed)
         assert caught.value.reason == "INVALID_FIELD"
-    done = command("generate", prompt, "--tenant", "ann", "--server", suffix_fleet.bridge, "--max-tokens", "5")
+    done = command("generate", prompt, "--tenant", "ann", "--server", running.bridge, "--max-tokens", "5")
     assert done.returncode == 0, done.stderr
     assert "--suffix-memory" in refused(command("bridge", "--target", "x:1", "--suffix-memory", "-1"))
