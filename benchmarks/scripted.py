@@ -96,8 +96,7 @@ class ScriptedEngine:
         """See `Engine.forward`."""
         end = time.perf_counter() + self.takes_ms(rows) / 1000
         tables = self.says(rows)
-        # Sleeping is what this model does instead of computing, so that it takes as long as it is said to.
-        time.sleep(max(end - time.perf_counter(), 0.0))
+        time.sleep(max(end - time.perf_counter(), 0.0))  # instead of computing: a forward takes what it is said to
         return tables
 
     def takes_ms(self, rows: Sequence[Row]) -> float:

@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--virtual", action="store_true", help="in virtual time")
-    parser.add_argument("--pair", nargs=3, type=float, action="append", metavar=("VERIFY", "DRAFT", "RIGHT"))
+    parser.add_argument("--pair", nargs=3, type=float, action="append", metavar=("VERIFY_MS", "DRAFT_MS", "ACCEPTANCE"))
     parser.add_argument("--round-trip", nargs="+", type=float, default=ROUND_TRIPS, help="milliseconds")
     parser.add_argument("--jitter", type=float, default=0.0, help="forwards differ by up to so much of their time")
     parser.add_argument("--trace", type=Path, help="where a draft was right, as recorded; instead of at random")
@@ -99,7 +99,7 @@ def traced(pair: Pair, path: Path) -> Pair:
     right: str = json.loads(path.read_text())["right"]
     if not right:
         raise SystemExit(f"{path} has no token: record it anew with python -m benchmarks.traces")
-    return replace(pair, acceptance=right.count("1") / len(right), trace=right)
+    return replace(pair, trace=right)
 
 
 def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, float]:
@@ -232,8 +232,9 @@ def _plot(rows: Sequence[dict[str, float]], pairs: Sequence[Pair], path: Path) -
 
     figure, axes = pyplot.subplots(1, len(pairs), figsize=(4 * len(pairs), 3.6), sharex=True, squeeze=False)
     colors = {Mode.LOCKSTEP: "tab:orange", Mode.OPPORTUNISTIC: "tab:blue", Mode.AUTO: "tab:green"}
-    for axis, pair in zip(axes[0], pairs, strict=True):
-        own = [row for row in rows if (row["verify_ms"], row["draft_ms"]) == (pair.verify_ms, pair.draft_ms)]
+    count = len(rows) // len(pairs)
+    for index, (axis, pair) in enumerate(zip(axes[0], pairs, strict=True)):
+        own = rows[index * count : (index + 1) * count]
         distances = [row["round_trip_ms"] for row in own]
         for mode in MODES:
             axis.plot(distances, [row[mode.value] for row in own], "o-", color=colors[mode], label=mode.value)

@@ -41,8 +41,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=24, help="the most prompts, evenly over the file's categories")
     parser.add_argument("--tokens", type=int, default=128, help="tokens generated for each prompt")
     arguments = parser.parse_args()
-    directories = [resolve(name) for name in (arguments.target, arguments.draft)]
-    target, draft = (load(one, one.name, lambda one=one: TorchEngine(one, slot_count=1)) for one in directories)  # type: ignore[misc]
+    target, draft = _load(arguments.target), _load(arguments.draft)
     inputs = [prompts.as_input(one) for one in prompts.read(arguments.prompts, arguments.count)]
     right = "".join(asyncio.run(trace(target, draft, one, arguments.tokens)) for one in inputs)
     if not right:
@@ -52,6 +51,11 @@ def main() -> None:
     print(title)
     for model in (target, draft):
         model.scheduler.close()
+
+
+def _load(name: str) -> LoadedModel:
+    directory = resolve(name)
+    return load(directory, name, lambda: TorchEngine(directory, slot_count=1))
 
 
 async def trace(target: LoadedModel, draft: LoadedModel, input_: str | Chat, tokens: int) -> str:

@@ -176,8 +176,7 @@ def up(
                 f'[dim]try: draftbridge generate "Once upon a time" --server {running.bridge}    stop: Ctrl-C[/]'
             )
             while not stop.asked:
-                # Nothing can be waited for that tells both of a signal and of a process that ended.
-                time.sleep(0.2)
+                time.sleep(0.2)  # nothing can be waited for that tells both of a signal and of a process's end
                 for name, process in running.processes.items():
                     if process.poll() is not None and name != "draft":
                         _fail(f"the {name} has ended; its own message is above")

@@ -128,6 +128,9 @@ def test_what_a_sequence_gets_does_not_depend_on_those_before_it(tmp_path: Path)
     engine.forward([Row(0, 6, (1, 2, 3), 0), Row(1, 6, (1,), 0)])
     engine.forward([Row(1, 7, (1,), 0), Row(0, 7, (1,), 0)])
     assert sizes[-2:] == [4, 4]
+    engine.forward([Row(0, 8, (1,), 0), Row(1, 8, (1, 2, 3), 2)])  # a prompt beside it
+    engine.forward([Row(0, 9, (1,), 0)])
+    assert sizes[-2:] == [4, 1]
     engine.forward([Row(0, 8, (1,), 0)])  # the other has ended
     engine.forward([Row(1, 8, (1,), 0), Row(0, 9, (1,), 0)])
     assert sizes[-2:] == [1, 2]

@@ -127,7 +127,8 @@ class OpenVinoEngine:
         Gemma-3-270M, where a token more takes 0.2 to 0.7. So a forward keeps the number of the one before for a while.
         Only where all rows go on from there: what a sequence gets is not to depend on others that were before it.
         """
-        before, self._rows = self._rows, {row.slot: row for row in rows if row.logits_from == 0}
+        # One with a prompt in it is none to go on from.
+        before, self._rows = self._rows, {} if any(row.logits_from for row in rows) else {row.slot: row for row in rows}
         fillers, last = self._size - size, rows[-1]
         goes_on = len(before) == len(rows) and all(
             (old := before.get(row.slot)) and old.keep < row.keep <= old.keep + len(old.token_ids) for row in rows
