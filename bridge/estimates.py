@@ -29,6 +29,11 @@ class Steps:
 
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
 
+    @property
+    def known(self) -> bool:
+        """Whether any pass has told anything of it."""
+        return self._sums[0] > 0
+
     def learn(self, width: int, nanoseconds: float) -> None:
         """Takes note of what a pass of so many tokens took beyond one."""
         now = (1.0, width, width * width, nanoseconds, width * nanoseconds)
@@ -51,8 +56,8 @@ class Steps:
 class PassCost:
     """Nanoseconds of one request's passes by width.
 
-    A pass of one token is the request's own: it takes longer behind a long text. What others take beyond it is much the
-    same for all requests to a target (`steps`).
+    A pass of one token is the request's own: it takes longer behind a long text. Until there was any, it is what
+    another request's last took. What others take beyond it is much the same for all requests to a target (`steps`).
     """
 
     _single: Average = field(default_factory=lambda: Average(1.0))
@@ -71,8 +76,12 @@ class PassCost:
             known = self._single.value if self._single.count else nanoseconds
             self._single.learn(max(nanoseconds - steps.of(width, known), nanoseconds / width))
 
+    def known(self, steps: Steps) -> bool:
+        """Whether it can be told what wider passes take, or the next of them will tell."""
+        return steps.known or self._seen >= _SURE
+
     def of(self, width: int, steps: Steps) -> float:
-        """What a pass of so many tokens takes, as far as it can be told; before there was any, in parts of one."""
+        """What a pass of so many tokens takes, as far as it can be told."""
         return self._single.value + self.beyond(width, steps)
 
     def beyond(self, width: int, steps: Steps) -> float:
@@ -122,6 +131,8 @@ class Costs:
     """Of one target under one load."""
 
     steps: Steps = field(default_factory=Steps)
+    # Nanoseconds of a pass of one token, as a request last had it; until then all is told in parts of it.
+    single: float = 1.0
     # Nanoseconds from a pass to the candidates for the next, as the target waited for them.
     hop: Average = field(default_factory=lambda: Average(600_000.0))
     drafts: dict[str, DraftRecord] = field(default_factory=dict)
@@ -134,6 +145,8 @@ class Estimates:
         # By bytes of a match, and by the draft's own probability.
         self.lengths = Acceptance((8, 16, 32), (0.3, 0.5, 0.65, 0.8))
         self.confidences = Acceptance((0.3, 0.5, 0.7, 0.9, 0.97), (0.3, 0.4, 0.55, 0.7, 0.85, 0.95))
+        # Passes since candidates of a match were verified, that had a match which did not pay.
+        self.untried = 0
         self._running = 0
         self._costs: list[Costs] = [Costs()]
 

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from time import perf_counter_ns
 
 from bridge.errors import (
@@ -29,7 +30,7 @@ from bridge.models import Model
 from bridge.policy import Mode, Policy, SpeculationParameters
 from bridge.ports import Drafter, FinishReason, Logprob, Pass, Verifier
 from bridge.sampling import SamplingParameters
-from bridge.speculation import Source, Speculation, Statistics
+from bridge.speculation import Speculation, Statistics
 from bridge.suffix_memory import SuffixMemory, suffix_drafter
 from bridge.tape import Tape
 from bridge.templates import Chat, end_of_turn, render_chat, render_ids_for, render_text_for
@@ -64,11 +65,20 @@ class Started:
     prompt_token_count: int
 
 
+class Source(Enum):
+    """Who proposed candidates."""
+
+    NOBODY = "nobody"
+    DRAFT = "draft"
+    TEXT = "text"
+
+
 @dataclass(frozen=True)
 class Delta:
     """More text, and the ids committed since the last delta.
 
-    About the first `accepted_byte_count` bytes of it were proposed, by `source`.
+    About the first `accepted_byte_count` bytes of it were proposed, the first of those by `source`, and the last
+    `suffix_byte_count` of those by the text.
     """
 
     text: str
@@ -76,6 +86,7 @@ class Delta:
     logprobs: Sequence[Logprob] = ()
     accepted_byte_count: int = 0
     source: Source = Source.NOBODY
+    suffix_byte_count: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,7 +219,7 @@ async def generate(
             delta = _delta(model, text, event, ended, final=finish_reason is not None)
             sent += len(delta.token_ids)
             sent_bytes += len(model.vocabulary.spell(delta.token_ids))
-            yield _attributed(model, delta, event, speculation.source)
+            yield _attributed(model, delta, event, speculation.from_text)
             if text.stopped:
                 finish_reason = FinishReason.STOP
                 break
@@ -237,12 +248,16 @@ async def _learnt(policy: Policy, tape: Tape, memory: SuffixMemory | None, tenan
             memory.remember(tenant, tape.data)
 
 
-def _attributed(model: Model, delta: Delta, event: Pass, source: Source) -> Delta:
-    """With what of it candidates said."""
-    accepted = len(model.vocabulary.spell(event.token_ids[: event.accepted_token_count]))
+def _attributed(model: Model, delta: Delta, event: Pass, from_text: int) -> Delta:
+    """With what of it candidates said, of which the last `from_text` were the text's."""
+    count, length = event.accepted_token_count, len(delta.text.encode())
+    drafted, accepted = (
+        min(len(model.vocabulary.spell(event.token_ids[:end])), length) for end in (count - from_text, count)
+    )
     if accepted == 0:
         return delta
-    return replace(delta, accepted_byte_count=min(accepted, len(delta.text.encode())), source=source)
+    source = Source.DRAFT if drafted else Source.TEXT
+    return replace(delta, accepted_byte_count=accepted, source=source, suffix_byte_count=accepted - drafted)
 
 
 def _delta(model: Model, text: TextStream, event: Pass, ended: bool, final: bool) -> Delta:

@@ -108,10 +108,15 @@ class Lead:
         return bytes(self._said[self._agreed :]) if self._agrees(tape) else b""
 
     def confidences(self, lengths: Iterable[int]) -> list[float]:
-        """The draft's probability of pieces of `ahead`, so many bytes each: of the tokens that begin in each."""
+        """The draft's probability of pieces of `ahead`, so many bytes each: of the tokens that begin in each.
+
+        None of pieces that begin behind it.
+        """
         place, end = bisect_right(self._ends, self._agreed), self._agreed
         found = []
         for length in lengths:
+            if end >= len(self._said):
+                break
             end, sure = end + length, 1.0
             while place < len(self._ends) and (self._ends[place - 1] if place else 0) < end:
                 sure *= self._sure[place]

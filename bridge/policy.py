@@ -21,6 +21,9 @@ _MOST_CANDIDATES = 24
 _AWAITED, _MOST_AHEAD = 1.5, 64
 # How many times what waiting takes it has to gain, both being guesses.
 _MARGIN = 3
+# Passes of all requests, each with a match that does not pay, until a candidate is tried all the same: what is never
+# tried is never known better.
+_PROBE = 100
 # How much the newest pass counts in what candidates from the text have gained of late.
 _GAIN_FRESH = 0.2
 
@@ -76,7 +79,7 @@ class Policy:
         default = 5 if self.lockstep else 8
         self._assistant_tokens = parameters.num_assistant_tokens or default
         self._estimates, self._trial = estimates or Estimates(), trial or Trial()
-        self._cost = PassCost()
+        self._cost = PassCost(Average(self._estimates.costs.single))
         self._lengths, self._confidences = (
             self._estimates.lengths.of_request(),
             self._estimates.confidences.of_request(),
@@ -86,6 +89,8 @@ class Policy:
         self._newest_gain = 0.0
         self._patience_ns = float(_LEAST_PATIENCE_NS)
         self._widest = 0
+        # Whether there was a match that does not pay.
+        self._untried = False
 
     @property
     def lockstep(self) -> bool:
@@ -149,20 +154,27 @@ class Policy:
         """The most candidates of a draft model in one forward. A token of it may be several of the target's."""
         return 4 * self.num_assistant_tokens
 
-    def draft_worth(self, confidences: Sequence[float]) -> Worth:
-        """Of candidates that the draft gives these probabilities, each where those before it are right."""
-        return self._worth([self._confidences.of(confidence) for confidence in confidences[:_MOST_CANDIDATES]])
+    def draft_worth(self, confidences: Sequence[float], length: int = 0, count: int = 0) -> Worth:
+        """Of candidates that the draft gives these probabilities, each where those before it are right.
+
+        Behind them `count` more, from a match of `length` bytes.
+        """
+        chances = [self._confidences.of(confidence) for confidence in confidences[:_MOST_CANDIDATES]]
+        return self._worth([*chances, *[self._lengths.of(length)] * count][:_MOST_CANDIDATES])
 
     def suffix_worth(self, length: int) -> Worth:
         """Of a match of so many bytes; 0 if there is none."""
         rate = self._lengths.of(length) if length else 0.0
-        worth = self._worth([rate] * _MOST_CANDIDATES if length else ())
+        # From wide passes alone nobody could tell how much faster those of one token would have been.
+        known = self._cost.known(self._estimates.costs.steps)
+        worth = self._worth([rate] * _MOST_CANDIDATES if length and known else ())
         # Candidates that come a pass late are still of use if the first of them was right: then waiting gains a pass of
         # one, else it costs a pass its width.
         wide = self._takes(worth.count + 1) - self._takes(1)
         self._newest_gain = rate * self._takes(1) - (1 - rate) * wide if worth.count else 0.0
         self._widest = max(self._widest, worth.count)
-        return worth
+        self._untried = length > 0 and known and worth.count == 0
+        return Worth(1, math.inf) if self._untried and self._estimates.untried >= _PROBE else worth
 
     def _worth(self, chances: Sequence[float]) -> Worth:
         """The count with the most tokens expected in a nanosecond: each is accepted if all before it are."""
@@ -203,10 +215,10 @@ class Policy:
         self._trial.close()
 
     def learn(self, event: Pass, length: int, elapsed_ns: int, confidences: Sequence[float] = ()) -> None:
-        """Takes note of a pass. `length`: of the match that its candidates are from; 0 if they are a draft model's.
+        """Takes note of a pass. `confidences`: a draft model's of its candidates; `length`: of the match that those
+        behind them are from, 0 if there are none.
 
-        `elapsed_ns`: since the pass before; 0 if this is the first, which reads the prompt. `confidences`: the draft's,
-        of those candidates.
+        `elapsed_ns`: since the pass before; 0 if this is the first, which reads the prompt.
         """
         candidate_count, accepted_count = event.candidate_token_count, event.accepted_token_count
         if self.lockstep:
@@ -214,13 +226,19 @@ class Policy:
         if elapsed_ns == 0:
             return
         taken_ns = max(elapsed_ns - event.waited_ns, event.forward_ns)
-        self._cost.learn(candidate_count + 1, taken_ns, self._estimates.costs.steps)
+        costs = self._estimates.costs
+        self._cost.learn(candidate_count + 1, taken_ns, costs.steps)
+        costs.single = self._cost.of(1, costs.steps)
         if self.automatic:
             if length and candidate_count:
-                self._lengths.learn(length, candidate_count, accepted_count)
-            if not length:
-                for place, confidence in enumerate(confidences[: min(accepted_count + 1, candidate_count)]):
-                    self._confidences.learn(confidence, 1, int(place < accepted_count))
+                self._estimates.untried = 0
+            else:
+                self._estimates.untried += self._untried
+            for place, confidence in enumerate(confidences[: accepted_count + 1]):
+                self._confidences.learn(confidence, 1, int(place < accepted_count))
+            drafted_count = len(confidences)
+            if length and drafted_count <= accepted_count and drafted_count < candidate_count:
+                self._lengths.learn(length, candidate_count - drafted_count, accepted_count - drafted_count)
             self._gain.learn(self._newest_gain, _GAIN_FRESH)
             self._trial.learn(len(event.token_ids), elapsed_ns)
             self._learn_patience(event)

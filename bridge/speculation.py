@@ -14,7 +14,6 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from time import perf_counter_ns
 from typing import Any
 
@@ -29,18 +28,11 @@ from bridge.translation import candidates, common_prefix_length
 
 _log = logging.getLogger(__name__)
 
-# Candidates from the text are sent for so many forwards, and a token of them is taken to have as many bytes at most.
-_FORWARDS, _TOKEN_BYTES = 6, 8
+# Candidates from the text are sent for so many forwards, and behind the draft's so many; a token of them is taken to
+# have as many bytes at most.
+_FORWARDS, _BEHIND, _TOKEN_BYTES = 6, 16, 8
 # Offers that are remembered until it is known which of them a pass took.
 _OFFERS = 8
-
-
-class Source(Enum):
-    """Who proposed the candidates of a forward."""
-
-    NOBODY = "nobody"
-    DRAFT = "draft"
-    TEXT = "text"
 
 
 @dataclass
@@ -69,15 +61,18 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Guess:
-    """Candidates, of which a forward is to take `width`: from a match of so many bytes, or the draft's where that is 0.
-
-    `confidences`: the draft's probability of each.
+    """Candidates, of which a forward is to take `width`: first the draft's, with its probability of each in
+    `confidences`; behind them, from a match of so many bytes, the text's.
     """
 
     ids: list[int] = field(default_factory=list)
     width: int = 0
     match_length: int = 0
     confidences: list[float] = field(default_factory=list)
+
+    def from_text(self, count: int) -> int:
+        """How many of the first `count` are the text's."""
+        return max(count - len(self.confidences), 0) if self.match_length else 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +98,7 @@ class Speculation:
     ) -> None:
         """`end`: what the target says where the draft ends the text; its end of text if None.
 
-        `source`: who proposed what the last pass accepted.
+        `from_text`: how many of the candidates that the last pass accepted, the last ones, were the text's.
         """
         self._model, self._tape, self._policy = model, tape, policy
         self._end = next(iter(model.special_ids.eos), None) if end is None else end
@@ -112,7 +107,7 @@ class Speculation:
         self._width = policy.width
         self._offered: list[int] = []
         self._offers: list[tuple[int, Guess]] = []
-        self.source = Source.NOBODY
+        self.from_text = 0
         self._granted = (0, 0)
         self._passed_ns = self._heard_ns = self._synced_ns = self._between_ns = 0
         self.statistics = Statistics()
@@ -222,7 +217,7 @@ class Speculation:
         # All of them, also those that it has already: they show the target what the rest continues.
         agree = ids[: len(self._offered)] == self._offered
         # Of the text's it is told more only when it is about to run out of them.
-        few = not guess.match_length or len(self._offered) < 2 * guess.width
+        few = bool(guess.confidences) or len(self._offered) < 2 * guess.width
         news = not agree or (few and len(ids) > len(self._offered))
         # None at all lets a target that waits go on, unless a draft is about to say something.
         lead = self._lead if policy.drafting else None
@@ -233,14 +228,14 @@ class Speculation:
             self._offers.append((len(self._tape.ids), guess))
 
     def _guess(self) -> Guess:
-        """How the text may go on: as the draft says, or as it went on before."""
-        drafted = self._drafted()
-        if not self._policy.automatic:
-            return replace(drafted, ids=drafted.ids[: self._policy.width], width=self._policy.width)
-        policy, match = self._policy, self._suffix.match() if self._suffix else None
-        worth, worth_of_draft = (
-            policy.suffix_worth(match.length if match else 0),
-            policy.draft_worth(drafted.confidences),
+        """How the text may go on: as it went on before, or as the draft says and behind that as it went on before."""
+        policy, drafted = self._policy, self._drafted()
+        if not policy.automatic:
+            return replace(drafted, ids=drafted.ids[: policy.width], width=policy.width)
+        match = self._suffix.match() if self._suffix else None
+        worth = policy.suffix_worth(match.length if match else 0)
+        worth_of_draft = policy.draft_worth(
+            drafted.confidences, drafted.match_length, drafted.from_text(len(drafted.ids))
         )
         if match and worth.count and worth.speed > worth_of_draft.speed:
             # For more than one forward: while they agree, the target need not wait for any. The last one is left out,
@@ -248,17 +243,26 @@ class Speculation:
             data = match.data[: _TOKEN_BYTES * _FORWARDS * worth.count]
             ids = candidates(self._model.vocabulary, data)[:-1]
             return Guess(ids[: _FORWARDS * worth.count], worth.count, match.length)
-        return replace(drafted, width=worth_of_draft.count) if worth_of_draft.count else Guess()
+        count = worth_of_draft.count
+        # All of the draft's, which is asked to be ahead; of the text's, those that are worth it now.
+        ids = drafted.ids[: max(count, len(drafted.confidences))]
+        return replace(drafted, ids=ids, width=count) if count else Guess()
 
     def _drafted(self) -> Guess:
-        if self._lead is None or not self._policy.drafting:
+        lead, vocabulary = self._lead, self._model.vocabulary
+        if lead is None or not self._policy.drafting:
             return Guess()
-        vocabulary = self._model.vocabulary
-        ids = candidates(vocabulary, self._lead.ahead(self._tape))
-        confidences = self._lead.confidences(len(vocabulary.token_bytes(id_)) for id_ in ids)
-        if self._lead.ended and self._end is not None:
+        ahead = lead.ahead(self._tape)
+        match = self._suffix.match(ahead) if self._suffix and ahead and not lead.ended else None
+        # In one, so that a word that the draft has only begun is gone on with.
+        data = match.data[: _TOKEN_BYTES * _BEHIND] if match else b""
+        ids = candidates(vocabulary, ahead + data)
+        if match:  # the last one may end in the middle of it
+            ids = ids[:-1]
+        confidences = lead.confidences(len(vocabulary.token_bytes(id_)) for id_ in ids)
+        if lead.ended and self._end is not None:
             ids, confidences = [*ids, self._end], [*confidences, 1.0]
-        return Guess(ids, confidences=confidences)
+        return Guess(ids, match_length=match.length if match else 0, confidences=confidences)
 
     def _verified(self, event: Pass) -> Guess:
         """The offer that a pass took its candidates from: one that is under way may still have those of before."""
@@ -312,10 +316,9 @@ class Speculation:
         statistics.num_drafts += event.candidate_token_count > 0
         statistics.num_draft_tokens += event.candidate_token_count
         statistics.num_accepted_tokens += len(accepted)
-        self.source = Source.NOBODY if not accepted else Source.TEXT if guess.match_length else Source.DRAFT
-        if guess.match_length:
-            statistics.num_suffix_draft_tokens += event.candidate_token_count
-            statistics.num_suffix_accepted_tokens += len(accepted)
+        self.from_text = guess.from_text(len(accepted))
+        statistics.num_suffix_draft_tokens += guess.from_text(event.candidate_token_count)
+        statistics.num_suffix_accepted_tokens += self.from_text
         per_position = statistics.num_accepted_tokens_per_position
         per_position += [0] * (len(accepted) - len(per_position))
         for position in range(len(accepted)):

@@ -77,13 +77,16 @@ class SuffixDrafter:
         if len(self._text) > self._starts[-1]:
             self._starts.append(len(self._text))
 
-    def match(self) -> Match | None:
-        """The longest match of the text's end, of equals the latest; None if there is none.
+    def match(self, ahead: bytes = b"") -> Match | None:
+        """The longest match of the text's end with `ahead` behind it, of equals the latest; None if there is none.
 
         Where the text ends behind it, the text is taken to repeat itself.
         """
-        found = self._longest(self.end)
-        return found and Match(found.length, (found.data * (_DATA // len(found.data) + 1))[:_DATA])
+        found = self._longest((self.end + ahead)[-MOST:])
+        if found is None:
+            return None
+        data = found.data if len(found.data) == _DATA else found.data + ahead
+        return Match(found.length, (data * (_DATA // len(data) + 1))[:_DATA])
 
     def match_of(self, end: bytes) -> Match | None:
         """The longest match of another text's end. Where what it stood in ends, so does the data."""

@@ -67,9 +67,9 @@ class _TenantDrafter(SuffixDrafter):
         super().__init__(text)
         self._memory, self._tenant = memory, tenant
 
-    def match(self) -> Match | None:
+    def match(self, ahead: bytes = b"") -> Match | None:
         """See `SuffixDrafter.match`."""
-        own, earlier = super().match(), self._memory.match(self._tenant, self.end)
+        own, earlier = super().match(ahead), self._memory.match(self._tenant, self.end + ahead)
         return earlier if earlier and (own is None or earlier.length > own.length) else own
 
 

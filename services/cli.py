@@ -147,7 +147,7 @@ def up(
         str, typer.Option(help="The model that guesses ahead of it; as for --target, or suffix. none for no draft.")
     ] = DEFAULT_DRAFT,
     listen: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_SERVER,
-    engine: Annotated[str, typer.Option(help="As for serve, for both.")] = "torch",
+    engine: Annotated[str, typer.Option(help="As for serve, for both.")] = "auto",
     dtype: Annotated[str, typer.Option(help="As for serve, for both.")] = "auto",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="As for serve, for the target.")] = False,
 ) -> None:
@@ -155,18 +155,19 @@ def up(
     import time
 
     from services.model.store import SUFFIX, resolve
-    from services.processes import StopSignals, fleet
+    from services.processes import StopSignals, draft_threads, fleet
 
     stop = StopSignals()
     drafted = None if draft == "none" else draft
-    computing = [target] if drafted in (None, SUFFIX) else [target, drafted]
-    for model in computing:
+    for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
         resolve(model, _report)
-    threads = str(max(1, (os.cpu_count() or 1) // len(computing)))
-    options = ("--engine", engine, "--dtype", dtype, "--threads", threads)
+    options = ("--engine", engine, "--dtype", dtype)
     try:
         target_options = (*options, "--deterministic") if deterministic else options
-        with fleet(target, drafted, listen=listen, target_options=target_options, draft_options=options) as running:
+        draft_options = (*options, "--threads", draft_threads())
+        with fleet(
+            target, drafted, listen=listen, target_options=target_options, draft_options=draft_options
+        ) as running:
             stop.started = True
             print(f"target  {target} at {running.target}")
             if drafted:

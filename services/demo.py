@@ -1,6 +1,5 @@
 """The first impression: the default pair, with and without its draft, side by side."""
 
-import os
 from collections.abc import Callable
 
 from rich import box
@@ -10,7 +9,7 @@ from rich.table import Table
 from draftbridge import Client, Generation
 from draftbridge.v1 import bridge_pb2
 from services.model.store import resolve
-from services.processes import fleet
+from services.processes import draft_threads, fleet
 
 PROMPT = "The planets of the solar system, in order from the Sun, are"
 # What the bridge learns on, before it is timed.
@@ -29,11 +28,11 @@ def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str,
     for model in (target, draft):
         resolve(model, report)
     report("starting a target, a draft and a bridge")
-    # The target has the whole machine, alone and with a draft; the draft takes half of it where that pays.
-    threads = str(max(1, (os.cpu_count() or 1) // 2))
     with (
         # Deterministic, so that the two texts below can be compared byte for byte.
-        fleet(target, draft, target_options=("--deterministic",), draft_options=("--threads", threads)) as running,
+        fleet(
+            target, draft, target_options=("--deterministic",), draft_options=("--threads", draft_threads())
+        ) as running,
         Client(running.bridge) as client,
     ):
         report(f"target {target} at {running.target}, draft {draft} at {running.draft}, bridge at {running.bridge}")
@@ -69,12 +68,19 @@ def _stream(console: Console, client: Client, prompt: str, max_tokens: int) -> G
 
 
 def _by_source(delta: bridge_pb2.GenerateDelta) -> list[tuple[str, "bridge_pb2.CandidateSource.ValueType"]]:
-    """A delta's text in two parts: what candidates said, and what the target did."""
-    data = delta.text.encode()
-    # A character that the border cuts belongs to the second part.
-    said = data[: delta.accepted_byte_count].decode(errors="ignore")
-    own = data[len(said.encode()) :].decode()
-    return [(said, delta.source), (own, bridge_pb2.CANDIDATE_SOURCE_UNSPECIFIED)]
+    """A delta's text in three parts: what the draft said, what the text did, and what the target did."""
+    data, accepted = delta.text.encode(), delta.accepted_byte_count
+    parts, begin = [], 0
+    for end, source in (
+        (accepted - delta.suffix_byte_count, bridge_pb2.CANDIDATE_SOURCE_DRAFT),
+        (accepted, bridge_pb2.CANDIDATE_SOURCE_TEXT),
+        (len(data), bridge_pb2.CANDIDATE_SOURCE_UNSPECIFIED),
+    ):
+        # A character that a border cuts belongs to the part behind it.
+        said = data[begin:end].decode(errors="ignore")
+        parts.append((said, source))
+        begin += len(said.encode())
+    return parts
 
 
 def _table(together: Generation, alone: Generation, target: str, draft: str) -> Table:

@@ -32,6 +32,14 @@ class Fleet:
     draft: str = ""
 
 
+def draft_threads() -> str:
+    """For a draft beside a target that has the whole machine: half of it.
+
+    Cores that a target is denied it never has, also where no draft pays; whether one pays beside it, `auto` finds out.
+    """
+    return str(max(1, (os.cpu_count() or 1) // 2))
+
+
 class StopSignals:
     """SIGINT and SIGTERM of this process, from its making on: `asked` is true once one came.
 

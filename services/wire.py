@@ -10,11 +10,11 @@ from typing import Any
 from google.protobuf import json_format, struct_pb2
 
 from bridge.errors import InvalidField
+from bridge.generation import Source
 from bridge.models import Model, SpecialIds
 from bridge.policy import Mode
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
 from bridge.sampling import SamplingParameters
-from bridge.speculation import Source
 from bridge.suffix_memory import SuffixMemory
 from bridge.templates import Chat, Message
 from bridge.translation import Span

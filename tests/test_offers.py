@@ -6,53 +6,83 @@ from contextlib import aclosing, closing
 import pytest
 
 from bridge.estimates import Estimates
-from bridge.generation import Request, render
+from bridge.generation import Request, Source, render
 from bridge.lead import Lead
-from bridge.policy import Policy, SpeculationParameters
-from bridge.ports import Pass, Proposal
-from bridge.speculation import Guess, Source, Speculation
+from bridge.models import Model
+from bridge.policy import Policy, SpeculationParameters, Worth
+from bridge.ports import Pass, Proposal, Sync
+from bridge.speculation import Guess, Speculation
 from bridge.suffix import SuffixDrafter
 from bridge.tape import Tape
 from bridge.trial import Drafting, DraftRecord, Trial
 from services.target.session import TargetSession
 from tests import tiny
-from tests.alone import PROMPT, oracle
-from tests.test_loop import ScriptedDrafter
+from tests.alone import PROMPT, QueuedDrafter, oracle
 
 
-@pytest.mark.parametrize("source", [Source.TEXT, Source.DRAFT])
-async def test_candidates_are_told_apart_and_learnt_of(source: Source) -> None:
-    """Of an honest draft that is half sure, or of a text that says all that the target will say."""
+def flat() -> Estimates:
+    """Of a target whose passes take the same, however wide they are."""
+    estimates = Estimates()
+    estimates.costs.single = 1e7
+    for width in (2, 25) * 100:
+        estimates.costs.steps.learn(width, 0.0)
+    return estimates
+
+
+class Patient(Policy):
+    """Lets the target wait for candidates, so that they come in time on any machine."""
+
+    patience_us = 1_000_000
+
+
+class TwoTokens(QueuedDrafter):
+    """Says the next two tokens of a text, half sure."""
+
+    def __init__(self, model: Model, text: bytes) -> None:
+        super().__init__()
+        self._model, self._text = model, text
+
+    async def sync(self, sync: Sync) -> None:
+        says = self._model.vocabulary.pieces(self._text[sync.byte_offset :]).ids[:2]
+        self.queue.put_nowait(Proposal(sync.epoch, tuple(says), (0.5,) * len(says), done=True))
+
+
+@pytest.mark.parametrize("sources", [{Source.TEXT}, {Source.DRAFT}, {Source.DRAFT, Source.TEXT}], ids=str)
+async def test_candidates_are_told_apart_and_learnt_of(sources: set[Source]) -> None:
+    """Of an honest draft that is half sure, of a text that says all that the target will say, or of that behind it."""
     model = tiny.model("byte_level")
     engine = tiny.HashEngine(model)
     truth = model.vocabulary.spell(oracle(model, engine, 0.0, 40))
-    right = [model.vocabulary.pieces(truth[at:]).ids for at in range(len(truth))]
     scheduler = tiny.scheduler(engine)
-    estimates, trial = Estimates(), Trial(DraftRecord())
-    trial.drafting = Drafting.NONE if source is Source.TEXT else Drafting.AHEAD
+    estimates, trial = flat(), Trial(DraftRecord())
+    trial.drafting = Drafting.AHEAD if Source.DRAFT in sources else Drafting.NONE
     trial.learn = lambda *_: None  # type: ignore[method-assign]
     with closing(TargetSession(model, scheduler, tiny.sampler(model, 0.0))) as session:
         request = Request(PROMPT)
         tape = Tape(model.vocabulary, render(request, model, model).ids)
-        drafter = ScriptedDrafter(model, right, PROMPT.encode(), truth, tape, None)
-        suffix = SuffixDrafter(PROMPT.encode() + truth + PROMPT.encode()) if source is Source.TEXT else None
-        policy = Policy(SpeculationParameters(), estimates, trial)
+        suffix = SuffixDrafter(PROMPT.encode() + truth + PROMPT.encode()) if Source.TEXT in sources else None
+        policy = Patient(SpeculationParameters(), estimates, trial)
         lead = Lead(model, render(request, model, model))
-        loop = Speculation(model, tape, session, drafter, lead, policy, suffix=suffix)
-        sources = set()
+        loop = Speculation(model, tape, session, TwoTokens(model, truth), lead, policy, suffix=suffix)
+        if len(sources) == 2:  # by itself the text would be believed
+            policy.suffix_worth = lambda _: Worth(0, 0.0)  # type: ignore[method-assign]
+        accepted = from_text = 0
         async with asyncio.timeout(20), aclosing(loop.run(40)) as passes:
             async for event in passes:
-                await asyncio.sleep(0.01)  # so that candidates come in time
-                sources |= {loop.source} if event.accepted_token_count else set()
+                accepted, from_text = accepted + event.accepted_token_count, from_text + loop.from_text
     scheduler.close()
     did = loop.statistics
-    assert sources <= {source}
-    assert did.num_draft_tokens > 0
-    assert did.num_suffix_draft_tokens == (did.num_draft_tokens if source is Source.TEXT else 0)
-    assert bool(estimates.lengths.total) == (source is Source.TEXT and did.num_accepted_tokens > 0)
+    assert tape.data == truth
+    assert (accepted, from_text) == (did.num_accepted_tokens, did.num_suffix_accepted_tokens)
+    assert bool(did.num_suffix_draft_tokens) == (Source.TEXT in sources)
+    assert bool(did.num_draft_tokens - did.num_suffix_draft_tokens) == (Source.DRAFT in sources)
     learnt = [tried for _, tried in estimates.confidences._counts]
-    assert bool(sum(learnt)) == (source is Source.DRAFT)
     assert sum(learnt) == learnt[2], "the draft is half sure of each token"
+    assert sum(learnt) <= did.num_draft_tokens - did.num_suffix_draft_tokens
+    assert bool(sum(learnt)) == (Source.DRAFT in sources)
+    of_matches = sum(accepted for accepted, _ in estimates.lengths._counts)
+    assert of_matches <= did.num_suffix_accepted_tokens
+    assert bool(of_matches) == (Source.TEXT in sources)
 
 
 def test_offers_are_told_apart_by_what_a_pass_took() -> None:
@@ -71,6 +101,38 @@ def test_offers_are_told_apart_by_what_a_pass_took() -> None:
     assert loop._verified(Pass(3, (8, 4, 9), 2, 3)).confidences == [0.8, 0.7, 0.6]
 
 
+def test_the_text_goes_on_behind_what_the_draft_says() -> None:
+    """Also in the middle of a word; and what became of both is learnt of each."""
+    model = tiny.model("byte_level")
+    text = b"the small house on the hill"
+    suffix, tape = SuffixDrafter(text + b" and "), Tape(model.vocabulary, [])
+    lead = Lead(model, render(Request(text.decode() + " and "), model, model))
+    assert lead.sync(tape, 8)
+    said = model.vocabulary.pieces(b"the small ho").ids
+    assert lead.hear(Proposal(1, tuple(said), (0.9,) * len(said)))
+    estimates, trial = flat(), Trial(DraftRecord())
+    trial.drafting = Drafting.AHEAD
+    policy = Policy(SpeculationParameters(), estimates, trial)
+    loop = Speculation(model, tape, None, None, lead, policy, suffix=suffix)  # type: ignore[arg-type]
+    guess = loop._guess()
+    whole = model.vocabulary.pieces(text).ids
+    assert guess.ids == whole[: len(guess.ids)]
+    drafted = len(guess.confidences)
+    begins = sum(len(model.vocabulary.token_bytes(id_)) for id_ in guess.ids[: drafted - 1])
+    assert begins < len("the small ho") <= begins + len(model.vocabulary.token_bytes(guess.ids[drafted - 1]))
+    assert guess.match_length == len(" the small ho") - 1
+    assert guess.from_text(len(guess.ids)) == len(guess.ids) - drafted > 0
+    assert drafted < guess.width == len(guess.ids)
+    loop._offers = [(0, guess)]
+    loop._passed_ns = 1
+    taken = Pass(0, (*guess.ids[: drafted + 1], 5), drafted + 1, len(guess.ids), forward_ns=1000)
+    loop._count(taken)
+    assert loop.from_text == loop.statistics.num_suffix_accepted_tokens == 1
+    assert loop.statistics.num_suffix_draft_tokens == len(guess.ids) - drafted
+    assert [sum(column) for column in zip(*estimates.confidences._counts, strict=True)] == [drafted, drafted]
+    assert sum(accepted for accepted, _ in estimates.lengths._counts) == 1
+
+
 def test_a_candidate_is_as_sure_as_the_drafts_tokens_that_begin_in_it() -> None:
     model = tiny.model("byte_level")
     lead = Lead(model, render(Request(PROMPT), model, model))
@@ -80,6 +142,7 @@ def test_a_candidate_is_as_sure_as_the_drafts_tokens_that_begin_in_it() -> None:
     assert lead.hear(Proposal(1, tuple(ids), (0.9, 0.8, 0.5)))
     assert lead.confidences([1, 1, 4]) == [0.9, 1.0, pytest.approx(0.4)]
     assert lead.confidences([3, 3]) == [pytest.approx(0.72), 0.5]
+    assert lead.confidences([3, 4, 2]) == [pytest.approx(0.72), 0.5], "none of what it did not say"
     tape.commit([ids[0]])
     assert lead.ahead(tape)
     assert lead.confidences([2, 2]) == [0.8, 0.5]

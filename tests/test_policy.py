@@ -76,6 +76,8 @@ def test_matches_of_some_length_do_not_speak_for_others() -> None:
 
 def test_the_target_waits_only_while_waiting_pays() -> None:
     policy = automatic()
+    for number in range(5):
+        policy.learn(a_pass(), 0, number)
     assert policy.patience_us == 0
     for _ in range(20):
         policy.suffix_worth(64)
@@ -281,6 +283,26 @@ def test_others_wait_for_what_one_verifies() -> None:
             counts.append(policy.suffix_worth(20).count)
     assert counts[0] > counts[1] > counts[2] == 0
     assert estimates.load == 1
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.95])
+def test_what_did_not_pay_once_is_tried_now_and_then(rate: float) -> None:
+    """Requests of 30 passes, each with a match, on a target whose widths cost a lot at first, and then nothing."""
+    estimates, noise = Estimates(), random.Random(0)
+    dear, taken, tokens, candidates = {width: 10.0 * width for width in range(1, 65)}, 0.0, 0, 0
+    for request in range(120):
+        times = dear if request < 60 else FLAT
+        policy = automatic(estimates)
+        for number in range(30):
+            count = policy.suffix_worth(20).count
+            right = rate if request >= 60 else 0.1
+            accepted = next((index for index in range(count) if noise.random() > right), count)
+            policy.learn(a_pass(count, accepted, times[count + 1]), 20 if count else 0, number)
+            if 30 < request < 60:
+                taken, tokens, candidates = taken + times[count + 1], tokens + accepted + 1, candidates + count
+    assert tokens / taken > 0.98 / dear[1], "trying costs next to nothing"
+    assert candidates > 0
+    assert (automatic(estimates).suffix_worth(20).count > 8) == (rate > 0.5)
 
 
 def test_candidates_of_a_draft_by_how_sure_it_is() -> None:

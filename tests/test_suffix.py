@@ -52,6 +52,21 @@ def test_it_proposes_what_followed_there(text: bytes, data: st.DataObject) -> No
         assert 0 <= place < len(whole) - match.length or match.data[:1] == whole[-1:]
 
 
+@given(parts=st.lists(st.text("ab", max_size=40).map(str.encode), min_size=2, max_size=2))
+def test_a_match_behind_what_may_come_is_that_of_a_text_where_it_came(parts: list[bytes]) -> None:
+    """But for places that end in what may come: they are not known yet."""
+    known, ahead = parts
+    match = SuffixDrafter(known).match(ahead)
+    text = known + ahead
+    lengths = [common(text, place) for place in range(LEAST, len(known))]
+    latest = [length for length in reversed(lengths) if length >= LEAST][:8]
+    assert (match.length if match else 0) == max(latest, default=0)
+    if match:
+        places = [place for place in range(LEAST, len(known)) if common(text, place) == match.length]
+        whole = [(text[place:] * 256)[:256] for place in places]
+        assert match.data in whole
+
+
 def test_a_repetition_goes_on() -> None:
     match = SuffixDrafter(b"one two, one two, one two, one").match()
     assert match is not None

@@ -96,6 +96,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
                                 logprobs=wire.write_logprobs(event.logprobs),
                                 accepted_byte_count=event.accepted_byte_count,
                                 source=wire.write_source(event.source),
+                                suffix_byte_count=event.suffix_byte_count,
                             )
                         )
                     case Finished():

@@ -383,6 +383,7 @@ class GenerateDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ACCEPTED_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    SUFFIX_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only."""
     accepted_byte_count: _builtins.int
@@ -390,7 +391,9 @@ class GenerateDelta(_message.Message):
     made of several tokens.
     """
     source: Global___CandidateSource.ValueType
-    """Whose candidates they were."""
+    """Whose candidates they were, or the first of them."""
+    suffix_byte_count: _builtins.int
+    """The last of those bytes that the text itself proposed: all of them, none, or those behind the draft's."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The target's ids committed since the last delta. A character in several tokens makes them run
@@ -409,10 +412,11 @@ class GenerateDelta(_message.Message):
         logprobs: _abc.Iterable[_sampling_pb2.TokenLogprobs] | None = ...,
         accepted_byte_count: _builtins.int = ...,
         source: Global___CandidateSource.ValueType = ...,
+        suffix_byte_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "logprobs", b"logprobs", "source", b"source", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "logprobs", b"logprobs", "source", b"source", "suffix_byte_count", b"suffix_byte_count", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
