@@ -21,8 +21,8 @@ _MOST_CANDIDATES = 24
 _AWAITED, _MOST_AHEAD = 1.5, 64
 # How many times what waiting takes it has to gain, both being guesses.
 _MARGIN = 3
-# Passes of all requests, each with a match that does not pay, until a candidate is tried all the same: what is never
-# tried is never known better.
+# Passes of each request that runs, all with a match that does not pay, until a candidate is tried all the same: what is
+# never tried is never known better.
 _PROBE = 100
 # How much the newest pass counts in what candidates from the text have gained of late.
 _GAIN_FRESH = 0.2
@@ -52,10 +52,13 @@ class SpeculationParameters:
 
 @dataclass(frozen=True)
 class Worth:
-    """How many candidates to verify in one forward, and the tokens expected in a nanosecond then."""
+    """How many candidates to verify in one forward, the tokens expected in a nanosecond then, and for how many forwards
+    to send some, as far as they are known.
+    """
 
     count: int
     speed: float
+    forwards: int = 6
 
 
 class Policy:
@@ -174,7 +177,10 @@ class Policy:
         self._newest_gain = rate * self._takes(1) - (1 - rate) * wide if worth.count else 0.0
         self._widest = max(self._widest, worth.count)
         self._untried = length > 0 and known and worth.count == 0
-        return Worth(1, math.inf) if self._untried and self._estimates.untried >= _PROBE else worth
+        if self._untried and self._estimates.untried >= _PROBE * self._estimates.load:
+            self._estimates.untried = 0
+            return Worth(1, math.inf, forwards=2)  # one of them may come too late
+        return worth
 
     def _worth(self, chances: Sequence[float]) -> Worth:
         """The count with the most tokens expected in a nanosecond: each is accepted if all before it are."""
@@ -230,10 +236,7 @@ class Policy:
         self._cost.learn(candidate_count + 1, taken_ns, costs.steps)
         costs.single = self._cost.of(1, costs.steps)
         if self.automatic:
-            if length and candidate_count:
-                self._estimates.untried = 0
-            else:
-                self._estimates.untried += self._untried
+            self._estimates.untried = 0 if length and candidate_count else self._estimates.untried + self._untried
             for place, confidence in enumerate(confidences[: accepted_count + 1]):
                 self._confidences.learn(confidence, 1, int(place < accepted_count))
             drafted_count = len(confidences)

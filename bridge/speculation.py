@@ -28,9 +28,8 @@ from bridge.translation import candidates, common_prefix_length
 
 _log = logging.getLogger(__name__)
 
-# Candidates from the text are sent for so many forwards, and behind the draft's so many; a token of them is taken to
-# have as many bytes at most.
-_FORWARDS, _BEHIND, _TOKEN_BYTES = 6, 16, 8
+# Candidates from the text that are sent behind the draft's; a token of them is taken to have as many bytes at most.
+_BEHIND, _TOKEN_BYTES = 16, 8
 # Offers that are remembered until it is known which of them a pass took.
 _OFFERS = 8
 
@@ -240,9 +239,9 @@ class Speculation:
         if match and worth.count and worth.speed > worth_of_draft.speed:
             # For more than one forward: while they agree, the target need not wait for any. The last one is left out,
             # because the data may end in the middle of it.
-            data = match.data[: _TOKEN_BYTES * _FORWARDS * worth.count]
-            ids = candidates(self._model.vocabulary, data)[:-1]
-            return Guess(ids[: _FORWARDS * worth.count], worth.count, match.length)
+            count = worth.forwards * worth.count
+            ids = candidates(self._model.vocabulary, match.data[: _TOKEN_BYTES * (count + 1)])[:-1]
+            return Guess(ids[:count], worth.count, match.length)
         count = worth_of_draft.count
         # All of the draft's, which is asked to be ahead; of the text's, those that are worth it now.
         ids = drafted.ids[: max(count, len(drafted.confidences))]

@@ -305,6 +305,25 @@ def test_what_did_not_pay_once_is_tried_now_and_then(rate: float) -> None:
     assert (automatic(estimates).suffix_worth(20).count > 8) == (rate > 0.5)
 
 
+def test_many_requests_try_what_does_not_pay_no_more_often_together() -> None:
+    """Each of them waits for what one tries."""
+    estimates = Estimates()
+    with ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(estimates.request())
+        policies = [automatic(estimates) for _ in range(8)]
+        for number in range(1, 20):
+            policies[0].learn(a_pass(0, 0, STEEP[1]), 0, number)
+            policies[0].learn(a_pass(1 + number % 2, 0, STEEP[2 + number % 2]), 20, number)
+        tried = 0
+        for number in range(300):
+            counts = [policy.suffix_worth(20).count for policy in policies]
+            tried += sum(counts)
+            for policy, count in zip(policies, counts, strict=True):
+                policy.learn(a_pass(count, 0, STEEP[count + 1]), 20 if count else 0, number)
+    assert 1 <= tried <= 3
+
+
 def test_candidates_of_a_draft_by_how_sure_it_is() -> None:
     policy, noise = automatic(), random.Random(0)
     assert policy.draft_worth(()).count == 0
