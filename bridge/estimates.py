@@ -17,8 +17,9 @@ from bridge.trial import DraftRecord, Trial
 _FADE = 0.98
 # A first guess at what each further token of a forward costs, in parts of a forward of one.
 _STEP = 0.05
-# Passes of one token after which their time is taken for known, and how many others may follow until it is not.
-_SURE, _RECENT = 4, 16
+# Passes of one token after which their time is taken for known, and how many others may follow until it is not; and how
+# much one counts behind more.
+_SURE, _RECENT, _RARE = 4, 16, 0.5
 # Candidates that a guess at their acceptance counts for, and at which counts are halved.
 _GUESSED, _REMEMBERED = 20.0, 400.0
 
@@ -68,10 +69,14 @@ class PassCost:
         """Takes note of a pass of so many tokens."""
         if self._single.count:  # now and then one takes far longer, because of something else on the machine
             nanoseconds = min(nanoseconds, 3 * self.of(width, steps))
+        rare = width == 1 and self._since > _RECENT
         self._since = 0 if width == 1 else self._since + 1
         self._seen += width == 1
-        if width > 1 and self._seen >= _SURE and self._since <= _RECENT:
+        sure = self._seen >= _SURE or (self._seen and steps.known)
+        if width > 1 and sure and self._since <= _RECENT:
             steps.learn(width, nanoseconds - self._single.value)
+        elif rare:
+            self._single.learn(nanoseconds, _RARE)
         else:  # if there are no passes of one, the others tell by what is known of them
             known = self._single.value if self._single.count else nanoseconds
             self._single.learn(max(nanoseconds - steps.of(width, known), nanoseconds / width))
@@ -147,6 +152,8 @@ class Estimates:
         self.confidences = Acceptance((0.3, 0.5, 0.7, 0.9, 0.97), (0.3, 0.4, 0.55, 0.7, 0.85, 0.95))
         # Passes since candidates of a match were verified, that had a match which did not pay.
         self.untried = 0
+        # Passes since one of one token.
+        self.wide = 0
         self._running = 0
         self._costs: list[Costs] = [Costs()]
 

@@ -21,9 +21,12 @@ _MOST_CANDIDATES = 24
 _AWAITED, _MOST_AHEAD = 1.5, 64
 # How many times what waiting takes it has to gain, both being guesses.
 _MARGIN = 3
-# Passes of each request that runs, all with a match that does not pay, until a candidate is tried all the same: what is
-# never tried is never known better.
+# Passes of each request that runs, all with a match that does not pay, until it is tried all the same: what is never
+# tried is never known better.
 _PROBE = 100
+# Passes of each request that runs, none of them of one token, until one is: from wide ones alone it cannot be told
+# whether it is their width that takes so long.
+_NARROW = 100
 # How much the newest pass counts in what candidates from the text have gained of late.
 _GAIN_FRESH = 0.2
 
@@ -163,7 +166,9 @@ class Policy:
         Behind them `count` more, from a match of `length` bytes.
         """
         chances = [self._confidences.of(confidence) for confidence in confidences[:_MOST_CANDIDATES]]
-        return self._worth([*chances, *[self._lengths.of(length)] * count][:_MOST_CANDIDATES])
+        worth = self._worth([*chances, *[self._lengths.of(length)] * count][:_MOST_CANDIDATES])
+        self._widest = max(self._widest, worth.count - len(confidences))
+        return worth
 
     def suffix_worth(self, length: int) -> Worth:
         """Of a match of so many bytes; 0 if there is none."""
@@ -179,12 +184,17 @@ class Policy:
         self._untried = length > 0 and known and worth.count == 0
         if self._untried and self._estimates.untried >= _PROBE * self._estimates.load:
             self._estimates.untried = 0
-            return Worth(1, math.inf, forwards=2)  # one of them may come too late
+            # As many as are all right half of the time; for two forwards, because one of them may come too late.
+            count = min(max(int(math.log(0.5) / math.log(rate)), 1), _MOST_CANDIDATES)
+            self._widest = max(self._widest, count)
+            return Worth(count, math.inf, forwards=2)
         return worth
 
     def _worth(self, chances: Sequence[float]) -> Worth:
         """The count with the most tokens expected in a nanosecond: each is accepted if all before it are."""
         best = Worth(0, 1.0 / self._takes(1))
+        if self._estimates.wide >= _NARROW * self._estimates.load:
+            return best
         expected = chance = 1.0
         for count, rate in enumerate(chances, start=1):
             chance *= rate
@@ -206,8 +216,8 @@ class Policy:
         if not self._widest:
             return self._trial.choice
         text = (
-            f"up to {self._widest} candidates from the text: {self._lengths.total:.0%} of them are accepted, and a "
-            f"forward of 8 takes {self._takes(8) / self._takes(1):.1f} times as long as one of 1"
+            f"up to {self._widest} candidates from the text, of which {self._lengths.total:.0%} are right behind right "
+            f"ones; a forward of 8 takes {self._takes(8) / self._takes(1):.1f} times as long as one of 1"
         )
         return f"{text}; {self._trial.choice}" if self._trial.choice else text
 
@@ -235,6 +245,7 @@ class Policy:
         costs = self._estimates.costs
         self._cost.learn(candidate_count + 1, taken_ns, costs.steps)
         costs.single = self._cost.of(1, costs.steps)
+        self._estimates.wide = self._estimates.wide + 1 if candidate_count else 0
         if self.automatic:
             self._estimates.untried = 0 if length and candidate_count else self._estimates.untried + self._untried
             for place, confidence in enumerate(confidences[: accepted_count + 1]):

@@ -22,14 +22,15 @@ from bridge.lead import Lead
 from bridge.models import Model
 from bridge.policy import Policy
 from bridge.ports import Candidates, Drafter, Grant, Pass, Proposal, Run, Verifier
-from bridge.suffix import SuffixDrafter
+from bridge.suffix import MOST_DATA, Match, SuffixDrafter
 from bridge.tape import Tape
 from bridge.translation import candidates, common_prefix_length
 
 _log = logging.getLogger(__name__)
 
-# Candidates from the text that are sent behind the draft's; a token of them is taken to have as many bytes at most.
-_BEHIND, _TOKEN_BYTES = 16, 8
+# Candidates from the text that are sent behind the draft's, from a match of so many bytes or more: shorter ones are too
+# often wrong about how the draft's last word goes on. A token is taken to have so many bytes at most.
+_BEHIND, _SURE, _TOKEN_BYTES = 16, 8, 8
 # Offers that are remembered until it is known which of them a pass took.
 _OFFERS = 8
 
@@ -237,11 +238,9 @@ class Speculation:
             drafted.confidences, drafted.match_length, drafted.from_text(len(drafted.ids))
         )
         if match and worth.count and worth.speed > worth_of_draft.speed:
-            # For more than one forward: while they agree, the target need not wait for any. The last one is left out,
-            # because the data may end in the middle of it.
+            # For more than one forward: while they agree, the target need not wait for any.
             count = worth.forwards * worth.count
-            ids = candidates(self._model.vocabulary, match.data[: _TOKEN_BYTES * (count + 1)])[:-1]
-            return Guess(ids[:count], worth.count, match.length)
+            return Guess(self._spelled(b"", match, count)[:count], worth.count, match.length)
         count = worth_of_draft.count
         # All of the draft's, which is asked to be ahead; of the text's, those that are worth it now.
         ids = drafted.ids[: max(count, len(drafted.confidences))]
@@ -253,15 +252,21 @@ class Speculation:
             return Guess()
         ahead = lead.ahead(self._tape)
         match = self._suffix.match(ahead) if self._suffix and ahead and not lead.ended else None
+        if match and match.length < _SURE:
+            match = None
         # In one, so that a word that the draft has only begun is gone on with.
-        data = match.data[: _TOKEN_BYTES * _BEHIND] if match else b""
-        ids = candidates(vocabulary, ahead + data)
-        if match:  # the last one may end in the middle of it
-            ids = ids[:-1]
+        ids = self._spelled(ahead, match, _BEHIND) if match else candidates(vocabulary, ahead)
         confidences = lead.confidences(len(vocabulary.token_bytes(id_)) for id_ in ids)
         if lead.ended and self._end is not None:
             ids, confidences = [*ids, self._end], [*confidences, 1.0]
         return Guess(ids, match_length=match.length if match else 0, confidences=confidences)
+
+    def _spelled(self, ahead: bytes, match: Match, count: int) -> list[int]:
+        """Bytes and, behind them, about so many tokens of what followed a match."""
+        limit = _TOKEN_BYTES * (count + 1)
+        ids = candidates(self._model.vocabulary, ahead + match.data[:limit])
+        # The last one is left out where the data was cut, perhaps in the middle of it.
+        return ids[:-1] if len(match.data) >= min(limit, MOST_DATA) else ids
 
     def _verified(self, event: Pass) -> Guess:
         """The offer that a pass took its candidates from: one that is under way may still have those of before."""
@@ -278,7 +283,9 @@ class Speculation:
                 and len(tried) == count
                 and common_prefix_length(tried, ids) == accepted
             ):
-                found = replace(guess, ids=tried, confidences=guess.confidences[start : start + count])
+                confidences = guess.confidences[start : start + count]
+                length = guess.match_length if len(confidences) < count else 0
+                found = Guess(tried, guess.width, length, confidences)
             if tuple(guess.ids[start : start + len(ids)]) == tuple(ids) and len(guess.ids) > start + len(ids):
                 held.append((base, guess))
         # Those that agree with the text may still be what the target has.

@@ -16,7 +16,7 @@ LEAST = 4
 # Longer ones are not told apart.
 MOST = 64
 # Bytes that a match proposes.
-_DATA = 256
+MOST_DATA = 256
 # Entries of the smallest table; it has one for every byte at least, and two at most.
 _SMALLEST = 4096
 # Earlier places that are looked at for one match.
@@ -85,8 +85,8 @@ class SuffixDrafter:
         found = self._longest((self.end + ahead)[-MOST:])
         if found is None:
             return None
-        data = found.data if len(found.data) == _DATA else found.data + ahead
-        return Match(found.length, (data * (_DATA // len(data) + 1))[:_DATA])
+        data = found.data if len(found.data) == MOST_DATA else found.data + ahead
+        return Match(found.length, (data * (MOST_DATA // len(data) + 1))[:MOST_DATA])
 
     def match_of(self, end: bytes) -> Match | None:
         """The longest match of another text's end. Where what it stood in ends, so does the data."""
@@ -106,7 +106,7 @@ class SuffixDrafter:
             index = bisect_right(self._starts, place)
             if (length := self._common(place, end, place - self._starts[index - 1])) > best:
                 stop = self._starts[index] if index < len(self._starts) else len(self._text)
-                best, data = length, slice(place, min(place + _DATA, stop))
+                best, data = length, slice(place, min(place + MOST_DATA, stop))
             place = self._before[place]
         return Match(best, bytes(self._text[data])) if best >= LEAST else None
 

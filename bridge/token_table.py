@@ -42,6 +42,8 @@ class TokenTable:
         self.size = max(written, default=-1) + 1
         self._bytes: list[bytes | None] = [None] * self.size
         for id_, token in written.items():
+            if id_ in added:  # as it is decoded: from 0.23 on with what a normalizer puts in front
+                token = self.library.id_to_token(id_) or token
             if id_ in self.special:
                 self._bytes[id_] = b""
             elif id_ in added and byte_level:

@@ -178,9 +178,16 @@ def variant(spec: Mapping[str, Any], of: Tokenizer, *, middle: bool, plain: bool
     }
     tokenizer = Tokenizer.from_str(json.dumps(frame))
     tokenizer.model = of.model
-    wanted = of.get_added_tokens_decoder()
+    wanted: dict[int, AddedToken] = {}
     flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    tokenizer.add_tokens([AddedToken(**{flag: getattr(token, flag) for flag in flags}) for token in wanted.values()])
+    for id_, token in of.get_added_tokens_decoder().items():
+        marks = {flag: getattr(token, flag) for flag in flags}
+        written = of.id_to_token(id_) or token.content
+        if middle and written != token.content and not token.special and of.model.token_to_id(token.content) is None:
+            # A normalizer puts the dummy space in front of the token too: it is found behind a space only.
+            marks["content"] = spell(written, decoder(spec)).decode()
+        wanted[id_] = AddedToken(**marks)
+    tokenizer.add_tokens(list(wanted.values()))
     if tokenizer.get_added_tokens_decoder() != wanted:
         raise TokenizerNotUnderstood(
             "the tokenizer's added tokens have ids that the library would not give them: save the model's fast "

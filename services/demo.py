@@ -50,7 +50,9 @@ def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str,
     console.print()
     console.print(_table(together, alone, target, draft))
     if together.text == alone.text:
-        console.print("The two texts are the same, byte for byte.")
+        console.print(
+            "The two texts are the same, byte for byte: both with serve --deterministic, which takes its time."
+        )
         console.print(f"What was chosen: {together.finished.speculation.choice}.", style="dim", highlight=False)
         console.print("Times vary from run to run; `draftbridge demo --help` tells what to change.", style="dim")
     else:

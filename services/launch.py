@@ -30,7 +30,7 @@ from services.bridge.zoo import Zoo
 from services.draft.servicer import DraftServicer
 from services.draft.session import DraftSession
 from services.draft.suffix import SuffixModel
-from services.engine.engine import Engine, warm
+from services.engine.engine import Engine, core_count, warm
 from services.engine.fixed_width import FixedWidthEngine
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer, describe
@@ -254,7 +254,10 @@ def fastest_engine(config: ModelServerConfig) -> EngineName:
         return EngineName.TORCH
     if config.dtype is Dtype.AUTO and has_gguf(config.model) and find_spec("llama_cpp"):
         return EngineName.LLAMACPP
-    return EngineName.OPENVINO if find_spec("openvino") and find_spec("nncf") else EngineName.TORCH
+    # What OpenVINO refuses there, see `openvino_engine`.
+    alone = min(config.threads or core_count(), core_count()) == 1
+    refused = config.dtype is Dtype.FLOAT16 or (config.dtype is Dtype.BFLOAT16 and alone)
+    return EngineName.OPENVINO if find_spec("openvino") and find_spec("nncf") and not refused else EngineName.TORCH
 
 
 def prepare(model: str, engine: EngineName, weights: Weights, report: OnStart) -> Path:

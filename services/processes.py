@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bridge.errors import DraftBridgeError
+from services.engine.engine import core_count
 
 READY = "listening on "
 _STOP_SECONDS = 10.0
@@ -37,7 +38,7 @@ def draft_threads() -> str:
 
     Cores that a target is denied it never has, also where no draft pays; whether one pays beside it, `auto` finds out.
     """
-    return str(max(1, (os.cpu_count() or 1) // 2))
+    return str(max(1, core_count() // 2))
 
 
 class StopSignals:

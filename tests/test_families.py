@@ -92,6 +92,7 @@ def test_the_draft_reads_what_a_whole_encoding_reads(family: str, prompt: str, t
 @pytest.mark.parametrize("family", EXACT)
 @settings(max_examples=60)
 @given(prompt=TEXTS, text=TEXTS, places=PLACES, proposed=st.lists(st.integers(4, 90), max_size=5))
+@example(prompt="", text="a <think> b<think>", places=[3], proposed=[5])
 def test_after_every_round_the_draft_holds_the_committed_bytes(
     family: str, prompt: str, text: str, places: list[int], proposed: list[int]
 ) -> None:

@@ -6,15 +6,17 @@ from contextlib import aclosing, closing
 import pytest
 
 from bridge.estimates import Estimates
-from bridge.generation import Request, Source, render
+from bridge.generation import Delta, Request, Source, _attributed, render
 from bridge.lead import Lead
 from bridge.models import Model
 from bridge.policy import Policy, SpeculationParameters, Worth
-from bridge.ports import Pass, Proposal, Sync
+from bridge.ports import Candidates, Grant, Pass, Proposal, Sync
 from bridge.speculation import Guess, Speculation
-from bridge.suffix import SuffixDrafter
+from bridge.suffix import MOST_DATA, Match, SuffixDrafter
 from bridge.tape import Tape
 from bridge.trial import Drafting, DraftRecord, Trial
+from draftbridge.v1 import bridge_pb2
+from services.demo import _by_source
 from services.target.session import TargetSession
 from tests import tiny
 from tests.alone import PROMPT, QueuedDrafter, oracle
@@ -131,6 +133,94 @@ def test_the_text_goes_on_behind_what_the_draft_says() -> None:
     assert loop.statistics.num_suffix_draft_tokens == len(guess.ids) - drafted
     assert [sum(column) for column in zip(*estimates.confidences._counts, strict=True)] == [drafted, drafted]
     assert sum(accepted for accepted, _ in estimates.lengths._counts) == 1
+
+
+def behind(match: Match | None, said: bytes, *, eos: bool = False) -> tuple[Speculation, Guess]:
+    """What is guessed where the text has that match behind what a sure draft said."""
+    model = tiny.model("byte_level")
+    lead, tape = Lead(model, render(Request(PROMPT), model, model)), Tape(model.vocabulary, [])
+    assert lead.sync(tape, 8)
+    ids = (*model.vocabulary.pieces(said).ids, *(model.special_ids.eos if eos else ()))
+    assert lead.hear(Proposal(1, ids, (0.9,) * len(ids), done=eos))
+    suffix, trial = SuffixDrafter(), Trial(DraftRecord())
+    suffix.match = lambda ahead=b"": match if ahead else None  # type: ignore[method-assign]
+    trial.drafting = Drafting.AHEAD
+    policy = Policy(SpeculationParameters(), flat(), trial)
+    loop = Speculation(model, tape, None, None, lead, policy, suffix=suffix)  # type: ignore[arg-type]
+    return loop, loop._guess()
+
+
+def test_what_is_cut_off_is_no_candidate() -> None:
+    """The text's data ends in the middle of a word; where it ends by itself, nothing is left out."""
+    vocabulary = tiny.model("byte_level").vocabulary
+    said, long = b"the small ho", b"use on the hill and " * 13
+    _, guess = behind(Match(20, long[:MOST_DATA]), said)
+    assert guess.ids
+    assert vocabulary.spell(guess.ids) == (said + long)[: len(vocabulary.spell(guess.ids))]
+    _, guess = behind(Match(20, b"u"), said)
+    assert vocabulary.spell(guess.ids) == said + b"u"
+    _, guess = behind(Match(7, long[:MOST_DATA]), said)
+    assert (vocabulary.spell(guess.ids), guess.match_length) == (said, 0), "too short to tell how a word goes on"
+    _, guess = behind(Match(20, long[:MOST_DATA]), said, eos=True)
+    assert vocabulary.spell(guess.ids) == said, "nothing goes on behind the end"
+    assert guess.from_text(len(guess.ids)) == 0
+
+
+def test_a_match_behind_a_draft_is_not_blamed_for_what_the_draft_said() -> None:
+    loop, guess = behind(Match(20, (b"use on the hill and " * 13)[:MOST_DATA]), b"the small ho")
+    estimates, drafted = loop._policy._estimates, len(guess.confidences)
+    estimates.untried, loop._passed_ns = 50, 1
+    loop._offers = [(0, guess)]
+    loop._count(Pass(0, (guess.ids[0], 5), 1, len(guess.ids), forward_ns=1000))
+    assert estimates.lengths.total == 0 and not any(tried for _, tried in estimates.lengths._counts)
+    assert sum(tried for _, tried in estimates.confidences._counts) == 2
+    assert estimates.untried == 0
+    estimates.untried = 50
+    loop._offers = [(0, guess)]
+    loop._count(Pass(0, (guess.ids[0], 5), 1, drafted, forward_ns=1000))
+    assert estimates.untried >= 50, "none of the text's was tried"
+
+
+def test_a_draft_that_says_more_is_told_at_once() -> None:
+    """What the target has of the text behind the draft's is replaced, however much of it there is."""
+    loop, guess = behind(Match(20, (b"use on the hill and " * 13)[:MOST_DATA]), b"the small ho")
+    sent: list[tuple[int, ...]] = []
+
+    class Target:
+        async def candidates(self, candidates: Candidates) -> None:
+            sent.append(candidates.token_ids)
+
+        async def grant(self, grant: Grant) -> None: ...
+
+    loop._target = Target()  # type: ignore[assignment]
+    asyncio.run(loop._send_candidates())
+    assert sent == [tuple(guess.ids)]
+    more = tuple(loop._model.vocabulary.pieces(b"rse").ids)
+    assert loop._lead and loop._lead.hear(Proposal(1, more, (0.9,) * len(more)))
+    asyncio.run(loop._send_candidates())
+    assert loop._model.vocabulary.spell(sent[1]).startswith(b"the small horse")
+
+
+@pytest.mark.parametrize("accepted", range(5))
+@pytest.mark.parametrize("from_text", range(5))
+def test_a_delta_says_whose_its_bytes_are(accepted: int, from_text: int) -> None:
+    """And the demo colours every byte of it once."""
+    if from_text > accepted:
+        return
+    model = tiny.model("byte_level")
+    ids = tuple(model.vocabulary.byte_ids[byte] for byte in "abéd".encode())
+    delta = _attributed(model, Delta("abéd", ids), Pass(0, ids, accepted, 5), from_text)
+    assert delta.accepted_byte_count == accepted
+    assert delta.suffix_byte_count == from_text
+    sources = {Source.NOBODY: not accepted, Source.TEXT: 0 < accepted == from_text, Source.DRAFT: accepted > from_text}
+    assert sources[delta.source]
+    parts = _by_source(
+        bridge_pb2.GenerateDelta(text=delta.text, accepted_byte_count=accepted, suffix_byte_count=from_text)
+    )
+    assert "".join(part for part, _ in parts) == delta.text
+    ends = [accepted - from_text, accepted, 5]
+    for (part, _), begin, end in zip(parts, [0, *ends], ends, strict=False):
+        assert end - begin - 1 <= len(part.encode()) <= end - begin + 1, "a cut character is the next part's"
 
 
 def test_a_candidate_is_as_sure_as_the_drafts_tokens_that_begin_in_it() -> None:

@@ -305,6 +305,23 @@ def test_what_did_not_pay_once_is_tried_now_and_then(rate: float) -> None:
     assert (automatic(estimates).suffix_worth(20).count > 8) == (rate > 0.5)
 
 
+@pytest.mark.parametrize("rate", [0.3, 0.6])
+def test_widths_that_become_dear_are_found_out(rate: float) -> None:
+    """Every pass has a match, so that none is of one token by itself; requests of 60 passes."""
+    estimates, noise = Estimates(), random.Random(0)
+    taken, tokens = 0.0, 0
+    for request in range(160):
+        times = FLAT if request < 60 else {width: 10.0 * width for width in range(1, 65)}
+        policy = automatic(estimates)
+        for number in range(60):
+            count = policy.suffix_worth(20).count
+            accepted = next((index for index in range(count) if noise.random() > rate), count)
+            policy.learn(a_pass(count, accepted, times[count + 1]), 20 if count else 0, number)
+            if request >= 100:
+                taken, tokens = taken + times[count + 1], tokens + accepted + 1
+    assert tokens / taken > 0.95 / times[1]
+
+
 def test_many_requests_try_what_does_not_pay_no_more_often_together() -> None:
     """Each of them waits for what one tries."""
     estimates = Estimates()

@@ -67,6 +67,7 @@ def test_the_longer_match_is_taken_and_of_equals_the_texts_own() -> None:
     assert data(suffix_drafter(b"nothing of two th", memory, "ann").match()) == b"ree four"
     assert data(suffix_drafter(b" two then, of two th", memory, "ann").match()).startswith(b"en, of")
     assert data(suffix_drafter(b" two then, one two th", memory, "ann").match()) == b"ree four"
+    assert data(suffix_drafter(b"nothing of ", memory, "ann").match(b"two th")) == b"ree four"
 
 
 @pytest.mark.parametrize("budget", [0, 20 << 10, 64 << 10, 1 << 20])
