@@ -70,17 +70,22 @@ def table(samples: Sequence[Sample], modes: Sequence[str], title: str) -> Table:
 
 def _cells(everything: Sequence[Sample], mode: str) -> list[str]:
     found = _of(everything, mode)
-    ratios = [other.token_ns / one.token_ns for one, other in zip(found, _of(everything, ALONE), strict=True)]
+    # A text of one token has no time behind the first.
+    timed = [
+        (one.token_ns, other.token_ns / one.token_ns)
+        for one, other in zip(found, _of(everything, ALONE), strict=True)
+        if one.token_count > 1 and other.token_count > 1
+    ]
     candidates, accepted, suffix, tokens, passes = (
         sum(getattr(one, name) for one in found)
         for name in ("candidate_count", "accepted_count", "suffix_accepted_count", "token_count", "pass_count")
     )
-    token_ns = median(one.token_ns for one in found)
+    times, ratios = zip(*timed, strict=True) if timed else ((), ())
     return [
-        f"{1e9 / token_ns:.1f}",
-        f"{token_ns / 1e6:.1f}",
-        f"{ratio(everything, mode):.2f}",
-        f"{min(ratios):.2f}-{max(ratios):.2f}",
+        f"{1e9 / median(times):.1f}" if timed else "-",
+        f"{median(times) / 1e6:.1f}" if timed else "-",
+        f"{ratio(everything, mode):.2f}" if timed else "-",
+        f"{min(ratios):.2f}-{max(ratios):.2f}" if timed else "-",
         f"{accepted / candidates:.0%}" if candidates else "-",
         f"{suffix / accepted:.0%}" if suffix else "-",
         f"{tokens / passes:.2f}" if passes else "-",
