@@ -299,10 +299,13 @@ def check_what_tenants_are_told(running: Fleet) -> None:
         text, nothing = ask("", seed)
         assert nothing == 0
         assert ask("ann", seed) == ask("bob", seed) == (text, 0)
-        # Now and then the bridge finds, by the times that it measures, that candidates do not pay.
-        again = [ask("ann", seed) for _ in range(20)]
-        assert {one for one, _ in again} == {text}
-        assert any(count for _, count in again)
+        # The bridge may find, by the times that it measures, that candidates do not pay, and tries them seldom then.
+        for _ in range(300):
+            again, count = ask("ann", seed)
+            assert again == text
+            if count:
+                break
+        assert count
         assert ask("cid", seed) == ask("", seed) == (text, 0)
         kept = client.status().suffix_memory
         assert kept.tenant_count == 3
