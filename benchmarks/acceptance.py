@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks import prompts
 from bridge.generation import Finished, Request, generate
-from bridge.policy import Mode, SpeculationParameters
+from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.sampling import SamplingParameters
 from bridge.templates import Chat
 from services.cli import DEFAULT_DRAFT, DEFAULT_TARGET

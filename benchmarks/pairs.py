@@ -229,12 +229,12 @@ def _sample(category: str, mode: str, result: Generation, alone: Generation) -> 
         pass_count=did.target_pass_count,
         candidate_count=did.num_draft_tokens,
         accepted_count=did.num_accepted_tokens,
-        suffix_accepted_count=did.num_suffix_accepted_tokens,
+        suffix_accepted_count=sum(one.num_accepted_tokens for one in did.sources if one.name == "suffix"),
         byte_count=did.generated_byte_count,
         near_ties=did.near_ties,
         same_text=result.token_ids == alone.token_ids,
         note=did.note,
-        choice=did.choice,
+        plan_summary=did.plan_summary,
     )
 
 

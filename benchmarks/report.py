@@ -36,7 +36,7 @@ class Sample:
     byte_count: int = 0
     near_ties: int = 0
     note: str = ""
-    choice: str = ""
+    plan_summary: str = ""
 
     @property
     def token_ns(self) -> float:

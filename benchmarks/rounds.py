@@ -77,7 +77,7 @@ class Run:
     pass_count: int
     token_count: int
     models_ns: int
-    translate_ns: int
+    bridge_ns: int
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Cost:
     median_ms: float
     p95_ms: float
     models_ms: float
-    translate_ms: float
+    bridge_ms: float
     own_ms: float
 
 
@@ -182,8 +182,8 @@ def _run(client: Client, case: Case, text: str, tokens: int) -> Run:
         gaps=tuple(later - earlier for earlier, later in pairwise(arrivals)),
         pass_count=did.target_pass_count,
         token_count=finished.usage.generated_token_count,
-        models_ns=did.verify_ns + (did.draft_ns if case.mode == "lockstep" else 0),
-        translate_ns=did.translate_ns,
+        models_ns=did.verify_ns + (sum(source.compute_ns for source in did.sources) if case.mode == "lockstep" else 0),
+        bridge_ns=did.bridge_ns,
     )
 
 
@@ -202,18 +202,18 @@ def cost(runs: Sequence[Run]) -> Cost:
         median_ms=median_ms,
         p95_ms=quantiles(gaps, n=20)[-1] / 1e6,
         models_ms=models_ms,
-        translate_ms=sum(run.translate_ns for run in runs) / passes / 1e6,
+        bridge_ms=sum(run.bridge_ns for run in runs) / passes / 1e6,
         own_ms=median_ms - models_ms,
     )
 
 
 def _table(costs: Sequence[Cost]) -> Table:
     table = Table(
-        "", "rounds", "tokens/round", "round", "p95", "models", "own cost", "of it translation and matching",
+        "", "rounds", "tokens/round", "round", "p95", "models", "own cost", "of it translation and planning",
         title="milliseconds of a round, at the median", box=box.SIMPLE,
     )  # fmt: skip
     for one in costs:
-        times = (one.median_ms, one.p95_ms, one.models_ms, one.own_ms, one.translate_ms)
+        times = (one.median_ms, one.p95_ms, one.models_ms, one.own_ms, one.bridge_ms)
         table.add_row(
             one.case, str(one.round_count), f"{one.tokens_per_round:.2f}", *(f"{value:.3f}" for value in times)
         )

@@ -162,6 +162,9 @@ class Distant:
 
         self._tasks.append(asyncio.create_task(run()))
 
+    def close(self) -> None:
+        """See `Drafter`."""
+
     async def proposals(self) -> AsyncIterator[Proposal]:
         """See `Drafter`."""
         arriving: asyncio.Queue[tuple[float, Proposal]] = asyncio.Queue()

@@ -25,15 +25,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import scripted, virtual
+from benchmarks import recorded, scripted, virtual
 from benchmarks.scripted import Pair
-from bridge.estimates import Estimates
-from bridge.lead import Lead
-from bridge.policy import Mode, Policy, SpeculationParameters
-from bridge.ports import Drafter
-from bridge.speculation import Speculation
-from bridge.suffix import SuffixDrafter
+from bridge.loop import speculate
+from bridge.planning.estimates import RequestEstimates, TargetEstimates
+from bridge.planning.planner import Mode, Planner, SpeculationParameters
+from bridge.sources import SOURCES
+from bridge.sources.chain import SourceChain
+from bridge.sources.source import Opening
+from bridge.statistics import Statistics
 from bridge.tape import Tape
+from bridge.target_link import TargetLink
 from bridge.vocabulary import Rendering
 from services.draft.session import DraftSession
 from services.engine.scheduler import Scheduler
@@ -95,11 +97,8 @@ def main() -> None:
 
 
 def traced(pair: Pair, path: Path) -> Pair:
-    """The same pair with a draft that is right where a recorded one was."""
-    right: str = json.loads(path.read_text())["right"]
-    if not right:
-        raise SystemExit(f"{path} has no token: record it anew with python -m benchmarks.traces")
-    return replace(pair, trace=right)
+    """The same pair with a draft that is right where that of a file's first pair was."""
+    return replace(pair, trace=next(iter(recorded.read(path).values())).right)
 
 
 def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, float]:
@@ -122,6 +121,10 @@ def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, float]:
 
 async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | None, laboratory: Laboratory) -> float:
     """Milliseconds of a token behind the first."""
+
+    def clock() -> int:
+        return 1 + int(1e9 * laboratory.clock())
+
     model = scripted.model()
     learning = LEARNING if mode is Mode.AUTO else 0
     prompt = scripted.text(SEED, PROMPT - learning)
@@ -130,21 +133,36 @@ async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | N
     ]  # type: ignore[misc]
     try:
         with (
-            closing(TargetSession(model, schedulers[0], scripted.sampler())) as target,
+            closing(TargetSession(model, schedulers[0], scripted.sampler(), clock)) as target,
             closing(DraftSession(model, schedulers[1], scripted.sampler())) as session,
         ):
-            draft: Drafter | None = None if mode is Mode.OFF else scripted.Distant(session, pair.round_trip_ms)
-            tape, estimates = Tape(model.vocabulary, prompt), Estimates()
+            tape, estimates = Tape(model.vocabulary, prompt), TargetEstimates(_forward_costs(pair.forward_ms))
+            draft_estimates = estimates.draft("scripted", _forward_costs(lambda width: pair.draft_ms))
             # The user's number of tokens ahead is for lockstep; running ahead takes as many as the distance asks for.
             if mode is Mode.OPPORTUNISTIC:
                 assistant_tokens = min(64, int((pair.round_trip_ms + pair.verify_ms) / pair.draft_ms) + 5)
-            policy = Policy(SpeculationParameters(mode, assistant_tokens), estimates, estimates.trial("scripted"))
-            lead = Lead(model, Rendering(list(prompt), 0, model.vocabulary.spell(prompt))) if draft else None
-            suffix = SuffixDrafter(model.vocabulary.spell(prompt)) if policy.automatic else None
-            loop = Speculation(model, tape, target, draft, lead, policy, suffix=suffix)
+            parameters, text = SpeculationParameters(mode, assistant_tokens), model.vocabulary.spell(prompt)
+            opening = Opening(
+                text,
+                scripted.Distant(session, pair.round_trip_ms),
+                model,
+                Rendering(list(prompt), 0, text),
+                draft_estimates,
+                clock=clock,
+            )
+            opened = [open_source(opening) for open_source in SOURCES.values()]
+            sources = [one for one in opened if one and parameters.allows(one.name, takes_time=one.state is not None)]
+            loop = speculate(
+                target,
+                TargetLink(target, model, tape, learning + tokens, clock),
+                SourceChain(sources, model, tape, scripted.END),
+                Planner(parameters, RequestEstimates(estimates, sources, draft_estimates)),
+                Statistics(),
+                clock,
+            )
             started, from_token = 0.0, 0
-            async with aclosing(loop.run(learning + tokens)) as passes:
-                async for _ in passes:
+            async with aclosing(loop) as outcomes:
+                async for _ in outcomes:
                     if not started and tape.generated_token_count > learning:
                         started, from_token = laboratory.clock(), tape.generated_token_count
             expected = scripted.text(SEED, len(tape.ids))
@@ -153,6 +171,11 @@ async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | N
     finally:
         for scheduler in schedulers:
             scheduler.close()
+
+
+def _forward_costs(forward_ms: Callable[[int], float]) -> list[tuple[int, int]]:
+    """As a model service measures them at its start."""
+    return [(width, int(1e6 * forward_ms(width))) for width in (1, 2, 3, 5, 9, 17, 25)]
 
 
 def lockstep_ms(pair: Pair, count: int, places: range | None = None) -> float:

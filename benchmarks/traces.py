@@ -1,30 +1,36 @@
-"""Where a draft is right: of each of its tokens of what a target says, whether it would have said it too.
+"""Where drafts are right: of each of their tokens of what targets write, whether they would have proposed it.
 
-    python -m benchmarks.traces --json FILE [--target NAME] [--draft NAME] [--prompts FILE] [--count 24] [--tokens 128]
+    python -m benchmarks.traces --json FILE [--pairs TARGET=DRAFT[,DRAFT...] ...] [--prompts FILE] [--count 24]
+        [--tokens 128] [--engine llamacpp] [--threads 2]
 
-Greedy. What the target says is written in the draft's tokens, and the draft reads it all at once. The texts follow one
-another in one string of ones and zeros, for `benchmarks.simulate --trace FILE`. FILE of prompts: as in
-`benchmarks.prompts`; without it, the prompts of the tests.
+Greedy. What the target writes is encoded in the draft's tokens, and the draft reads it all at once. Recorded by token
+are whether the draft's most probable token is the one that comes, and how probable the draft found it; the file is
+described in `benchmarks.recorded`. FILE of prompts: as in `benchmarks.prompts`; without it, the prompts of the tests.
+A model without a chat template continues the last message of a chat as plain text. The file is written after each pair.
 """
 
 import argparse
 import asyncio
-import json
+import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from benchmarks import prompts
+from benchmarks.recorded import Pair, Text, write
+from bridge.common_prefix import common_prefix_length
 from bridge.generation import Delta, Request, generate, render
-from bridge.policy import Mode, SpeculationParameters
-from bridge.sampling import SamplingParameters
+from bridge.sampling import Logits, SamplingParameters
 from bridge.templates import Chat
-from bridge.translation import DraftContext, common_prefix_length
+from bridge.translation import DraftContext
 from services.cli import DEFAULT_DRAFT, DEFAULT_TARGET
+from services.engine.engine import Engine
 from services.engine.sequence import CachedSequence
-from services.engine.torch_engine import TorchEngine
 from services.model.host import LoadedModel, load
-from services.model.store import resolve
+from services.model.store import resolve, resolve_gguf
 from services.target.session import TargetSession
 
 # Tokens that the draft reads in a forward.
@@ -35,52 +41,116 @@ def main() -> None:
     """Writes the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--target", default=DEFAULT_TARGET)
-    parser.add_argument("--draft", default=DEFAULT_DRAFT)
+    parser.add_argument("--pairs", nargs="+", default=[f"{DEFAULT_TARGET}={DEFAULT_DRAFT}"], metavar="TARGET=DRAFT,...")
     parser.add_argument("--prompts", type=Path, default=prompts.OWN)
     parser.add_argument("--count", type=int, default=24, help="the most prompts, evenly over the file's categories")
     parser.add_argument("--tokens", type=int, default=128, help="tokens generated for each prompt")
+    parser.add_argument("--engine", choices=["llamacpp", "torch"], default="llamacpp")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
-    target, draft = _load(arguments.target), _load(arguments.draft)
-    inputs = [prompts.as_input(one) for one in prompts.read(arguments.prompts, arguments.count)]
-    right = "".join(asyncio.run(trace(target, draft, one, arguments.tokens)) for one in inputs)
-    if not right:
-        raise SystemExit("the target says nothing to these prompts: take others")
-    title = f"{arguments.target} <- {arguments.draft}, {len(inputs)} prompts, {right.count('1') / len(right):.0%} right"
-    arguments.json.write_text(json.dumps({"title": title, "right": right}, indent=1) + "\n")
-    print(title)
-    for model in (target, draft):
-        model.scheduler.close()
+    given = prompts.read(arguments.prompts, arguments.count)
+    pairs: list[Pair] = []
+    for one in arguments.pairs:
+        name, _, drafts = one.partition("=")
+        with closing(_Models(arguments.engine, arguments.threads)) as models:
+            target = models.load(name)
+            asked = [_input(prompt, target) for prompt in given]
+            said = [asyncio.run(written(target, input_, arguments.tokens)) for input_ in asked]
+            for draft_name in drafts.split(","):
+                draft = models.load(draft_name)
+                texts = []
+                for prompt, input_, (data, count) in zip(given, asked, said, strict=True):
+                    right, confidence = asyncio.run(trace(target, draft, input_, data))
+                    if right:
+                        texts.append(Text(prompt["category"], right, tuple(confidence), count))
+                if not texts:
+                    raise SystemExit(f"{name} says nothing to these prompts: take others")
+                pairs.append(Pair(name, draft_name, tuple(texts)))
+                title = f"{len(given)} prompts of {arguments.tokens} tokens, greedy, {arguments.engine}"
+                write(arguments.json, pairs, title)
+                print(f"{pairs[-1].name}: {pairs[-1].acceptance:.0%} of {len(pairs[-1].right)} right", flush=True)
 
 
-def _load(name: str) -> LoadedModel:
-    directory = resolve(name)
-    return load(directory, name, lambda: TorchEngine(directory, slot_count=1))
+class _Models:
+    """Models that are loaded, to be closed together."""
+
+    def __init__(self, engine: str, threads: int) -> None:
+        self._engine, self._threads = engine, threads
+        self._loaded: list[LoadedModel] = []
+
+    def load(self, name: str) -> LoadedModel:
+        self._loaded.append(load(resolve(name), name, lambda: self._open(name)))
+        return self._loaded[-1]
+
+    def close(self) -> None:
+        for model in self._loaded:
+            model.scheduler.close()
+
+    def _open(self, name: str) -> Engine:
+        # Each takes seconds to import, and the other may not be installed.
+        if self._engine == "llamacpp":
+            from services.engine.llamacpp_engine import LlamaCppEngine
+
+            return LlamaCppEngine(resolve_gguf(name), threads=self._threads, slot_count=1)
+        from services.engine.torch_engine import TorchEngine
+
+        return TorchEngine(resolve(name), threads=self._threads, slot_count=1)
 
 
-async def trace(target: LoadedModel, draft: LoadedModel, input_: str | Chat, tokens: int) -> str:
-    """Of one prompt: "1" for each of the draft's tokens that it would have said, "0" for the others."""
-    request = Request(input_, max_tokens=tokens, speculation=SpeculationParameters(Mode.OFF))
+def _input(prompt: dict[str, Any], target: LoadedModel) -> str | Chat:
+    found = prompts.as_input(prompt)
+    if isinstance(found, Chat) and not target.model.chat_template:
+        return found.messages[-1].content
+    return found
+
+
+async def written(target: LoadedModel, input_: str | Chat, tokens: int) -> tuple[bytes, int]:
+    """What the target writes, greedy, and in how many tokens."""
+    request = Request(input_, max_tokens=tokens)
+    ids: list[int] = []
     with closing(TargetSession(target.model, target.scheduler, target.sampler(SamplingParameters(), 0))) as verifier:
-        events = [event async for event in generate(request, target.model, verifier)]
-    said = "".join(event.text for event in events if isinstance(event, Delta))
-    context = DraftContext(draft.model.vocabulary, render(request, draft.model, target.model))
+        async for event in generate(request, target.model, verifier):
+            if isinstance(event, Delta):
+                ids += event.token_ids
+    return target.model.vocabulary.spell(ids), len(ids)
+
+
+def _best(logits: Logits) -> list[int]:
+    found: list[int] = logits.argmax(axis=1).tolist()
+    return found
+
+
+async def trace(target: LoadedModel, draft: LoadedModel, input_: str | Chat, said: bytes) -> tuple[str, list[float]]:
+    """By token of the draft, of what the target wrote: see `rights`."""
+    context = DraftContext(draft.model.vocabulary, render(Request(input_), draft.model, target.model))
     prompt = context.ids
-    context.append(said.encode())
+    context.append(said)
     ids = context.ids
     return await rights(draft, ids, max(common_prefix_length(prompt, ids), 1))
 
 
-async def rights(draft: LoadedModel, ids: Sequence[int], begin: int) -> str:
-    """Whether the draft would have said each of the ids from `begin` on, behind those before it."""
-    found = ""
+async def rights(draft: LoadedModel, ids: Sequence[int], begin: int) -> tuple[str, list[float]]:
+    """For each of the ids from `begin` on, whether the draft would have proposed it after those before it.
+
+    "1" where it would, "0" elsewhere; and the probability of what it would have proposed.
+    """
+    found, confidence = "", []
     with closing(CachedSequence(draft.scheduler, list(ids[:begin]))) as sequence:
         for start in range(begin, len(ids), _WIDTH):
             extra = ids[start : start + _WIDTH]
-            done = await sequence.forward(extra, lambda logits: logits.argmax(axis=1).tolist())
+            done = await sequence.forward(extra, lambda logits: (_best(logits), _confidence(logits)))
             assert done.extra_count == len(extra)
-            found += "".join(str(int(guess == id_)) for guess, id_ in zip(done.value, extra, strict=False))
+            for guess, probability, id_ in zip(*done.value, extra, strict=False):
+                found += str(int(guess == id_))
+                confidence.append(probability)
             sequence.accept(extra, len(extra))
+    return found, confidence
+
+
+def _confidence(logits: Logits) -> list[float]:
+    """The probability of each position's most probable token."""
+    most = logits.max(axis=1, keepdims=True)
+    found: list[float] = (1 / np.exp(logits - most).sum(axis=1)).tolist()
     return found
 
 

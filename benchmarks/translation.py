@@ -31,13 +31,14 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
 
-from bridge.lead import Lead
 from bridge.models import Model
-from bridge.ports import Proposal
+from bridge.planning.planner import MAX_CANDIDATES
 from bridge.prefix_cache import PrefixCache
+from bridge.sources.draft import DraftEpoch
+from bridge.sources.source import offer_of
 from bridge.tape import Tape
 from bridge.templates import render_text
-from bridge.translation import candidates
+from bridge.translation import DraftContext, candidates
 from bridge.vocabulary import Vocabulary
 from tests import real
 
@@ -101,25 +102,25 @@ def ours(prompt: str, played: Sequence[Round], draft: Model, target: Model) -> W
     """The bridge's own parts, as its loop calls them."""
     way = Way()
     tape = Tape(target.vocabulary, render_text(target.vocabulary, prompt).ids)
-    lead = Lead(draft, render_text(draft.vocabulary, prompt))
-    syncs = [lead.sync(tape, 8)]
+    context = DraftContext(draft.vocabulary, render_text(draft.vocabulary, prompt))
+    syncs = [(0, context.ids)]
     ends = [0]
     for number, one in enumerate(played, start=1):
-        proposal = Proposal(number, one.proposed, ())
         started = perf_counter()
-        lead.hear(proposal)
-        candidates(target.vocabulary, lead.ahead(tape))
+        epoch = DraftEpoch(number, len(one.proposed), True, b"")
+        for id_ in one.proposed:
+            epoch.add(id_, draft.vocabulary.token_bytes(id_), 1.0)
+        if ahead := epoch.ahead("draft"):
+            offer_of(target.vocabulary, [ahead], MAX_CANDIDATES)
         tape.commit(one.committed)
-        sync = lead.sync(tape, 8)
+        syncs.append(context.append(tape.data[ends[-1] :], one.proposed))
         way.seconds.append(perf_counter() - started)
-        syncs.append(sync)
         ends.append(len(tape.data))
     # Looked at afterwards: reading the whole context between rounds would leave no cache warm.
     held: list[int] = []
     said = prompt.encode() + bytes(tape.data)
-    for proposed, sync, end in zip([(), *(one.proposed for one in played)], syncs, ends, strict=True):
-        assert sync is not None
-        held = [*(held + list(proposed))[: sync.keep_token_count], *sync.token_ids]
+    for proposed, (keep, appended), end in zip([(), *(one.proposed for one in played)], syncs, ends, strict=True):
+        held = [*(held + list(proposed))[:keep], *appended]
         way.wrong += not reads(draft.vocabulary, held, said[: len(prompt.encode()) + end])
     return way
 
@@ -208,8 +209,6 @@ def main() -> None:
         name: PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(real.tokenizer_json(name).decode()))
         for name in arguments.only
     }
-    for model in models.values():
-        model.vocabulary.warm()
     results = []
     for target, draft in permutations(models.values(), 2):
         row: dict[str, Any] = {"target": target.name, "draft": draft.name}

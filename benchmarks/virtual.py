@@ -6,10 +6,8 @@ long as its forward takes, and clocks and waits are those of an event loop that 
 
 import asyncio
 import selectors
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
-from unittest import mock
 
 from benchmarks.scripted import ScriptedEngine
 from bridge.sampling import Logits
@@ -78,17 +76,7 @@ def clock() -> float:
     return asyncio.get_running_loop().time()
 
 
-@contextmanager
-def _clocks() -> Iterator[None]:
-    """The loop's time for all who look at the clock."""
-    with (
-        mock.patch("bridge.speculation.perf_counter_ns", lambda: 1 + int(1e9 * clock())),
-        mock.patch("services.target.session.perf_counter_ns", lambda: 1 + int(1e9 * clock())),
-    ):
-        yield
-
-
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Does `asyncio.run`'s work in virtual time."""
-    with _clocks(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

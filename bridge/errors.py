@@ -1,83 +1,60 @@
-"""Everything that can go wrong by somebody's doing, as one tree.
+"""Everything that a user, a client or a peer can cause to fail, as one tree.
 
 ::
 
     DraftBridgeError
-    ├── InvalidRequest            what was asked makes no sense; asking again will not help
-    │   ├── InvalidField
-    │   ├── UnsupportedField
-    │   ├── EmptyPrompt
-    │   ├── PromptTooLong
-    │   ├── MaxTokensTooLarge
-    │   ├── TokenOutOfRange
-    │   └── ProtocolViolation
-    ├── NotFound
-    │   └── ModelNotFound
-    ├── NotReady                  the request is fine, the other side is not in the state for it
-    │   ├── BaseMismatch
-    │   ├── RoleNotServed
-    │   ├── ModelChanged
-    │   ├── CacheUnusable
-    │   └── UnusableModel
-    │       ├── TokenizerNotUnderstood
-    │       └── ChecksumMismatch
-    ├── Exhausted
-    │   └── SlotsExhausted
-    ├── Unreachable               nobody answers there, or no longer
-    ├── PortTaken
-    └── EngineFailure             a forward failed
+    ├── InvalidRequest          the request is wrong, and would be wrong again
+    │   └── InvalidField, EmptyPrompt, PromptTooLong, MaxTokensTooLarge, TokenOutOfRange, ProtocolViolation
+    ├── ModelNotFound
+    ├── NotReady                the request is right, but the other side cannot serve it as it is now
+    │   ├── BaseMismatch, RoleNotServed, ModelChanged
+    │   └── UnusableModel       a model's files are there, but are broken or not supported
+    │       └── TokenizerNotUnderstood, TemplateLimitExceeded, ChecksumMismatch
+    ├── Exhausted               the same request may succeed a moment later
+    │   └── SlotsExhausted, SandboxBusy
+    ├── Unreachable             a service does not answer, or no longer
+    │   └── DraftAway
+    ├── EngineFailure           a forward failed
+    └── TargetFault             a target answers what the contract rules out
 
-The text of each names the remedy. `reason` is the machine's word for it and travels over gRPC as
-`ErrorInfo.reason`; `metadata` travels as `ErrorInfo.metadata`.
+An error's text names the remedy. `reason` names the error for programs and travels over gRPC as `ErrorInfo.reason`;
+`metadata` travels as `ErrorInfo.metadata`. Errors of a process's start are defined where they are raised.
 """
 
 from typing import ClassVar
 
 
 class DraftBridgeError(Exception):
-    """Base of all. `metadata` holds the values that the text speaks of."""
+    """Base of all errors. `metadata` holds the values that the text mentions."""
 
     reason: ClassVar[str] = "INTERNAL"
+
+    def __init_subclass__(cls, reason: str | None = None) -> None:
+        if reason is not None:
+            cls.reason = reason
 
     def __init__(self, message: str, **metadata: object) -> None:
         super().__init__(message)
         self.metadata = {key: str(value) for key, value in metadata.items()}
 
 
-class InvalidRequest(DraftBridgeError):
-    reason = "INVALID_REQUEST"
+class InvalidRequest(DraftBridgeError, reason="INVALID_REQUEST"):
+    """The request is wrong, and would be wrong again."""
 
 
-class InvalidField(InvalidRequest):
-    """A field's value is outside its range."""
-
-    reason = "INVALID_FIELD"
-
+class InvalidField(InvalidRequest, reason="INVALID_FIELD"):
     def __init__(self, field: str, allowed: str, got: object) -> None:
         super().__init__(f"{field} must be {allowed}, got {got}", field=field, allowed=allowed)
 
 
-class UnsupportedField(InvalidRequest):
-    """A field of the contract that this version does not implement was set."""
-
-    reason = "UNSUPPORTED_FIELD"
-
-    def __init__(self, field: str) -> None:
-        super().__init__(f"{field} is not supported by this version; leave it unset", field=field)
-
-
-class EmptyPrompt(InvalidRequest):
-    reason = "EMPTY_PROMPT"
-
+class EmptyPrompt(InvalidRequest, reason="EMPTY_PROMPT"):
     def __init__(self) -> None:
         super().__init__(
-            "there is nothing to continue: give a prompt, chat messages or token ids that come to at least one token"
+            "there is nothing to continue: give a prompt, chat messages or token ids that make at least one token"
         )
 
 
-class PromptTooLong(InvalidRequest):
-    reason = "PROMPT_TOO_LONG"
-
+class PromptTooLong(InvalidRequest, reason="PROMPT_TOO_LONG"):
     def __init__(self, prompt: int, context: int, model: str) -> None:
         super().__init__(
             f"the prompt has {prompt} tokens, {model} has a context of {context}, and one must be left "
@@ -87,12 +64,10 @@ class PromptTooLong(InvalidRequest):
         )
 
 
-class MaxTokensTooLarge(InvalidRequest):
-    reason = "MAX_TOKENS_TOO_LARGE"
-
+class MaxTokensTooLarge(InvalidRequest, reason="MAX_TOKENS_TOO_LARGE"):
     def __init__(self, max_tokens: int, prompt: int, context: int, model: str) -> None:
         super().__init__(
-            f"max_tokens {max_tokens} does not fit behind {prompt} prompt tokens in {model}'s context of "
+            f"max_tokens {max_tokens} does not fit after {prompt} prompt tokens in {model}'s context of "
             f"{context}: ask for at most {context - prompt}, or leave max_tokens unset",
             max_tokens=max_tokens,
             prompt_token_count=prompt,
@@ -100,9 +75,7 @@ class MaxTokensTooLarge(InvalidRequest):
         )
 
 
-class TokenOutOfRange(InvalidRequest):
-    reason = "TOKEN_OUT_OF_RANGE"
-
+class TokenOutOfRange(InvalidRequest, reason="TOKEN_OUT_OF_RANGE"):
     def __init__(self, token_id: int, size: int, model: str) -> None:
         super().__init__(
             f"token id {token_id} is outside {model}'s vocabulary: its {size} ids go from 0 to {size - 1}",
@@ -111,29 +84,19 @@ class TokenOutOfRange(InvalidRequest):
         )
 
 
-class ProtocolViolation(InvalidRequest):
+class ProtocolViolation(InvalidRequest, reason="PROTOCOL_VIOLATION"):
     """A peer sent messages in an order, or with contents, that the contract rules out."""
 
-    reason = "PROTOCOL_VIOLATION"
+
+class ModelNotFound(DraftBridgeError, reason="MODEL_NOT_FOUND"):
+    """Nothing has a model of that name."""
 
 
-class NotFound(DraftBridgeError):
-    reason = "NOT_FOUND"
+class NotReady(DraftBridgeError, reason="NOT_READY"):
+    """The request is right, but the other side cannot serve it as it is now."""
 
 
-class ModelNotFound(NotFound):
-    reason = "MODEL_NOT_FOUND"
-
-
-class NotReady(DraftBridgeError):
-    reason = "NOT_READY"
-
-
-class BaseMismatch(NotReady):
-    """A run keeps more tokens than the target has: resend from zero."""
-
-    reason = "BASE_MISMATCH"
-
+class BaseMismatch(NotReady, reason="BASE_MISMATCH"):
     def __init__(self, base: int, held: int) -> None:
         super().__init__(
             f"the run keeps {base} tokens, the target holds {held}: send it again with base_token_count 0 and all ids",
@@ -142,9 +105,7 @@ class BaseMismatch(NotReady):
         )
 
 
-class RoleNotServed(NotReady):
-    reason = "ROLE_NOT_SERVED"
-
+class RoleNotServed(NotReady, reason="ROLE_NOT_SERVED"):
     def __init__(self, address: str, model: str, role: str) -> None:
         super().__init__(
             f"{address} does not serve {model} as a {role}: start it with --role {role} or --role both",
@@ -154,53 +115,45 @@ class RoleNotServed(NotReady):
         )
 
 
-class ModelChanged(NotReady):
-    """The server now has a model with another tokenizer than the one that the client knows."""
-
-    reason = "MODEL_CHANGED"
-
+class ModelChanged(NotReady, reason="MODEL_CHANGED"):
     def __init__(self, model: str) -> None:
         super().__init__(
             f"{model} now has another tokenizer than when the bridge asked for it: restart the bridge", model=model
         )
 
 
-class CacheUnusable(NotReady):
-    """Models cannot be kept where they should be."""
+class UnusableModel(NotReady, reason="UNUSABLE_MODEL"):
+    """A model's files are there, but cannot be served."""
 
-    reason = "CACHE_UNUSABLE"
 
-    def __init__(self, directory: object, detail: object) -> None:
+class TokenizerNotUnderstood(UnusableModel, reason="TOKENIZER_NOT_UNDERSTOOD"):
+    """A tokenizer is broken, hostile, or of a kind that no byte table can be made of."""
+
+
+class ChecksumMismatch(UnusableModel, reason="CHECKSUM_MISMATCH"):
+    """A file's content is not what was announced."""
+
+
+class TemplateLimitExceeded(UnusableModel, reason="TEMPLATE_LIMIT_EXCEEDED"):
+    """A chat template takes more time, memory or text than a template may take."""
+
+    def __init__(self, limit: str, allowed: str) -> None:
         super().__init__(
-            f"models cannot be kept in {directory} ({detail}): let the environment's DRAFTBRIDGE_CACHE name a "
-            "directory that can be written to",
-            directory=directory,
+            f"the model's chat template takes more than {allowed} for this chat: mend the template, shorten the chat, "
+            "or send a prompt instead",
+            limit=limit,
+            allowed=allowed,
         )
 
 
-class UnusableModel(NotReady):
-    """Files that are there but are no model that can be served."""
+class Exhausted(DraftBridgeError, reason="EXHAUSTED"):
+    """The same request may succeed a moment later. `retry_seconds`: when to try again."""
 
-    reason = "UNUSABLE_MODEL"
-
-
-class TokenizerNotUnderstood(UnusableModel):
-    reason = "TOKENIZER_NOT_UNDERSTOOD"
-
-
-class ChecksumMismatch(UnusableModel):
-    reason = "CHECKSUM_MISMATCH"
-
-
-class Exhausted(DraftBridgeError):
-    """More was asked for than there is at the moment. `retry_seconds`: when to try again."""
-
-    reason = "EXHAUSTED"
     retry_seconds: ClassVar[float] = 1.0
 
 
-class SlotsExhausted(Exhausted):
-    reason = "SLOTS_EXHAUSTED"
+class SlotsExhausted(Exhausted, reason="SLOTS_EXHAUSTED"):
+    """A model server is full."""
 
     def __init__(self, count: int, waiting: int) -> None:
         super().__init__(
@@ -212,9 +165,7 @@ class SlotsExhausted(Exhausted):
         )
 
 
-class Unreachable(DraftBridgeError):
-    reason = "SERVICE_UNREACHABLE"
-
+class Unreachable(DraftBridgeError, reason="SERVICE_UNREACHABLE"):
     def __init__(self, address: str, detail: str) -> None:
         super().__init__(
             f"nothing usable answers at {address} ({detail}): check the address and that the service is running",
@@ -222,16 +173,36 @@ class Unreachable(DraftBridgeError):
         )
 
 
-class PortTaken(DraftBridgeError):
-    reason = "PORT_TAKEN"
+class SandboxBusy(Exhausted, reason="SANDBOX_BUSY"):
+    """The model's chat template cannot be run now."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, detail: str) -> None:
         super().__init__(
-            f"{address} cannot be listened on: another program has the port, or the address is not this "
-            "machine's; choose another, or port 0 for a free one",
+            f"the model's chat template cannot be run now ({detail}): try again in {self.retry_seconds} s, or send a "
+            "prompt instead of a chat",
+            retry_seconds=self.retry_seconds,
+        )
+
+
+class DraftAway(Unreachable, reason="DRAFT_AWAY"):
+    """A request names a draft that may be the one that the bridge waits for."""
+
+    def __init__(self, name: str, address: str, problem: str) -> None:
+        DraftBridgeError.__init__(
+            self,
+            f"the bridge cannot use a draft {name!r} now, but waits for one that is configured at {address} "
+            f"({problem}): start it there, or name no draft to go on without",
+            draft=name,
             address=address,
         )
 
 
-class EngineFailure(DraftBridgeError):
-    reason = "ENGINE_FAILURE"
+class EngineFailure(DraftBridgeError, reason="ENGINE_FAILURE"):
+    """A forward failed."""
+
+
+class TargetFault(DraftBridgeError, reason="TARGET_FAULT"):
+    """A target answers what the contract rules out."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"the target breaks the protocol: {fault}; use a target service of this version")

@@ -2,37 +2,41 @@
 
 1. `check` the request against the target.
 2. Render it in the target's tokens, and in the draft's (`templates`).
-3. Start a `Tape` with the target's ids.
-4. `Speculation` runs draft and target and commits what the target says.
-5. `TextStream` turns committed bytes into text, and sees the stop strings.
+3. Start a `Tape` with the target's ids, and open the sources that may propose candidates.
+4. `speculate` (`loop`) runs sources and target, and commits what the target produces.
+5. `TextStream` turns committed bytes into text, and finds the stop strings.
 """
 
 import asyncio
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, field
 from time import perf_counter_ns
 
 from bridge.errors import (
+    DraftBridgeError,
     EmptyPrompt,
     InvalidField,
     MaxTokensTooLarge,
     PromptTooLong,
     TokenOutOfRange,
 )
-from bridge.estimates import Estimates
-from bridge.lead import Lead
+from bridge.loop import speculate
 from bridge.models import Model
-from bridge.policy import Mode, Policy, SpeculationParameters
-from bridge.ports import Drafter, FinishReason, Logprob, Pass, Verifier
+from bridge.planning.estimates import RequestEstimates, TargetEstimates
+from bridge.planning.planner import Mode, Planner, SpeculationParameters
+from bridge.ports import Drafter, FinishReason, Logprob, Verifier
 from bridge.sampling import SamplingParameters
-from bridge.speculation import Speculation, Statistics
-from bridge.suffix_memory import SuffixMemory, suffix_drafter
+from bridge.sources import SOURCES
+from bridge.sources.chain import SourceChain
+from bridge.sources.source import CandidateSource, Opening, Outcome
+from bridge.statistics import Statistics
+from bridge.suffix_memory import SuffixMemory
 from bridge.tape import Tape
+from bridge.target_link import TargetLink
 from bridge.templates import Chat, end_of_turn, render_chat, render_ids_for, render_text_for
 from bridge.text import TextStream
 from bridge.vocabulary import Rendering
@@ -41,6 +45,7 @@ _log = logging.getLogger(__name__)
 
 MAX_STOP_STRINGS = 64
 MAX_TENANT_LENGTH = 256
+_OVERDUE = "the draft did not answer in time; the target no longer waits for it"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -65,28 +70,22 @@ class Started:
     prompt_token_count: int
 
 
-class Source(Enum):
-    """Who proposed candidates."""
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a text and the source that proposed them; the empty name stands for the target itself."""
 
-    NOBODY = "nobody"
-    DRAFT = "draft"
-    TEXT = "text"
+    source: str
+    byte_count: int
 
 
 @dataclass(frozen=True)
 class Delta:
-    """More text, and the ids committed since the last delta.
-
-    About the first `accepted_byte_count` bytes of it were proposed, the first of those by `source`, and the last
-    `suffix_byte_count` of those by the text.
-    """
+    """More text, and the ids committed since the last delta. `spans` say who proposed the text, piece by piece."""
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: Sequence[Logprob] = ()
-    accepted_byte_count: int = 0
-    source: Source = Source.NOBODY
-    suffix_byte_count: int = 0
+    spans: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,6 +133,8 @@ def check(request: Request) -> None:
     threshold = request.speculation.assistant_confidence_threshold
     if not 0.0 <= threshold <= 1.0:
         raise InvalidField("speculation.assistant_confidence_threshold", "between 0 and 1", threshold)
+    if unknown := set(request.speculation.sources) - set(SOURCES):
+        raise InvalidField("speculation.sources", f"made of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
     if len(request.tenant) > MAX_TENANT_LENGTH:
         raise InvalidField("tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(request.tenant))
 
@@ -170,104 +171,155 @@ async def generate(
     target: Verifier,
     draft_model: Model | None = None,
     draft: Drafter | None = None,
-    estimates: Estimates | None = None,
+    estimates: TargetEstimates | None = None,
     memory: SuffixMemory | None = None,
+    clock: Callable[[], int] = perf_counter_ns,
 ) -> AsyncIterator[Started | Delta | Finished]:
     """The target's own continuation of the request; the draft, if any, only makes it faster.
 
-    `estimates`: what is known of the target from other requests, and learns from this one. `memory`: what tenants were
-    told before; a request with a tenant uses and adds to it.
+    `estimates`: what other requests have learned about the target, to which this one adds. `memory`: earlier outputs
+    of tenants, which a request with a tenant uses and adds to. `clock` gives nanoseconds.
     """
-    started = perf_counter_ns()
+    started = clock()
     check(request)
     request.sampling.checked(model.has)
-    # Encoding a long prompt takes a while in which others want to go on.
+    # Encoding a long prompt takes a while in which other requests want to go on.
     prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = _room(request, model, prompt.ids)
-    estimates = estimates or Estimates()
-    lead, trial, note = None, None, ""
-    if draft_model is not None and draft is not None:
-        try:
-            rendering = await asyncio.to_thread(render, request, draft_model, model)
-            lead = Lead(draft_model, rendering, request.speculation.assistant_confidence_threshold)
-            trial = estimates.trial(draft_model.name)
-        except Exception as error:  # a draft's template may refuse what the target's takes
-            _log.warning("the draft cannot take a request that the target takes: %s", error)
-            draft, note = None, f"the draft could not take the request ({error}); the target went on alone"
-    policy = Policy(request.speculation, estimates, trial)
-    suffix = None
-    if policy.automatic:
-        said = model.vocabulary.spell(prompt.ids)
-        suffix = await asyncio.to_thread(suffix_drafter, said, memory, request.tenant)
+    estimates = estimates or TargetEstimates(model.forward_costs)
+    sources, note = await asyncio.to_thread(_open, request, model, prompt, draft_model, draft, estimates, memory, clock)
     yield Started(len(prompt.ids))
 
-    tape = Tape(model.vocabulary, prompt.ids)
-    text = TextStream(request.stop)
-    # A draft's end of text is the end of a turn where the target is in one.
-    end = end_of_turn(model) if isinstance(request.input, Chat) else None
-    speculation = Speculation(model, tape, target, draft, lead, policy, end, suffix)
-    speculation.statistics.note = note
+    draft_estimates = estimates.draft(draft_model.name, draft_model.forward_costs) if draft_model else None
+    planner = Planner(request.speculation, RequestEstimates(estimates, sources, draft_estimates))
+    tape, text, statistics = Tape(model.vocabulary, prompt.ids), _AttributedText(request.stop), Statistics()
+    end_id = await asyncio.to_thread(_end_id, request, model)
+    chain = SourceChain(sources, model, tape, end_id)
+    link = TargetLink(target, model, tape, max_tokens, clock)
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = 0
-    async with aclosing(speculation.run(max_tokens)) as passes, _learnt(policy, tape, memory, request.tenant):
-        async for event in passes:
-            first_token_ns = first_token_ns or perf_counter_ns() - started
-            finish_reason = event.finish_reason
-            if finish_reason is not FinishReason.STOP and sent + len(event.token_ids) == request.max_tokens:
-                finish_reason = FinishReason.LENGTH
-            ended = event.finish_reason is FinishReason.STOP
-            delta = _delta(model, text, event, ended, final=finish_reason is not None)
-            sent += len(delta.token_ids)
-            sent_bytes += len(model.vocabulary.spell(delta.token_ids))
-            yield _attributed(model, delta, event, speculation.from_text)
-            if text.stopped:
-                finish_reason = FinishReason.STOP
-                break
-    speculation.statistics.choice = policy.choice
+    passes = speculate(target, link, chain, planner, statistics, clock)
+    async with aclosing(passes):
+        with _remembered(tape, memory, request.tenant):
+            async for outcome in passes:
+                first_token_ns = first_token_ns or clock() - started
+                finish_reason = outcome.result.finish_reason
+                if finish_reason is not FinishReason.STOP and tape.generated_token_count == request.max_tokens:
+                    finish_reason = FinishReason.LENGTH
+                delta = text.push(outcome, final=finish_reason is not None)
+                sent += len(delta.token_ids)
+                sent_bytes += sum(map(len, outcome.data[: len(delta.token_ids)]))
+                yield delta
+                if text.stopped:
+                    finish_reason = FinishReason.STOP
+                    break
     assert finish_reason is not None, "the loop ends with a reason or an error"
+    statistics.finish(sources)
+    statistics.plan_summary = planner.summary(chain.state)
+    statistics.note = note or chain.note or (_OVERDUE if chain.state and chain.state.overdue else "")
     yield Finished(
         finish_reason=finish_reason,
         prompt_token_count=len(prompt.ids),
         generated_token_count=sent,
         generated_byte_count=sent_bytes,
-        elapsed_ns=perf_counter_ns() - started,
+        elapsed_ns=clock() - started,
         first_token_ns=first_token_ns,
-        mode=Mode.OFF if speculation.alone and suffix is None else policy.mode,
-        statistics=speculation.statistics,
+        mode=Mode.OFF if chain.empty else planner.mode,
+        statistics=statistics,
     )
 
 
-@asynccontextmanager
-async def _learnt(policy: Policy, tape: Tape, memory: SuffixMemory | None, tenant: str) -> AsyncIterator[None]:
-    """What the next requests have of this one, also if it fails or is given up: costs, and the tenant's text."""
+def _end_id(request: Request, model: Model) -> int | None:
+    """The target's id for a draft's end of text: where the target is in a chat, that is the end of its turn."""
+    return end_of_turn(model) if isinstance(request.input, Chat) else next(iter(model.special_ids.eos), None)
+
+
+def _open(
+    request: Request,
+    model: Model,
+    prompt: Rendering,
+    draft_model: Model | None,
+    draft: Drafter | None,
+    estimates: TargetEstimates,
+    memory: SuffixMemory | None,
+    clock: Callable[[], int],
+) -> tuple[list[CandidateSource], str]:
+    """The sources that the request allows, and why one of them is missing."""
+    parameters, draft_prompt, note = request.speculation, None, ""
+    if draft_model is not None and parameters.allows("draft", takes_time=True):
+        try:
+            draft_prompt = render(request, draft_model, model)
+        except DraftBridgeError as error:  # a draft's template may refuse what the target's takes
+            note = f"the draft could not take the request ({error}); the target went on without it"
+    opening = Opening(
+        prompt=model.vocabulary.spell(prompt.ids),
+        drafter=draft,
+        draft_model=draft_model,
+        draft_prompt=draft_prompt,
+        draft_times=estimates.draft(draft_model.name, draft_model.forward_costs) if draft_model else None,
+        confidence_threshold=parameters.assistant_confidence_threshold,
+        memory=memory,
+        tenant=request.tenant,
+        clock=clock,
+    )
+    if parameters.mode is Mode.OFF:
+        return [], note
+    opened = [open_source(opening) for name, open_source in SOURCES.items() if name in (parameters.sources or SOURCES)]
+    return [one for one in opened if one and parameters.allows(one.name, takes_time=one.state is not None)], note
+
+
+@contextmanager
+def _remembered(tape: Tape, memory: SuffixMemory | None, tenant: str) -> Iterator[None]:
+    """Keeps the output for the tenant's next requests, also if this one fails or is given up."""
     try:
         yield
     finally:
-        policy.close()
         if memory and tenant:
             memory.remember(tenant, tape.data)
 
 
-def _attributed(model: Model, delta: Delta, event: Pass, from_text: int) -> Delta:
-    """With what of it candidates said, of which the last `from_text` were the text's."""
-    count, length = event.accepted_token_count, len(delta.text.encode())
-    drafted, accepted = (
-        min(len(model.vocabulary.spell(event.token_ids[:end])), length) for end in (count - from_text, count)
-    )
-    if accepted == 0:
-        return delta
-    source = Source.DRAFT if drafted else Source.TEXT
-    return replace(delta, accepted_byte_count=accepted, source=source, suffix_byte_count=accepted - drafted)
+class _AttributedText:
+    """Turns passes into text, and remembers who proposed the bytes that are held back."""
 
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._text = TextStream(stop)
+        self._held: list[Span] = []
 
-def _delta(model: Model, text: TextStream, event: Pass, ended: bool, final: bool) -> Delta:
-    """A pass as text, up to the token that completes a stop string. `ended`: its last token ends the text, unsaid."""
-    said = ""
-    for count, id_ in enumerate(event.token_ids, start=1):
-        if not (ended and count == len(event.token_ids)):
-            said += text.push(model.vocabulary.token_bytes(id_))
-        if text.stopped:
-            return Delta(said, event.token_ids[:count], event.logprobs[:count])
-    if final:
-        said += text.push(b"", final=True)
-    return Delta(said, event.token_ids, event.logprobs)
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self._text.stopped
+
+    def push(self, outcome: Outcome, *, final: bool) -> Delta:
+        """A pass as text, up to the token that completes a stop string. An end of text is not part of it."""
+        result, text, count = outcome.result, "", 0
+        ended = result.finish_reason is FinishReason.STOP
+        for place, data in enumerate(outcome.data):
+            count += 1
+            if ended and count == len(outcome.data):
+                break
+            accepted = place < result.accepted_token_count
+            self._held.append(Span(outcome.tried.sources[place] if accepted else "", len(data)))
+            text += self._text.push(data)
+            if self.stopped:
+                break
+        if final and not self.stopped:
+            text += self._text.push(b"", final=True)
+        return Delta(text, result.token_ids[:count], result.logprobs[:count], self._spans(len(text.encode())))
+
+    def _spans(self, byte_count: int) -> tuple[Span, ...]:
+        """Who proposed the next bytes of the text."""
+        spans: list[Span] = []
+        while byte_count and self._held:
+            source, count = self._held[0].source, min(self._held[0].byte_count, byte_count)
+            byte_count -= count
+            left = self._held.pop(0).byte_count - count
+            if left:
+                self._held.insert(0, Span(source, left))
+            if spans and spans[-1].source == source:
+                count += spans.pop().byte_count
+            if count:
+                spans.append(Span(source, count))
+        if byte_count:  # a replacement character is longer than the byte that it stands for
+            spans.append(Span("", byte_count))
+        return tuple(spans)

@@ -1,24 +1,43 @@
-"""A model as the bridge knows it: from what its server says, never from its files."""
+"""A model as the bridge knows it: by what its server reports, never by its files."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any, Protocol
 
-from bridge.spelled import Spelled
+from bridge.string_matcher import StringMatcher
 from bridge.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids that play a role. `eos`: all that end a text or a turn, the tokenizer's own first."""
+    """Ids that have a role. `eos`: all that end a text or a turn, the tokenizer's own first."""
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
     pad: int | None = None
 
 
+class TemplateRunner(Protocol):
+    """Runs chat templates, which are programs from elsewhere: it decides where, and with what limits. It may block."""
+
+    def __call__(self, template: str, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> str:
+        """Returns what a Jinja template writes. `variables` are JSON values.
+
+        The characters `marks` in them are not part of the values. What the template's `tojson` returns is without
+        them, and went through `shield`, which may set new ones. Raises `InvalidField` for a template that refuses the
+        chat, `UnusableModel` for one that fails.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class Model:
-    """Who a model is."""
+    """A model's identity, limits and vocabulary. `vocabulary_size`: the width of its logits.
+
+    `forward_costs`: numbers of tokens and the nanoseconds of a forward of them, as its server measured them.
+    `run_template` is needed for chats if the model has a chat template.
+    """
 
     name: str
     context_length: int
@@ -26,33 +45,35 @@ class Model:
     vocabulary: Vocabulary = field(repr=False)
     special_ids: SpecialIds = SpecialIds()
     chat_template: str = ""
+    forward_costs: tuple[tuple[int, int], ...] = ()
+    run_template: TemplateRunner | None = field(default=None, repr=False, compare=False)
 
     @cached_property
-    def markup(self) -> Spelled:
-        """Added tokens that make a chat's form, and that nothing said in it may spell.
+    def markup(self) -> StringMatcher:
+        """Finds the tokens that give a chat its form and that no message may spell.
 
-        Control tokens, ends of text, and what the chat template writes, flagged as special or not.
+        These are control tokens, ends of text, and the added tokens that the chat template writes, special or not.
         """
         words = self.vocabulary
         ends = {words.name(id_) for id_ in self.special_ids.eos}
         added = (token.content for token in words.added.values())
         written = {text for text in added if text.strip() and text in self.chat_template}
-        return Spelled(words.control_texts | ends | written)
+        return StringMatcher(words.controls.strings | ends | written)
 
     def has(self, id_: int) -> bool:
-        """Whether there is a token of that id, and the model can choose it."""
+        """Returns whether a token has that id and the model can choose it."""
         words = self.vocabulary
         return 0 <= id_ < min(words.size, self.vocabulary_size) and words.tokens[id_] is not None
 
     @property
     def control(self) -> dict[str, str]:
-        """Variables that chat templates use for control tokens."""
+        """The variables by which chat templates name control tokens."""
         ids = self.special_ids
-        written = {"bos_token": ids.bos, "eos_token": ids.eos[0] if ids.eos else None, "pad_token": ids.pad}
-        return {key: "" if id_ is None else self.vocabulary.name(id_) for key, id_ in written.items()}
+        named = {"bos_token": ids.bos, "eos_token": ids.eos[0] if ids.eos else None, "pad_token": ids.pad}
+        return {name: "" if id_ is None else self.vocabulary.name(id_) for name, id_ in named.items()}
 
     def counterpart(self, id_: int, source: "Model") -> int | None:
-        """This model's control token for the control token `id_` of `source`: that of the same role, or name."""
+        """Returns this model's control token with the role, or else the name, of `source`'s control token `id_`."""
         here, there = self.special_ids, source.special_ids
         if id_ == there.bos and here.bos is not None:
             return here.bos

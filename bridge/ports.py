@@ -1,7 +1,7 @@
-"""How the loop sees a draft and a target: what it tells them, what they tell it.
+"""How the bridge sees a draft and a target: the messages that it exchanges with them, as values.
 
-Both are runners. The loop tells them how far they may go (credit) and they go on by themselves. The
-messages are those of the protocol; see `protos/draftbridge/v1/draft.proto` and `target.proto`.
+Both are runners: the bridge grants them credit, and they go on by themselves until it is used up. The messages are
+those of the protocol; see `protos/draftbridge/v1/draft.proto` and `target.proto`.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -20,18 +20,25 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class Sync:
-    """Starts an epoch of the draft: keep, append, propose up to `credit` tokens."""
+    """Starts an epoch: the draft keeps some tokens, appends others and proposes up to `credit` tokens.
+
+    The first `batch_token_count` of them come in one message, every other one by itself.
+    """
 
     epoch: int
     keep_token_count: int
     token_ids: tuple[int, ...]
     byte_offset: int
     credit: int
+    batch_token_count: int = 1
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens that the draft proposes, with its own probability of each."""
+    """Tokens that the draft proposes, with its own probability of each.
+
+    The first of their forwards read `read_token_count` tokens in `read_ns`; all of them took `forward_ns`.
+    """
 
     epoch: int
     token_ids: tuple[int, ...]
@@ -40,17 +47,23 @@ class Proposal:
     cached_token_count: int = 0
     queue_ns: int = 0
     forward_ns: int = 0
+    read_token_count: int = 0
+    read_ns: int = 0
 
 
 class Drafter(Protocol):
-    """A draft, holding one sequence."""
+    """A draft that holds one sequence."""
 
     async def sync(self, sync: Sync) -> None: ...
 
     async def grant(self, epoch: int, credit: int) -> None: ...
 
     def proposals(self) -> AsyncIterator[Proposal]:
-        """Everything proposed, of every epoch, until closed. Raises what makes the draft unusable."""
+        """Yields the proposals of every epoch until closed. Raises what makes the draft unusable."""
+        ...
+
+    def close(self) -> None:
+        """Ends the stream and frees the draft's slot. May be called twice."""
         ...
 
 
@@ -64,25 +77,28 @@ class Run:
     empty_token_count: int
     credit: int
     patience_us: int
-    width: int
     generated_token_count: int = 0
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Ids that continue the sequence from an index. None at all: do not wait for any now."""
+    """An offer: ids that continue the sequence from an index, at most `width` of them for one forward.
 
+    Without ids it lets the next forward start at once.
+    """
+
+    offer_id: int
     base_token_count: int
     token_ids: tuple[int, ...]
+    width: int
 
 
 @dataclass(frozen=True)
 class Grant:
-    """Adds credit; sets patience and width where given."""
+    """Adds credit; sets how long the target may wait for candidates, where given."""
 
     credit: int = 0
     patience_us: int | None = None
-    width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,12 +111,13 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward of the target yielded: accepted candidates, then one token of its own."""
+    """What one forward of the target yielded: accepted candidates of one offer, then one token of its own."""
 
     base_token_count: int
     token_ids: tuple[int, ...]
     accepted_token_count: int
     candidate_token_count: int
+    offer_id: int = 0
     logprobs: Sequence[Logprob] = ()
     finish_reason: FinishReason | None = None
     cached_token_count: int = 0
@@ -111,7 +128,7 @@ class Pass:
 
 
 class Verifier(Protocol):
-    """A target, holding one sequence."""
+    """A target that holds one sequence."""
 
     async def run(self, run: Run) -> None: ...
 
@@ -120,5 +137,5 @@ class Verifier(Protocol):
     async def grant(self, grant: Grant) -> None: ...
 
     def passes(self) -> AsyncIterator[Pass]:
-        """Every pass, until closed. Raises what makes the target unusable."""
+        """Yields every pass until closed. Raises what makes the target unusable."""
         ...

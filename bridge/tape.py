@@ -15,13 +15,14 @@ class Tape:
         self._data = bytearray()
         self._empty_token_count = 0
 
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """Appends ids that the target produced."""
-        for id_ in token_ids:
-            data = self._vocabulary.token_bytes(id_)
-            self._ids.append(id_)
-            self._data += data
+    def commit(self, token_ids: Sequence[int]) -> tuple[bytes, ...]:
+        """Appends ids that the target produced, and returns the bytes that each of them stands for."""
+        tokens = tuple(map(self._vocabulary.token_bytes, token_ids))
+        self._ids += token_ids
+        self._data += b"".join(tokens)
+        for data in tokens:
             self._empty_token_count = 0 if data else self._empty_token_count + 1
+        return tokens
 
     @property
     def ids(self) -> Sequence[int]:

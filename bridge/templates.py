@@ -1,32 +1,19 @@
 """What a user asked for, in the tokens of one model: a text, or a chat in the model's own template."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, nodes, pass_context
-from jinja2.defaults import DEFAULT_NAMESPACE
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-from bridge.errors import DraftBridgeError, InvalidField, UnusableModel
+from bridge.errors import InvalidField, InvalidRequest, UnusableModel
 from bridge.models import Model
 from bridge.vocabulary import Marks, Rendering, Vocabulary
 
-# For models without a template, instruction tuned or not: a transcript that any language model continues.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] | capitalize }}: {{ message['content'] }}\n\n{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
-)
-# Far more than any chat has messages.
-_MOST_TURNS = 100_000
-# What the bridge itself says to a template.
-_RESERVED = ("messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token")
+# What the bridge itself gives to a template, and the functions that Jinja does.
+_RESERVED = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token"} | {
+    "range", "dict", "lipsum", "cycler", "joiner", "namespace",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +47,7 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
     Raises `InvalidField` for a chat that the template refuses, `UnusableModel` for a template that fails.
     """
     for name in chat.variables:
-        if name in _RESERVED or name in DEFAULT_NAMESPACE:
+        if name in _RESERVED:
             raise InvalidField("chat.template_variables", f"without {name!r}, which the bridge sets itself", "it")
     text, marks = _rendered(model, chat, add_generation_prompt=True)
     # A template writes its own beginning of text; the plain transcript gets the tokenizer's.
@@ -117,7 +104,7 @@ def end_of_turn(model: Model) -> int | None:
             model, Chat((Message("user", "a"), Message("assistant", "b"))), add_generation_prompt=False
         )
         ids = model.vocabulary.prompt(text, marks, framed=False).ids
-    except DraftBridgeError:
+    except (InvalidRequest, UnusableModel):
         return None
     return next((id_ for id_ in reversed(ids) if id_ in model.special_ids.eos), None)
 
@@ -143,91 +130,22 @@ def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple
     given = [{**one.fields, "role": one.role, "content": one.content} for one in chat.messages]
     marks = _unused_marks([json.dumps([given, dict(chat.variables)], ensure_ascii=False)])
 
-    def shield(value: Any) -> Any:
-        return _each_text(value, lambda text: _shield(text, model, marks))
+    def shield(text: str) -> str:
+        return _shield(text, model, marks)
 
+    messages = _each_text(given, shield)
+    if not model.chat_template:
+        # Instruction tuned or not, a language model continues a transcript.
+        turns = [f"{one['role'].capitalize()}: {one['content']}\n\n" for one in messages]
+        return "".join(turns) + "Assistant:", marks
     variables = {
-        "range": _Range(),
-        **shield(chat.variables),
+        **_each_text(chat.variables, shield),
         **model.control,
-        "messages": shield(given),
+        "messages": messages,
         "add_generation_prompt": add_generation_prompt,
-        "_marks": marks,
-        "_shield": shield,
     }
-    try:
-        return _compiled(model.chat_template or PLAIN_TEMPLATE).render(variables), marks
-    except _RefusedError as error:
-        raise InvalidField("chat.messages", f"as the model's chat template wants them ({error})", "others") from error
-    except Exception as error:  # a template is a program, and can fail like any
-        raise UnusableModel(
-            f"the model's chat template failed ({type(error).__name__}: {error}): mend the template, or send a prompt "
-            "instead of a chat"
-        ) from error
-
-
-@lru_cache(maxsize=64)
-def _compiled(template: str) -> Template:
-    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    environment.filters["tojson"] = _to_json
-    return environment.from_string(template)
-
-
-class _Range:
-    """`range` as templates have it, for so many turns in all: a template of loops in loops would not come to an end."""
-
-    def __init__(self) -> None:
-        self._left = _MOST_TURNS
-
-    def __call__(self, *arguments: int) -> range:
-        turns = range(*arguments)
-        self._left -= len(turns)
-        if self._left < 0:
-            raise OverflowError(f"more than {_MOST_TURNS} turns of loops")
-        return turns
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's own, and no text or number that grows beyond measure."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Refuses what would fill the memory."""
-        if operator == "**" or len(left if isinstance(left, Sized) else right if isinstance(right, Sized) else ()):
-            count = max((one for one in (left, right) if isinstance(one, int)), default=0)
-            if count > _MOST_TURNS:
-                raise OverflowError(f"{operator} with {count}")
-        return super().call_binop(context, operator, left, right)
-
-
-class _RefusedError(Exception):
-    """A template refuses a chat, for instance because roles do not alternate."""
-
-
-def _raise_exception(message: str) -> None:
-    raise _RefusedError(message)
-
-
-@pass_context
-def _to_json(
-    context: Context,
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As templates of the hub expect it: not escaped for HTML, as Jinja's own is. Marks are no part of the value."""
-    marks: Marks = context["_marks"]
-    shield: Callable[[str], str] = context["_shield"]
-
-    bare = _each_text(value, lambda text: marks.out_of(text.encode()).decode())
-    return shield(
-        json.dumps(bare, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    )
+    assert model.run_template, "a model with a chat template has something that runs it"
+    return model.run_template(model.chat_template, variables, marks.split + marks.literal, shield), marks
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
@@ -240,17 +158,6 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
         case list() | tuple():
             return [_each_text(one, change) for one in value]
     return value
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks, for training, what the assistant said; here it changes nothing."""
-
-    tags = {"generation"}  # noqa: RUF012  # as the library declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The body, as it is."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def _shield(text: str, model: Model, marks: Marks) -> str:

@@ -1,108 +1,84 @@
-"""What a tokenizer's ids stand for, in bytes.
+"""The bytes of every token id.
 
-In the middle of a text every token id stands for a fixed byte string, whatever its neighbours, so
-that detokenizing is concatenation. The table comes from `tokenizer.json`: the decoder there says how
-a token's written form becomes text, and it is applied to each token by itself.
+In the middle of a text a token id stands for the same bytes whatever its neighbours are, so detokenizing is
+concatenation. The table is made by applying the decoder in `tokenizer.json` to each token by itself.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
-from typing import Any
 
 from tokenizers import Tokenizer
 
-from bridge import tokenizer_json as spec_of
+from bridge.string_matcher import StringMatcher
+from bridge.tokenizer_json import BYTE_TOKEN, Spec, decode_token, decoder_parts, whole_text_step
 
 
 class TokenTable:
-    """Ids, their bytes, and which of them are control tokens.
+    """The ids of a tokenizer, their bytes, and which of them are control tokens.
 
-    Raises `TokenizerNotUnderstood` for a decoder with parts that no byte table can be made of.
+    Made of what `tokenizer_json.read` returns. Raises `TokenizerNotUnderstood` for a decoder that does not work token
+    by token.
     """
 
-    def __init__(self, spec: Mapping[str, Any], library: Tokenizer) -> None:
-        """`spec`: the file's content; `library`: what the tokenizers library makes of it."""
+    def __init__(self, spec: Spec, library: Tokenizer) -> None:
         self.library = library
-        decoder = spec_of.decoder(spec)
-        # Why decoding is more than concatenation, as far as the file tells.
-        self.whole_text_step = spec_of.whole_text_step(decoder)
+        decoder = decoder_parts(spec)
+        # Why decoding is more than concatenation, as far as the file shows; empty if it is not.
+        self.whole_text_step = whole_text_step(decoder)
         byte_level = any(part["type"] == "ByteLevel" for part in decoder)
         added = library.get_added_tokens_decoder()
-        spec_of.check_added(token.content for token in added.values())
         self.special = frozenset(id_ for id_, token in added.items() if token.special)
-        # Stands for whatever it stands for: no control token, though files mark it as one.
-        unknown = spec_of.unknown_token(spec)
-        self.unknown = self.library.token_to_id(unknown) if isinstance(unknown, str) else unknown
-        self.control = self.special - {self.unknown}
-        # Found in a text before all else. The unknown token is one of them where a text spells it, and only there.
-        self.added = {id_: token for id_, token in added.items() if id_ != self.unknown}
+        # The id for whatever the vocabulary lacks. Files mark it as special, but it stands for text.
+        unknown = spec["model"].get("unk_token")
+        self.unknown: int | None = spec["model"].get("unk_id") if unknown is None else library.token_to_id(unknown)
         self.unknown_text = added[self.unknown].content if self.unknown in added else ""
-        written = {id_: token for token, id_ in self.library.get_vocab(with_added_tokens=True).items()}
-        self.size = max(written, default=-1) + 1
-        self._bytes: list[bytes | None] = [None] * self.size
-        for id_, token in written.items():
-            if id_ in added:  # as it is decoded: from 0.23 on with what a normalizer puts in front
-                token = self.library.id_to_token(id_) or token
+        self.control = self.special - {self.unknown}
+        # Finds the written forms of the special tokens.
+        self.controls = StringMatcher(library.id_to_token(id_) or "" for id_ in self.special)
+        # Tokens that the library finds in a text before anything else.
+        self.added = {id_: token for id_, token in added.items() if id_ != self.unknown}
+        vocabulary = library.get_vocab(with_added_tokens=True)
+        self.size = max(vocabulary.values(), default=-1) + 1
+        # Bytes by id: None for an id that has no token, empty for a control token.
+        self.tokens: list[bytes | None] = [None] * self.size
+        for token, id_ in vocabulary.items():
+            if id_ in added:  # since 0.23 the library decodes these with what a normalizer puts in front
+                token = library.id_to_token(id_) or token
             if id_ in self.special:
-                self._bytes[id_] = b""
+                self.tokens[id_] = b""
             elif id_ in added and byte_level:
-                self._bytes[id_] = token.encode()
+                self.tokens[id_] = token.encode()
             else:
-                self._bytes[id_] = spec_of.spell(token, decoder)
-        self._spelled = [data or b"" for data in self._bytes]
-
-    @property
-    def tokens(self) -> Sequence[bytes | None]:
-        """Bytes by id; None for an id that has no token, empty for a control token."""
-        return self._bytes
-
-    @cached_property
-    def byte_ids(self) -> Mapping[int, int]:
-        """Ids that stand for a single byte, by that byte."""
-        table: dict[int, int] = {}
-        for id_, data in enumerate(self._bytes):
-            if data is not None and len(data) == 1:
-                written = self.library.id_to_token(id_) or ""
-                # Of several, `<0x41>` is what byte fallback writes and "A" what the model reads.
-                if data[0] not in table or not spec_of.BYTE_TOKEN.match(written):
-                    table[data[0]] = id_
-        return table
-
-    @cached_property
-    def frame(self) -> tuple[int, ...]:
-        """Control tokens that the tokenizer puts in front of a text."""
-        encoding = self.library.encode("a")
+                self.tokens[id_] = decode_token(token, decoder)
+        self._spelled = [data or b"" for data in self.tokens]
+        # Ids of single-byte tokens, by that byte.
+        self.byte_ids: dict[int, int] = {}
+        for id_, data in enumerate(self._spelled):
+            # Where a byte has several, the model reads "A", and byte fallback alone writes `<0x41>`.
+            if len(data) == 1 and (data[0] not in self.byte_ids or not BYTE_TOKEN.match(self.name(id_))):
+                self.byte_ids[data[0]] = id_
+        # Control tokens that the tokenizer puts in front of a text.
+        encoding = library.encode("a")
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-        return tuple(id_ for id_, _ in takewhile(lambda pair: pair[1], marked))
+        self.frame = tuple(id_ for id_, _ in takewhile(lambda pair: pair[1], marked))
 
     def spell(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`, in the middle of a text. Control tokens have none."""
+        """Returns the bytes of `ids` in the middle of a text. Control tokens have no bytes."""
         return b"".join(self.token_bytes(id_) for id_ in ids)
 
     def token_bytes(self, id_: int) -> bytes:
-        """The bytes of one id; an id without a token has none."""
+        """Returns the bytes of one id; an id without a token has none."""
         return self._spelled[id_] if id_ < self.size else b""
 
     def name(self, id_: int) -> str:
-        """How the tokenizer writes the id."""
+        """Returns the written form of an id."""
         return self.library.id_to_token(id_) or f"<{id_}>"
 
     def decode(self, ids: Sequence[int]) -> str:
-        """What the tokenizer itself says that `ids` spell, as the start of a text, control tokens left out."""
+        """Returns the tokenizer's own decoding of `ids` as the start of a text, without control tokens."""
         return str(self.library.decode(list(ids), skip_special_tokens=True))
 
     def control_id(self, written: str) -> int | None:
-        """The control token that is written so, if there is one."""
+        """Returns the special token with that written form, if there is one."""
         id_ = self.library.token_to_id(written)
         return id_ if id_ in self.special else None
-
-    def model_ids(self, *ids: int) -> list[int]:
-        """What the model, without anything around it, makes of the written forms of `ids` in a row."""
-        written = "".join(self.library.id_to_token(id_) or "" for id_ in ids)
-        return [token.id for token in self.library.model.tokenize(written)]
-
-    @cached_property
-    def control_texts(self) -> frozenset[str]:
-        """How the control tokens are written."""
-        return frozenset(text for id_ in self.special if (text := self.library.id_to_token(id_)))

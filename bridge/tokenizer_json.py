@@ -1,12 +1,13 @@
-"""What a `tokenizer.json` says of how its tokens become bytes, and of how far its parts look around.
+"""Reads `tokenizer.json`: how its tokens become bytes, and how far its parts look around.
 
-The format is that of the tokenizers library: a normalizer, a pre-tokenizer, a model and a decoder, each a
-component or a sequence of them. Nothing here goes by a model's name.
+The format is that of the tokenizers library: a normalizer, a pre-tokenizer, a model and a decoder, each a component or
+a sequence of components. Nothing here depends on a model's name.
 """
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -14,139 +15,119 @@ from tokenizers import AddedToken, Tokenizer
 from bridge.errors import TokenizerNotUnderstood
 
 Component = Mapping[str, Any]
+Spec = Mapping[str, Any]
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
-# The largest vocabularies have a quarter of a million ids; a table of billions would fill the memory.
-_MOST_IDS = 1 << 22
-_MOST_GROWTH = 64
-_MOST_LENGTHS = 256
-_LONGEST_ADDED = 1024
-# Where a sequence of components lists them.
-_LIST_KEYS = ("normalizers", "pretokenizers", "decoders", "processors")
-# Behind one of these a token is no longer what was written, but a text.
-_SPELLING = ("ByteLevel", "ByteFallback", "Fuse")
-# Fuse joins tokens and Strip trims the whole text's ends: neither changes the middle of a text.
+# Real tokenizers stay far below these. A hostile one beyond them would fill the memory or slow down every request.
+_MAX_ID = (1 << 22) - 1
+_MAX_GROWTH_FACTOR = 64
+_MAX_ADDED_LENGTHS = 256
+_MAX_ADDED_CHARACTERS = 1024
+# The keys under which a sequence lists its components.
+_SEQUENCE_KEYS = ("normalizers", "pretokenizers", "decoders", "processors")
+# Fuse joins tokens and Strip trims the whole text: neither changes the middle of a text.
 _DECODERS = {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "WordPiece", "BPEDecoder", "Fuse", "Strip"}
+# The decoders that turn a token's written form into text; a decoder after them sees text.
+_TEXT_DECODERS = ("ByteLevel", "ByteFallback", "Fuse")
+# Byte-level tokenizers write every byte as a printable character (GPT-2, `bytes_to_unicode`).
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTES_BY_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level tokenizers write bytes with (GPT-2, `bytes_to_unicode`)."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    alphabet = {chr(byte): byte for byte in plain}
-    others = (byte for byte in range(256) if byte not in plain)
-    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
-
-
-def read(tokenizer_json: bytes) -> tuple[dict[str, Any], Tokenizer]:
-    """The file's content, and the library's tokenizer of it. Raises `TokenizerNotUnderstood`."""
+def read(content: bytes) -> tuple[Spec, Tokenizer]:
+    """Returns a file's JSON and the library's tokenizer made of it. Raises `TokenizerNotUnderstood`."""
     try:
-        spec = json.loads(tokenizer_json)
-        # What a training run or a classifier wants: never the same ids twice, or less than the whole text.
+        spec = json.loads(content)
+        # These are settings for training and classifiers: they cut the text or make its ids random.
         spec |= {"truncation": None, "padding": None}
         if spec["model"].get("dropout"):
             spec["model"]["dropout"] = None
-            tokenizer_json = json.dumps(spec).encode()
-        tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+            content = json.dumps(spec).encode()
+        library = Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises plain Exception for a file that it cannot read
         raise TokenizerNotUnderstood(
-            f"this is no tokenizer.json that the tokenizers library reads ({error}): "
+            f"the tokenizers library cannot read this as a tokenizer.json ({error}): "
             "save the model's fast tokenizer again with save_pretrained",
             component="file",
         ) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    _check_growth(spec)
-    largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    if largest >= _MOST_IDS:
-        raise TokenizerNotUnderstood(
-            f"the tokenizer has an id {largest}, larger than any vocabulary's ({_MOST_IDS}): mend its tokenizer.json",
-            component="model",
-        )
-    return spec, tokenizer
+    library.no_truncation()
+    library.no_padding()
+    _check_limits(spec, library)
+    return spec, library
 
 
-def _check_growth(spec: Mapping[str, Any]) -> None:
-    """A character must not become a million: replacements multiply."""
-    growth = 1
-    for part in components(spec.get("normalizer")):
-        growth *= max(len(part.get("content") or part.get("prepend") or ""), 1)
-    if growth > _MOST_GROWTH:
-        raise TokenizerNotUnderstood(
-            f"the tokenizer's normalizer can make {growth} characters of one, more than any needs ({_MOST_GROWTH}): "
-            "serve the model with another tokenizer.json",
-            component="normalizer",
-        )
-
-
-def check_added(contents: Iterable[str]) -> None:
-    """Added tokens are looked for in every text, so they must be such as can be found quickly."""
-    lengths = {len(content) for content in contents}
-    if len(lengths) > _MOST_LENGTHS or max(lengths, default=0) > _LONGEST_ADDED:
-        raise TokenizerNotUnderstood(
-            f"the tokenizer has added tokens of {len(lengths)} lengths, the longest {max(lengths)} characters; at most "
-            f"{_MOST_LENGTHS} lengths up to {_LONGEST_ADDED} are taken: serve the model with another tokenizer.json",
-            component="added_tokens",
-        )
+def _check_limits(spec: Spec, library: Tokenizer) -> None:
+    # Every replacement multiplies the length of a text.
+    steps = components(spec.get("normalizer"))
+    growth = prod(max(len(step.get("content") or step.get("prepend") or ""), 1) for step in steps)
+    # The library looks for added tokens in every text, and the bridge for each of their lengths.
+    lengths = {len(token.content) for token in library.get_added_tokens_decoder().values()}
+    largest_id = max(library.get_vocab(with_added_tokens=True).values(), default=0)
+    for component, value, limit, problem in (
+        ("normalizer", growth, _MAX_GROWTH_FACTOR, "its normalizer can make {} characters of one"),
+        ("added_tokens", len(lengths), _MAX_ADDED_LENGTHS, "it has added tokens of {} different lengths"),
+        ("added_tokens", max(lengths, default=0), _MAX_ADDED_CHARACTERS, "it has an added token of {} characters"),
+        ("model", largest_id, _MAX_ID, "it has an id {}"),
+    ):
+        if value > limit:
+            raise TokenizerNotUnderstood(
+                f"the tokenizer exceeds a limit: {problem.format(value)}, and at most {limit} is allowed; "
+                "serve the model with another tokenizer.json",
+                component=component,
+            )
 
 
 def components(component: Component | None) -> Iterator[Component]:
-    """The parts of a normalizer, pre-tokenizer or decoder, sequences taken apart."""
+    """Yields the parts of a normalizer, pre-tokenizer or decoder, with sequences flattened."""
     if component is None:
         return
     if component["type"] == "Sequence":
-        for key in _LIST_KEYS:
+        for key in _SEQUENCE_KEYS:
             for part in component.get(key, ()):
                 yield from components(part)
     else:
         yield component
 
 
-def decoder(spec: Mapping[str, Any]) -> list[Component]:
-    """The parts of the decoder. Raises `TokenizerNotUnderstood` for one that is not a matter of single tokens."""
-    parts = list(components(spec.get("decoder"))) or _implied_decoder(spec)
+def decoder_parts(spec: Spec) -> list[Component]:
+    """Returns the parts of the decoder. Raises `TokenizerNotUnderstood` for one that does not work token by token."""
+    parts = list(components(spec.get("decoder")))
+    if not parts:  # some files leave the decoder out: it inverts what encoding does
+        undone = ("ByteLevel", "Metaspace")
+        parts = [part for part in components(spec.get("pre_tokenizer")) if part["type"] in undone][:1]
+        if not parts and spec["model"].get("type") == "WordPiece":
+            parts = [{"type": "WordPiece", "prefix": spec["model"]["continuing_subword_prefix"]}]
     for part in parts:
         if part["type"] not in _DECODERS or (part["type"] == "Replace" and "String" not in part["pattern"]):
             raise TokenizerNotUnderstood(
-                f"the tokenizer's decoder has a part {part['type']!r} that DraftBridge cannot turn into bytes: "
-                "serve this model from a tokenizer.json with a byte-level, SentencePiece-style or WordPiece decoder",
+                f"the tokenizer's decoder has a part {part['type']!r} that DraftBridge cannot turn into bytes: serve "
+                "this model with a tokenizer.json that has a byte-level, SentencePiece-style or WordPiece decoder",
                 component="decoder",
                 type=part["type"],
             )
     return parts
 
 
-def whole_text_step(parts: Sequence[Component]) -> str:
-    """What a decoder does that is not a matter of each token by itself, in words; empty if nothing but trimming."""
-    types = [part["type"] for part in parts]
-    spelled = min((types.index(one) for one in _SPELLING if one in types), default=len(parts))
-    for index, part in enumerate(parts):
-        if part["type"] == "Replace" and index > spelled:
+def whole_text_step(decoder: Sequence[Component]) -> str:
+    """Describes what a decoder does to more than one token at a time; empty if it only trims the text's ends."""
+    types = [part["type"] for part in decoder]
+    first_text = min((types.index(type_) for type_ in _TEXT_DECODERS if type_ in types), default=len(types))
+    for index, part in enumerate(decoder):
+        if part["type"] == "Replace" and index > first_text:
             return f"its decoder replaces {part['pattern']['String']!r} in the text that its tokens made"
         if part["type"] == "Strip" and "Fuse" in types[index:]:
             return "its decoder trims every token"
     return ""
 
 
-def _implied_decoder(spec: Mapping[str, Any]) -> list[Component]:
-    """Some files leave the decoder out; what was done on the way in tells what to undo."""
-    for part in components(spec.get("pre_tokenizer")):
-        if part["type"] in ("ByteLevel", "Metaspace"):
-            return [part]
-    if spec["model"].get("type") == "WordPiece":
-        return [{"type": "WordPiece", "prefix": spec["model"]["continuing_subword_prefix"]}]
-    return []
-
-
-def spell(token: str, parts: Sequence[Component]) -> bytes:
-    """The bytes of one token in the middle of a text, as the decoder has them."""
-    for part in parts:
+def decode_token(token: str, decoder: Sequence[Component]) -> bytes:
+    """Returns the bytes that the decoder makes of one token, by its written form, in the middle of a text."""
+    for part in decoder:
         match part["type"]:
             case "ByteLevel":
-                if all(char in _ALPHABET for char in token):
-                    return bytes(_ALPHABET[char] for char in token)
+                if all(character in _BYTES_BY_CHARACTER for character in token):
+                    return bytes(_BYTES_BY_CHARACTER[character] for character in token)
             case "ByteFallback":
                 if match_ := BYTE_TOKEN.match(token):
                     return bytes([int(match_[1], 16)])
@@ -162,33 +143,26 @@ def spell(token: str, parts: Sequence[Component]) -> bytes:
     return token.encode("utf-8", "surrogatepass")
 
 
-def variant(spec: Mapping[str, Any], of: Tokenizer, *, middle: bool, plain: bool) -> Tokenizer:
-    """The same tokenizer with its model shared.
+def variant(spec: Spec, library: Tokenizer, *, middle: bool, plain: bool) -> Tokenizer:
+    """Returns the same tokenizer, its model shared, that never adds control tokens around a text.
 
-    `middle`: for the middle of a text, where no dummy space is put in front. `plain`: takes control tokens that
-    are written out in a text as text. Adds no control token around a text, ever.
+    `middle`: it encodes the middle of a text and so puts no dummy space in front. `plain`: control tokens that are
+    written out in a text are text.
     """
-    frame = {
-        "version": spec.get("version", "1.0"),
-        "normalizer": _middle(spec.get("normalizer")) if middle else spec.get("normalizer"),
-        "pre_tokenizer": _middle(spec.get("pre_tokenizer")) if middle else spec.get("pre_tokenizer"),
-        "decoder": spec.get("decoder"),
-        "model": {"type": "BPE", "vocab": {}, "merges": []},
-        "added_tokens": [],
-    }
+    frame = {**spec, "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [], "post_processor": None}
+    if middle:
+        frame |= {stage: _for_middle(spec.get(stage)) for stage in ("normalizer", "pre_tokenizer")}
     tokenizer = Tokenizer.from_str(json.dumps(frame))
-    tokenizer.model = of.model
-    wanted: dict[int, AddedToken] = {}
-    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    for id_, token in of.get_added_tokens_decoder().items():
-        marks = {flag: getattr(token, flag) for flag in flags}
-        written = of.id_to_token(id_) or token.content
-        if middle and written != token.content and not token.special and of.model.token_to_id(token.content) is None:
-            # A normalizer puts the dummy space in front of the token too: it is found behind a space only.
-            marks["content"] = spell(written, decoder(spec)).decode()
-        wanted[id_] = AddedToken(**marks)
-    tokenizer.add_tokens(list(wanted.values()))
-    if tokenizer.get_added_tokens_decoder() != wanted:
+    tokenizer.model = library.model
+    added: dict[int, AddedToken] = library.get_added_tokens_decoder()
+    for id_, token in added.items():
+        written = library.id_to_token(id_) or token.content
+        in_model = library.model.token_to_id(token.content) is not None
+        if middle and written != token.content and not token.special and not in_model:
+            # A normalizer puts the dummy space in front of this token too, so it is only found after a space.
+            token.content = decode_token(written, decoder_parts(spec)).decode()
+    tokenizer.add_tokens(list(added.values()))
+    if tokenizer.get_added_tokens_decoder() != added:
         raise TokenizerNotUnderstood(
             "the tokenizer's added tokens have ids that the library would not give them: save the model's fast "
             "tokenizer again with save_pretrained",
@@ -198,65 +172,51 @@ def variant(spec: Mapping[str, Any], of: Tokenizer, *, middle: bool, plain: bool
     return tokenizer
 
 
-def has_dummy_prefix(spec: Mapping[str, Any]) -> bool:
-    """Whether a text's beginning is taken otherwise than its middle."""
-    return any(_middle(spec.get(part)) != spec.get(part) for part in ("normalizer", "pre_tokenizer"))
+def prefixes_text(spec: Spec, stage: str) -> bool:
+    """Returns whether a stage, `normalizer` or `pre_tokenizer`, treats a text's start unlike its middle."""
+    return _for_middle(spec.get(stage)) != spec.get(stage)
 
 
-def _middle(component: Component | None, *, each_word: bool = False) -> Component | None:
-    """A normalizer or pre-tokenizer without what it does to a text's beginning.
+def _for_middle(component: Component | None, *, after_split: bool = False) -> Component | None:
+    """Returns a normalizer or pre-tokenizer without what it does to a text's start only.
 
-    `each_word`: it comes behind one that splits, so that what it puts in front it puts in front of every word.
+    `after_split`: an earlier part splits the text, so this one treats every word like a text's start.
     """
     if component is None or component["type"] == "Prepend":
         return None
     if component["type"] == "Sequence":
-        key = next(key for key in _LIST_KEYS if key in component)
-        parts = (_middle(one, each_word=index > 0) for index, one in enumerate(component[key]))
+        key = next(key for key in _SEQUENCE_KEYS if key in component)
+        parts = (_for_middle(part, after_split=index > 0) for index, part in enumerate(component[key]))
         return {**component, key: [part for part in parts if part]}
     changed = dict(component)
     match component["type"]:
-        case "Metaspace" if not each_word or component.get("prepend_scheme") == "first":
+        case "Metaspace" if not after_split or component.get("prepend_scheme") == "first":
             changed |= {"prepend_scheme": "never"}
             changed.pop("add_prefix_space", None)
-        case "ByteLevel" if not each_word:
+        case "ByteLevel" if not after_split:
             changed |= {"add_prefix_space": False}
         case "Strip" if component.get("strip_left"):
             changed |= {"strip_left": False}
     return changed
 
 
-def prefixes_words(spec: Mapping[str, Any]) -> bool:
-    """Whether the space in front is put there by the pre-tokenizer, so also behind a token that a normalizer made."""
-    return _middle(spec.get("pre_tokenizer")) != spec.get("pre_tokenizer")
-
-
-def splits_by_context(spec: Mapping[str, Any]) -> bool:
-    """Whether a pre-tokenizer looks at more than one character to split there."""
-    return any(not _is_local(part) for part in components(spec.get("pre_tokenizer")))
-
-
-def _is_local(part: Component) -> bool:
-    match part["type"]:
-        case "Metaspace":
-            return True
-        case "ByteLevel":
-            return not part.get("use_regex", True)
-        case "Split":
-            return len(part["pattern"].get("String", "..")) == 1
+def splits_by_context(spec: Spec) -> bool:
+    """Returns whether a pre-tokenizer looks at more than one character to decide where to split."""
+    for part in components(spec.get("pre_tokenizer")):
+        match part["type"]:
+            case "Metaspace":
+                continue
+            case "ByteLevel" if not part.get("use_regex", True):
+                continue
+            case "Split" if len(part["pattern"].get("String", "")) == 1:
+                continue
+        return True
     return False
 
 
-def changes_characters(spec: Mapping[str, Any]) -> bool:
-    """Whether a normalizer does more than writing spaces in another way."""
+def changes_characters(spec: Spec) -> bool:
+    """Returns whether a normalizer does more than write spaces in another way."""
     return any(
         part["type"] != "Prepend" and not (part["type"] == "Replace" and part["pattern"].get("String") == " ")
         for part in components(spec.get("normalizer"))
     )
-
-
-def unknown_token(spec: Mapping[str, Any]) -> str | int | None:
-    """The token, or its id, that stands for whatever the vocabulary cannot say."""
-    model = spec["model"]
-    unknown: str | int | None = model.get("unk_token")
-    return model.get("unk_id") if unknown is None else unknown

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
+from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +33,7 @@ DEFAULT_TARGET = "gemma-3-270m"
 DEFAULT_DRAFT = "smollm2-135m-instruct"
 DEFAULT_SERVER = "127.0.0.1:50050"
 
-_MODEL_HELP = "A built-in name (gemma-3-270m, smollm2-135m-instruct), a directory, a GGUF file, or a Hugging Face id."
+_MODEL_HELP = "A built-in name such as gemma-3-270m, a directory, a GGUF file, or a Hugging Face id."
 _SUFFIX_HELP = "As a draft also suffix, which needs no model: it says what the text said before."
 _TOKENIZER_HELP = f"{_MODEL_HELP[:-1]}, or a tokenizer.json; with --server, a name that the bridge knows."
 Hidden = Annotated[bool, typer.Option(hidden=True)]
@@ -122,10 +123,17 @@ def serve(
 def bridge(
     target: Annotated[list[str], typer.Option(help="HOST:PORT of a target service; may be given several times.")],
     draft: Annotated[
-        list[str] | None, typer.Option(help="HOST:PORT of a draft service; may be given several times, or not at all.")
+        list[str] | None,
+        typer.Option(
+            help="HOST:PORT of a draft service; may be given several times, or not at all. One that is away is used as "
+            "soon as it is there."
+        ),
     ] = None,
     listen: Annotated[str, typer.Option(help="HOST:PORT; port 0 takes a free one and prints it.")] = DEFAULT_SERVER,
-    connect_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for each model service.")] = 10.0,
+    connect_timeout: Annotated[
+        float,
+        typer.Option(min=0.1, help="Seconds to wait for each target; without its targets a bridge does not start."),
+    ] = 10.0,
     suffix_memory: Annotated[
         int, typer.Option(min=0, max=1 << 20, help="MiB for earlier outputs as drafts, by tenant; 0 keeps none.")
     ] = 0,
@@ -152,8 +160,6 @@ def up(
     deterministic: Annotated[bool, typer.Option("--deterministic", help="As for serve, for the target.")] = False,
 ) -> None:
     """Start a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
-    import time
-
     from services.model.store import SUFFIX, resolve
     from services.processes import StopSignals, draft_threads, fleet
 
@@ -164,7 +170,7 @@ def up(
     options = ("--engine", engine, "--dtype", dtype)
     try:
         target_options = (*options, "--deterministic") if deterministic else options
-        draft_options = (*options, "--threads", draft_threads())
+        draft_options = (*options, "--threads", str(draft_threads()))
         with fleet(
             target, drafted, listen=listen, target_options=target_options, draft_options=draft_options
         ) as running:
@@ -176,11 +182,12 @@ def up(
             _err.print(
                 f'[dim]try: draftbridge generate "Once upon a time" --server {running.bridge}    stop: Ctrl-C[/]'
             )
-            while not stop.asked:
-                time.sleep(0.2)  # nothing can be waited for that tells both of a signal and of a process's end
-                for name, process in running.processes.items():
-                    if process.poll() is not None and name != "draft":
-                        _fail(f"the {name} has ended; its own message is above")
+            # Without its draft the target goes on alone.
+            needed = {name: process for name, process in running.processes.items() if name != "draft"}
+            stop.wait(needed.values())
+            if not stop.asked:
+                ended = next(name for name, process in needed.items() if process.poll() is not None)
+                _fail(f"the {ended} has ended; its own message is above")
     except KeyboardInterrupt:
         pass
 
@@ -210,7 +217,12 @@ def generate(
     ] = False,
     speculation: Annotated[str, typer.Option(help="off, lockstep, opportunistic or auto.")] = "auto",
     num_assistant_tokens: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Tokens that the draft proposes at a time; unset adapts.")
+        int | None,
+        typer.Option(min=1, max=64, help="Tokens of a draft's turn, or of its lead; chosen if unset."),
+    ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="Take candidates only from this source, draft or suffix; may be given several times."),
     ] = None,
     target: Annotated[str, typer.Option(help="Name of the target, if the bridge has several.")] = "",
     draft: Annotated[str, typer.Option(help="Name of the draft, if the bridge has several.")] = "",
@@ -233,6 +245,7 @@ def generate(
         "stop": stop or (),
         "speculation": speculation,
         "num_assistant_tokens": num_assistant_tokens,
+        "sources": source or (),
         "target": target,
         "draft": draft,
         "tenant": tenant,
@@ -277,9 +290,10 @@ def translate(
     as_json: Annotated[bool, typer.Option("--json", help="Print ids, offsets and bytes (in hex) as JSON.")] = False,
 ) -> None:
     """Show how two models cut the same text into tokens."""
-    from bridge.translation import segment, spans
+    from bridge.translation import segment
     from services.model.store import read_vocabulary
     from services.segmentation import Segmentation, show
+    from services.wire import write_spans
 
     if server:
         with Client(server) as client:
@@ -288,7 +302,7 @@ def translate(
     else:
         data = _utf_8(text)
         vocabularies = {"from": read_vocabulary(source, _report), "to": read_vocabulary(target, _report)}
-        rows = {row: spans(one, segment(one, data)) for row, one in vocabularies.items()}
+        rows = {row: write_spans(one, segment(one, data)) for row, one in vocabularies.items()}
     if as_json:
         for row, tokens in rows.items():
             rows[row] = [
@@ -344,19 +358,27 @@ def _as_dict(event: Event) -> dict[str, Any]:
                 "prompt_token_count": event.prompt_token_count,
             }
         case bridge_pb2.GenerateDelta():
-            return {"event": "delta", "text": event.text, "token_ids": list(event.token_ids)}
+            spans = [{"source": span.source, "byte_count": span.byte_count} for span in event.spans]
+            return {"event": "delta", "text": event.text, "token_ids": list(event.token_ids), "spans": spans}
         case _:
             usage, speculation = event.usage, event.speculation
             return {
                 "event": "finished",
                 "finish_reason": sampling_pb2.FinishReason.Name(event.finish_reason),
-                "usage": {field.name: getattr(usage, field.name) for field in usage.DESCRIPTOR.fields},
-                "speculation": {
-                    field.name: list(value) if field.name.endswith("per_position") else value
-                    for field in speculation.DESCRIPTOR.fields
-                    for value in [getattr(speculation, field.name)]
-                },
+                "usage": _fields(usage),
+                "speculation": _fields(speculation),
             }
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    """All fields of a message, also those that are not set."""
+    return {field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Message):
+        return _fields(value)
+    return [_plain(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _summary(event: bridge_pb2.GenerateFinished) -> str:

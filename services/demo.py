@@ -1,10 +1,12 @@
 """The first impression: the default pair, with and without its draft, side by side."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from draftbridge import Client, Generation
 from draftbridge.v1 import bridge_pb2
@@ -14,12 +16,9 @@ from services.processes import draft_threads, fleet
 PROMPT = "The planets of the solar system, in order from the Sun, are"
 # What the bridge learns on, before it is timed.
 LEARNT_ON, LEARNT = "The seven days of the week are", 120
-STYLES = {
-    bridge_pb2.CANDIDATE_SOURCE_UNSPECIFIED: "",
-    bridge_pb2.CANDIDATE_SOURCE_DRAFT: "green",
-    bridge_pb2.CANDIDATE_SOURCE_TEXT: "cyan",
-}
-LEGEND = "plain: the target's own · [green]green: the draft's[/] · [cyan]cyan: from the text itself[/]"
+# Colours of the sources, by name; one that is not here takes the next of `OTHERS`.
+STYLES = {"": "", "draft": "green", "suffix": "cyan"}
+OTHERS = ("magenta", "yellow", "blue")
 
 
 def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str, report: Callable[[str], None]) -> None:
@@ -31,7 +30,7 @@ def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str,
     with (
         # Deterministic, so that the two texts below can be compared byte for byte.
         fleet(
-            target, draft, target_options=("--deterministic",), draft_options=("--threads", draft_threads())
+            target, draft, target_options=("--deterministic",), draft_options=("--threads", str(draft_threads()))
         ) as running,
         Client(running.bridge) as client,
     ):
@@ -41,7 +40,7 @@ def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str,
         report("learning what pays here, on another prompt")
         client.generate(LEARNT_ON, max_tokens=LEARNT)
         console.print()
-        console.print(LEGEND, style="dim")
+        console.print(_legend(("", "draft", "suffix")))
         console.print()
         console.print(prompt, style="dim", end="", soft_wrap=True, markup=False, highlight=False)
         together = _stream(console, client, prompt, max_tokens)
@@ -53,7 +52,7 @@ def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str,
         console.print(
             "The two texts are the same, byte for byte: both with serve --deterministic, which takes its time."
         )
-        console.print(f"What was chosen: {together.finished.speculation.choice}.", style="dim", highlight=False)
+        console.print(f"The planner: {together.finished.speculation.plan_summary}.", style="dim", highlight=False)
         console.print("Times vary from run to run; `draftbridge demo --help` tells what to change.", style="dim")
     else:
         console.print("[bold red]The two texts differ. That is a bug: please report it with the prompt.[/]")
@@ -64,25 +63,29 @@ def _stream(console: Console, client: Client, prompt: str, max_tokens: int) -> G
     for event in client.stream(prompt, max_tokens=max_tokens):
         if isinstance(event, bridge_pb2.GenerateDelta):
             for part, source in _by_source(event):
-                console.print(part, style=STYLES[source], end="", soft_wrap=True, markup=False, highlight=False)
+                console.print(part, style=_style(source), end="", soft_wrap=True, markup=False, highlight=False)
         events.append(event)
     return Generation.of(events)
 
 
-def _by_source(delta: bridge_pb2.GenerateDelta) -> list[tuple[str, "bridge_pb2.CandidateSource.ValueType"]]:
-    """A delta's text in three parts: what the draft said, what the text did, and what the target did."""
-    data, accepted = delta.text.encode(), delta.accepted_byte_count
-    parts, begin = [], 0
-    for end, source in (
-        (accepted - delta.suffix_byte_count, bridge_pb2.CANDIDATE_SOURCE_DRAFT),
-        (accepted, bridge_pb2.CANDIDATE_SOURCE_TEXT),
-        (len(data), bridge_pb2.CANDIDATE_SOURCE_UNSPECIFIED),
-    ):
-        # A character that a border cuts belongs to the part behind it.
-        said = data[begin:end].decode(errors="ignore")
-        parts.append((said, source))
-        begin += len(said.encode())
-    return parts
+def _by_source(delta: bridge_pb2.GenerateDelta) -> Iterator[tuple[str, str]]:
+    """A delta's text, piece by piece, with the name of the source that proposed it; empty for the target's own."""
+    data, begin = delta.text.encode(), 0
+    for number, span in enumerate(delta.spans, start=1):
+        end = len(data) if number == len(delta.spans) else begin + span.byte_count
+        # A character that a border cuts belongs to the piece after it.
+        part = data[begin:end].decode(errors="ignore")
+        yield part, span.source
+        begin += len(part.encode())
+
+
+def _style(source: str) -> str:
+    return STYLES.get(source) or (OTHERS[sum(source.encode()) % len(OTHERS)] if source else "")
+
+
+def _legend(sources: Sequence[str]) -> Text:
+    pieces = [(f"proposed by the {source}" if source else "the target's own", _style(source)) for source in sources]
+    return Text(" · ").join(Text(*piece) for piece in pieces)
 
 
 def _table(together: Generation, alone: Generation, target: str, draft: str) -> Table:
@@ -96,7 +99,8 @@ def _table(together: Generation, alone: Generation, target: str, draft: str) -> 
     row("tokens", lambda usage, _: str(usage.generated_token_count))
     row("target passes", lambda _, did: str(did.target_pass_count))
     row("accepted tokens", lambda _, did: f"{did.num_accepted_tokens} of {did.num_draft_tokens} candidates")
-    row("of the text itself", lambda _, did: f"{did.num_suffix_accepted_tokens} of {did.num_suffix_draft_tokens}")
+    for name in (source.name for source in together.finished.speculation.sources):
+        row(f"  of the {name}", partial(_accepted_of, name))
     row("accepted bytes", lambda _, did: f"{did.accepted_byte_count} of {did.generated_byte_count} generated")
     row("time", lambda _, did: f"{did.elapsed_ns / 1e9:.2f} s")
     table.add_row("speed", *(f"{_speed(run):.1f} tokens/s" for run in (together, alone)))
@@ -104,6 +108,11 @@ def _table(together: Generation, alone: Generation, target: str, draft: str) -> 
     for column in table.columns[1:]:
         column.justify = "right"
     return table
+
+
+def _accepted_of(name: str, _: bridge_pb2.Usage, did: bridge_pb2.SpeculationStatistics) -> str:
+    source = next((one for one in did.sources if one.name == name), bridge_pb2.SourceStatistics())
+    return f"{source.num_accepted_tokens} of {source.num_draft_tokens}"
 
 
 def _speed(result: Generation) -> float:

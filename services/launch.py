@@ -30,7 +30,7 @@ from services.bridge.zoo import Zoo
 from services.draft.servicer import DraftServicer
 from services.draft.session import DraftSession
 from services.draft.suffix import SuffixModel
-from services.engine.engine import Engine, core_count, warm
+from services.engine.engine import Engine, measure, warm
 from services.engine.fixed_width import FixedWidthEngine
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer, describe
@@ -44,6 +44,8 @@ T = TypeVar("T")
 
 # Widths of forwards that a target runs once before it serves: with as many candidates as bridges take from the text.
 _WARMED = range(1, 26)
+# The largest message that a model server takes: more than two million ids.
+_MODEL_RECEIVE_LIMIT_BYTES = 8 << 20
 
 
 class Role(StrEnum):
@@ -128,7 +130,7 @@ def run_model_server(config: ModelServerConfig, report: OnStart, on_start: OnSta
         report(f"engine: {engine.value}")
 
     async def serve() -> None:
-        server = Server(config.listen)
+        server = Server(config.listen, _MODEL_RECEIVE_LIMIT_BYTES)
         stop = stop_event(config.until_stdin_closes)
         # In a thread, so that we can be stopped meanwhile.
         loaded = await _unless(stop, asyncio.to_thread(_load, config, directory, report))
@@ -158,7 +160,7 @@ def _run_suffix_server(config: ModelServerConfig, on_start: OnStart) -> None:
     )
 
     async def serve() -> None:
-        server = Server(config.listen)
+        server = Server(config.listen, _MODEL_RECEIVE_LIMIT_BYTES)
         _register(
             server,
             ModelServicer(description, suffix.tokenizer_json),
@@ -204,15 +206,19 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
 
 
 def _load(config: ModelServerConfig, directory: Path, report: OnStart) -> LoadedModel:
+    costs: list[tuple[int, int]] = []
+
     def open_engine() -> Engine:
         engine = _engine(config, report)
         if config.deterministic:  # all its forwards have one shape
-            return FixedWidthEngine(engine)
-        if config.role is not Role.DRAFT:
+            engine = FixedWidthEngine(engine)
+        elif config.role is not Role.DRAFT:
             warm(engine, _WARMED)
+        costs.extend(measure(engine, all_logits=config.role is not Role.DRAFT))
         return engine
 
-    return load(directory, config.name or default_name(config.model), open_engine, config.queue)
+    loaded = load(directory, config.name or default_name(config.model), open_engine, config.queue)
+    return replace(loaded, model=replace(loaded.model, forward_costs=tuple(costs)))
 
 
 def _engine(config: ModelServerConfig, report: OnStart) -> Engine:
@@ -254,10 +260,11 @@ def fastest_engine(config: ModelServerConfig) -> EngineName:
         return EngineName.TORCH
     if config.dtype is Dtype.AUTO and has_gguf(config.model) and find_spec("llama_cpp"):
         return EngineName.LLAMACPP
-    # What OpenVINO refuses there, see `openvino_engine`.
-    alone = min(config.threads or core_count(), core_count()) == 1
-    refused = config.dtype is Dtype.FLOAT16 or (config.dtype is Dtype.BFLOAT16 and alone)
-    return EngineName.OPENVINO if find_spec("openvino") and find_spec("nncf") and not refused else EngineName.TORCH
+    if not (find_spec("openvino") and find_spec("nncf")):
+        return EngineName.TORCH
+    from services.engine.openvino_engine import refuses
+
+    return EngineName.TORCH if refuses(config.dtype.value, config.threads) else EngineName.OPENVINO
 
 
 def prepare(model: str, engine: EngineName, weights: Weights, report: OnStart) -> Path:

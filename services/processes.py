@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bridge.errors import DraftBridgeError
@@ -33,12 +33,12 @@ class Fleet:
     draft: str = ""
 
 
-def draft_threads() -> str:
+def draft_threads() -> int:
     """For a draft beside a target that has the whole machine: half of it.
 
     Cores that a target is denied it never has, also where no draft pays; whether one pays beside it, `auto` finds out.
     """
-    return str(max(1, core_count() // 2))
+    return max(1, core_count() // 2)
 
 
 class StopSignals:
@@ -51,14 +51,27 @@ class StopSignals:
     def __init__(self) -> None:
         self.asked = False
         self.started = False
+        self._ears, self._mouth = os.pipe()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
-        # Only this: whatever lock it took, the main thread might hold it right now.
+        # No more than this: whatever lock it took, the main thread might hold it right now.
         self.asked = True
+        os.write(self._mouth, b"!")
         if not self.started:
             raise KeyboardInterrupt
+
+    def wait(self, processes: Iterable["subprocess.Popen[str]"]) -> None:
+        """Until a signal came, also one before, or one of the processes ended."""
+
+        def watch(process: "subprocess.Popen[str]") -> None:
+            process.wait()
+            os.write(self._mouth, b"!")
+
+        for process in processes:
+            threading.Thread(target=watch, args=(process,), daemon=True).start()
+        os.read(self._ears, 1)
 
 
 @contextlib.contextmanager

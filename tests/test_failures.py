@@ -6,8 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import grpc
@@ -15,7 +16,8 @@ import pytest
 
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2
-from services.processes import READY, fleet, stop
+from services.processes import READY, Fleet, fleet, launched, stop
+from tests.alone import did
 from tests.waiting import eventually
 
 PROMPT = "The quick brown fox"
@@ -29,17 +31,17 @@ def free_address() -> str:
 
 
 @contextmanager
-def served(model: Path, address: str) -> Iterator[None]:
+def served(model: Path | str, address: str, *options: str) -> Iterator[None]:
     """The model at a given address, again."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.cli", "serve", str(model), "--listen", address, *OPTIONS],
+        [sys.executable, "-m", "services.cli", "serve", str(model), "--listen", address, *OPTIONS, *options],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout is not None
-    assert READY in process.stdout.readline()
     try:
+        assert process.stdout is not None
+        assert READY in process.stdout.readline()
         yield
     finally:
         stop(process)
@@ -63,6 +65,78 @@ def test_a_bridge_that_waits_for_its_models_can_be_stopped(signal_: signal.Signa
             assert process.returncode == 0
         finally:
             process.kill()
+
+
+def bridge_of(target: str, draft: str) -> AbstractContextManager[tuple[str, "subprocess.Popen[str]"]]:
+    """A bridge whose draft need not be there, and its process."""
+    addresses = ("--target", target, "--draft", draft, "--listen", "127.0.0.1:0")
+    return launched("bridge", "bridge", *addresses, "--connect-timeout", "60", "--until-stdin-closes")
+
+
+def test_a_bridge_starts_without_its_draft_and_takes_it_in(
+    tiny_fleet: Fleet, tiny_models: tuple[Path, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    at = free_address()
+    started = time.monotonic()
+    with bridge_of(tiny_fleet.target, at) as (address, _), Client(address) as client:
+        assert time.monotonic() - started < 55
+        alone = client.generate(PROMPT, max_tokens=60, speculation="lockstep")
+        assert alone.started.draft == ""
+        assert at in alone.finished.speculation.note
+        assert client.generate(PROMPT, max_tokens=5, speculation="off").finished.speculation.note == ""
+        with pytest.raises(CallError, match=f"configured at {at}") as caught:
+            client.generate(PROMPT, draft="tiny-draft")
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAFT_AWAY")
+        assert [(one.address, one.reachable) for one in client.status().endpoints] == [
+            (tiny_fleet.target, True),
+            (at, False),
+        ]
+        assert f"nothing usable answers at {at}" in client.status().endpoints[1].problem
+        assert [model.name for model in client.models()] == ["tiny-target"]
+        with served(tiny_models[1], at):
+            eventually(lambda: client.status().endpoints[1].reachable, 60)
+            result = client.generate(PROMPT, max_tokens=60, speculation="lockstep", draft="tiny-draft")
+            assert result.text == alone.text
+            assert did(result.finished.speculation, "draft").proposed_token_count > 0
+            assert result.finished.speculation.note == ""
+            with pytest.raises(CallError) as caught:
+                client.generate(PROMPT, draft="nobody")
+            assert caught.value.reason == "MODEL_NOT_FOUND"
+        # Another model at the same address, with another tokenizer, takes its place.
+        with served("suffix", at, "--role", "draft"):
+
+            def replaced() -> bool:
+                result = client.generate(PROMPT, max_tokens=60, speculation="lockstep")
+                assert result.text == alone.text
+                return result.started.draft == "suffix" and result.finished.speculation.note == ""
+
+            eventually(replaced, 60)
+    lines = [line for line in capfd.readouterr().err.splitlines() if at in line]
+    assert len(lines) == 3, lines
+    assert "requests go on without the draft" in lines[0]
+    assert "can be used now: it is tiny-draft" in lines[1]
+    assert "can be used now: it is suffix" in lines[2]
+
+
+def test_a_bridge_goes_on_without_a_draft_that_it_cannot_use(
+    tiny_fleet: Fleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny_fleet.target
+    with bridge_of(target, target) as (address, process), Client(address) as client:
+        assert client.generate(PROMPT, max_tokens=5).started.draft == ""
+        problems = [one.problem for one in client.status().endpoints]
+        assert problems[0] == ""
+        assert "--role draft" in problems[1]
+        # What is there has another name than the one that is asked for, or is of no use.
+        for name, reason in (("nobody", "MODEL_NOT_FOUND"), ("tiny-target", "DRAFT_AWAY")):
+            with pytest.raises(CallError) as caught:
+                client.generate(PROMPT, draft=name)
+            assert caught.value.reason == reason
+        # It still asks for it, and can be stopped.
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--role draft" in line
 
 
 def test_services_come_and_go(tiny_models: tuple[Path, Path]) -> None:
@@ -96,7 +170,7 @@ def test_services_come_and_go(tiny_models: tuple[Path, Path]) -> None:
             for _ in range(50):  # the channel finds it at its next try
                 result = client.generate(PROMPT, max_tokens=100, speculation="lockstep")
                 assert result.text == expected.text
-                if result.finished.speculation.proposed_token_count:
+                if did(result.finished.speculation, "draft").proposed_token_count:
                     break
             assert result.finished.speculation.note == ""
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.generation import Delta, Request, generate
-from bridge.policy import Mode, SpeculationParameters
+from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.sampling import SamplingParameters
 from draftbridge import Client
 from services.draft.session import DraftSession

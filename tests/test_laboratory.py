@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.simulate import MODES, PAIRS, VIRTUAL, row
-from bridge.policy import Mode
+from bridge.planning.planner import Mode
 
 
 @pytest.mark.parametrize(

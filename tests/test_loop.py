@@ -3,24 +3,30 @@
 import asyncio
 from contextlib import aclosing, closing
 from dataclasses import replace
+from time import perf_counter_ns
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.errors import EmptyPrompt, InvalidField, Unreachable
-from bridge.estimates import Estimates
 from bridge.generation import Request, render
-from bridge.lead import Lead
+from bridge.loop import speculate
 from bridge.models import Model, SpecialIds
-from bridge.policy import Mode, Policy, SpeculationParameters
+from bridge.planning.estimates import RequestEstimates, TargetEstimates
+from bridge.planning.planner import Mode, Planner, SpeculationParameters
+from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import FinishReason, Proposal, Sync
 from bridge.sampling import Choice, History, Logits, Sampler, SamplingParameters
-from bridge.speculation import Speculation
+from bridge.sources.chain import SourceChain
+from bridge.sources.draft import DraftSource
+from bridge.sources.source import CandidateSource, Pace
+from bridge.sources.suffix import SuffixSource
+from bridge.statistics import Statistics
 from bridge.suffix import SuffixDrafter
 from bridge.tape import Tape
+from bridge.target_link import TargetLink
 from bridge.templates import Chat, Message
-from bridge.trial import Drafting, DraftRecord, Trial
 from services.draft.session import DraftSession
 from services.target.session import TargetSession
 from tests import tiny
@@ -53,11 +59,11 @@ class ScriptedDrafter(QueuedDrafter):
         assert sync.keep_token_count <= len(self._held)
         self._held[sync.keep_token_count :] = sync.token_ids
         self._check_context(sync.byte_offset)
-        # Over-long on purpose: credit is not kept to.
-        says = self._script[self.epochs % len(self._script)] if self._script else []
+        says = self._script[self.epochs % len(self._script)][: sync.credit] if self._script else []
         self.epochs += 1
         self._held += [id_ for id_ in says if id_ not in self._words.special]
-        self.queue.put_nowait(Proposal(sync.epoch - 1, (5,), (1.0,)))  # late, from an old epoch
+        if sync.epoch > 1 and len(says) < sync.credit:
+            self.queue.put_nowait(Proposal(sync.epoch - 1, (5,), (1.0,)))  # late, from an old epoch
         if self.epochs == self._dies_at:
             self.queue.put_nowait(Unreachable("the draft", "gone"))
             return
@@ -98,6 +104,28 @@ class Recording:
     def choose(self, logits: Logits, offset: int, counter: int, history: History) -> Choice:
         self.draws.append((offset, counter))
         return self._sampler.choose(logits, offset, counter, history)
+
+
+class Erratic(Planner):
+    """In AUTO, plans whatever comes to mind: the text must not depend on it."""
+
+    def __init__(self, parameters: SpeculationParameters, estimates: RequestEstimates, data: st.DataObject) -> None:
+        super().__init__(parameters, estimates)
+        self._data = data
+
+    def plan(self, offers, state) -> Plan:  # type: ignore[no-untyped-def]
+        if self.mode is not Mode.AUTO:
+            return super().plan(offers, state)
+        lead, turns = self._data.draw(st.integers(0, 9)), self._data.draw(st.booleans())
+        patience_ns = self._data.draw(st.sampled_from([0.0, 1e6]))
+        pace = Pace(lead, lead if turns else self._data.draw(st.integers(1, 4)), turns)
+        return Plan("erratic", Prediction(1.0, 1.0), pace, patience_ns)
+
+    def choose(self, offers, plan):  # type: ignore[no-untyped-def]
+        if self.mode is not Mode.AUTO or not offers:
+            return super().choose(offers, plan)
+        offer = self._data.draw(st.sampled_from(offers))
+        return offer, self._data.draw(st.integers(1, len(offer.token_ids)))
 
 
 @st.composite
@@ -150,19 +178,31 @@ def test_output_is_the_targets_own_for_any_proposals(
                 request = Request(PROMPT)
                 tape = Tape(target.vocabulary, render(request, target, target).ids)
                 drafter = ScriptedDrafter(draft, script, PROMPT.encode(), truth, tape, dies_at)
-                trial = Trial(DraftRecord())
-                trial.drafting = data.draw(st.sampled_from(Drafting))
-                policy = Policy(SpeculationParameters(mode, draft_length), Estimates(), trial)
-                lead = Lead(draft, render(request, draft, target))
-                # Of a text that holds what the target is going to say, and of what it has said.
+                estimates = TargetEstimates()
+                # Of a text that holds what the target is going to produce, and of what it has produced.
                 suffix = SuffixDrafter(PROMPT.encode() + truth + PROMPT.encode() if said_before else b"")
-                loop = Speculation(
-                    target, tape, session, drafter, lead, policy, suffix=suffix if policy.automatic else None
+                parameters = SpeculationParameters(mode, draft_length)
+                sources: list[CandidateSource] = [
+                    DraftSource(
+                        drafter, draft, render(request, draft, target), estimates.draft("draft"), 0.0, perf_counter_ns
+                    )
+                ]
+                if mode is Mode.AUTO:
+                    sources.append(SuffixSource(suffix))
+                planner = Erratic(parameters, RequestEstimates(estimates, sources, estimates.draft("draft")), data)
+                loop = speculate(
+                    session,
+                    TargetLink(session, target, tape, count),
+                    SourceChain(sources, target, tape, target.special_ids.eos[0]),
+                    planner,
+                    Statistics(),
                 )
-                async with asyncio.timeout(20), aclosing(loop.run(count)) as passes:
-                    async for event in passes:
-                        assert event.candidate_token_count >= event.accepted_token_count
-                assert drafter.epochs >= (count > 1) or policy.automatic
+                async with asyncio.timeout(20), aclosing(loop) as outcomes:
+                    async for outcome in outcomes:
+                        result = outcome.result
+                        assert len(outcome.tried.token_ids) == result.candidate_token_count
+                        assert result.candidate_token_count >= result.accepted_token_count
+                assert drafter.epochs >= (count > 1) or mode is Mode.AUTO
                 assert scheduler.free_slot_count == engine.slot_count - 1
                 assert len(set(sampler.draws)) == len(sampler.draws), "the same noise was used twice"
                 return list(tape.ids[len(tape.ids) - tape.generated_token_count :])
@@ -194,7 +234,7 @@ async def test_two_real_sessions_agree_with_the_target_alone(
     scheduler.close()
     assert ids == expected
     assert text == target.vocabulary.spell(expected).decode(errors="replace")
-    assert finished.statistics.proposed_token_count > 0
+    assert finished.statistics.sources[0].proposed_token_count > 0
     assert finished.statistics.note == ""
 
 

@@ -1,15 +1,17 @@
 """What was encoded once is not encoded again, within bounds, whoever asks."""
 
+import gc
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from itertools import pairwise
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.prefix_cache import PrefixCache, _block_ends
+from bridge.prefix_cache import PrefixCache
+from bridge.seams import Tokens
 from bridge.templates import Chat, Message, render_chat, render_text
 from bridge.vocabulary import Marks, Vocabulary
 from tests import tiny
@@ -43,11 +45,11 @@ def test_a_thousand_requests_with_one_system_prompt_encode_what_is_new(
     asked = [f"{SYSTEM} What is {number} plus {number}?" for number in range(100)]
     for text in asked:
         render_text(words, text)
-    # Less than an eighth of what is common may be encoded again where the texts part, and once only.
+    # Where the texts part, little of what is common is encoded again.
     assert sum(lengths) < 100 * 120 * 2 + len(SYSTEM)
-    statistics = words.prefixes.statistics
-    assert statistics.query_byte_count == len(SYSTEM.encode()) + sum(len(text.encode()) for text in asked)
-    assert statistics.hit_byte_count > 0.95 * 100 * len(SYSTEM.encode())
+    cache = words.prefixes
+    assert cache.query_byte_count == len(SYSTEM.encode()) + sum(len(text.encode()) for text in asked)
+    assert cache.hit_byte_count > 0.95 * 100 * len(SYSTEM.encode())
 
 
 @pytest.mark.parametrize("kind", tiny.KINDS)
@@ -76,7 +78,6 @@ def test_a_conversations_next_turn_encodes_what_is_new(kind: str, monkeypatch: p
 def test_it_is_bounded_in_bytes_and_right_when_it_is_full(
     family: str, texts: list[tuple[str, int]], limit: int
 ) -> None:
-    """Blocks that were lost are made again, and need not end where the first ones did."""
     words = vocabulary(family)
     words.prefixes = PrefixCache(limit_bytes=limit)
     text = ""
@@ -84,7 +85,7 @@ def test_it_is_bounded_in_bytes_and_right_when_it_is_full(
         text = text[: len(text) * share // 700] + more * 3
         expected = [*words.frame, *library(family).encode(text, add_special_tokens=False).ids]
         assert list(render_text(words, text).ids) == expected
-        assert words.prefixes.statistics.held_byte_count <= limit
+        assert words.prefixes.held_byte_count <= limit
 
 
 def test_the_beginning_is_the_last_to_go() -> None:
@@ -93,9 +94,9 @@ def test_the_beginning_is_the_last_to_go() -> None:
     render_text(words, SYSTEM[:4000])
     for number in range(100):  # more than there is room for
         render_text(words, SYSTEM[:2000] + f"{number} " * 300)
-    before = words.prefixes.statistics.hit_byte_count
+    before = words.prefixes.hit_byte_count
     render_text(words, SYSTEM[:2000] + "?")
-    assert words.prefixes.statistics.hit_byte_count - before > 1600
+    assert words.prefixes.hit_byte_count - before > 1600
 
 
 def test_threads_share_it() -> None:
@@ -111,16 +112,52 @@ def test_threads_share_it() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
-    statistics = words.prefixes.statistics
-    assert statistics.query_byte_count == sum(len(text.encode()) for text in texts)
-    assert 0 < statistics.hit_byte_count < statistics.query_byte_count
+    cache = words.prefixes
+    assert cache.query_byte_count == sum(len(text.encode()) for text in texts)
+    assert 0 < cache.hit_byte_count < cache.query_byte_count
 
 
-def test_a_block_is_no_longer_than_an_eighth_of_what_is_before_it() -> None:
-    ends = list(_block_ends(1_000_000))
-    sizes = [right - left for left, right in pairwise(ends)]
-    assert all(size <= max(256, end / 8) for size, end in zip(sizes, ends, strict=False))
-    assert len([end for end in ends if end <= 100_000]) < 60
+@settings(max_examples=200)
+@given(texts=st.lists(st.tuples(st.integers(0, 9), st.binary(max_size=6), st.sampled_from([b"", b"x"])), max_size=30))
+def test_a_text_finds_the_prompt_that_begins_most_like_it(texts: list[tuple[int, bytes, bytes]]) -> None:
+    """Compared with a search among all prompts."""
+    cache, text = PrefixCache(), b""
+    kept: list[tuple[bytes, bytes]] = []
+    for keep, more, salt in texts:
+        text = text[:keep] + more
+        known, common = cache.find(text, salt + b":")
+        alike = [zip(text, other, strict=False) for other_salt, other in kept if other_salt == salt]
+        assert common == max(
+            (sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], one)) for one in alike), default=0
+        )
+        assert bytes(list(known.ids))[:common] == text[:common]
+        ends = list(range(1, len(text) + 1))
+        cache.keep(text, salt + b":", known, 0, Tokens(list(text), ends, [1] * len(text), len(text)))
+        kept.append((salt, text))
+
+
+def test_it_holds_no_more_memory_than_it_says() -> None:
+    words = Vocabulary(tokenizer_json("byte_level"))
+    texts = [f"{number} {SYSTEM[: number * 7]}" for number in range(400)]
+    for warm in texts[:20]:
+        render_text(words, warm)
+    words.prefixes = PrefixCache()
+    gc.collect()
+    tracemalloc.start()
+    for text in texts:
+        render_text(words, text)
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert words.prefixes.prompt_count == len(texts)
+    assert 0.5 * words.prefixes.held_byte_count < held <= words.prefixes.held_byte_count
+
+
+def test_a_conversation_that_goes_on_is_held_once() -> None:
+    words = Vocabulary(tokenizer_json("byte_level"))
+    for number in range(1, 20):
+        render_text(words, SYSTEM[: 100 * number])
+    assert words.prefixes.prompt_count == 1
 
 
 def test_texts_that_are_read_in_different_ways_are_told_apart() -> None:
@@ -130,18 +167,3 @@ def test_texts_that_are_read_in_different_ways_are_told_apart() -> None:
     for _ in range(2):
         assert words.prompt(text, framed=False).ids[0] == 3
         assert words.prompt(marked, Marks("\ufdd0", "\ufdd1"), framed=False).ids[0] != 3
-
-
-def test_a_block_that_was_made_again_and_ends_elsewhere_is_not_put_before_the_old_ones() -> None:
-    words = Vocabulary(tokenizer_json("byte_level"))
-    cache, text = words.prefixes, CORPUS[0] * 60
-    render_text(words, text)
-    data = text.encode()
-    known = cache.find(data, b"None")
-    assert known.position > len(data) - 100
-    # The first block is lost and made again, and settles less this time.
-    first = known.whole[0]
-    last = len(words.token_bytes(int(first.ids[-1])))
-    cache._blocks[known.digests[1]] = replace(first, ids=first.ids[:-1], settled=first.settled - last, after=())
-    assert cache.find(data, b"None").whole == [cache._blocks[known.digests[1]]]
-    assert list(render_text(words, text).ids) == words.library.encode(text).ids

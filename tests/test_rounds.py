@@ -14,7 +14,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; it's asleep. Grüße aus K�
 
 
 def _run(mode: str, gaps: tuple[int, ...], models_ns: int) -> Run:
-    return Run(Case("any", mode), gaps, len(gaps) + 1, 2 * (len(gaps) + 1), models_ns, translate_ns=0)
+    return Run(Case("any", mode), gaps, len(gaps) + 1, 2 * (len(gaps) + 1), models_ns, bridge_ns=0)
 
 
 def test_a_round_of_lockstep_is_a_gap_and_the_models_are_taken_off() -> None:

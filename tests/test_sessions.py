@@ -1,7 +1,7 @@
 """The target's and the draft's side of a stream: credit, patience, candidates at any time, epochs."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 
@@ -43,9 +43,12 @@ def run(**changes: object) -> Run:
         "empty_token_count": 0,
         "credit": 1,
         "patience_us": 0,
-        "width": 8,
     }
     return Run(**(fields | changes))  # type: ignore[arg-type]
+
+
+def offer(base: int, ids: Sequence[int], width: int = 8, number: int = 1) -> Candidates:
+    return Candidates(number, base, tuple(ids), width)
 
 
 async def test_credit_is_how_far_the_target_goes() -> None:
@@ -69,7 +72,7 @@ async def test_candidates_are_taken_along_and_the_bonus_is_the_targets_own() -> 
         passes = aiter(session.passes())
         await session.run(run(credit=6))
         # They continue the prompt itself, so they are there for the very first forward.
-        await session.candidates(Candidates(3, (*truth[:3], 7, 8)))
+        await session.candidates(offer(3, (*truth[:3], 7, 8)))
         result = await anext(passes)
         assert result.token_ids == tuple(truth[:4])
         assert (result.accepted_token_count, result.candidate_token_count) == (3, 5)
@@ -80,11 +83,11 @@ async def test_credit_and_width_limit_what_a_forward_takes() -> None:
     truth = oracle(6)
     async with target() as session:
         passes = aiter(session.passes())
-        await session.run(run(credit=3, width=8))
-        await session.candidates(Candidates(3, tuple(truth)))
+        await session.run(run(credit=3))
+        await session.candidates(offer(3, truth, width=8))
         assert (await anext(passes)).token_ids == tuple(truth[:3])
-        await session.run(run(credit=6, width=1))
-        await session.candidates(Candidates(3, tuple(truth)))
+        await session.run(run(credit=6))
+        await session.candidates(offer(3, truth, width=1, number=2))
         assert (await anext(passes)).token_ids == tuple(truth[:2])
 
 
@@ -97,12 +100,12 @@ async def test_patience_is_how_long_it_waits_and_an_empty_offer_ends_it() -> Non
         waiting = asyncio.ensure_future(anext(passes))
         done, _ = await asyncio.wait([waiting], timeout=0.05)
         assert not done
-        await session.candidates(Candidates(4, tuple(truth[1:3])))
+        await session.candidates(offer(4, truth[1:3]))
         result = await waiting
         assert result.accepted_token_count == 2
         assert result.waited_ns > 40_000_000
         waiting = asyncio.ensure_future(anext(passes))
-        await session.candidates(Candidates(7, ()))
+        await session.candidates(offer(7, (), number=2))
         assert (await waiting).candidate_token_count == 0
         await session.grant(Grant(patience_us=1000))
         started = perf_counter()
@@ -128,20 +131,39 @@ async def test_late_candidates_are_trimmed_or_dropped(base: int, ids: str, accep
         await session.run(run(credit=2))
         await anext(passes)
         await anext(passes)  # it holds the prompt and two tokens now
-        await session.candidates(Candidates(base, tuple(9 if one == "x" else truth[int(one)] for one in ids)))
+        await session.candidates(offer(base, [9 if one == "x" else truth[int(one)] for one in ids]))
         await session.grant(Grant(credit=4))
         result = await anext(passes)
         assert result.accepted_token_count == accepted
         assert result.token_ids == tuple(truth[2 : 3 + accepted])
 
 
-async def test_later_candidates_replace_earlier_ones_from_their_index() -> None:
-    truth = oracle(6)
+async def test_an_offer_replaces_the_one_before_and_a_pass_names_the_one_it_took() -> None:
+    truth = oracle(8)
     async with target() as session:
-        await session.run(run(credit=6))
-        await session.candidates(Candidates(3, (truth[0], 9, 9)))
-        await session.candidates(Candidates(4, (truth[1], truth[2])))
-        assert (await anext(aiter(session.passes()))).accepted_token_count == 3
+        passes = aiter(session.passes())
+        await session.run(run(credit=8))
+        await session.candidates(offer(3, (9, 9, 9), number=4))
+        await session.candidates(offer(3, truth[:4], width=2, number=5))
+        result = await anext(passes)
+        assert (result.offer_id, result.candidate_token_count, result.accepted_token_count) == (5, 2, 2)
+        result = await anext(passes)  # what was left of it, after the target's own token
+        assert (result.offer_id, result.candidate_token_count, result.accepted_token_count) == (5, 1, 1)
+        result = await anext(passes)
+        assert (result.offer_id, result.candidate_token_count) == (0, 0)
+
+
+async def test_an_offer_that_comes_too_late_leaves_the_one_before() -> None:
+    truth = oracle(8)
+    async with target() as session:
+        passes = aiter(session.passes())
+        await session.run(run(credit=1))
+        await anext(passes)
+        await session.candidates(offer(4, truth[1:4], number=1))
+        await session.candidates(offer(3, (9, 9), number=2))  # the target has already chosen another token there
+        await session.grant(Grant(credit=4))
+        result = await anext(passes)
+        assert (result.offer_id, result.accepted_token_count) == (1, 3)
 
 
 async def test_a_run_keeps_what_it_says_and_a_wrong_base_is_refused() -> None:
@@ -196,7 +218,7 @@ async def test_the_end_of_text_ends_the_pass() -> None:
     truth = oracle(1)
     async with target(engine=engine) as session:
         await session.run(run(credit=9))
-        await session.candidates(Candidates(3, (truth[0], 2, 7, 8)))
+        await session.candidates(offer(3, (truth[0], 2, 7, 8)))
         result = await anext(aiter(session.passes()))
         assert result.token_ids == (truth[0], 2)
         assert result.finish_reason is FinishReason.STOP
@@ -219,8 +241,8 @@ async def test_candidates_for_which_there_is_no_room_are_none_that_were_taken() 
     truth = oracle(90)
     async with target() as session:
         passes = aiter(session.passes())
-        await session.run(run(credit=90, width=80))
-        await session.candidates(Candidates(3, tuple(truth[:80])))
+        await session.run(run(credit=90))
+        await session.candidates(offer(3, truth[:80], 80))
         result = await anext(passes)
         assert result.candidate_token_count < 80
         assert result.accepted_token_count == result.candidate_token_count == len(result.token_ids) - 1
@@ -236,7 +258,7 @@ async def test_candidates_that_cannot_be_are_cut_off() -> None:
     truth = oracle(4)
     async with target() as session:
         await session.run(run(credit=4))
-        await session.candidates(Candidates(3, (*truth[:2], 99_999, 7)))
+        await session.candidates(offer(3, (*truth[:2], 99_999, 7)))
         result = await anext(aiter(session.passes()))
         assert (result.accepted_token_count, result.candidate_token_count) == (2, 2)
 
@@ -281,6 +303,28 @@ async def test_a_draft_proposes_what_it_is_credited() -> None:
         assert not done
         await session.grant(1, 1)
         assert (await waiting).token_ids[0] == oracle(3)[2]
+
+
+async def test_a_draft_sends_its_turn_in_one_message() -> None:
+    async with draft() as (session, proposals):
+        await session.sync(Sync(1, 0, PROMPT, 0, 5, batch_token_count=3))
+        got = [await anext(proposals) for _ in range(3)]
+        assert [len(one.token_ids) for one in got] == [3, 1, 1]
+        assert [id_ for one in got for id_ in one.token_ids] == oracle(5)
+        assert all(len(one.confidence) == len(one.token_ids) for one in got)
+        assert [one.read_token_count for one in got] == [3, 1, 1]
+        assert 0 < got[0].read_ns < got[0].forward_ns
+
+
+async def test_a_sync_ends_a_turn_early() -> None:
+    async with draft() as (session, proposals):
+        await session.sync(Sync(1, 0, PROMPT, 0, 400, batch_token_count=400))
+        first = asyncio.ensure_future(anext(proposals))
+        await asyncio.sleep(0)  # the turn has begun
+        await session.sync(Sync(2, 0, PROMPT, 0, 2, batch_token_count=2))
+        assert len((await first).token_ids) < 400
+        result = await anext(proposals)
+        assert (result.epoch, list(result.token_ids)) == (2, oracle(2))
 
 
 async def test_a_sync_sends_the_draft_back() -> None:

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from bridge import suffix
 from bridge.generation import Request
-from bridge.policy import Mode, SpeculationParameters
+from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.sampling import SamplingParameters
-from bridge.suffix import LEAST, MOST, SuffixDrafter, most_bytes
+from bridge.suffix import MAX_MATCH_BYTES, MIN_MATCH_BYTES, SuffixDrafter, max_memory_bytes
 from tests import tiny
-from tests.alone import PROMPT, answer, oracle
+from tests.alone import PROMPT, answer, did, oracle
 
 
 def common(text: bytes, place: int) -> int:
     length = 0
-    while length < min(place, MOST) and text[place - 1 - length] == text[-1 - length]:
+    while length < min(place, MAX_MATCH_BYTES) and text[place - 1 - length] == text[-1 - length]:
         length += 1
     return length
 
@@ -33,8 +33,8 @@ def test_a_match_is_the_longest_of_the_latest_places(parts: list[bytes]) -> None
     for part in parts[1:]:
         drafter.append(part)
     text = b"".join(parts)
-    lengths = [common(text, place) for place in range(LEAST, len(text))]
-    latest = [length for length in reversed(lengths) if length >= LEAST][:8]
+    lengths = [common(text, place) for place in range(MIN_MATCH_BYTES, len(text))]
+    latest = [length for length in reversed(lengths) if length >= MIN_MATCH_BYTES][:8]
     match = drafter.match()
     assert (match.length if match else 0) == max(latest, default=0)
 
@@ -43,9 +43,9 @@ def test_a_match_is_the_longest_of_the_latest_places(parts: list[bytes]) -> None
 def test_it_proposes_what_followed_there(text: bytes, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(text)))
     match = SuffixDrafter(text + text[:start]).match()
-    if start >= 2 * LEAST:
+    if start >= 2 * MIN_MATCH_BYTES:
         assert match is not None
-        assert match.length >= LEAST
+        assert match.length >= MIN_MATCH_BYTES
     if match:
         whole = text + text[:start]
         place = whole.find(whole[-match.length :] + match.data[:1])
@@ -58,11 +58,11 @@ def test_a_match_behind_what_may_come_is_that_of_a_text_where_it_came(parts: lis
     known, ahead = parts
     match = SuffixDrafter(known).match(ahead)
     text = known + ahead
-    lengths = [common(text, place) for place in range(LEAST, len(known))]
-    latest = [length for length in reversed(lengths) if length >= LEAST][:8]
+    lengths = [common(text, place) for place in range(MIN_MATCH_BYTES, len(known))]
+    latest = [length for length in reversed(lengths) if length >= MIN_MATCH_BYTES][:8]
     assert (match.length if match else 0) == max(latest, default=0)
     if match:
-        places = [place for place in range(LEAST, len(known)) if common(text, place) == match.length]
+        places = [place for place in range(MIN_MATCH_BYTES, len(known)) if common(text, place) == match.length]
         whole = [(text[place:] * 256)[:256] for place in places]
         assert match.data in whole
 
@@ -93,9 +93,9 @@ def test_memory_is_as_said(count: int, parted: bool) -> None:
     while drafter.length < count:
         drafter.append(chance.randbytes(min(5 + 95 * (not parted), count - drafter.length)))
         if parted:
-            drafter.part()
+            drafter.start_text()
     parts = (drafter._text, drafter._last, drafter._before, drafter._starts)
-    assert sum(sys.getsizeof(part) for part in parts) <= most_bytes(count)
+    assert sum(sys.getsizeof(part) for part in parts) <= max_memory_bytes(count)
 
 
 def tables(drafter: SuffixDrafter) -> tuple[bytes, list[int], list[int]]:
@@ -107,8 +107,8 @@ def test_many_places_at_once_are_the_same_as_one_by_one(parts: list[bytes]) -> N
     drafters = []
     for many, block in ((1 << 30, 1), (1, 1 << 30), (2, 7)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(suffix, "_MANY", many)
-            patch.setattr(suffix, "_BLOCK", block)
+            patch.setattr(suffix, "_MIN_BLOCK_PLACES", many)
+            patch.setattr(suffix, "_MAX_BLOCK_PLACES", block)
             drafters.append(SuffixDrafter())
             for part in parts:
                 drafters[-1].append(part)
@@ -130,7 +130,7 @@ def test_what_is_taken_back_was_never_there(text: bytes, data: st.DataObject) ->
 def test_texts_that_are_parted_have_no_match_and_no_data_in_common(parts: list[bytes], end: str) -> None:
     drafter, asked = SuffixDrafter(), end.encode()
     for part in parts:
-        drafter.part()
+        drafter.start_text()
         drafter.append(part)
     match = drafter.match_of(asked)
     begins = [0, *accumulate(map(len, parts))]
@@ -138,7 +138,7 @@ def test_texts_that_are_parted_have_no_match_and_no_data_in_common(parts: list[b
     # in the same text.
     text = b"".join(parts)
     places = [place for place in reversed(range(len(text))) if text[max(place - 4, 0) : place] == asked[-4:]][:8]
-    best: tuple[int, bytes] = (LEAST - 1, b"")
+    best: tuple[int, bytes] = (MIN_MATCH_BYTES - 1, b"")
     for place in places:
         part, begin = next(
             (part, begin) for part, begin in zip(parts, begins, strict=False) if begin <= place < begin + len(part)
@@ -150,7 +150,9 @@ def test_texts_that_are_parted_have_no_match_and_no_data_in_common(parts: list[b
         )
         if length > best[0]:
             best = length, part[place - begin :]
-    assert (match and (match.length, match.data)) == (best if best[0] >= LEAST and len(asked) >= LEAST else None)
+    assert (match and (match.length, match.data)) == (
+        best if best[0] >= MIN_MATCH_BYTES and len(asked) >= MIN_MATCH_BYTES else None
+    )
 
 
 def test_a_byte_costs_the_same_however_long_the_text_is() -> None:
@@ -183,6 +185,6 @@ def test_a_text_that_repeats_itself_is_said_in_fewer_passes_and_stays_the_same()
         assert text == target.vocabulary.spell(expected).decode(errors="replace")
         assert finished.mode is Mode.AUTO
         statistics = finished.statistics
-        assert 0 < statistics.num_suffix_accepted_tokens == statistics.num_accepted_tokens
-        assert statistics.num_suffix_draft_tokens == statistics.num_draft_tokens
+        assert 0 < did(statistics, "suffix").num_accepted_tokens == statistics.num_accepted_tokens
+        assert did(statistics, "suffix").num_draft_tokens == statistics.num_draft_tokens
         assert statistics.target_pass_count < 150

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from bridge.errors import InvalidField
 from bridge.generation import Delta, Finished, Request, check, generate
-from bridge.policy import Mode, SpeculationParameters
-from bridge.suffix import LEAST, Match, SuffixDrafter, most_bytes
+from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.suffix import MIN_MATCH_BYTES, Match, SuffixDrafter, max_memory_bytes
 from bridge.suffix_memory import SuffixMemory, suffix_drafter
 from services.target.session import TargetSession
 from tests import tiny
-from tests.alone import PROMPT, answer, oracle
+from tests.alone import PROMPT, answer, did, oracle
 
 LETTERS = st.text("ab", max_size=16).map(str.encode)
 SAID = st.lists(st.tuples(st.sampled_from(["ann", "bob", ""]), LETTERS), max_size=12)
@@ -56,7 +56,7 @@ def test_a_match_is_of_one_output(outputs: list[bytes], end: bytes) -> None:
         memory.remember("ann", output)
     match = memory.match("ann", end)
     if match:
-        assert match.length >= LEAST
+        assert match.length >= MIN_MATCH_BYTES
         assert any(output.endswith(end[-match.length :] + match.data) for output in outputs)
         assert match.data
 
@@ -77,7 +77,7 @@ def test_the_budget_holds_at_any_time(budget: int, monkeypatch: pytest.MonkeyPat
 
     def checked(drafter: SuffixDrafter, output: bytes) -> None:
         append(drafter, output)
-        assert sum(most_bytes(one.length) for one in (*memory._tenants.values(), drafter)) <= budget
+        assert sum(max_memory_bytes(one.length) for one in (*memory._tenants.values(), drafter)) <= budget
         assert held(*memory._tenants.values(), drafter) <= budget
 
     monkeypatch.setattr(SuffixDrafter, "append", checked)
@@ -136,7 +136,7 @@ def expected() -> Iterator[list[int]]:
     """A text that says nothing twice."""
     ids = oracle(TARGET, tiny.HashEngine(TARGET), 0.0, 40)
     text = PROMPT.encode() + TARGET.vocabulary.spell(ids)
-    assert not any(text[at : at + LEAST] in text[:at] for at in range(len(text) - LEAST))
+    assert not any(text[at : at + MIN_MATCH_BYTES] in text[:at] for at in range(len(text) - MIN_MATCH_BYTES))
     return ids
 
 
@@ -145,11 +145,11 @@ async def test_a_tenant_is_told_sooner_what_it_was_told_before(expected: list[in
     for tenant in ("ann", "bob", ""):
         ids, first = await told(memory, asking(tenant))
         assert ids == expected
-        assert first.statistics.num_suffix_draft_tokens == first.statistics.num_draft_tokens == 0
+        assert did(first.statistics, "suffix").num_draft_tokens == first.statistics.num_draft_tokens == 0
     for _ in range(2):
         ids, again = await told(memory, asking("ann"))
         assert ids == expected
-        assert 0 < again.statistics.num_suffix_accepted_tokens == again.statistics.num_accepted_tokens
+        assert 0 < did(again.statistics, "suffix").num_accepted_tokens == again.statistics.num_accepted_tokens
         assert again.statistics.target_pass_count < first.statistics.target_pass_count
     _, nobody = await told(memory, asking(""))
     assert nobody.statistics.num_draft_tokens == 0
@@ -177,9 +177,9 @@ async def test_what_a_request_said_until_it_was_given_up_is_kept(expected: list[
     scheduler.close()
     said = TARGET.vocabulary.spell(expected)
     half = len(TARGET.vocabulary.spell(ids))
-    assert said.startswith(data(match := memory.match("ann", said[: LEAST + 1])), LEAST + 1)
+    assert said.startswith(data(match := memory.match("ann", said[: MIN_MATCH_BYTES + 1])), MIN_MATCH_BYTES + 1)
     assert match is not None
-    assert half - LEAST - 1 <= len(match.data) < len(said) - LEAST - 1
+    assert half - MIN_MATCH_BYTES - 1 <= len(match.data) < len(said) - MIN_MATCH_BYTES - 1
 
 
 def test_a_tenant_has_a_short_name() -> None:

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from bridge.errors import DraftBridgeError, PromptTooLong, ProtocolViolation, SlotsExhausted, TokenOutOfRange
 from bridge.ports import Proposal, Sync
-from bridge.suffix import LEAST, SuffixDrafter
+from bridge.suffix import MIN_MATCH_BYTES, SuffixDrafter
 from draftbridge import CallError, Client
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2_grpc
 from services.draft.suffix import SuffixModel, SuffixSession
 from services.processes import Fleet, fleet, serve
+from tests.alone import did
 from tests.test_cli import command, refused
 
 MODEL = SuffixModel("suffix", 2).model
@@ -206,12 +207,12 @@ def test_a_bridge_uses_it_and_the_text_is_the_targets_own(suffix_fleet: Fleet, m
     assert together.token_ids == alone.token_ids
     assert together.text == alone.text
     assert together.started.draft == "suffix"
-    did = together.finished.speculation
-    assert not did.note
+    speculation = together.finished.speculation
+    assert not speculation.note
     if options and mode == "lockstep":  # where the target waits for it, however fast it is
-        assert did.num_suffix_draft_tokens == 0
+        assert [one.name for one in speculation.sources] == ["draft"]
         # How many depends on the text, and so on the tokenizer, whose training breaks ties as it likes: 17 to 47.
-        assert did.num_accepted_tokens > 5
+        assert speculation.num_accepted_tokens > 5
 
 
 def test_a_chat_has_it_too(suffix_fleet: Fleet) -> None:
@@ -278,7 +279,10 @@ async def test_more_sessions_than_slots_are_told_to_come_again() -> None:
 
 def says_nothing_twice(text: str) -> bool:
     data = text.encode()
-    return not any(data[at : at + LEAST] in data[: at + LEAST - 1] for at in range(len(data) - LEAST + 1))
+    return not any(
+        data[at : at + MIN_MATCH_BYTES] in data[: at + MIN_MATCH_BYTES - 1]
+        for at in range(len(data) - MIN_MATCH_BYTES + 1)
+    )
 
 
 def test_what_a_tenant_was_told_before_is_a_draft(tiny_models: tuple[Path, Path]) -> None:
@@ -293,7 +297,7 @@ def check_what_tenants_are_told(running: Fleet) -> None:
 
         def ask(tenant: str, seed: int) -> tuple[str, int]:
             got = client.generate(prompt, max_tokens=40, seed=seed, temperature=1.0, tenant=tenant)
-            return got.text, got.finished.speculation.num_suffix_draft_tokens
+            return got.text, did(got.finished.speculation, "suffix").num_draft_tokens
 
         seed = next(seed for seed in range(50) if says_nothing_twice(prompt + ask("", seed)[0]))
         text, nothing = ask("", seed)

@@ -1,17 +1,19 @@
 """What `benchmarks.traces` records, against transformers, and what the laboratory makes of it."""
 
-import json
 from contextlib import closing
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
+import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.recorded import Pair, Text, read, write
 from benchmarks.simulate import PAIRS, VIRTUAL, lockstep_ms, row, traced
-from benchmarks.traces import rights, trace
+from benchmarks.traces import rights, trace, written
 from bridge.generation import Delta, Request, generate
-from bridge.policy import Mode, SpeculationParameters
+from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.sampling import SamplingParameters
 from services.engine.torch_engine import TorchEngine
 from services.model.host import LoadedModel, load
@@ -25,14 +27,18 @@ def _load(directory: Path) -> LoadedModel:
 
 async def test_a_draft_is_right_where_it_would_have_said_the_same(tiny_models: tuple[Path, Path]) -> None:
     reference = AutoModelForCausalLM.from_pretrained(tiny_models[1], dtype="float32")
-    ids, right = [5, 6, 7], ""
+    ids, right, confidence = [5, 6, 7], "", []
     for place in range(80):
-        best = int(expected(reference, ids)[-1].argmax())
+        logits = torch.from_numpy(expected(reference, ids)[-1])
+        best = int(logits.argmax())
         knows = place % 5 in (0, 1, 3)
         ids.append(best if knows else (best + 1) % 100)
         right += str(int(knows))
+        confidence.append(float(logits.softmax(dim=0).max()))
     draft = _load(tiny_models[1])
-    assert await rights(draft, ids, 3) == right
+    found = await rights(draft, ids, 3)
+    assert found[0] == right
+    assert found[1] == pytest.approx(confidence, rel=1e-3)
     draft.scheduler.close()
 
 
@@ -45,22 +51,35 @@ async def test_a_trace_is_of_the_drafts_tokens_of_what_the_target_says(tiny_mode
         said = "".join(
             [event.text async for event in generate(request, target.model, verifier) if isinstance(event, Delta)]
         )
+    data, token_count = await written(target, prompt, 20)
+    assert data.decode(errors="replace") == said
+    assert token_count == 20
     vocabulary = draft.model.vocabulary
-    whole, before = (vocabulary.pieces(text.encode(), whole=True).ids for text in (prompt + said, prompt))
+    whole, before = (vocabulary.pieces(text, whole=True).ids for text in (prompt.encode() + data, prompt.encode()))
     count = len(whole) - next(n for n, (a, b) in enumerate(zip_longest(whole, before)) if a != b)
-    found = await trace(target, draft, prompt, 20)
+    found = await trace(target, draft, prompt, data)
     assert len(said) > 20
-    assert found == (await rights(draft, whole, 1))[-count:]
-    assert len(found) == count
+    assert found[0] == (await rights(draft, whole, 1))[0][-count:]
+    assert len(found[0]) == len(found[1]) == count
     for model in (target, draft):
         model.scheduler.close()
+
+
+def test_a_file_holds_several_pairs(tmp_path: Path) -> None:
+    one = Pair("big", "small", (Text("qa", "110", (1.0, 0.4, 0.0), 2), Text("chat", "0", (0.2,), 1)))
+    other = Pair("big", "tiny", (Text("qa", "01", (0.6, 0.8), 2),))
+    write(tmp_path / "traces.json", [one, other], "two of them")
+    found = read(tmp_path / "traces.json")
+    assert found == {"big <- small": one, "big <- tiny": other}
+    assert found["big <- small"].right == "1100"
+    assert found["big <- small"].acceptance == 0.5
 
 
 def test_the_laboratory_is_right_where_the_trace_is(tmp_path: Path) -> None:
     """Runs of right ones and of wrong ones, in a trace of two in three."""
     right = ("1" * 8 + "0" * 4) * 10
     path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"right": right}))
+    write(path, [Pair("big", "small", (Text("", right, (0.5,) * len(right), 60),))], "")
     pair = traced(PAIRS[0], path)
     assert [pair.is_right(1, place) for place in range(7, 13)] == [True, False, False, False, False, True]
     # A turn of eight from a multiple of twelve on is all right, then follow four passes of one token each.

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from bridge.seams import Tokens
 from bridge.templates import render_text
 from bridge.translation import DraftContext, candidates, translate
-from bridge.vocabulary import Pieces, Rendering, Vocabulary
+from bridge.vocabulary import Rendering, Vocabulary
 from tests.tiny import CORPUS, EXACT_KINDS, KINDS, model, own_ids, tokenizer_json, vocabulary
 
 # Pieces of the texts that the tokenizers know, characters that they do not, and periodic nonsense.
@@ -73,7 +74,7 @@ def test_a_long_text_is_encoded_again_only_at_its_end(kind: str, monkeypatch: py
     seen: list[int] = []
     pieces = words.pieces
 
-    def counting(data: bytes, *, whole: bool = False) -> Pieces:
+    def counting(data: bytes, *, whole: bool = False) -> Tokens:
         seen.append(len(data))
         return pieces(data, whole=whole)
 

@@ -29,7 +29,6 @@ HARD_TEXTS = [
 @given(data=st.one_of(st.sampled_from([text.encode() for text in HARD_TEXTS]), st.binary(), st.text().map(str.encode)))
 def test_any_bytes_are_spelled_exactly_up_to_half_a_character(kind: str, data: bytes) -> None:
     pieces = vocabulary(kind).pieces(data)
-    assert pieces.exact
     assert vocabulary(kind).spell(pieces.ids) == data[: pieces.consumed]
     # Only the beginning of a character may be left, and a character has at most four bytes.
     assert len(data) - pieces.consumed <= 3

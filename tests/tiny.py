@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from bridge.models import Model, SpecialIds
 from bridge.sampling import History, Logits, Sampler, SamplingParameters
 from bridge.vocabulary import Vocabulary
+from services.bridge.sandbox.jinja import run_template
 from services.engine.engine import Row
 from services.engine.scheduler import Scheduler
 from services.model.files import ModelFiles
@@ -143,6 +144,7 @@ def model(kind: str, context_length: int = 512, padding: int = 5, **options: obj
         vocabulary_size=words.size + padding,
         vocabulary=words,
         special_ids=SpecialIds(bos=1, eos=(2,), pad=0),
+        run_template=run_template,
         **options,  # type: ignore[arg-type]
     )
 

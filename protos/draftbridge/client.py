@@ -72,13 +72,15 @@ def generate_request(
     num_assistant_tokens: int | None = None,
     assistant_confidence_threshold: float | None = None,
     draft_temperature: float | None = None,
+    sources: Sequence[str] = (),
     tenant: str = "",
 ) -> bridge_pb2.GenerateRequest:
     """The request that `generate` and `stream` send. Give one of `prompt`, `messages` and `token_ids`.
 
     `messages`: mappings with "role", "content" and what the models' templates know besides, such as "tool_calls".
     `template_variables`: more for the templates, such as `tools`; JSON values. `stop`: one string or several.
-    `speculation`: "auto", "off", "lockstep" or "opportunistic".
+    `speculation`: "auto", "off", "lockstep" or "opportunistic". `sources`: names of those that may propose candidates,
+    "draft" and "suffix"; all that the mode uses if empty.
     `tenant`: outputs of requests with the same one are used as drafts of each other, by a bridge with --suffix-memory.
     Raises `CallError` for a value that cannot be sent at all.
     """
@@ -116,6 +118,7 @@ def generate_request(
                 num_assistant_tokens=num_assistant_tokens,
                 assistant_confidence_threshold=assistant_confidence_threshold,
                 draft_temperature=draft_temperature,
+                sources=sources,
             ),
             tenant=tenant,
         )

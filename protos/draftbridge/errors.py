@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -20,14 +21,22 @@ class ErrorReport:
 
 
 def read_report(trailing_metadata: Any) -> ErrorReport | None:
-    """The report in a failed call's trailing metadata, if there is one."""
+    """The report in a failed call's trailing metadata; None if there is none, or none that can be read."""
     for key, value in trailing_metadata or ():
-        if key == _DETAILS_KEY:
-            status = status_pb2.Status.FromString(value)
-            for detail in status.details:
-                info = error_details_pb2.ErrorInfo()
-                if detail.Unpack(info):
-                    return ErrorReport(status.message, info.reason, dict(info.metadata))
+        if key == _DETAILS_KEY and (report := _parsed(value)):
+            return report
+    return None
+
+
+def _parsed(data: bytes) -> ErrorReport | None:
+    try:
+        status = status_pb2.Status.FromString(data)
+        for detail in status.details:
+            info = error_details_pb2.ErrorInfo()
+            if detail.Unpack(info):
+                return ErrorReport(status.message, info.reason, dict(info.metadata))
+    except DecodeError:  # the call has a status of its own, which counts
+        return None
     return None
 
 

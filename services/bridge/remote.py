@@ -7,6 +7,7 @@ from typing import Any
 
 from grpc import aio
 
+from bridge.errors import ProtocolViolation, Unreachable
 from bridge.models import Model
 from bridge.ports import Candidates, Grant, Pass, Proposal, Run, Sync
 from bridge.sampling import SamplingParameters
@@ -14,13 +15,18 @@ from draftbridge.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grp
 from services import wire
 from services.status import from_rpc_error
 
+# More tokens than any message has: nothing is offered, and no credit given, for so many. A longer one is not looked at.
+_MAX_TOKENS = 1024
+# Messages that a peer has not taken yet, after which it is taken to have stopped reading.
+_MAX_UNSENT = 256
+
 
 class _Stream:
     """One bidirectional call.
 
-    `send` waits for nobody: a draft that hangs and takes nothing more must not hold up the target. It only lets the
-    writer have its turn, so that a message is on its way before anything else is done. Sending on a call that has
-    failed is silent; reading tells why it failed.
+    `send` does not wait for the peer: a draft that hangs must not hold up the target. It only lets the writer have its
+    turn, so that a message is on its way before anything else is done. Sending on a call that has failed is silent;
+    reading reports why it failed.
     """
 
     def __init__(self, call: "aio.StreamStreamCall[Any, Any]", address: str, opening: Any) -> None:
@@ -31,6 +37,8 @@ class _Stream:
         self._writer = asyncio.create_task(self._write())
 
     async def send(self, message: Any) -> None:
+        if self._outbox.qsize() >= _MAX_UNSENT:
+            raise Unreachable(self._address, "it has stopped reading what it is sent")
         self._outbox.put_nowait(message)
         await asyncio.sleep(0)
 
@@ -42,6 +50,10 @@ class _Stream:
     async def read(self) -> AsyncIterator[Any]:
         try:
             async for message in self._call:
+                if message is None:
+                    raise ProtocolViolation(f"{self._address} sends a message that cannot be parsed")
+                if len(message.token_ids) > _MAX_TOKENS:
+                    raise ProtocolViolation(f"{self._address} sends {len(message.token_ids)} tokens in a message")
                 yield message
         except aio.AioRpcError as error:
             raise from_rpc_error(error, self._address) from error

@@ -9,17 +9,36 @@ from typing import Any
 
 from grpc import aio
 
-from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
+from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField, TokenOutOfRange
 from bridge.generation import Delta, Finished, Request, Started, check, generate
-from bridge.policy import Mode, SpeculationParameters
+from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.ports import Proposal
+from bridge.sampling import SamplingParameters
 from bridge.suffix_memory import SuffixMemory
 from bridge.templates import Chat
-from bridge.translation import segment, spans, translate
+from bridge.translation import segment, translate
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services import wire
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
-from services.bridge.zoo import Zoo
+from services.bridge.zoo import Endpoint, Zoo
 from services.version import VERSION
+
+
+class _ZooDrafter(RemoteDrafter):
+    """A draft of the zoo, which learns if another model has taken its place."""
+
+    def __init__(self, zoo: Zoo, endpoint: Endpoint, sampling: SamplingParameters, seed: int) -> None:
+        super().__init__(endpoint.channel, endpoint.address, endpoint.model, sampling, seed)
+        self._zoo, self._endpoint = zoo, endpoint
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        """See `Drafter`."""
+        try:
+            async for proposal in super().proposals():
+                yield proposal
+        except DraftBridgeError as error:
+            self._zoo.on_draft_error(self._endpoint, error)
+            raise
 
 
 class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
@@ -55,6 +74,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         target = self._zoo.target(message.target)
         off = request.speculation.mode is Mode.OFF
         draft = None if off else self._zoo.draft(message.draft)
+        note = "" if off or draft else self._zoo.note_on_drafts
         with ExitStack() as stack:
             stack.enter_context(target.estimates.request())
             verifier = stack.enter_context(
@@ -72,9 +92,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             drafter = None
             if draft is not None:
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)
-                drafter = stack.enter_context(
-                    closing(RemoteDrafter(draft.channel, draft.address, draft.model, sampling, request.seed))
-                )
+                drafter = stack.enter_context(closing(_ZooDrafter(self._zoo, draft, sampling, request.seed)))
             draft_model = draft.model if draft else None
             events = generate(request, target.model, verifier, draft_model, drafter, target.estimates, self._memory)
             async for event in events:
@@ -89,18 +107,10 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
                             )
                         )
                     case Delta():
-                        yield bridge_pb2.GenerateResponse(
-                            delta=bridge_pb2.GenerateDelta(
-                                text=event.text,
-                                token_ids=event.token_ids,
-                                logprobs=wire.write_logprobs(event.logprobs),
-                                accepted_byte_count=event.accepted_byte_count,
-                                source=wire.write_source(event.source),
-                                suffix_byte_count=event.suffix_byte_count,
-                            )
-                        )
+                        yield bridge_pb2.GenerateResponse(delta=wire.write_delta(event))
                     case Finished():
-                        finished = _write_finished(event)
+                        finished = wire.write_finished(event)
+                        finished.speculation.note = finished.speculation.note or note
                         wire.add_statistics(self._totals, finished.speculation)
                         yield bridge_pb2.GenerateResponse(finished=finished)
 
@@ -108,14 +118,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         self, request: bridge_pb2.GetStatusRequest, context: "aio.ServicerContext[Any, Any]"
     ) -> bridge_pb2.GetStatusResponse:
         """See the contract."""
-        endpoints = []
-        for endpoint in self._zoo.endpoints:
-            problem = await self._zoo.check(endpoint)
-            endpoints.append(
-                bridge_pb2.Endpoint(
-                    address=endpoint.address, role=endpoint.role, reachable=not problem, problem=problem
-                )
-            )
+        endpoints = await self._zoo.check()
         return bridge_pb2.GetStatusResponse(
             version=VERSION,
             uptime_ns=perf_counter_ns() - self._started_ns,
@@ -172,8 +175,8 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             case _:
                 raise InvalidField("input", "a text or token ids", "neither")
         return bridge_pb2.TranslateResponse(
-            source_tokens=wire.write_spans(spans(source.vocabulary, source_ids)),
-            target_tokens=wire.write_spans(spans(target.vocabulary, target_ids)),
+            source_tokens=wire.write_spans(source.vocabulary, source_ids),
+            target_tokens=wire.write_spans(target.vocabulary, target_ids),
         )
 
 
@@ -202,26 +205,7 @@ def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
             num_assistant_tokens=assistant_tokens,
             assistant_confidence_threshold=speculation.assistant_confidence_threshold,
             draft_temperature=speculation.draft_temperature if speculation.HasField("draft_temperature") else None,
+            sources=tuple(speculation.sources),
         ),
         tenant=message.tenant,
-    )
-
-
-def _write_finished(event: Finished) -> bridge_pb2.GenerateFinished:
-    counted = vars(event.statistics).copy()
-    cached_token_count = counted.pop("cached_token_count")
-    return bridge_pb2.GenerateFinished(
-        finish_reason=wire.write_finish_reason(event.finish_reason),
-        usage=bridge_pb2.Usage(
-            prompt_token_count=event.prompt_token_count,
-            generated_token_count=event.generated_token_count,
-            cached_token_count=cached_token_count,
-        ),
-        speculation=bridge_pb2.SpeculationStatistics(
-            mode=wire.write_mode(event.mode),
-            generated_byte_count=event.generated_byte_count,
-            elapsed_ns=event.elapsed_ns,
-            first_token_ns=event.first_token_ns,
-            **counted,
-        ),
     )

@@ -2,7 +2,6 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from bridge.errors import ProtocolViolation
 from bridge.models import Model
 from bridge.ports import Proposal, Sync
 from services.engine.sequence import check_ids
+from services.inbox import Inbox
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,21 @@ class CreditedSession(ABC):
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._inbox: deque[Sync | Grant] = deque()
+        self._inbox: Inbox[Sync | Grant] = Inbox()
         self._news = asyncio.Event()
         self._epoch = 0
         self._credit = 0
+        self._batch = 1
         self._done = False
         self._last = False  # nothing more will be told
 
     async def sync(self, sync: Sync) -> None:
         """See `DraftSync`."""
-        self._tell(sync)
+        await self._tell(sync)
 
     async def grant(self, epoch: int, credit: int) -> None:
         """See `DraftGrant`."""
-        self._tell(Grant(epoch, credit))
+        await self._tell(Grant(epoch, credit))
 
     def no_more(self) -> None:
         """Nothing more will be told: `proposals` ends when the credit does."""
@@ -83,10 +84,13 @@ class CreditedSession(ABC):
 
     @abstractmethod
     async def _propose(self) -> Proposal:
-        """The next of this epoch, which it adds to the sequence: one token at least, or done; no more than credit."""
+        """The next proposal of this epoch, which it adds to the sequence: at least one token, or done.
 
-    def _tell(self, message: Sync | Grant) -> None:
-        self._inbox.append(message)
+        It has at most `_batch` tokens, which is 1 after the first of an epoch, and no more than there is credit for.
+        """
+
+    async def _tell(self, message: Sync | Grant) -> None:
+        await self._inbox.put(message)
         self._news.set()
 
     def _read(self) -> None:
@@ -112,5 +116,5 @@ class CreditedSession(ABC):
             raise ProtocolViolation("a sync needs at least one token: send the prompt's ids")
         check_ids(sync.token_ids, self._model)
         self._replace(sync.keep_token_count, sync.token_ids, sync.byte_offset)
-        self._epoch, self._credit = sync.epoch, sync.credit
+        self._epoch, self._credit, self._batch = sync.epoch, sync.credit, max(sync.batch_token_count, 1)
         self._done = False

@@ -9,7 +9,7 @@ from grpc import aio
 from bridge.errors import ProtocolViolation
 from bridge.sampling import SamplingParameters
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc
-from services import wire
+from services import limits, wire
 from services.draft.credit import CreditedSession
 from services.streams import RoleServicer, check_model, first_message, listening
 
@@ -30,12 +30,13 @@ class DraftServicer(RoleServicer[OpenSession], draft_pb2_grpc.DraftServiceServic
         requests = aiter(request_iterator)
         opening = (await first_message(requests)).open
         check_model(opening.model, opening.tokenizer_sha256, self._model)
-        with closing(open_session(wire.read_sampling(opening.sampling), opening.seed)) as session:
+        sampling = limits.read_sampling(opening.sampling, self._model)
+        with closing(open_session(sampling, opening.seed)) as session:
 
             async def hear(request: draft_pb2.DraftRequest) -> None:
                 match request.WhichOneof("kind"):
                     case "sync":
-                        await session.sync(wire.read_sync(request.sync))
+                        await session.sync(limits.read_sync(request.sync, self._model))
                     case "grant":
                         await session.grant(request.grant.epoch, request.grant.credit)
                     case kind:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from bridge.models import Model
 from bridge.ports import Proposal
-from bridge.sampling import Sampler
+from bridge.sampling import Choice, Sampler
 from services.draft.credit import CreditedSession
-from services.engine.scheduler import Scheduler
+from services.engine.scheduler import Scheduler, Timed
 from services.engine.sequence import CachedSequence
 
 
 class DraftSession(CreditedSession):
-    """Implements `bridge.ports.Drafter` over a model in this process: a proposal for each token, from a forward each.
+    """Implements `bridge.ports.Drafter` over a model in this process: each token is from a forward of its own.
 
     `proposals` raises `SlotsExhausted` or `EngineFailure` besides.
     """
@@ -35,17 +35,34 @@ class DraftSession(CreditedSession):
         self._offset = byte_offset
 
     async def _propose(self) -> Proposal:
-        offset = self._offset
-        done = await self._sequence.forward((), lambda logits: self._sampler.choose(logits[0], offset, 0))
-        id_, confidence = done.value.token_id, done.value.probability
-        self._sequence.accept((id_,), 0)
-        self._offset += len(self._model.vocabulary.token_bytes(id_))
+        read_token_count = self._sequence.uncached_token_count
+        first = await self._forward()
+        forwards = [first]
+        room = min(self._batch, self._credit, self._model.context_length - self._held + 1)
+        while len(forwards) < room and not self._ends(forwards[-1]):
+            if self._inbox:
+                break  # the bridge wants something else by now
+            forwards.append(await self._forward())
+        self._batch = 1  # the rest of the epoch goes out token by token
+        confidences = [one.value.probability for one in forwards]
         return Proposal(
             self._epoch,
-            (id_,),
-            () if confidence is None else (confidence,),
-            done=id_ in self._model.special_ids.eos,
-            cached_token_count=done.cached_token_count,
-            queue_ns=done.queue_ns,
-            forward_ns=done.forward_ns,
+            tuple(one.value.token_id for one in forwards),
+            tuple(one for one in confidences if one is not None),
+            done=self._ends(forwards[-1]),
+            cached_token_count=first.cached_token_count,
+            queue_ns=sum(one.queue_ns for one in forwards),
+            forward_ns=sum(one.forward_ns for one in forwards),
+            read_token_count=max(read_token_count - first.cached_token_count, 1),
+            read_ns=first.forward_ns,
         )
+
+    async def _forward(self) -> Timed[Choice]:
+        offset = self._offset
+        done = await self._sequence.forward((), lambda logits: self._sampler.choose(logits[0], offset, 0))
+        self._sequence.accept((done.value.token_id,), 0)
+        self._offset += len(self._model.vocabulary.token_bytes(done.value.token_id))
+        return done
+
+    def _ends(self, done: Timed[Choice]) -> bool:
+        return done.value.token_id in self._model.special_ids.eos

@@ -92,7 +92,14 @@ class SuffixSession(CreditedSession):
         count = min(self._credit, self._model.context_length - self._held)
         said, self._ahead = self._ahead[:count], self._ahead[count:]
         self._text += said
-        return Proposal(self._epoch, tuple(said), (), done=not self._ahead, forward_ns=perf_counter_ns() - started)
+        return Proposal(
+            self._epoch,
+            tuple(said),
+            (),
+            done=not self._ahead,
+            forward_ns=perf_counter_ns() - started,
+            read_token_count=1,
+        )
 
     async def _learn(self) -> None:
         """Lets the drafter know the whole sequence. Each byte is read once, and taken back once at most."""

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +11,8 @@ import numpy as np
 from bridge.errors import UnusableModel
 from bridge.sampling import Logits
 
+# Widths of the forwards that are timed, the tokens before them, and how long that may take in all.
+_MEASURED_WIDTHS, _MEASURED_CONTEXT, _MEASURING_NS = (1, 2, 3, 5, 9, 17, 25), 128, 5_000_000_000
 # With room for fewer tokens a slot is of no use. llama.cpp rounds lengths up to a multiple of it.
 CONTEXT_STEP = 256
 
@@ -114,6 +117,25 @@ def warm(engine: Engine, widths: Iterable[int]) -> None:
     for width in widths:
         if width <= engine.context_length:
             engine.forward([Row(0, 0, (0,) * width, 0)])
+
+
+def measure(engine: Engine, *, all_logits: bool) -> list[tuple[int, int]]:
+    """Numbers of tokens, from few to many, and the nanoseconds that a forward of them takes after `_MEASURED_CONTEXT`.
+
+    Bridges plan with these until they have seen forwards of their own. `all_logits`: as a target, which verifies every
+    token; a draft asks only for the last. Takes the faster of two forwards each, and stops when it has taken long.
+    """
+    context = min(_MEASURED_CONTEXT, engine.context_length // 2)
+    engine.forward([Row(0, 0, (0,) * context, context)])
+    found: dict[int, int] = {}
+    stop_ns = perf_counter_ns() + _MEASURING_NS
+    for width in (1, 1, *_MEASURED_WIDTHS, *_MEASURED_WIDTHS):
+        if context + width <= engine.context_length and (len(found) < 2 or perf_counter_ns() < stop_ns):
+            started = perf_counter_ns()
+            engine.forward([Row(0, context, (0,) * width, 0 if all_logits else width - 1)])
+            taken_ns = perf_counter_ns() - started
+            found[width] = min(found.get(width, taken_ns), taken_ns)
+    return sorted(found.items())
 
 
 def core_count() -> int:

@@ -186,6 +186,17 @@ def _device(core: ov.Core, name: str) -> str:
     return found
 
 
+def refuses(dtype: str, threads: int | None) -> bool:
+    """Whether a CPU cannot compute so: OpenVINO 2026.4 divides by zero in bfloat16 with one thread, which ends the
+    process, and its float16 makes NaN of small models.
+    """
+    return dtype == "float16" or (dtype == "bfloat16" and _alone(threads))
+
+
+def _alone(threads: int | None) -> bool:
+    return min(threads or core_count(), core_count()) == 1
+
+
 def _options(
     core: ov.Core, device: str, dtype: str, weights: str, threads: int | None
 ) -> tuple[str, dict[str, str | int | bool]]:
@@ -198,9 +209,7 @@ def _options(
     if threads is not None:
         options["INFERENCE_NUM_THREADS"] = threads
     fast = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-    # OpenVINO 2026.4 divides by zero there, which ends the process; and its float16 makes NaN of small models.
-    alone = min(threads or core_count(), core_count()) == 1
-    if dtype == "float16" or (dtype == "bfloat16" and alone):
+    if refuses(dtype, threads):
         raise UnusableModel(
             "OpenVINO does not compute in float16 on CPUs reliably, nor in bfloat16 with one thread: use --dtype "
             "float32 or auto, or --threads 2"
@@ -209,7 +218,7 @@ def _options(
         # As exact as its name says.
         options["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
         precision = _DTYPES[dtype]
-    elif weights == "full" and fast and not alone:
+    elif weights == "full" and fast and not _alone(threads):
         precision = "bf16"
     else:
         precision = "f32"

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, Generic, TypeVar
 
+from bridge.common_prefix import common_prefix_length
 from bridge.errors import EngineFailure, SlotsExhausted
 from bridge.sampling import Logits
-from bridge.translation import common_prefix_length
 from services.engine.engine import Engine, Row
 from services.engine.slots import LEAST_COPIED, Place, Slots
 

@@ -36,6 +36,11 @@ class CachedSequence:
     # Extra ids that the last forward took along.
     _taken: int = 0
 
+    @property
+    def uncached_token_count(self) -> int:
+        """Ids that the next forward runs; at least 1."""
+        return len(self.ids) - min(self._cached, len(self.ids) - 1)
+
     def replace(self, keep: int, token_ids: Sequence[int]) -> None:
         """Keeps the first `keep` ids and appends others."""
         assert 0 <= keep <= len(self.ids)

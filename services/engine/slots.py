@@ -8,7 +8,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 
-from bridge.translation import common_prefix_length
+from bridge.common_prefix import common_prefix_length
 
 # A copy is made for no less than this many tokens: a forward takes them along nearly for nothing.
 LEAST_COPIED = 32

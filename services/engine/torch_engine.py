@@ -65,12 +65,12 @@ class TorchEngine:
         self._fast: FastForwards | None = None
         self.slot_count = slot_count
         try:
-            proof, tolerance = Proof.of(self._model), 1e-3 if self._dtype is torch.float32 else 0.1
+            proof = Proof.of(self._model)
             self._make_room(cache_byte_limit)
-            proof.check(self, tolerance)
+            proof.check(self)
             if compiled:
                 self._fast = self._made_fast()
-                proof.check(self, tolerance)
+                proof.check(self)
         except UnusableModel:
             raise
         except Exception as error:  # whatever it stumbles over, the model is not for us

@@ -8,6 +8,7 @@ from typing import Any
 from bridge.errors import UnusableModel
 from bridge.models import Model, SpecialIds
 from bridge.vocabulary import Vocabulary
+from services.bridge.sandbox.jinja import run_template
 from services.engine.engine import Engine
 from services.model.store import fingerprint
 
@@ -31,6 +32,8 @@ class ModelFiles:
             vocabulary=self.vocabulary,
             special_ids=self.special_ids,
             chat_template=self.chat_template,
+            # A bridge does not trust it so far; this is for whoever has the files.
+            run_template=run_template,
         )
 
 

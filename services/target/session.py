@@ -1,19 +1,19 @@
 """A target's side of one stream: decodes under credit, and takes candidates along when they come in time."""
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter_ns
 
+from bridge.common_prefix import common_prefix_length
 from bridge.errors import BaseMismatch, PromptTooLong, ProtocolViolation
 from bridge.models import Model
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Run
 from bridge.sampling import Choice, History, Logits, Sampler
-from bridge.translation import common_prefix_length
 from services.engine.scheduler import Scheduler
 from services.engine.sequence import CachedSequence, check_ids
+from services.inbox import Inbox
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,24 @@ class TargetSession:
     What it is told waits in an inbox; `passes` reads it between forwards, and runs them.
     """
 
-    def __init__(self, model: Model, scheduler: Scheduler, sampler: Sampler) -> None:
+    def __init__(
+        self, model: Model, scheduler: Scheduler, sampler: Sampler, clock: Callable[[], int] = perf_counter_ns
+    ) -> None:
         self._model = model
+        self._clock = clock
         self._sampler = sampler
         self._sequence = CachedSequence(scheduler)
-        self._inbox: deque[Run | Candidates | Grant] = deque()
+        self._inbox: Inbox[Run | Candidates | Grant] = Inbox()
         self._news = asyncio.Event()
         self._pending: list[int] = []
         self._credit = 0
         self._patience_us = 0
         self._width = 0
+        self._offer_id = 0
         self._offset = 0
         self._empty_tokens = 0
         self._history = History(())
-        self._go = False  # an empty offer came: do not wait before the next forward
+        self._go = False  # an empty offer came: the next forward need not wait
         self._prefilled = False
         self._ended = False  # the text is over, whatever credit there is
         self._last = False  # nothing more will be told
@@ -50,15 +54,15 @@ class TargetSession:
 
     async def run(self, run: Run) -> None:
         """See `VerifyRun`."""
-        self._tell(run)
+        await self._tell(run)
 
     async def candidates(self, candidates: Candidates) -> None:
         """See `VerifyCandidates`."""
-        self._tell(candidates)
+        await self._tell(candidates)
 
     async def grant(self, grant: Grant) -> None:
         """See `VerifyGrant`."""
-        self._tell(grant)
+        await self._tell(grant)
 
     def no_more(self) -> None:
         """Nothing more will be told: `passes` ends when the credit does."""
@@ -91,8 +95,8 @@ class TargetSession:
             if result:
                 yield result
 
-    def _tell(self, message: Run | Candidates | Grant) -> None:
-        self._inbox.append(message)
+    async def _tell(self, message: Run | Candidates | Grant) -> None:
+        await self._inbox.put(message)
         self._news.set()
 
     def _read(self) -> None:
@@ -106,7 +110,6 @@ class TargetSession:
                 case Grant() as grant:
                     self._credit += grant.credit
                     self._patience_us = self._patience_us if grant.patience_us is None else grant.patience_us
-                    self._width = self._width if grant.width is None else grant.width
         self._news.clear()
 
     def _begin(self, run: Run) -> None:
@@ -123,24 +126,23 @@ class TargetSession:
         self._pending.clear()
         self._go = self._ended = False
         self._prefilled &= run.base_token_count > 0
-        self._credit, self._patience_us, self._width = run.credit, run.patience_us, run.width
+        self._credit, self._patience_us = run.credit, run.patience_us
         self._offset, self._empty_tokens = run.byte_offset, run.empty_token_count
         prompt_length = max(length - run.generated_token_count, 0)
         self._history = History(self._sequence.ids[:prompt_length], self._sequence.ids[prompt_length:])
 
     def _take(self, candidates: Candidates) -> None:
-        """Keeps what continues the sequence; all of it is dropped if it disagrees or leaves a gap."""
+        """Takes over an offer that continues the sequence; one that disagrees or leaves a gap is dropped."""
+        produced = self._sequence.ids[candidates.base_token_count :]
+        if candidates.base_token_count > len(self._sequence.ids):
+            return
+        if not candidates.token_ids:
+            self._go |= not produced  # one for an earlier pass says nothing about this one
+            return
         size = self._model.vocabulary_size
-        ids = tuple(takewhile(lambda id_: id_ < size, candidates.token_ids))
-        start = candidates.base_token_count - len(self._sequence.ids)
-        if start < 0:
-            had = self._sequence.ids[start:]
-            if common_prefix_length(had, ids) < min(len(had), len(ids)):
-                return
-            ids, start = ids[-start:], 0
-        if start <= len(self._pending):
-            self._pending[start:] = ids
-            self._go |= not candidates.token_ids
+        ids = list(takewhile(lambda id_: id_ < size, candidates.token_ids))
+        if common_prefix_length(produced, ids) == min(len(produced), len(ids)):
+            self._pending, self._offer_id, self._width = ids[len(produced) :], candidates.offer_id, candidates.width
 
     def close(self) -> None:
         """Ends the forward that is under way, and frees the slot."""
@@ -158,9 +160,9 @@ class TargetSession:
 
     async def _wait_for_candidates(self) -> int:
         """Waits for candidates as long as patience says; nanoseconds waited."""
-        started = perf_counter_ns()
+        started = self._clock()
         while self._waits:
-            left_ns = started + self._patience_us * 1000 - perf_counter_ns()
+            left_ns = started + self._patience_us * 1000 - self._clock()
             if left_ns <= 0:
                 break
             try:
@@ -170,13 +172,13 @@ class TargetSession:
                 break
             self._read()
         self._go = False
-        return perf_counter_ns() - started
+        return self._clock() - started
 
     async def _forward(self, waited_ns: int) -> Pass | None:
         sequence = self._sequence
         base = len(sequence.ids)
         room = min(self._width, self._credit - 1, self._model.context_length - base - 1)
-        extra = tuple(self._pending[: max(room, 0)])
+        extra, offer_id = tuple(self._pending[: max(room, 0)]), self._offer_id
         offset, empty, history = self._offset, self._empty_tokens, self._history.copy()
         done = await sequence.forward(extra, lambda logits: self._verify(logits, extra, offset, empty, history))
         if any(isinstance(message, Run) for message in self._inbox):
@@ -205,6 +207,7 @@ class TargetSession:
             token_ids=ids,
             accepted_token_count=accepted,
             candidate_token_count=verdict.candidate_token_count,
+            offer_id=offer_id if verdict.candidate_token_count else 0,
             logprobs=tuple(
                 Logprob(choice.logprob, choice.top_logprobs) for choice in verdict.choices if choice.logprob is not None
             ),

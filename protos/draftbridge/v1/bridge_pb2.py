@@ -27,15 +27,13 @@ from draftbridge.v1 import sampling_pb2 as draftbridge_dot_v1_dot_sampling__pb2
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftbridge/v1/bridge.proto\x12\x0e\x64raftbridge.v1\x1a\x1a\x64raftbridge/v1/model.proto\x1a\x1d\x64raftbridge/v1/sampling.proto\x1a\x1cgoogle/protobuf/struct.proto\"U\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\'\n\x06\x66ields\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"j\n\x04\x43hat\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.draftbridge.v1.ChatMessage\x12\x33\n\x12template_variables\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xe5\x02\n\x0bSpeculation\x12.\n\x04mode\x18\x01 \x01(\x0e\x32 .draftbridge.v1.Speculation.Mode\x12!\n\x14num_assistant_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12+\n\x1e\x61ssistant_confidence_threshold\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x1e\n\x11\x64raft_temperature\x18\x04 \x01(\x01H\x02\x88\x01\x01\"d\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\x0c\n\x08MODE_OFF\x10\x02\x12\x11\n\rMODE_LOCKSTEP\x10\x03\x12\x16\n\x12MODE_OPPORTUNISTIC\x10\x04\x42\x17\n\x15_num_assistant_tokensB!\n\x1f_assistant_confidence_thresholdB\x14\n\x12_draft_temperature\"\xf2\x02\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.draftbridge.v1.ChatH\x00\x12-\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x18.draftbridge.v1.TokenIdsH\x00\x12\x34\n\x08sampling\x18\x04 \x01(\x0b\x32\".draftbridge.v1.SamplingParameters\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x0e\n\x06target\x18\x08 \x01(\t\x12\r\n\x05\x64raft\x18\t \x01(\t\x12\x30\n\x0bspeculation\x18\n \x01(\x0b\x32\x1b.draftbridge.v1.Speculation\x12\x0e\n\x06tenant\x18\x0b \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\xb5\x01\n\x10GenerateResponse\x12\x32\n\x07started\x18\x01 \x01(\x0b\x32\x1f.draftbridge.v1.GenerateStartedH\x00\x12.\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1d.draftbridge.v1.GenerateDeltaH\x00\x12\x34\n\x08\x66inished\x18\x03 \x01(\x0b\x32 .draftbridge.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"Z\n\x0fGenerateStarted\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\r\n\x05\x64raft\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x1a\n\x12prompt_token_count\x18\x04 \x01(\r\"\xca\x01\n\rGenerateDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12/\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1d.draftbridge.v1.TokenLogprobs\x12\x1b\n\x13\x61\x63\x63\x65pted_byte_count\x18\x04 \x01(\r\x12/\n\x06source\x18\x05 \x01(\x0e\x32\x1f.draftbridge.v1.CandidateSource\x12\x19\n\x11suffix_byte_count\x18\x06 \x01(\r\"\xa9\x01\n\x10GenerateFinished\x12\x33\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1c.draftbridge.v1.FinishReason\x12$\n\x05usage\x18\x02 \x01(\x0b\x32\x15.draftbridge.v1.Usage\x12:\n\x0bspeculation\x18\x03 \x01(\x0b\x32%.draftbridge.v1.SpeculationStatistics\"^\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1d\n\x15generated_token_count\x18\x02 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\r\"\xb4\x04\n\x15SpeculationStatistics\x12.\n\x04mode\x18\x01 \x01(\x0e\x32 .draftbridge.v1.Speculation.Mode\x12\x19\n\x11target_pass_count\x18\x02 \x01(\x04\x12\x12\n\nnum_drafts\x18\x03 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x05 \x01(\x04\x12(\n num_accepted_tokens_per_position\x18\x06 \x03(\x04\x12\x1b\n\x13\x61\x63\x63\x65pted_byte_count\x18\x07 \x01(\x04\x12\x1c\n\x14generated_byte_count\x18\x08 \x01(\x04\x12\x1c\n\x14proposed_token_count\x18\t \x01(\x04\x12\x12\n\nelapsed_ns\x18\n \x01(\x04\x12\x16\n\x0e\x66irst_token_ns\x18\x0b \x01(\x04\x12\x11\n\tverify_ns\x18\x0c \x01(\x04\x12\x10\n\x08\x64raft_ns\x18\r \x01(\x04\x12\x14\n\x0ctranslate_ns\x18\x0e \x01(\x04\x12\x11\n\twaited_ns\x18\x0f \x01(\x04\x12\x12\n\nnetwork_ns\x18\x15 \x01(\x04\x12\x0c\n\x04note\x18\x10 \x01(\t\x12\x1f\n\x17num_suffix_draft_tokens\x18\x12 \x01(\x04\x12\"\n\x1anum_suffix_accepted_tokens\x18\x13 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\x14 \x01(\t\x12\x11\n\tnear_ties\x18\x11 \x01(\x04\"\x12\n\x10GetStatusRequest\"\xf2\x02\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\tuptime_ns\x18\x02 \x01(\x04\x12\x14\n\x0c\x61\x63tive_count\x18\x03 \x01(\r\x12\x16\n\x0e\x66inished_count\x18\x04 \x01(\x04\x12\x14\n\x0c\x66\x61iled_count\x18\x05 \x01(\x04\x12\x17\n\x0f\x63\x61ncelled_count\x18\x07 \x01(\x04\x12+\n\tendpoints\x18\x06 \x03(\x0b\x32\x18.draftbridge.v1.Endpoint\x12\x38\n\rprefix_caches\x18\x08 \x03(\x0b\x32!.draftbridge.v1.PrefixCacheStatus\x12:\n\x0bspeculation\x18\t \x01(\x0b\x32%.draftbridge.v1.SpeculationStatistics\x12\x39\n\rsuffix_memory\x18\n \x01(\x0b\x32\".draftbridge.v1.SuffixMemoryStatus\"]\n\x12SuffixMemoryStatus\x12\x14\n\x0ctenant_count\x18\x01 \x01(\x04\x12\x17\n\x0fheld_byte_count\x18\x02 \x01(\x04\x12\x18\n\x10limit_byte_count\x18\x03 \x01(\x04\"\x8d\x01\n\x11PrefixCacheStatus\x12\x18\n\x10tokenizer_sha256\x18\x01 \x01(\t\x12\x18\n\x10query_byte_count\x18\x02 \x01(\x04\x12\x16\n\x0ehit_byte_count\x18\x03 \x01(\x04\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\x04\x12\x17\n\x0fheld_byte_count\x18\x05 \x01(\x04\"c\n\x08\x45ndpoint\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.draftbridge.v1.Role\x12\x11\n\treachable\x18\x03 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\"\x13\n\x11ListModelsRequest\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.draftbridge.v1.Model\"\x12\n\x10ListPairsRequest\"=\n\x04Pair\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\r\n\x05\x64raft\x18\x02 \x01(\t\x12\x16\n\x0esame_tokenizer\x18\x03 \x01(\x08\"8\n\x11ListPairsResponse\x12#\n\x05pairs\x18\x01 \x03(\x0b\x32\x14.draftbridge.v1.Pair\"z\n\x10TranslateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12-\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x18.draftbridge.v1.TokenIdsH\x00\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0e\n\x06target\x18\x04 \x01(\tB\x07\n\x05input\"@\n\tTokenSpan\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x13\n\x0b\x62yte_offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"w\n\x11TranslateResponse\x12\x30\n\rsource_tokens\x18\x01 \x03(\x0b\x32\x19.draftbridge.v1.TokenSpan\x12\x30\n\rtarget_tokens\x18\x02 \x03(\x0b\x32\x19.draftbridge.v1.TokenSpan*j\n\x0f\x43\x61ndidateSource\x12 \n\x1c\x43\x41NDIDATE_SOURCE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x43\x41NDIDATE_SOURCE_DRAFT\x10\x01\x12\x19\n\x15\x43\x41NDIDATE_SOURCE_TEXT\x10\x02\x32\xab\x03\n\rBridgeService\x12O\n\x08Generate\x12\x1f.draftbridge.v1.GenerateRequest\x1a .draftbridge.v1.GenerateResponse0\x01\x12P\n\tGetStatus\x12 .draftbridge.v1.GetStatusRequest\x1a!.draftbridge.v1.GetStatusResponse\x12S\n\nListModels\x12!.draftbridge.v1.ListModelsRequest\x1a\".draftbridge.v1.ListModelsResponse\x12P\n\tListPairs\x12 .draftbridge.v1.ListPairsRequest\x1a!.draftbridge.v1.ListPairsResponse\x12P\n\tTranslate\x12 .draftbridge.v1.TranslateRequest\x1a!.draftbridge.v1.TranslateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftbridge/v1/bridge.proto\x12\x0e\x64raftbridge.v1\x1a\x1a\x64raftbridge/v1/model.proto\x1a\x1d\x64raftbridge/v1/sampling.proto\x1a\x1cgoogle/protobuf/struct.proto\"U\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\'\n\x06\x66ields\x18\x03 \x01(\x0b\x32\x17.google.protobuf.Struct\"j\n\x04\x43hat\x12-\n\x08messages\x18\x01 \x03(\x0b\x32\x1b.draftbridge.v1.ChatMessage\x12\x33\n\x12template_variables\x18\x02 \x01(\x0b\x32\x17.google.protobuf.Struct\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xf6\x02\n\x0bSpeculation\x12.\n\x04mode\x18\x01 \x01(\x0e\x32 .draftbridge.v1.Speculation.Mode\x12!\n\x14num_assistant_tokens\x18\x02 \x01(\rH\x00\x88\x01\x01\x12+\n\x1e\x61ssistant_confidence_threshold\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x1e\n\x11\x64raft_temperature\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x0f\n\x07sources\x18\x05 \x03(\t\"d\n\x04Mode\x12\x14\n\x10MODE_UNSPECIFIED\x10\x00\x12\r\n\tMODE_AUTO\x10\x01\x12\x0c\n\x08MODE_OFF\x10\x02\x12\x11\n\rMODE_LOCKSTEP\x10\x03\x12\x16\n\x12MODE_OPPORTUNISTIC\x10\x04\x42\x17\n\x15_num_assistant_tokensB!\n\x1f_assistant_confidence_thresholdB\x14\n\x12_draft_temperature\"\xf2\x02\n\x0fGenerateRequest\x12\x10\n\x06prompt\x18\x01 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x14.draftbridge.v1.ChatH\x00\x12-\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x18.draftbridge.v1.TokenIdsH\x00\x12\x34\n\x08sampling\x18\x04 \x01(\x0b\x32\".draftbridge.v1.SamplingParameters\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x15\n\x08logprobs\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x0e\n\x06target\x18\x08 \x01(\t\x12\r\n\x05\x64raft\x18\t \x01(\t\x12\x30\n\x0bspeculation\x18\n \x01(\x0b\x32\x1b.draftbridge.v1.Speculation\x12\x0e\n\x06tenant\x18\x0b \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\xb5\x01\n\x10GenerateResponse\x12\x32\n\x07started\x18\x01 \x01(\x0b\x32\x1f.draftbridge.v1.GenerateStartedH\x00\x12.\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x1d.draftbridge.v1.GenerateDeltaH\x00\x12\x34\n\x08\x66inished\x18\x03 \x01(\x0b\x32 .draftbridge.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"Z\n\x0fGenerateStarted\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\r\n\x05\x64raft\x18\x02 \x01(\t\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x1a\n\x12prompt_token_count\x18\x04 \x01(\r\".\n\x08TextSpan\x12\x12\n\nbyte_count\x18\x01 \x01(\r\x12\x0e\n\x06source\x18\x02 \x01(\t\"\x8a\x01\n\rGenerateDelta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12/\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1d.draftbridge.v1.TokenLogprobs\x12\'\n\x05spans\x18\x04 \x03(\x0b\x32\x18.draftbridge.v1.TextSpan\"\xa9\x01\n\x10GenerateFinished\x12\x33\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x1c.draftbridge.v1.FinishReason\x12$\n\x05usage\x18\x02 \x01(\x0b\x32\x15.draftbridge.v1.Usage\x12:\n\x0bspeculation\x18\x03 \x01(\x0b\x32%.draftbridge.v1.SpeculationStatistics\"^\n\x05Usage\x12\x1a\n\x12prompt_token_count\x18\x01 \x01(\r\x12\x1d\n\x15generated_token_count\x18\x02 \x01(\r\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x03 \x01(\r\"\xed\x04\n\x15SpeculationStatistics\x12.\n\x04mode\x18\x01 \x01(\x0e\x32 .draftbridge.v1.Speculation.Mode\x12\x19\n\x11target_pass_count\x18\x02 \x01(\x04\x12\x12\n\nnum_drafts\x18\x03 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x04 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x05 \x01(\x04\x12(\n num_accepted_tokens_per_position\x18\x06 \x03(\x04\x12\x1b\n\x13\x61\x63\x63\x65pted_byte_count\x18\x07 \x01(\x04\x12\x1c\n\x14generated_byte_count\x18\x08 \x01(\x04\x12\x12\n\nelapsed_ns\x18\t \x01(\x04\x12\x16\n\x0e\x66irst_token_ns\x18\n \x01(\x04\x12\x11\n\tverify_ns\x18\x0b \x01(\x04\x12\x11\n\tbridge_ns\x18\x0c \x01(\x04\x12\x11\n\twaited_ns\x18\r \x01(\x04\x12\x12\n\nnetwork_ns\x18\x0e \x01(\x04\x12\x11\n\tnear_ties\x18\x0f \x01(\x04\x12\x0c\n\x04note\x18\x10 \x01(\t\x12\x31\n\x07sources\x18\x11 \x03(\x0b\x32 .draftbridge.v1.SourceStatistics\x12-\n\x05plans\x18\x12 \x03(\x0b\x32\x1e.draftbridge.v1.PlanStatistics\x12#\n\x1bpredicted_tokens_per_second\x18\x13 \x01(\x01\x12\"\n\x1ameasured_tokens_per_second\x18\x14 \x01(\x01\x12\x14\n\x0cplan_summary\x18\x15 \x01(\t\"\xa6\x01\n\x10SourceStatistics\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x1c\n\x14proposed_token_count\x18\x02 \x01(\x04\x12\x18\n\x10num_draft_tokens\x18\x03 \x01(\x04\x12\x1b\n\x13num_accepted_tokens\x18\x04 \x01(\x04\x12\x1b\n\x13\x61\x63\x63\x65pted_byte_count\x18\x05 \x01(\x04\x12\x12\n\ncompute_ns\x18\x06 \x01(\x04\"\x97\x01\n\x0ePlanStatistics\x12\x0c\n\x04plan\x18\x01 \x01(\t\x12\x19\n\x11target_pass_count\x18\x02 \x01(\x04\x12\x13\n\x0btoken_count\x18\x03 \x01(\x04\x12\x12\n\nelapsed_ns\x18\x04 \x01(\x04\x12\x1d\n\x15predicted_token_count\x18\x05 \x01(\x01\x12\x14\n\x0cpredicted_ns\x18\x06 \x01(\x01\"\x12\n\x10GetStatusRequest\"\xf2\x02\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x11\n\tuptime_ns\x18\x02 \x01(\x04\x12\x14\n\x0c\x61\x63tive_count\x18\x03 \x01(\r\x12\x16\n\x0e\x66inished_count\x18\x04 \x01(\x04\x12\x14\n\x0c\x66\x61iled_count\x18\x05 \x01(\x04\x12\x17\n\x0f\x63\x61ncelled_count\x18\x07 \x01(\x04\x12+\n\tendpoints\x18\x06 \x03(\x0b\x32\x18.draftbridge.v1.Endpoint\x12\x38\n\rprefix_caches\x18\x08 \x03(\x0b\x32!.draftbridge.v1.PrefixCacheStatus\x12:\n\x0bspeculation\x18\t \x01(\x0b\x32%.draftbridge.v1.SpeculationStatistics\x12\x39\n\rsuffix_memory\x18\n \x01(\x0b\x32\".draftbridge.v1.SuffixMemoryStatus\"]\n\x12SuffixMemoryStatus\x12\x14\n\x0ctenant_count\x18\x01 \x01(\x04\x12\x17\n\x0fheld_byte_count\x18\x02 \x01(\x04\x12\x18\n\x10limit_byte_count\x18\x03 \x01(\x04\"\x8d\x01\n\x11PrefixCacheStatus\x12\x18\n\x10tokenizer_sha256\x18\x01 \x01(\t\x12\x18\n\x10query_byte_count\x18\x02 \x01(\x04\x12\x16\n\x0ehit_byte_count\x18\x03 \x01(\x04\x12\x13\n\x0b\x62lock_count\x18\x04 \x01(\x04\x12\x17\n\x0fheld_byte_count\x18\x05 \x01(\x04\"c\n\x08\x45ndpoint\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\"\n\x04role\x18\x02 \x01(\x0e\x32\x14.draftbridge.v1.Role\x12\x11\n\treachable\x18\x03 \x01(\x08\x12\x0f\n\x07problem\x18\x04 \x01(\t\"\x13\n\x11ListModelsRequest\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.draftbridge.v1.Model\"\x12\n\x10ListPairsRequest\"=\n\x04Pair\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\r\n\x05\x64raft\x18\x02 \x01(\t\x12\x16\n\x0esame_tokenizer\x18\x03 \x01(\x08\"8\n\x11ListPairsResponse\x12#\n\x05pairs\x18\x01 \x03(\x0b\x32\x14.draftbridge.v1.Pair\"z\n\x10TranslateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12-\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x18.draftbridge.v1.TokenIdsH\x00\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0e\n\x06target\x18\x04 \x01(\tB\x07\n\x05input\"@\n\tTokenSpan\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x13\n\x0b\x62yte_offset\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"w\n\x11TranslateResponse\x12\x30\n\rsource_tokens\x18\x01 \x03(\x0b\x32\x19.draftbridge.v1.TokenSpan\x12\x30\n\rtarget_tokens\x18\x02 \x03(\x0b\x32\x19.draftbridge.v1.TokenSpan2\xab\x03\n\rBridgeService\x12O\n\x08Generate\x12\x1f.draftbridge.v1.GenerateRequest\x1a .draftbridge.v1.GenerateResponse0\x01\x12P\n\tGetStatus\x12 .draftbridge.v1.GetStatusRequest\x1a!.draftbridge.v1.GetStatusResponse\x12S\n\nListModels\x12!.draftbridge.v1.ListModelsRequest\x1a\".draftbridge.v1.ListModelsResponse\x12P\n\tListPairs\x12 .draftbridge.v1.ListPairsRequest\x1a!.draftbridge.v1.ListPairsResponse\x12P\n\tTranslate\x12 .draftbridge.v1.TranslateRequest\x1a!.draftbridge.v1.TranslateResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'draftbridge.v1.bridge_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CANDIDATESOURCE']._serialized_start=3678
-  _globals['_CANDIDATESOURCE']._serialized_end=3784
   _globals['_CHATMESSAGE']._serialized_start=136
   _globals['_CHATMESSAGE']._serialized_end=221
   _globals['_CHAT']._serialized_start=223
@@ -43,49 +41,55 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=331
   _globals['_TOKENIDS']._serialized_end=360
   _globals['_SPECULATION']._serialized_start=363
-  _globals['_SPECULATION']._serialized_end=720
-  _globals['_SPECULATION_MODE']._serialized_start=538
-  _globals['_SPECULATION_MODE']._serialized_end=638
-  _globals['_GENERATEREQUEST']._serialized_start=723
-  _globals['_GENERATEREQUEST']._serialized_end=1093
-  _globals['_GENERATERESPONSE']._serialized_start=1096
-  _globals['_GENERATERESPONSE']._serialized_end=1277
-  _globals['_GENERATESTARTED']._serialized_start=1279
-  _globals['_GENERATESTARTED']._serialized_end=1369
-  _globals['_GENERATEDELTA']._serialized_start=1372
-  _globals['_GENERATEDELTA']._serialized_end=1574
-  _globals['_GENERATEFINISHED']._serialized_start=1577
-  _globals['_GENERATEFINISHED']._serialized_end=1746
-  _globals['_USAGE']._serialized_start=1748
-  _globals['_USAGE']._serialized_end=1842
-  _globals['_SPECULATIONSTATISTICS']._serialized_start=1845
-  _globals['_SPECULATIONSTATISTICS']._serialized_end=2409
-  _globals['_GETSTATUSREQUEST']._serialized_start=2411
-  _globals['_GETSTATUSREQUEST']._serialized_end=2429
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2432
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2802
-  _globals['_SUFFIXMEMORYSTATUS']._serialized_start=2804
-  _globals['_SUFFIXMEMORYSTATUS']._serialized_end=2897
-  _globals['_PREFIXCACHESTATUS']._serialized_start=2900
-  _globals['_PREFIXCACHESTATUS']._serialized_end=3041
-  _globals['_ENDPOINT']._serialized_start=3043
-  _globals['_ENDPOINT']._serialized_end=3142
-  _globals['_LISTMODELSREQUEST']._serialized_start=3144
-  _globals['_LISTMODELSREQUEST']._serialized_end=3163
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3165
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3224
-  _globals['_LISTPAIRSREQUEST']._serialized_start=3226
-  _globals['_LISTPAIRSREQUEST']._serialized_end=3244
-  _globals['_PAIR']._serialized_start=3246
-  _globals['_PAIR']._serialized_end=3307
-  _globals['_LISTPAIRSRESPONSE']._serialized_start=3309
-  _globals['_LISTPAIRSRESPONSE']._serialized_end=3365
-  _globals['_TRANSLATEREQUEST']._serialized_start=3367
-  _globals['_TRANSLATEREQUEST']._serialized_end=3489
-  _globals['_TOKENSPAN']._serialized_start=3491
-  _globals['_TOKENSPAN']._serialized_end=3555
-  _globals['_TRANSLATERESPONSE']._serialized_start=3557
-  _globals['_TRANSLATERESPONSE']._serialized_end=3676
-  _globals['_BRIDGESERVICE']._serialized_start=3787
-  _globals['_BRIDGESERVICE']._serialized_end=4214
+  _globals['_SPECULATION']._serialized_end=737
+  _globals['_SPECULATION_MODE']._serialized_start=555
+  _globals['_SPECULATION_MODE']._serialized_end=655
+  _globals['_GENERATEREQUEST']._serialized_start=740
+  _globals['_GENERATEREQUEST']._serialized_end=1110
+  _globals['_GENERATERESPONSE']._serialized_start=1113
+  _globals['_GENERATERESPONSE']._serialized_end=1294
+  _globals['_GENERATESTARTED']._serialized_start=1296
+  _globals['_GENERATESTARTED']._serialized_end=1386
+  _globals['_TEXTSPAN']._serialized_start=1388
+  _globals['_TEXTSPAN']._serialized_end=1434
+  _globals['_GENERATEDELTA']._serialized_start=1437
+  _globals['_GENERATEDELTA']._serialized_end=1575
+  _globals['_GENERATEFINISHED']._serialized_start=1578
+  _globals['_GENERATEFINISHED']._serialized_end=1747
+  _globals['_USAGE']._serialized_start=1749
+  _globals['_USAGE']._serialized_end=1843
+  _globals['_SPECULATIONSTATISTICS']._serialized_start=1846
+  _globals['_SPECULATIONSTATISTICS']._serialized_end=2467
+  _globals['_SOURCESTATISTICS']._serialized_start=2470
+  _globals['_SOURCESTATISTICS']._serialized_end=2636
+  _globals['_PLANSTATISTICS']._serialized_start=2639
+  _globals['_PLANSTATISTICS']._serialized_end=2790
+  _globals['_GETSTATUSREQUEST']._serialized_start=2792
+  _globals['_GETSTATUSREQUEST']._serialized_end=2810
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2813
+  _globals['_GETSTATUSRESPONSE']._serialized_end=3183
+  _globals['_SUFFIXMEMORYSTATUS']._serialized_start=3185
+  _globals['_SUFFIXMEMORYSTATUS']._serialized_end=3278
+  _globals['_PREFIXCACHESTATUS']._serialized_start=3281
+  _globals['_PREFIXCACHESTATUS']._serialized_end=3422
+  _globals['_ENDPOINT']._serialized_start=3424
+  _globals['_ENDPOINT']._serialized_end=3523
+  _globals['_LISTMODELSREQUEST']._serialized_start=3525
+  _globals['_LISTMODELSREQUEST']._serialized_end=3544
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3546
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3605
+  _globals['_LISTPAIRSREQUEST']._serialized_start=3607
+  _globals['_LISTPAIRSREQUEST']._serialized_end=3625
+  _globals['_PAIR']._serialized_start=3627
+  _globals['_PAIR']._serialized_end=3688
+  _globals['_LISTPAIRSRESPONSE']._serialized_start=3690
+  _globals['_LISTPAIRSRESPONSE']._serialized_end=3746
+  _globals['_TRANSLATEREQUEST']._serialized_start=3748
+  _globals['_TRANSLATEREQUEST']._serialized_end=3870
+  _globals['_TOKENSPAN']._serialized_start=3872
+  _globals['_TOKENSPAN']._serialized_end=3936
+  _globals['_TRANSLATERESPONSE']._serialized_start=3938
+  _globals['_TRANSLATERESPONSE']._serialized_end=4057
+  _globals['_BRIDGESERVICE']._serialized_start=4060
+  _globals['_BRIDGESERVICE']._serialized_end=4487
 # @@protoc_insertion_point(module_scope)

@@ -22,30 +22,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _CandidateSource:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _CandidateSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CandidateSource.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    CANDIDATE_SOURCE_UNSPECIFIED: _CandidateSource.ValueType  # 0
-    """Nobody."""
-    CANDIDATE_SOURCE_DRAFT: _CandidateSource.ValueType  # 1
-    """The draft model."""
-    CANDIDATE_SOURCE_TEXT: _CandidateSource.ValueType  # 2
-    """The text itself: what followed where it, or another that the tenant was told, said the same before."""
-
-class CandidateSource(_CandidateSource, metaclass=_CandidateSourceEnumTypeWrapper):
-    """Who proposed the candidates of a forward."""
-
-CANDIDATE_SOURCE_UNSPECIFIED: CandidateSource.ValueType  # 0
-"""Nobody."""
-CANDIDATE_SOURCE_DRAFT: CandidateSource.ValueType  # 1
-"""The draft model."""
-CANDIDATE_SOURCE_TEXT: CandidateSource.ValueType  # 2
-"""The text itself: what followed where it, or another that the tenant was told, said the same before."""
-Global___CandidateSource: _TypeAlias = CandidateSource  # noqa: Y015
-
 @_typing.final
 class ChatMessage(_message.Message):
     """A message of a chat."""
@@ -149,7 +125,7 @@ class Speculation(_message.Message):
         MODE_UNSPECIFIED: Speculation._Mode.ValueType  # 0
         """The same as AUTO."""
         MODE_AUTO: Speculation._Mode.ValueType  # 1
-        """The bridge chooses: candidates from the text itself, from the draft, from both or from neither, as they pay."""
+        """The bridge predicts the speed of every way to get candidates, from every source, and takes the fastest."""
         MODE_OFF: Speculation._Mode.ValueType  # 2
         """The target alone."""
         MODE_LOCKSTEP: Speculation._Mode.ValueType  # 3
@@ -163,7 +139,7 @@ class Speculation(_message.Message):
     MODE_UNSPECIFIED: Speculation.Mode.ValueType  # 0
     """The same as AUTO."""
     MODE_AUTO: Speculation.Mode.ValueType  # 1
-    """The bridge chooses: candidates from the text itself, from the draft, from both or from neither, as they pay."""
+    """The bridge predicts the speed of every way to get candidates, from every source, and takes the fastest."""
     MODE_OFF: Speculation.Mode.ValueType  # 2
     """The target alone."""
     MODE_LOCKSTEP: Speculation.Mode.ValueType  # 3
@@ -175,16 +151,25 @@ class Speculation(_message.Message):
     NUM_ASSISTANT_TOKENS_FIELD_NUMBER: _builtins.int
     ASSISTANT_CONFIDENCE_THRESHOLD_FIELD_NUMBER: _builtins.int
     DRAFT_TEMPERATURE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     """How draft and target take turns."""
     num_assistant_tokens: _builtins.int
-    """Tokens that the draft proposes at a time; unset lets the bridge choose. At least 1."""
+    """Tokens that the draft proposes in a turn (LOCKSTEP), or that it may be ahead of the text (other modes); unset
+    lets the bridge choose. Between 1 and 64.
+    """
     assistant_confidence_threshold: _builtins.float
     """The draft's turn ends behind a token that it finds less probable than this, in [0, 1]."""
     draft_temperature: _builtins.float
     """Temperature that the draft guesses at; unset takes the request's, 0 is greedy. It changes how often
     the draft is right, never the text.
     """
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the sources that may propose candidates: "draft", "suffix". Empty allows all that the mode uses: AUTO
+        uses every source, LOCKSTEP and OPPORTUNISTIC the draft.
+        """
+
     def __init__(
         self,
         *,
@@ -192,10 +177,11 @@ class Speculation(_message.Message):
         num_assistant_tokens: _builtins.int | None = ...,
         assistant_confidence_threshold: _builtins.float | None = ...,
         draft_temperature: _builtins.float | None = ...,
+        sources: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_assistant_confidence_threshold", b"_assistant_confidence_threshold", "_draft_temperature", b"_draft_temperature", "_num_assistant_tokens", b"_num_assistant_tokens", "assistant_confidence_threshold", b"assistant_confidence_threshold", "draft_temperature", b"draft_temperature", "num_assistant_tokens", b"num_assistant_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_assistant_confidence_threshold", b"_assistant_confidence_threshold", "_draft_temperature", b"_draft_temperature", "_num_assistant_tokens", b"_num_assistant_tokens", "assistant_confidence_threshold", b"assistant_confidence_threshold", "draft_temperature", b"draft_temperature", "mode", b"mode", "num_assistant_tokens", b"num_assistant_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_assistant_confidence_threshold", b"_assistant_confidence_threshold", "_draft_temperature", b"_draft_temperature", "_num_assistant_tokens", b"_num_assistant_tokens", "assistant_confidence_threshold", b"assistant_confidence_threshold", "draft_temperature", b"draft_temperature", "mode", b"mode", "num_assistant_tokens", b"num_assistant_tokens", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__assistant_confidence_threshold: _TypeAlias = _typing.Literal["assistant_confidence_threshold"]  # noqa: Y015
     _WhichOneofArgType__assistant_confidence_threshold: _TypeAlias = _typing.Literal["_assistant_confidence_threshold", b"_assistant_confidence_threshold"]  # noqa: Y015
@@ -238,7 +224,10 @@ class GenerateRequest(_message.Message):
     target: _builtins.str
     """Name of the target; empty lets the bridge choose."""
     draft: _builtins.str
-    """Name of the draft; empty lets the bridge choose."""
+    """Name of the draft; empty lets the bridge choose. Without a name, a request goes on without a draft while none is
+    there, and `note` in its statistics says so. A name that no draft has is NOT_FOUND; it is UNAVAILABLE, with reason
+    DRAFT_AWAY, while the bridge waits for a configured draft that has not said its name yet, or has said this one.
+    """
     tenant: _builtins.str
     """Outputs of requests with the same tenant are used as drafts of each other, as far as the bridge keeps them. Empty:
     this one is neither kept nor are others used. At most 256 characters. Whoever can tell how fast a text comes can
@@ -373,6 +362,32 @@ class GenerateStarted(_message.Message):
 Global___GenerateStarted: _TypeAlias = GenerateStarted  # noqa: Y015
 
 @_typing.final
+class TextSpan(_message.Message):
+    """A piece of a delta's text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    byte_count: _builtins.int
+    """Bytes of the text."""
+    source: _builtins.str
+    """The source that proposed them; empty where they are the target's own."""
+    def __init__(
+        self,
+        *,
+        byte_count: _builtins.int = ...,
+        source: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextSpan: _TypeAlias = TextSpan  # noqa: Y015
+
+@_typing.final
 class GenerateDelta(_message.Message):
     """More text."""
 
@@ -381,19 +396,9 @@ class GenerateDelta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
-    ACCEPTED_BYTE_COUNT_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
-    SUFFIX_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    SPANS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters only."""
-    accepted_byte_count: _builtins.int
-    """Bytes at the beginning of `text` that accepted candidates stand for; near enough to show it, where a character is
-    made of several tokens.
-    """
-    source: Global___CandidateSource.ValueType
-    """Whose candidates they were, or the first of them."""
-    suffix_byte_count: _builtins.int
-    """The last of those bytes that the text itself proposed: all of them, none, or those behind the draft's."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The target's ids committed since the last delta. A character in several tokens makes them run
@@ -404,19 +409,23 @@ class GenerateDelta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]:
         """One for each id, if asked for."""
 
+    @_builtins.property
+    def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextSpan]:
+        """Who proposed the text, piece by piece; the pieces add up to the text. Where a character is made of several
+        tokens, it counts for the last of them.
+        """
+
     def __init__(
         self,
         *,
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_sampling_pb2.TokenLogprobs] | None = ...,
-        accepted_byte_count: _builtins.int = ...,
-        source: Global___CandidateSource.ValueType = ...,
-        suffix_byte_count: _builtins.int = ...,
+        spans: _abc.Iterable[Global___TextSpan] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "logprobs", b"logprobs", "source", b"source", "suffix_byte_count", b"suffix_byte_count", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "spans", b"spans", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -488,7 +497,9 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class SpeculationStatistics(_message.Message):
-    """What speculation did. Token counts are in the target's tokens."""
+    """What speculation did. Token counts are in the target's tokens. The last pass counts whole, also what it verified
+    after the place where a stop string ended the text.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -500,68 +511,70 @@ class SpeculationStatistics(_message.Message):
     NUM_ACCEPTED_TOKENS_PER_POSITION_FIELD_NUMBER: _builtins.int
     ACCEPTED_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     GENERATED_BYTE_COUNT_FIELD_NUMBER: _builtins.int
-    PROPOSED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     ELAPSED_NS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_NS_FIELD_NUMBER: _builtins.int
     VERIFY_NS_FIELD_NUMBER: _builtins.int
-    DRAFT_NS_FIELD_NUMBER: _builtins.int
-    TRANSLATE_NS_FIELD_NUMBER: _builtins.int
+    BRIDGE_NS_FIELD_NUMBER: _builtins.int
     WAITED_NS_FIELD_NUMBER: _builtins.int
     NETWORK_NS_FIELD_NUMBER: _builtins.int
-    NOTE_FIELD_NUMBER: _builtins.int
-    NUM_SUFFIX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_SUFFIX_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
-    CHOICE_FIELD_NUMBER: _builtins.int
     NEAR_TIES_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    MEASURED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    PLAN_SUMMARY_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
-    """How draft and target took turns at the end; MODE_OFF if the draft was lost and there was no other."""
+    """The mode in use at the end; MODE_OFF if no source was left."""
     target_pass_count: _builtins.int
     """Forwards of the target, prefill included."""
     num_drafts: _builtins.int
     """Forwards that took candidates along."""
     num_draft_tokens: _builtins.int
-    """Candidates that forwards took along."""
+    """Candidates that forwards took along, of all sources."""
     num_accepted_tokens: _builtins.int
-    """Candidates accepted."""
+    """Candidates accepted, of all sources."""
     accepted_byte_count: _builtins.int
     """Bytes of text that the accepted candidates stand for."""
     generated_byte_count: _builtins.int
     """Bytes of generated text."""
-    proposed_token_count: _builtins.int
-    """Tokens that the draft proposed, in its own vocabulary."""
     elapsed_ns: _builtins.int
     """Nanoseconds from the request to its end, as the bridge saw it."""
     first_token_ns: _builtins.int
     """Nanoseconds from the request to the first token."""
     verify_ns: _builtins.int
     """Nanoseconds of the target's forwards."""
-    draft_ns: _builtins.int
-    """Nanoseconds of the draft's forwards."""
-    translate_ns: _builtins.int
-    """Nanoseconds of translation between the two vocabularies."""
+    bridge_ns: _builtins.int
+    """Nanoseconds that the bridge itself worked between the target's passes: translation and planning."""
     waited_ns: _builtins.int
     """Nanoseconds that the target waited for candidates."""
     network_ns: _builtins.int
-    """Nanoseconds between the target's passes in which it neither computed nor waited for candidates: messages, queues and
-    choosing tokens.
+    """Nanoseconds between the target's passes in which it neither computed nor waited for candidates: messages, queues
+    and choosing tokens.
     """
-    note: _builtins.str
-    """Why speculation ended or was left out, in words; empty if it went through."""
-    num_suffix_draft_tokens: _builtins.int
-    """Of `num_draft_tokens`, those that the text itself proposed, or what the tenant was told before: how it went on where
-    it said the same.
-    """
-    num_suffix_accepted_tokens: _builtins.int
-    """Those of them that were accepted."""
-    choice: _builtins.str
-    """What automatic speculation chose and why, in words; empty in the other modes."""
     near_ties: _builtins.int
     """Tokens whose choice was so close that rounding may have decided it. The same request may part there from its
     text in another mode; a deterministic target has none.
     """
+    note: _builtins.str
+    """Why speculation ended or was left out, in words; empty if nothing went wrong."""
+    predicted_tokens_per_second: _builtins.float
+    """Tokens a second that the planner predicted, over the passes after the first; 0 where there was none."""
+    measured_tokens_per_second: _builtins.float
+    """Tokens a second of the same passes, as measured."""
+    plan_summary: _builtins.str
+    """What the planner chose and why, in words; empty where the request fixed it."""
     @_builtins.property
     def num_accepted_tokens_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Candidates accepted, by their place in a forward, from the first."""
+
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceStatistics]:
+        """Every source of the request, also those that proposed nothing."""
+
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanStatistics]:
+        """How passes got their candidates, with the speed that was predicted and the speed that was measured."""
 
     def __init__(
         self,
@@ -574,27 +587,111 @@ class SpeculationStatistics(_message.Message):
         num_accepted_tokens_per_position: _abc.Iterable[_builtins.int] | None = ...,
         accepted_byte_count: _builtins.int = ...,
         generated_byte_count: _builtins.int = ...,
-        proposed_token_count: _builtins.int = ...,
         elapsed_ns: _builtins.int = ...,
         first_token_ns: _builtins.int = ...,
         verify_ns: _builtins.int = ...,
-        draft_ns: _builtins.int = ...,
-        translate_ns: _builtins.int = ...,
+        bridge_ns: _builtins.int = ...,
         waited_ns: _builtins.int = ...,
         network_ns: _builtins.int = ...,
-        note: _builtins.str = ...,
-        num_suffix_draft_tokens: _builtins.int = ...,
-        num_suffix_accepted_tokens: _builtins.int = ...,
-        choice: _builtins.str = ...,
         near_ties: _builtins.int = ...,
+        note: _builtins.str = ...,
+        sources: _abc.Iterable[Global___SourceStatistics] | None = ...,
+        plans: _abc.Iterable[Global___PlanStatistics] | None = ...,
+        predicted_tokens_per_second: _builtins.float = ...,
+        measured_tokens_per_second: _builtins.float = ...,
+        plan_summary: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "choice", b"choice", "draft_ns", b"draft_ns", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "mode", b"mode", "near_ties", b"near_ties", "network_ns", b"network_ns", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "num_suffix_accepted_tokens", b"num_suffix_accepted_tokens", "num_suffix_draft_tokens", b"num_suffix_draft_tokens", "proposed_token_count", b"proposed_token_count", "target_pass_count", b"target_pass_count", "translate_ns", b"translate_ns", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "bridge_ns", b"bridge_ns", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "measured_tokens_per_second", b"measured_tokens_per_second", "mode", b"mode", "near_ties", b"near_ties", "network_ns", b"network_ns", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "plan_summary", b"plan_summary", "plans", b"plans", "predicted_tokens_per_second", b"predicted_tokens_per_second", "sources", b"sources", "target_pass_count", b"target_pass_count", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculationStatistics: _TypeAlias = SpeculationStatistics  # noqa: Y015
+
+@_typing.final
+class SourceStatistics(_message.Message):
+    """What a source did in a generation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PROPOSED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    COMPUTE_NS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name of the source."""
+    proposed_token_count: _builtins.int
+    """Tokens that it proposed, in its own vocabulary; 0 for a source that has none."""
+    num_draft_tokens: _builtins.int
+    """Its candidates that forwards took along, in the target's tokens."""
+    num_accepted_tokens: _builtins.int
+    """Those of them that were accepted."""
+    accepted_byte_count: _builtins.int
+    """Bytes that the accepted ones stand for."""
+    compute_ns: _builtins.int
+    """Nanoseconds that it computed: forwards of a draft model."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        proposed_token_count: _builtins.int = ...,
+        num_draft_tokens: _builtins.int = ...,
+        num_accepted_tokens: _builtins.int = ...,
+        accepted_byte_count: _builtins.int = ...,
+        compute_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "compute_ns", b"compute_ns", "name", b"name", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "proposed_token_count", b"proposed_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceStatistics: _TypeAlias = SourceStatistics  # noqa: Y015
+
+@_typing.final
+class PlanStatistics(_message.Message):
+    """What passes did under one kind of plan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: _builtins.int
+    TARGET_PASS_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    ELAPSED_NS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    PREDICTED_NS_FIELD_NUMBER: _builtins.int
+    plan: _builtins.str
+    """The kind, such as "none", "suffix", "draft in turns" or "draft ahead"."""
+    target_pass_count: _builtins.int
+    """Passes made under it."""
+    token_count: _builtins.int
+    """Tokens that they yielded."""
+    elapsed_ns: _builtins.int
+    """Nanoseconds that they took, waiting included."""
+    predicted_token_count: _builtins.float
+    """Tokens that the planner predicted for them."""
+    predicted_ns: _builtins.float
+    """Nanoseconds that it predicted for them."""
+    def __init__(
+        self,
+        *,
+        plan: _builtins.str = ...,
+        target_pass_count: _builtins.int = ...,
+        token_count: _builtins.int = ...,
+        elapsed_ns: _builtins.int = ...,
+        predicted_token_count: _builtins.float = ...,
+        predicted_ns: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_ns", b"elapsed_ns", "plan", b"plan", "predicted_ns", b"predicted_ns", "predicted_token_count", b"predicted_token_count", "target_pass_count", b"target_pass_count", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanStatistics: _TypeAlias = PlanStatistics  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
@@ -651,7 +748,7 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def speculation(self) -> Global___SpeculationStatistics:
-        """Sums over all generations that ended well; `mode`, `note` and `choice` are not set."""
+        """Sums over all generations that ended well; `mode`, texts and speeds are not set."""
 
     @_builtins.property
     def suffix_memory(self) -> Global___SuffixMemoryStatus:

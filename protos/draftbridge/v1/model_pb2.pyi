@@ -105,6 +105,7 @@ class Model(_message.Message):
     CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     SLOT_COUNT_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
+    FORWARD_COSTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that it is served under."""
     revision: _builtins.str
@@ -135,6 +136,12 @@ class Model(_message.Message):
     def special_ids(self) -> Global___SpecialIds:
         """Ids by role."""
 
+    @_builtins.property
+    def forward_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForwardCost]:
+        """What forwards of one sequence took when the server started, from few tokens to many; empty if it did not
+        measure that. A bridge expects such costs until it has seen some.
+        """
+
     def __init__(
         self,
         *,
@@ -151,14 +158,41 @@ class Model(_message.Message):
         chat_template: _builtins.str = ...,
         slot_count: _builtins.int = ...,
         deterministic: _builtins.bool = ...,
+        forward_costs: _abc.Iterable[Global___ForwardCost] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["special_ids", b"special_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "context_length", b"context_length", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "engine", b"engine", "name", b"name", "revision", b"revision", "role", b"role", "slot_count", b"slot_count", "special_ids", b"special_ids", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "context_length", b"context_length", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "engine", b"engine", "forward_costs", b"forward_costs", "name", b"name", "revision", b"revision", "role", b"role", "slot_count", b"slot_count", "special_ids", b"special_ids", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Model: _TypeAlias = Model  # noqa: Y015
+
+@_typing.final
+class ForwardCost(_message.Message):
+    """How long a forward takes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    FORWARD_NS_FIELD_NUMBER: _builtins.int
+    token_count: _builtins.int
+    """Tokens that it runs."""
+    forward_ns: _builtins.int
+    """Nanoseconds that it takes."""
+    def __init__(
+        self,
+        *,
+        token_count: _builtins.int = ...,
+        forward_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_ns", b"forward_ns", "token_count", b"token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForwardCost: _TypeAlias = ForwardCost  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):

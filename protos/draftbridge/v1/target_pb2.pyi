@@ -43,7 +43,7 @@ class VerifyRequest(_message.Message):
 
     @_builtins.property
     def grant(self) -> Global___VerifyGrant:
-        """Changes credit, patience or width."""
+        """Changes credit or patience."""
 
     def __init__(
         self,
@@ -120,7 +120,6 @@ class VerifyRun(_message.Message):
     BYTE_OFFSET_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     PATIENCE_US_FIELD_NUMBER: _builtins.int
-    WIDTH_FIELD_NUMBER: _builtins.int
     EMPTY_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     base_token_count: _builtins.int
@@ -133,8 +132,6 @@ class VerifyRun(_message.Message):
     """Tokens that the target may produce; replaces what was left."""
     patience_us: _builtins.int
     """Microseconds that the target may wait for candidates before a forward that has none."""
-    width: _builtins.int
-    """The most candidates in one forward."""
     empty_token_count: _builtins.int
     """Tokens without bytes (control tokens) that were generated directly before the next token; they
     tell draws at one byte offset apart.
@@ -155,13 +152,12 @@ class VerifyRun(_message.Message):
         byte_offset: _builtins.int = ...,
         credit: _builtins.int = ...,
         patience_us: _builtins.int = ...,
-        width: _builtins.int = ...,
         empty_token_count: _builtins.int = ...,
         generated_token_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_token_count", b"base_token_count", "byte_offset", b"byte_offset", "credit", b"credit", "empty_token_count", b"empty_token_count", "generated_token_count", b"generated_token_count", "patience_us", b"patience_us", "token_ids", b"token_ids", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_token_count", b"base_token_count", "byte_offset", b"byte_offset", "credit", b"credit", "empty_token_count", b"empty_token_count", "generated_token_count", b"generated_token_count", "patience_us", b"patience_us", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -169,17 +165,25 @@ Global___VerifyRun: _TypeAlias = VerifyRun  # noqa: Y015
 
 @_typing.final
 class VerifyCandidates(_message.Message):
-    """Candidates that continue the sequence from an index. What the target has in the meantime must agree
-    with them, or all are dropped; those that it waits with from that index on are replaced. No ids at
-    all say that the next forward need not wait for any.
+    """An offer of candidates that continue the sequence from an index. It replaces the offer before it. If the
+    tokens that the target has produced from that index on disagree with it, the target drops it. An offer
+    without ids for the end of the sequence lets the next forward start without waiting.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    OFFER_ID_FIELD_NUMBER: _builtins.int
     BASE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    offer_id: _builtins.int
+    """Number of the offer, 1 or more and larger than every earlier one of this stream. The response of a
+    forward that takes candidates of it along carries this number.
+    """
     base_token_count: _builtins.int
     """Index in the sequence of the first id."""
+    width: _builtins.int
+    """The most candidates of this offer in one forward; the rest waits for the forwards after it."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The candidates."""
@@ -187,12 +191,14 @@ class VerifyCandidates(_message.Message):
     def __init__(
         self,
         *,
+        offer_id: _builtins.int = ...,
         base_token_count: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        width: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_token_count", b"base_token_count", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_token_count", b"base_token_count", "offer_id", b"offer_id", "token_ids", b"token_ids", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -206,32 +212,23 @@ class VerifyGrant(_message.Message):
 
     CREDIT_FIELD_NUMBER: _builtins.int
     PATIENCE_US_FIELD_NUMBER: _builtins.int
-    WIDTH_FIELD_NUMBER: _builtins.int
     credit: _builtins.int
     """Tokens added to the credit; a text that has ended stays ended until the next run."""
     patience_us: _builtins.int
     """New patience in microseconds; unset leaves it."""
-    width: _builtins.int
-    """New width; unset leaves it."""
     def __init__(
         self,
         *,
         credit: _builtins.int = ...,
         patience_us: _builtins.int | None = ...,
-        width: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_patience_us", b"_patience_us", "_width", b"_width", "patience_us", b"patience_us", "width", b"width"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_patience_us", b"_patience_us", "patience_us", b"patience_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patience_us", b"_patience_us", "_width", b"_width", "credit", b"credit", "patience_us", b"patience_us", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_patience_us", b"_patience_us", "credit", b"credit", "patience_us", b"patience_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__patience_us: _TypeAlias = _typing.Literal["patience_us"]  # noqa: Y015
     _WhichOneofArgType__patience_us: _TypeAlias = _typing.Literal["_patience_us", b"_patience_us"]  # noqa: Y015
-    _WhichOneofReturnType__width: _TypeAlias = _typing.Literal["width"]  # noqa: Y015
-    _WhichOneofArgType__width: _TypeAlias = _typing.Literal["_width", b"_width"]  # noqa: Y015
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__patience_us) -> _WhichOneofReturnType__patience_us | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__width) -> _WhichOneofReturnType__width | None: ...
 
 Global___VerifyGrant: _TypeAlias = VerifyGrant  # noqa: Y015
 
@@ -251,6 +248,7 @@ class VerifyResponse(_message.Message):
     QUEUE_NS_FIELD_NUMBER: _builtins.int
     FORWARD_NS_FIELD_NUMBER: _builtins.int
     WAITED_NS_FIELD_NUMBER: _builtins.int
+    OFFER_ID_FIELD_NUMBER: _builtins.int
     NEAR_TIE_COUNT_FIELD_NUMBER: _builtins.int
     base_token_count: _builtins.int
     """Index in the sequence of the first of `token_ids`."""
@@ -268,6 +266,8 @@ class VerifyResponse(_message.Message):
     """Nanoseconds of the forward itself."""
     waited_ns: _builtins.int
     """Nanoseconds spent waiting for candidates."""
+    offer_id: _builtins.int
+    """Number of the offer that the forward took its candidates from; 0 if it took none."""
     near_tie_count: _builtins.int
     """How many of `token_ids` had another one so close behind them that a forward of another width might have
     chosen that; always 0 from a deterministic target.
@@ -293,11 +293,12 @@ class VerifyResponse(_message.Message):
         queue_ns: _builtins.int = ...,
         forward_ns: _builtins.int = ...,
         waited_ns: _builtins.int = ...,
+        offer_id: _builtins.int = ...,
         near_tie_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "base_token_count", b"base_token_count", "cached_token_count", b"cached_token_count", "candidate_token_count", b"candidate_token_count", "finish_reason", b"finish_reason", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "near_tie_count", b"near_tie_count", "queue_ns", b"queue_ns", "token_ids", b"token_ids", "waited_ns", b"waited_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "base_token_count", b"base_token_count", "cached_token_count", b"cached_token_count", "candidate_token_count", b"candidate_token_count", "finish_reason", b"finish_reason", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "near_tie_count", b"near_tie_count", "offer_id", b"offer_id", "queue_ns", b"queue_ns", "token_ids", b"token_ids", "waited_ns", b"waited_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

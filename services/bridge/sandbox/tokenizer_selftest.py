@@ -1,12 +1,24 @@
-"""Whether a byte table is true, by the tokenizer's own encode and decode over a fixed set of probes.
+"""Tests a byte table by the tokenizer's own encode and decode, over fixed texts and the vocabulary's ids.
 
-A target needs a tokenizer whose decoding is concatenation: what it commits is told to the user token by token. A
-draft needs less: it is enough that what it says can be read.
+A target needs a tokenizer whose decoding is concatenation, because the user receives what it commits token by token.
+A draft needs less: it is enough that what it proposes can be read.
+
+    python -m services.bridge.sandbox.tokenizer_selftest SECONDS < tokenizer.json
+
+reads a tokenizer, makes its byte table, tests it, and prints one line of JSON.
 """
+
+import json
+import signal
+import sys
+from typing import Any
 
 from bridge.errors import TokenizerNotUnderstood
 from bridge.vocabulary import Vocabulary
+from services.bridge.sandbox.process import confine
 
+# The largest tokenizers in use take 1.2 GB.
+_MEMORY_LIMIT_BYTES = 6 << 30
 TEXTS = (
     "Hello, world! It's 12:34 (or 1234567.89?) in the U.S.A. -- isn't it?",
     "  two  spaces,\ttabs\n\nblank lines\r\n   indented, and a , b .  c 's",
@@ -20,10 +32,10 @@ TEXTS = (
 _MOST_IDS = 4096
 
 
-def prove(vocabulary: Vocabulary) -> str:
-    """Tries every probe. What makes its texts more than its tokens' bytes in a row; empty if nothing does.
+def self_test(vocabulary: Vocabulary) -> str:
+    """Returns what makes a text of this tokenizer differ from its tokens' bytes in a row; empty if nothing does.
 
-    Raises `TokenizerNotUnderstood` where the table is wrong.
+    Raises `TokenizerNotUnderstood` if the byte table is wrong.
     """
     _check_tokens(vocabulary)
     for text in TEXTS:
@@ -63,3 +75,22 @@ def _wrong(what: str, said: str, spelled: str) -> TokenizerNotUnderstood:
         f"{spelled!r}; save the model's fast tokenizer again with save_pretrained, and report it if that does not help",
         component="decoder",
     )
+
+
+def _main() -> None:
+    confine(_MEMORY_LIMIT_BYTES)
+    # The bridge keeps the time. This is for when the bridge has ended.
+    signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
+    try:
+        answer: dict[str, Any] = {"flaw": self_test(Vocabulary(sys.stdin.buffer.read()))}
+    except TokenizerNotUnderstood as error:
+        answer = {"error": str(error), "metadata": error.metadata}
+    except BaseException as error:  # whatever it is, the tokenizer caused it; the library's panics are not Exceptions
+        said = f"the library fails over this tokenizer ({type(error).__name__}: {error})"
+        remedy = "save the model's fast tokenizer again with save_pretrained"
+        answer = {"error": f"{said}: {remedy}", "metadata": {"component": "file"}}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    _main()

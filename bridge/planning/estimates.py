@@ -1,0 +1,200 @@
+"""What the bridge has learned about a target and its drafts, from what passes took and what they accepted.
+
+`TargetEstimates` and `DraftEstimates` are shared by all requests, `RequestEstimates` starts from them. Asking changes
+nothing; only the `observe` methods do. A wrong estimate costs time, never text.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+
+from bridge.planning.chances import Chances, RequestChances
+from bridge.planning.costs import Ewma, ForwardTime, WidthCost
+from bridge.planning.prediction import Plan
+from bridge.ports import Proposal
+from bridge.sources.source import CandidateSource, Outcome
+
+# Nanoseconds from a pass to the candidates for the next one, where the bridge has them at hand, until that is measured.
+_PRIOR_HOP_NS = 600_000.0
+# Nanoseconds of a message to the draft and its answer, until that is measured.
+_PRIOR_ROUND_TRIP_NS = 1_000_000.0
+# Bytes of a target's token, until some were seen, and how much a new one counts.
+_PRIOR_TOKEN_BYTES, _TOKEN_BYTES_FRESH = 4.0, 0.02
+# Passes of a target that waits at least this long for candidates say how long they take to come.
+_MIN_WAITED_NS = 20_000
+# A draft that reads more tokens than this reads a prompt, which says nothing about its turns.
+_MAX_READ_TOKENS = 64
+# How often the draft's candidates are right by their place in a forward: groups of places, and what is assumed.
+_PLACES = (2, 3, 4, 5, 7, 9, 13)
+_PLACE_PRIORS = (0.6, 0.65, 0.7, 0.7, 0.75, 0.75, 0.8, 0.8)
+# Passes beside a draft that runs ahead after which it is known how much it slows the target down, and how much each
+# further pass counts.
+_SLOWDOWN_PASSES, _FRESH_SLOWDOWN = 8, 0.02
+# How much the newest pass counts in what waiting for candidates has gained lately.
+_GAIN_FRESH = 0.2
+
+
+class DraftEstimates:
+    """What is known of one draft beside one target. Implements `bridge.sources.draft.DraftTimes`.
+
+    `slowdown`: how many times as long a pass takes while the draft computes; `ahead_ns`: nanoseconds of a draft's
+    token while the target computes. Both are what one device costs the other, and are learned when it is tried.
+    """
+
+    def __init__(self, forward_costs: Sequence[tuple[int, int]] = ()) -> None:
+        single_ns = dict(forward_costs).get(1, 0)
+        self.forward = ForwardTime(WidthCost.measured(forward_costs), float(single_ns))
+        self.round_trip = Ewma(_PRIOR_ROUND_TRIP_NS)
+        self.slowdown = Ewma(1.0, count=1)
+        self.ahead_slowdown = Ewma(1.0, count=1)
+        self.places = Chances(_PLACES, _PLACE_PRIORS)
+        self.unused_pass_count = 0
+        self._chances: Chances | None = None
+
+    @property
+    def round_trip_ns(self) -> float:
+        """Of a message to the draft and its answer."""
+        return self.round_trip.value
+
+    @property
+    def token_ns(self) -> float:
+        """Of one of its tokens while it has run for a while beside the target."""
+        return self.forward.single_ns * self.ahead_slowdown.value
+
+    def chances_of(self, source: CandidateSource) -> Chances:
+        """How often its candidates are right, by its own probability of them."""
+        self._chances = self._chances or Chances(source.evidence_edges, source.prior_chances)
+        return self._chances
+
+    def observe_proposal(self, proposal: Proposal, round_trip_ns: int | None, ahead: bool) -> None:
+        """Takes note of the times of a proposal; `round_trip_ns` is known of the first one of an epoch."""
+        count = len(proposal.token_ids)
+        read_ns = proposal.read_ns or proposal.forward_ns // count
+        if round_trip_ns is not None:
+            self.round_trip.observe(round_trip_ns + proposal.queue_ns)
+        if ahead and self.forward.single_ns:
+            if proposal.read_token_count <= 1:
+                taken_ns = (proposal.forward_ns + proposal.queue_ns) / count
+                self.ahead_slowdown.observe(max(taken_ns / self.forward.single_ns, 0.5))
+            return
+        if count > 1:
+            self.forward.observe(1, (proposal.forward_ns - read_ns) / (count - 1))
+        if 0 < proposal.read_token_count <= _MAX_READ_TOKENS and (self.forward.known or proposal.read_token_count == 1):
+            self.forward.observe(proposal.read_token_count, read_ns)
+
+
+@dataclass
+class _Load:
+    """What is known of a target while so many requests run."""
+
+    widths: WidthCost
+    single_ns: float
+    hop: Ewma = field(default_factory=lambda: Ewma(_PRIOR_HOP_NS))
+
+
+class TargetEstimates:
+    """What is known of one target, for all requests; costs are kept by load, because requests share its forwards."""
+
+    def __init__(self, forward_costs: Sequence[tuple[int, int]] = ()) -> None:
+        single_ns = float(dict(forward_costs).get(1, 0))
+        self._loads = [_Load(WidthCost.measured(forward_costs), single_ns)]
+        self._running = 0
+        self._chances: dict[str, Chances] = {}
+        self.drafts: dict[str, DraftEstimates] = {}
+        # Passes since one of a single token, and since candidates were verified, of those that had some.
+        self.wide_pass_count = self.unused_pass_count = 0
+
+    @property
+    def load(self) -> int:
+        """Requests that run now; at least 1."""
+        return max(self._running, 1)
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Counts a request as running."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    @property
+    def costs(self) -> _Load:
+        """Under the load of 1, 2 to 3, 4 to 7 requests and so on. A new level starts with what the one below knows."""
+        level = self.load.bit_length() - 1
+        while len(self._loads) <= level:
+            self._loads.append(deepcopy(self._loads[-1]))
+        return self._loads[level]
+
+    def chances_of(self, source: CandidateSource) -> Chances:
+        """How often candidates of a source without a model are right."""
+        return self._chances.setdefault(source.name, Chances(source.evidence_edges, source.prior_chances))
+
+    def draft(self, name: str, forward_costs: Sequence[tuple[int, int]] = ()) -> DraftEstimates:
+        """What is known of a draft, by name."""
+        return self.drafts.setdefault(name, DraftEstimates(forward_costs))
+
+
+class RequestEstimates:
+    """What is known for one request; it passes on to `shared` and `draft` what it learns.
+
+    `draft`: estimates of the source that takes time to propose, whose name is `drafting_source`; None without one.
+    """
+
+    def __init__(
+        self, shared: TargetEstimates, sources: Sequence[CandidateSource] = (), draft: DraftEstimates | None = None
+    ) -> None:
+        self.shared, self.draft = shared, draft
+        self.drafting_source = next((source.name for source in sources if source.state), "")
+        self.chances = {
+            source.name: RequestChances((draft if source.state and draft else shared).chances_of(source))
+            for source in sources
+        }
+        self.places = RequestChances(draft.places if draft else Chances(_PLACES, _PLACE_PRIORS))
+        self.forward = ForwardTime(shared.costs.widths, shared.costs.single_ns)
+        self.waiting_gain = Ewma(0.0)
+        self.token_bytes = Ewma(_PRIOR_TOKEN_BYTES)
+        # Whether a pass was seen.
+        self.begun = False
+
+    def observe(self, outcome: Outcome, plan: Plan) -> None:
+        """Takes note of a pass that was made under a plan."""
+        result, shared = outcome.result, self.shared
+        self.begun = True
+        for data in outcome.data:
+            self.token_bytes.observe(len(data), _TOKEN_BYTES_FRESH)
+        self._observe_candidates(outcome)
+        wide = result.candidate_token_count > 0
+        shared.wide_pass_count = shared.wide_pass_count + 1 if wide else 0
+        shared.unused_pass_count = 0 if wide else shared.unused_pass_count + plan.declines
+        if self.draft:
+            self.draft.unused_pass_count = 0 if plan.pace.lead else self.draft.unused_pass_count + 1
+        if outcome.elapsed_ns == 0:
+            return
+        taken_ns = max(outcome.elapsed_ns - result.waited_ns, result.forward_ns)
+        costs, width = shared.costs, result.candidate_token_count + 1
+        self.forward.widths = costs.widths
+        if plan.runs_ahead and self.draft and self.forward.known:
+            slowdown = self.draft.slowdown
+            slowdown.observe(taken_ns / self.forward.of(width), _FRESH_SLOWDOWN)
+            if slowdown.count > _SLOWDOWN_PASSES:  # it is known: what changes now is the text, which grows
+                self.forward.observe(width, taken_ns / slowdown.value)
+        else:
+            self.forward.observe(width, taken_ns)
+        costs.single_ns = self.forward.single_ns
+        self.waiting_gain.observe(plan.waiting_gain_ns, _GAIN_FRESH)
+        if result.waited_ns >= _MIN_WAITED_NS and not plan.pace.lead:
+            costs.hop.observe(2 * result.waited_ns if outcome.timed_out else result.waited_ns)
+
+    def _observe_candidates(self, outcome: Outcome) -> None:
+        for chances in (*self.chances.values(), self.places):
+            chances.fade()
+        accepted, tried = outcome.result.accepted_token_count, outcome.tried
+        for place, (source, evidence) in enumerate(zip(tried.sources, tried.evidence, strict=True)):
+            if place > accepted:
+                break
+            right = float(place < accepted)
+            self.chances[source].observe(evidence, right)
+            if source == self.drafting_source:
+                self.places.observe(place + 1, right)

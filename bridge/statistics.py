@@ -1,0 +1,120 @@
+"""What a generation did: counted from the outcomes of its passes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bridge.planning.prediction import Plan
+from bridge.sources.source import CandidateSource, Outcome
+
+
+@dataclass
+class SourceStatistics:
+    """What one source did. Counts in the target's tokens, except `proposed_token_count` in the source's own."""
+
+    name: str
+    proposed_token_count: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_byte_count: int = 0
+    compute_ns: int = 0
+
+
+@dataclass
+class PlanStatistics:
+    """What passes did under plans of one name, beside what was predicted for them. The first pass is left out."""
+
+    plan: str
+    target_pass_count: int = 0
+    token_count: int = 0
+    elapsed_ns: int = 0
+    predicted_token_count: float = 0.0
+    predicted_ns: float = 0.0
+
+
+@dataclass
+class Statistics:
+    """What a generation did. Counts in the target's tokens unless said otherwise; times in nanoseconds."""
+
+    target_pass_count: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_position: list[int] = field(default_factory=list)
+    accepted_byte_count: int = 0
+    verify_ns: int = 0
+    bridge_ns: int = 0
+    waited_ns: int = 0
+    network_ns: int = 0
+    near_ties: int = 0
+    cached_token_count: int = 0
+    note: str = ""
+    plan_summary: str = ""
+    sources: list[SourceStatistics] = field(default_factory=list)
+    plans: list[PlanStatistics] = field(default_factory=list)
+
+    @property
+    def predicted_tokens_per_second(self) -> float:
+        """Over all passes after the first; 0 where there was none."""
+        return _speed(sum(one.predicted_token_count for one in self.plans), sum(one.predicted_ns for one in self.plans))
+
+    @property
+    def measured_tokens_per_second(self) -> float:
+        """Over the same passes."""
+        return _speed(sum(one.token_count for one in self.plans), sum(one.elapsed_ns for one in self.plans))
+
+    def observe(self, outcome: Outcome, plan: Plan) -> None:
+        """Counts a pass that was made under a plan."""
+        result = outcome.result
+        accepted = result.accepted_token_count
+        if self.target_pass_count == 0:
+            self.cached_token_count = result.cached_token_count
+        self.target_pass_count += 1
+        self.num_drafts += result.candidate_token_count > 0
+        self.num_draft_tokens += result.candidate_token_count
+        self.num_accepted_tokens += accepted
+        self.num_accepted_tokens_per_position += [0] * (accepted - len(self.num_accepted_tokens_per_position))
+        for place in range(accepted):
+            self.num_accepted_tokens_per_position[place] += 1
+        self.accepted_byte_count += sum(map(len, outcome.data[:accepted]))
+        self.near_ties += result.near_tie_count
+        self.verify_ns += result.forward_ns
+        self.waited_ns += result.waited_ns
+        for place, name in enumerate(outcome.tried.sources):
+            source = self._source(name)
+            source.num_draft_tokens += 1
+            if place < accepted:
+                source.num_accepted_tokens += 1
+                source.accepted_byte_count += len(outcome.data[place])
+        if outcome.elapsed_ns:
+            # Passes may come in bunches, so that only the sum says something.
+            self.network_ns += outcome.elapsed_ns - result.forward_ns - result.waited_ns
+            self._count(plan, len(result.token_ids), outcome.elapsed_ns)
+
+    def finish(self, sources: Sequence[CandidateSource]) -> None:
+        """Adds what only the sources know."""
+        self.network_ns = max(self.network_ns, 0)
+        for source in sources:
+            counted = self._source(source.name)
+            counted.proposed_token_count, counted.compute_ns = source.proposed_token_count, source.compute_ns
+
+    def _count(self, plan: Plan, token_count: int, elapsed_ns: int) -> None:
+        counted = next((one for one in self.plans if one.plan == plan.name), None)
+        if counted is None:
+            counted = PlanStatistics(plan.name)
+            self.plans.append(counted)
+        counted.target_pass_count += 1
+        counted.token_count += token_count
+        counted.elapsed_ns += elapsed_ns
+        counted.predicted_token_count += plan.prediction.tokens
+        counted.predicted_ns += plan.prediction.ns
+
+    def _source(self, name: str) -> SourceStatistics:
+        found = next((one for one in self.sources if one.name == name), None)
+        if found is None:
+            found = SourceStatistics(name)
+            self.sources.append(found)
+        return found
+
+
+def _speed(tokens: float, ns: float) -> float:
+    return 1e9 * tokens / ns if ns else 0.0
