@@ -26,7 +26,7 @@ from bridge.errors import (
 )
 from bridge.loop import speculate
 from bridge.models import Model
-from bridge.planning.estimates import RequestEstimates, TargetEstimates
+from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner, SpeculationParameters
 from bridge.ports import Drafter, FinishReason, Logprob, Verifier
 from bridge.sampling import SamplingParameters
@@ -190,7 +190,7 @@ async def generate(
     sources, note = await asyncio.to_thread(_open, request, model, prompt, draft_model, draft, estimates, memory, clock)
     yield Started(len(prompt.ids))
 
-    draft_estimates = estimates.draft(draft_model.name, draft_model.forward_costs) if draft_model else None
+    draft_estimates = _draft_estimates(estimates, draft_model, model)
     planner = Planner(request.speculation, RequestEstimates(estimates, sources, draft_estimates))
     tape, text, statistics = Tape(model.vocabulary, prompt.ids), _AttributedText(request.stop), Statistics()
     end_id = await asyncio.to_thread(_end_id, request, model)
@@ -229,6 +229,12 @@ async def generate(
     )
 
 
+def _draft_estimates(estimates: TargetEstimates, draft: Model | None, target: Model) -> DraftEstimates | None:
+    if draft is None:
+        return None
+    return estimates.draft(draft.name, draft.forward_costs, competes=draft.competes_with(target))
+
+
 def _end_id(request: Request, model: Model) -> int | None:
     """The target's id for a draft's end of text: where the target is in a chat, that is the end of its turn."""
     return end_of_turn(model) if isinstance(request.input, Chat) else next(iter(model.special_ids.eos), None)
@@ -256,7 +262,7 @@ def _open(
         drafter=draft,
         draft_model=draft_model,
         draft_prompt=draft_prompt,
-        draft_times=estimates.draft(draft_model.name, draft_model.forward_costs) if draft_model else None,
+        draft_times=_draft_estimates(estimates, draft_model, model),
         confidence_threshold=parameters.assistant_confidence_threshold,
         memory=memory,
         tenant=request.tenant,

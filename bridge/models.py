@@ -36,6 +36,8 @@ class Model:
     """A model's identity, limits and vocabulary. `vocabulary_size`: the width of its logits.
 
     `forward_costs`: numbers of tokens and the nanoseconds of a forward of them, as its server measured them.
+    `compute_units`: names of the cores or accelerators that its forwards run on, `compute_unit_count` of them at a
+    time; names differ between machines, and there are none if its server cannot tell.
     `run_template` is needed for chats if the model has a chat template.
     """
 
@@ -46,6 +48,8 @@ class Model:
     special_ids: SpecialIds = SpecialIds()
     chat_template: str = ""
     forward_costs: tuple[tuple[int, int], ...] = ()
+    compute_units: frozenset[str] = frozenset()
+    compute_unit_count: int = 0
     run_template: TemplateRunner | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -64,6 +68,13 @@ class Model:
         """Returns whether a token has that id and the model can choose it."""
         words = self.vocabulary
         return 0 <= id_ < min(words.size, self.vocabulary_size) and words.tokens[id_] is not None
+
+    def competes_with(self, other: "Model") -> bool:
+        """Returns whether the two models need more cores or accelerators at a time than they have between them."""
+        needed = self.compute_unit_count + other.compute_unit_count
+        return not self.compute_units.isdisjoint(other.compute_units) and needed > len(
+            self.compute_units | other.compute_units
+        )
 
     @property
     def control(self) -> dict[str, str]:

@@ -30,7 +30,7 @@ from services.bridge.zoo import Zoo
 from services.draft.servicer import DraftServicer
 from services.draft.session import DraftSession
 from services.draft.suffix import SuffixModel
-from services.engine.engine import Engine, measure, warm
+from services.engine.engine import Engine, compute_units, measure, warm
 from services.engine.fixed_width import FixedWidthEngine
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer, describe
@@ -218,7 +218,9 @@ def _load(config: ModelServerConfig, directory: Path, report: OnStart) -> Loaded
         return engine
 
     loaded = load(directory, config.name or default_name(config.model), open_engine, config.queue)
-    return replace(loaded, model=replace(loaded.model, forward_costs=tuple(costs)))
+    units, unit_count = compute_units(loaded.engine.device, config.threads)
+    model = replace(loaded.model, forward_costs=tuple(costs), compute_units=units, compute_unit_count=unit_count)
+    return replace(loaded, model=model)
 
 
 def _engine(config: ModelServerConfig, report: OnStart) -> Engine:

@@ -201,6 +201,8 @@ def read_model(message: model_pb2.Model, vocabulary: Vocabulary) -> Model:
         ),
         chat_template=message.chat_template,
         forward_costs=tuple((one.token_count, one.forward_ns) for one in message.forward_costs),
+        compute_units=frozenset(message.compute_units),
+        compute_unit_count=message.compute_unit_count,
     )
 
 
@@ -218,6 +220,8 @@ def write_model(model: Model, **served: Any) -> model_pb2.Model:
             model_pb2.ForwardCost(token_count=token_count, forward_ns=forward_ns)
             for token_count, forward_ns in model.forward_costs
         ],
+        compute_units=sorted(model.compute_units),
+        compute_unit_count=model.compute_unit_count,
         **served,
     )
 

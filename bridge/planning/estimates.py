@@ -25,6 +25,9 @@ _PRIOR_TOKEN_BYTES, _TOKEN_BYTES_FRESH = 4.0, 0.02
 _MIN_WAITED_NS = 20_000
 # A draft that reads more tokens than this reads a prompt, which says nothing about its turns.
 _MAX_READ_TOKENS = 64
+# How many times as long a forward takes while another model computes on the same cores, until that is measured. On two
+# cores it was 3 to 9 times; trying it costs seconds.
+_PRIOR_SLOWDOWN = 4.0
 # How often the draft's candidates are right by their place in a forward: groups of places, and what is assumed.
 _PLACES = (2, 3, 4, 5, 7, 9, 13)
 _PLACE_PRIORS = (0.6, 0.65, 0.7, 0.7, 0.75, 0.75, 0.8, 0.8)
@@ -42,12 +45,12 @@ class DraftEstimates:
     token while the target computes. Both are what one device costs the other, and are learned when it is tried.
     """
 
-    def __init__(self, forward_costs: Sequence[tuple[int, int]] = ()) -> None:
+    def __init__(self, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False) -> None:
         single_ns = dict(forward_costs).get(1, 0)
         self.forward = ForwardTime(WidthCost.measured(forward_costs), float(single_ns))
         self.round_trip = Ewma(_PRIOR_ROUND_TRIP_NS)
-        self.slowdown = Ewma(1.0, count=1)
-        self.ahead_slowdown = Ewma(1.0, count=1)
+        self.slowdown = Ewma(_PRIOR_SLOWDOWN if competes else 1.0, count=1)
+        self.ahead_slowdown = Ewma(_PRIOR_SLOWDOWN if competes else 1.0, count=1)
         self.places = Chances(_PLACES, _PLACE_PRIORS)
         self.unused_pass_count = 0
         self._chances: Chances | None = None
@@ -131,9 +134,11 @@ class TargetEstimates:
         """How often candidates of a source without a model are right."""
         return self._chances.setdefault(source.name, Chances(source.evidence_edges, source.prior_chances))
 
-    def draft(self, name: str, forward_costs: Sequence[tuple[int, int]] = ()) -> DraftEstimates:
-        """What is known of a draft, by name."""
-        return self.drafts.setdefault(name, DraftEstimates(forward_costs))
+    def draft(
+        self, name: str, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False
+    ) -> DraftEstimates:
+        """What is known of a draft, by name. `competes`: it computes on the same cores as the target."""
+        return self.drafts.setdefault(name, DraftEstimates(forward_costs, competes=competes))
 
 
 class RequestEstimates:

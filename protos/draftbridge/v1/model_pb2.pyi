@@ -106,6 +106,8 @@ class Model(_message.Message):
     SLOT_COUNT_FIELD_NUMBER: _builtins.int
     DETERMINISTIC_FIELD_NUMBER: _builtins.int
     FORWARD_COSTS_FIELD_NUMBER: _builtins.int
+    COMPUTE_UNITS_FIELD_NUMBER: _builtins.int
+    COMPUTE_UNIT_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that it is served under."""
     revision: _builtins.str
@@ -132,6 +134,10 @@ class Model(_message.Message):
     """The most sequences that this server holds at a time."""
     deterministic: _builtins.bool
     """Whether its logits depend on the text alone, bit for bit, and not on how the text went through the model."""
+    compute_unit_count: _builtins.int
+    """How many of them a forward uses at a time. Two models that together use more than they have between them slow
+    each other down when both compute.
+    """
     @_builtins.property
     def special_ids(self) -> Global___SpecialIds:
         """Ids by role."""
@@ -140,6 +146,12 @@ class Model(_message.Message):
     def forward_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForwardCost]:
         """What forwards of one sequence took when the server started, from few tokens to many; empty if it did not
         measure that. A bridge expects such costs until it has seen some.
+        """
+
+    @_builtins.property
+    def compute_units(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What its forwards can run on: a name for each core or accelerator, the same in all processes of one machine and
+        different on every machine. Empty if the server cannot tell.
         """
 
     def __init__(
@@ -159,10 +171,12 @@ class Model(_message.Message):
         slot_count: _builtins.int = ...,
         deterministic: _builtins.bool = ...,
         forward_costs: _abc.Iterable[Global___ForwardCost] | None = ...,
+        compute_units: _abc.Iterable[_builtins.str] | None = ...,
+        compute_unit_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["special_ids", b"special_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "context_length", b"context_length", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "engine", b"engine", "forward_costs", b"forward_costs", "name", b"name", "revision", b"revision", "role", b"role", "slot_count", b"slot_count", "special_ids", b"special_ids", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "compute_unit_count", b"compute_unit_count", "compute_units", b"compute_units", "context_length", b"context_length", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "engine", b"engine", "forward_costs", b"forward_costs", "name", b"name", "revision", b"revision", "role", b"role", "slot_count", b"slot_count", "special_ids", b"special_ids", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
