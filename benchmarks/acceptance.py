@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import prompts
-from bridge.generation import Finished, Request, generate
+from bridge.generation import Finished, generate
 from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request
 from bridge.sampling import SamplingParameters
 from bridge.templates import Chat
 from services.cli import DEFAULT_DRAFT, DEFAULT_TARGET

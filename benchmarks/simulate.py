@@ -32,7 +32,7 @@ from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner, SpeculationParameters
 from bridge.sources import SOURCES
 from bridge.sources.chain import SourceChain
-from bridge.sources.source import Opening
+from bridge.sources.source import Draft, Opening
 from bridge.statistics import Statistics
 from bridge.tape import Tape
 from bridge.target_link import TargetLink
@@ -142,18 +142,11 @@ async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | N
             if mode is Mode.OPPORTUNISTIC:
                 assistant_tokens = min(64, int((pair.round_trip_ms + pair.verify_ms) / pair.draft_ms) + 5)
             parameters, text = SpeculationParameters(mode, assistant_tokens), model.vocabulary.spell(prompt)
-            opening = Opening(
-                text,
-                scripted.Distant(session, pair.round_trip_ms),
-                model,
-                Rendering(list(prompt), 0, text),
-                draft_estimates,
-                clock=clock,
-            )
-            opened = [open_source(opening) for open_source in SOURCES.values()]
-            sources = [one for one in opened if one and parameters.allows(one.name, takes_time=one.state is not None)]
+            draft = Draft(model, scripted.Distant(session, pair.round_trip_ms), draft_estimates)
+            opening = Opening(text, lambda model: Rendering(list(prompt), 0, text), draft, clock=clock)
+            allowed = (one for one in SOURCES.values() if parameters.allows(one.name, takes_time=one.takes_time))
+            sources = [source for source in (one.open(opening) for one in allowed) if source]
             loop = speculate(
-                target,
                 TargetLink(target, model, tape, learning + tokens, clock),
                 SourceChain(sources, model, tape, scripted.END),
                 Planner(parameters, RequestEstimates(estimates, sources, draft_estimates)),

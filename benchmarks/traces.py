@@ -22,7 +22,8 @@ import numpy as np
 from benchmarks import prompts
 from benchmarks.recorded import Pair, Text, write
 from bridge.common_prefix import common_prefix_length
-from bridge.generation import Delta, Request, generate, render
+from bridge.generation import Delta, generate
+from bridge.request import Request, render
 from bridge.sampling import Logits, SamplingParameters
 from bridge.templates import Chat
 from bridge.translation import DraftContext

@@ -32,7 +32,6 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
 
 from bridge.models import Model
-from bridge.planning.planner import MAX_CANDIDATES
 from bridge.prefix_cache import PrefixCache
 from bridge.sources.draft import DraftEpoch
 from bridge.sources.source import offer_of
@@ -111,7 +110,7 @@ def ours(prompt: str, played: Sequence[Round], draft: Model, target: Model) -> W
         for id_ in one.proposed:
             epoch.add(id_, draft.vocabulary.token_bytes(id_), 1.0)
         if ahead := epoch.ahead("draft"):
-            offer_of(target.vocabulary, [ahead], MAX_CANDIDATES)
+            offer_of(target.vocabulary, [ahead])
         tape.commit(one.committed)
         syncs.append(context.append(tape.data[ends[-1] :], one.proposed))
         way.seconds.append(perf_counter() - started)

@@ -13,17 +13,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import perf_counter_ns
 
-from bridge.errors import TargetFault, Unreachable
+from bridge.errors import Unreachable
 from bridge.planning.planner import Planner
-from bridge.ports import Pass, Verifier
+from bridge.ports import Pass
 from bridge.sources.chain import SourceChain
-from bridge.sources.source import CandidateSource, Outcome
+from bridge.sources.source import Outcome
 from bridge.statistics import Statistics
 from bridge.target_link import TargetLink
 
 
 async def speculate(
-    target: Verifier,
     link: TargetLink,
     sources: SourceChain,
     planner: Planner,
@@ -34,13 +33,13 @@ async def speculate(
 
     Raises what the target reports, `Unreachable` if its stream ends early, and `TargetFault`.
     """
-    plan = planner.plan((), sources.state)
+    plan = planner.plan((), sources.state, link.candidate_room)
     await link.start(plan.patience_ns)
-    async with _events(target, sources, link.remaining) as events:
-        await sources.advance(plan.pace.within(link.remaining - 1))
+    async with _events(link, sources) as events:
+        await sources.advance(plan.pace)
         async for event in events:
             started, outcome = clock(), None
-            if isinstance(event, Pass):  # 1. take a pass and commit it
+            if event:  # 1. take a pass and commit it
                 outcome = link.commit(event)
                 # 2. tell everyone what became of the candidates
                 sources.observe(outcome)
@@ -49,34 +48,29 @@ async def speculate(
                 if event.finish_reason is not None or link.remaining == 0:
                     yield outcome
                     return
-            # 3. plan: after a pass, and when a source has worked in vain
-            more = (
-                link.remaining > 1
-            )  # the target adds a token of its own to every pass: with one to go, nobody guesses
-            offers = sources.offers(planner.max_candidates) if more else []
-            state = sources.state if more else None
+            # 3. plan: after a pass, and when what the draft works on has become useless
+            offers, state = sources.offers(), sources.state
             if outcome or (state and state.stale):
-                plan = planner.plan(offers, state)
-                await sources.advance(plan.pace.within(link.remaining - 1))
+                plan = planner.plan(offers, state, link.candidate_room)
+                await sources.advance(plan.pace)
                 await link.be_patient(plan.patience_ns)
-                state = sources.state if more else None
-            # 4. send the best offer; in turns, only when the turn is over
+                state = sources.state
+            # 4. send the best offer; in turns, nothing until the draft's turn is complete
             awaited = plan.pace.lead > 0 and state is not None and state.awaited
             if not (awaited and plan.pace.turns):
                 await link.offer(*planner.choose(offers, plan), awaited=awaited)
             statistics.bridge_ns += clock() - started
-            if outcome:  # both go on while the text is sent
+            if outcome:  # the models go on while the text is sent
                 yield outcome
 
 
 @asynccontextmanager
-async def _events(target: Verifier, sources: SourceChain, max_tokens: int) -> AsyncIterator[AsyncIterator[Pass | None]]:
-    """Every pass of the target, and None where a source has news. What the target raises is raised.
+async def _events(link: TargetLink, sources: SourceChain) -> AsyncIterator[AsyncIterator[Pass | None]]:
+    """Yields every pass of the target, and None where a source has news. What the target raises is raised.
 
-    The queue is bounded: the target has credit for so many passes, each source is lost once, and of news that nobody
-    has seen yet there is no more than one.
+    The queue is bounded: the target has credit for so many passes, and of news that nobody has seen yet there is one.
     """
-    queue: asyncio.Queue[Pass | Exception | tuple[CandidateSource, Exception] | None] = asyncio.Queue()
+    queue: asyncio.Queue[Pass | Exception | None] = asyncio.Queue()
     news = False
 
     def notify() -> None:
@@ -86,12 +80,8 @@ async def _events(target: Verifier, sources: SourceChain, max_tokens: int) -> As
             queue.put_nowait(None)
 
     async def listen() -> None:
-        credit = max_tokens
         try:
-            async for result in target.passes():
-                credit -= max(len(result.token_ids), 1)
-                if credit < 0:  # it is checked here, too, because nobody may take events while a client reads slowly
-                    raise TargetFault("it sends more tokens than it has credit for")
+            async for result in link.passes():
                 queue.put_nowait(result)
             queue.put_nowait(Unreachable("the target", "its stream ended in the middle of a generation"))
         except Exception as error:  # raised again where the event is taken
@@ -103,15 +93,12 @@ async def _events(target: Verifier, sources: SourceChain, max_tokens: int) -> As
             event = await queue.get()
             if isinstance(event, Exception):
                 raise event
-            if isinstance(event, tuple):
-                sources.drop(*event)
-                event = None
             if event is None:
                 news = False
             yield event
 
     listener = asyncio.create_task(listen())
-    sources.start(notify, lambda source, error: queue.put_nowait((source, error)))
+    sources.start(notify)
     try:
         yield events()
     finally:

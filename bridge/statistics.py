@@ -49,18 +49,22 @@ class Statistics:
     cached_token_count: int = 0
     note: str = ""
     plan_summary: str = ""
-    sources: list[SourceStatistics] = field(default_factory=list)
-    plans: list[PlanStatistics] = field(default_factory=list)
+    sources: dict[str, SourceStatistics] = field(default_factory=dict)
+    plans: dict[str, PlanStatistics] = field(default_factory=dict)
 
     @property
     def predicted_tokens_per_second(self) -> float:
         """Over all passes after the first; 0 where there was none."""
-        return _speed(sum(one.predicted_token_count for one in self.plans), sum(one.predicted_ns for one in self.plans))
+        predicted_ns = sum(one.predicted_ns for one in self.plans.values())
+        return (
+            1e9 * sum(one.predicted_token_count for one in self.plans.values()) / predicted_ns if predicted_ns else 0.0
+        )
 
     @property
     def measured_tokens_per_second(self) -> float:
         """Over the same passes."""
-        return _speed(sum(one.token_count for one in self.plans), sum(one.elapsed_ns for one in self.plans))
+        elapsed_ns = sum(one.elapsed_ns for one in self.plans.values())
+        return 1e9 * sum(one.token_count for one in self.plans.values()) / elapsed_ns if elapsed_ns else 0.0
 
     def observe(self, outcome: Outcome, plan: Plan) -> None:
         """Counts a pass that was made under a plan."""
@@ -80,41 +84,25 @@ class Statistics:
         self.verify_ns += result.forward_ns
         self.waited_ns += result.waited_ns
         for place, name in enumerate(outcome.tried.sources):
-            source = self._source(name)
+            source = self.sources.setdefault(name, SourceStatistics(name))
             source.num_draft_tokens += 1
             if place < accepted:
                 source.num_accepted_tokens += 1
                 source.accepted_byte_count += len(outcome.data[place])
-        if outcome.elapsed_ns:
-            # Passes may come in bunches, so that only the sum says something.
-            self.network_ns += outcome.elapsed_ns - result.forward_ns - result.waited_ns
-            self._count(plan, len(result.token_ids), outcome.elapsed_ns)
+        if outcome.elapsed_ns is None:
+            return
+        # Passes may come in bunches, so only the sum of these says something.
+        self.network_ns += outcome.elapsed_ns - result.forward_ns - result.waited_ns
+        counted = self.plans.setdefault(plan.name, PlanStatistics(plan.name))
+        counted.target_pass_count += 1
+        counted.token_count += len(result.token_ids)
+        counted.elapsed_ns += outcome.elapsed_ns
+        counted.predicted_token_count += plan.prediction.tokens
+        counted.predicted_ns += plan.prediction.ns
 
     def finish(self, sources: Sequence[CandidateSource]) -> None:
         """Adds what only the sources know."""
         self.network_ns = max(self.network_ns, 0)
         for source in sources:
-            counted = self._source(source.name)
+            counted = self.sources.setdefault(source.name, SourceStatistics(source.name))
             counted.proposed_token_count, counted.compute_ns = source.proposed_token_count, source.compute_ns
-
-    def _count(self, plan: Plan, token_count: int, elapsed_ns: int) -> None:
-        counted = next((one for one in self.plans if one.plan == plan.name), None)
-        if counted is None:
-            counted = PlanStatistics(plan.name)
-            self.plans.append(counted)
-        counted.target_pass_count += 1
-        counted.token_count += token_count
-        counted.elapsed_ns += elapsed_ns
-        counted.predicted_token_count += plan.prediction.tokens
-        counted.predicted_ns += plan.prediction.ns
-
-    def _source(self, name: str) -> SourceStatistics:
-        found = next((one for one in self.sources if one.name == name), None)
-        if found is None:
-            found = SourceStatistics(name)
-            self.sources.append(found)
-        return found
-
-
-def _speed(tokens: float, ns: float) -> float:
-    return 1e9 * tokens / ns if ns else 0.0

@@ -4,8 +4,7 @@ Offers are numbered. A pass carries the number of the offer that it took its can
 which one it was; a target that answers anything the contract rules out is an error of the target.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from time import perf_counter_ns
 
 from bridge.errors import TargetFault
@@ -16,55 +15,69 @@ from bridge.tape import Tape
 
 # A new patience is worth a message if it is longer than the one before, or this many times shorter.
 _PATIENCE_CHANGE = 4
-
-
-@dataclass(frozen=True)
-class _Sent:
-    base: int
-    offer: Offer
+# More of the same candidates are sent when the target holds fewer than so many passes need, or the width has changed
+# by more than a factor.
+_HELD_PASSES, _WIDTH_CHANGE = 2, 2
 
 
 class TargetLink:
-    """Sends offers to the target, and turns its passes into outcomes."""
+    """Sends offers to the target, and turns its passes into outcomes. `max_tokens`: its credit."""
 
     def __init__(
         self, target: Verifier, model: Model, tape: Tape, max_tokens: int, clock: Callable[[], int] = perf_counter_ns
     ) -> None:
         self._target, self._model, self._tape, self._max_tokens, self._clock = target, model, tape, max_tokens, clock
-        self._sent: dict[int, _Sent] = {}
-        self._newest = 0
+        # By number, what was offered and the index in the sequence that it continues.
+        self._offers: dict[int, tuple[int, Offer]] = {}
+        self._last_number = self._held_width = self._patience_us = 0
+        # What the target still holds of the last offer.
         self._held: tuple[int, ...] = ()
-        self._held_width = 0
-        self._patience_us = 0
-        self._passed_ns = 0
+        self._last_pass_ns: int | None = None
 
     @property
     def remaining(self) -> int:
         """Tokens that the target may still produce."""
         return self._max_tokens - self._tape.generated_token_count
 
+    @property
+    def candidate_room(self) -> int:
+        """Candidates that are still of use: every pass ends with a token of the target's own."""
+        return max(self.remaining - 1, 0)
+
     async def start(self, patience_ns: float) -> None:
         """Lets the target begin."""
         self._patience_us = int(patience_ns // 1000)
         await self._target.run(Run(0, tuple(self._tape.ids), 0, 0, self._max_tokens, self._patience_us))
 
-    async def offer(self, offer: Offer, width: int, *, awaited: bool) -> None:
-        """Sends an offer for the end of the tape if it says anything new.
+    async def passes(self) -> AsyncIterator[Pass]:
+        """Yields what the target sends. Raises `TargetFault` for more tokens than it has credit for.
 
-        Without candidates it says that the target need not wait, unless a source is `awaited`.
+        That is checked here, because while a client reads slowly nobody commits passes.
         """
-        base, ids, held = len(self._tape.ids), offer.token_ids, self._held
+        credit = self._max_tokens
+        async for result in self._target.passes():
+            credit -= max(len(result.token_ids), 1)
+            if credit < 0:
+                raise TargetFault("it sends more tokens than it has credit for")
+            yield result
+
+    async def offer(self, offer: Offer, width: int, *, awaited: bool) -> None:
+        """Sends an offer for the end of the tape if the target does not hold it already.
+
+        Without candidates it lets the target go on instead of waiting, unless a source is `awaited`.
+        """
+        base, held, ids = len(self._tape.ids), self._held, offer.token_ids[: self.candidate_room]
         if ids:
-            # Of more of the same the target is told only when it is about to run out.
-            same = held[: len(ids)] == ids[: len(held)] and len(held) >= min(2 * width, len(ids))
-            if same and self._held_width <= 2 * width <= 4 * self._held_width:
+            same = held[: len(ids)] == ids[: len(held)] and len(held) >= min(_HELD_PASSES * width, len(ids))
+            if same and self._held_width <= _WIDTH_CHANGE * width and width <= _WIDTH_CHANGE * self._held_width:
                 return
         elif awaited or self._patience_us == 0:
             return
-        self._newest += 1
-        self._held, self._held_width = ids, width
-        self._sent[self._newest] = _Sent(base, offer)
-        await self._target.candidates(Candidates(self._newest, base, offer.token_ids, max(width, 1)))
+        self._held, self._held_width, number = ids, width, 0
+        if ids:
+            self._last_number = number = self._last_number + 1
+            self._offers[number] = base, offer
+        await self._target.candidates(Candidates(number, base, ids, max(width, 1)))
 
     async def be_patient(self, patience_ns: float) -> None:
         """Tells the target how long it may wait, if that has changed enough."""
@@ -76,15 +89,16 @@ class TargetLink:
     def commit(self, result: Pass) -> Outcome:
         """Checks a pass and commits it to the tape. Raises `TargetFault`."""
         tried = self._checked(result)
-        now, before = self._clock(), self._passed_ns
-        self._passed_ns = now
+        now, before = self._clock(), self._last_pass_ns
+        self._last_pass_ns = now
         # Passes come in order, and each was made with the newest offer that the target had: older ones are done with.
-        for number in [number for number in self._sent if number < result.offer_id]:
-            del self._sent[number]
+        for number in [number for number in self._offers if number < result.offer_id]:
+            del self._offers[number]
         count = len(result.token_ids)
         self._held = self._held[count:] if self._held[:count] == result.token_ids else ()
         timed_out = not tried.token_ids and 0 < self._patience_us <= result.waited_ns // 1000
-        return Outcome(result, tried, self._tape.commit(result.token_ids), now - before if before else 0, timed_out)
+        elapsed_ns = None if before is None else now - before
+        return Outcome(result, tried, self._tape.commit(result.token_ids), elapsed_ns, timed_out)
 
     def _checked(self, result: Pass) -> Offer:
         """The candidates that a pass took along."""
@@ -95,14 +109,14 @@ class TargetLink:
             raise TargetFault(f"a pass has {len(ids)} tokens, with a credit of {self.remaining}")
         if not all(self._model.has(id_) for id_ in ids):
             raise TargetFault(f"a pass has an id that {self._model.name} cannot choose")
-        sent = self._sent.get(result.offer_id)
-        if sent is None:
+        if result.offer_id not in self._offers:
             if result.offer_id or count or accepted:
                 raise TargetFault(f"a pass takes candidates of offer {result.offer_id}, which was not made")
             tried = Offer()
         else:
-            start = result.base_token_count - sent.base
-            tried = sent.offer.part(start, start + count)
+            base, offer = self._offers[result.offer_id]
+            start = result.base_token_count - base
+            tried = offer.part(start, start + count)
             if len(tried.token_ids) != count or accepted > min(count, len(ids)):
                 raise TargetFault(f"a pass takes {count} candidates of offer {result.offer_id}, which has fewer")
         if tried.token_ids[:accepted] != tuple(ids[:accepted]):

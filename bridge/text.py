@@ -2,6 +2,16 @@
 
 import codecs
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a text and the source that proposed them; the empty name stands for the target itself."""
+
+    source: str
+    byte_count: int
 
 
 class TextStream:
@@ -9,17 +19,23 @@ class TextStream:
 
     The stop string that is complete first counts, however the bytes are cut. Text that may be the beginning of a stop
     string is held back until it cannot be one. Bytes that are not UTF-8 become U+FFFD, as in Hugging Face's decoders.
+    It remembers which source proposed each byte until the text with it is sent.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = tuple(stop)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
+        self._sources: list[str] = []
         self.stopped = False
 
-    def push(self, data: bytes, *, final: bool = False) -> str:
-        """Takes the next bytes and returns the text that can be sent. `final`: no more will come."""
+    def push(self, data: bytes, source: str = "", *, final: bool = False) -> str:
+        """Takes the next bytes, which `source` proposed, and returns the text that can be sent.
+
+        `final`: no more will come.
+        """
         assert not self.stopped
+        self._sources += [source] * len(data)
         self._held += self._decoder.decode(data, final)
         found = [(start + len(stop), start) for stop in self._stop if (start := self._held.find(stop)) >= 0]
         if found:
@@ -28,6 +44,14 @@ class TextStream:
         sent = len(self._held) - (0 if final else self._stop_prefix_length())
         text, self._held = self._held[:sent], self._held[sent:]
         return text
+
+    def spans(self, text: str) -> tuple[Span, ...]:
+        """Returns who proposed a text that `push` returned; each text once, in order."""
+        count = len(text.encode())
+        # A replacement character is longer than the byte that it stands for.
+        names = self._sources[:count] + [""] * (count - len(self._sources))
+        del self._sources[:count]
+        return tuple(Span(name, len(list(run))) for name, run in groupby(names))
 
     def _stop_prefix_length(self) -> int:
         """Returns the length of the longest end of the held text that some stop string begins with."""

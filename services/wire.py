@@ -164,8 +164,8 @@ def write_delta(delta: Delta) -> bridge_pb2.GenerateDelta:
 def write_finished(event: Finished) -> bridge_pb2.GenerateFinished:
     statistics = event.statistics
     counted = vars(statistics) | {
-        "sources": [bridge_pb2.SourceStatistics(**vars(source)) for source in statistics.sources],
-        "plans": [bridge_pb2.PlanStatistics(**vars(plan)) for plan in statistics.plans],
+        "sources": [bridge_pb2.SourceStatistics(**vars(source)) for source in statistics.sources.values()],
+        "plans": [bridge_pb2.PlanStatistics(**vars(plan)) for plan in statistics.plans.values()],
     }
     del counted["cached_token_count"]
     return bridge_pb2.GenerateFinished(

@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from contextlib import closing
 from typing import Any
 
-from bridge.generation import Delta, Finished, Request, generate, render
+from bridge.generation import Delta, Finished, generate
 from bridge.models import Model
 from bridge.ports import Proposal
+from bridge.request import Request, render
 from bridge.suffix_memory import SuffixMemory
 from services.target.session import TargetSession
 from tests import tiny
@@ -37,7 +38,7 @@ class QueuedDrafter:
 
 def did(statistics: Any, source: str) -> Any:
     """What a source did, in the bridge's statistics or in the contract's."""
-    return next(one for one in statistics.sources if one.name == source)
+    return statistics.sources[source]
 
 
 def oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: int, **options: object) -> list[int]:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.generation import Delta, Request, generate
+from bridge.generation import Delta, generate
 from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request
 from bridge.sampling import SamplingParameters
 from draftbridge import Client
 from services.draft.session import DraftSession

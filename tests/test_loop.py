@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.errors import EmptyPrompt, InvalidField, Unreachable
-from bridge.generation import Request, render
 from bridge.loop import speculate
 from bridge.models import Model, SpecialIds
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import FinishReason, Proposal, Sync
+from bridge.request import Request, render
 from bridge.sampling import Choice, History, Logits, Sampler, SamplingParameters
 from bridge.sources.chain import SourceChain
 from bridge.sources.draft import DraftSource
-from bridge.sources.source import CandidateSource, Pace
+from bridge.sources.source import CandidateSource, Draft, Pace
 from bridge.sources.suffix import SuffixSource
 from bridge.statistics import Statistics
 from bridge.suffix import SuffixDrafter
@@ -113,10 +113,10 @@ class Erratic(Planner):
         super().__init__(parameters, estimates)
         self._data = data
 
-    def plan(self, offers, state) -> Plan:  # type: ignore[no-untyped-def]
+    def plan(self, offers, state, room=64) -> Plan:  # type: ignore[no-untyped-def]
         if self.mode is not Mode.AUTO:
-            return super().plan(offers, state)
-        lead, turns = self._data.draw(st.integers(0, 9)), self._data.draw(st.booleans())
+            return super().plan(offers, state, room)
+        lead, turns = min(self._data.draw(st.integers(0, 9)), room), self._data.draw(st.booleans())
         patience_ns = self._data.draw(st.sampled_from([0.0, 1e6]))
         pace = Pace(lead, lead if turns else self._data.draw(st.integers(1, 4)), turns)
         return Plan("erratic", Prediction(1.0, 1.0), pace, patience_ns)
@@ -184,14 +184,16 @@ def test_output_is_the_targets_own_for_any_proposals(
                 parameters = SpeculationParameters(mode, draft_length)
                 sources: list[CandidateSource] = [
                     DraftSource(
-                        drafter, draft, render(request, draft, target), estimates.draft("draft"), 0.0, perf_counter_ns
+                        Draft(draft, drafter, estimates.draft("draft")),
+                        render(request, draft, target),
+                        0.0,
+                        perf_counter_ns,
                     )
                 ]
                 if mode is Mode.AUTO:
                     sources.append(SuffixSource(suffix))
                 planner = Erratic(parameters, RequestEstimates(estimates, sources, estimates.draft("draft")), data)
                 loop = speculate(
-                    session,
                     TargetLink(session, target, tape, count),
                     SourceChain(sources, target, tape, target.special_ids.eos[0]),
                     planner,
@@ -234,7 +236,7 @@ async def test_two_real_sessions_agree_with_the_target_alone(
     scheduler.close()
     assert ids == expected
     assert text == target.vocabulary.spell(expected).decode(errors="replace")
-    assert finished.statistics.sources[0].proposed_token_count > 0
+    assert finished.statistics.sources["draft"].proposed_token_count > 0
     assert finished.statistics.note == ""
 
 

@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from bridge.errors import Unreachable
-from bridge.generation import Request
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import Proposal, Sync
+from bridge.request import Request
 from bridge.sampling import SamplingParameters
 from tests import tiny
 from tests.alone import PROMPT, QueuedDrafter, answer, oracle

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge import suffix
-from bridge.generation import Request
 from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request
 from bridge.sampling import SamplingParameters
 from bridge.suffix import MAX_MATCH_BYTES, MIN_MATCH_BYTES, SuffixDrafter, max_memory_bytes
 from tests import tiny

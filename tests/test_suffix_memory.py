@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bridge.errors import InvalidField
-from bridge.generation import Delta, Finished, Request, check, generate
+from bridge.generation import Delta, Finished, generate
 from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request, check
 from bridge.suffix import MIN_MATCH_BYTES, Match, SuffixDrafter, max_memory_bytes
 from bridge.suffix_memory import SuffixMemory, suffix_drafter
 from services.target.session import TargetSession

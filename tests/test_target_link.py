@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from bridge.errors import TargetFault
-from bridge.generation import Request, generate
+from bridge.generation import generate
 from bridge.ports import Candidates, Grant, Pass, Run
+from bridge.request import Request
 from bridge.sources.source import Offer
 from bridge.tape import Tape
 from bridge.target_link import TargetLink
@@ -77,7 +78,7 @@ async def test_the_rest_of_an_offer_is_taken_later() -> None:
 
 async def test_nothing_new_is_not_sent_again() -> None:
     target = Target()
-    one, _ = link(target)
+    one, _ = link(target, 100)
     await one.offer(offered(*range(20, 40)), 4, awaited=False)
     await one.offer(offered(*range(20, 44)), 4, awaited=False)
     assert len(target.told) == 1, "it has more than two forwards need"
@@ -99,7 +100,7 @@ async def test_it_is_told_to_go_on_only_if_it_waits_for_nobody() -> None:
     await one.offer(Offer(), 0, awaited=True)
     assert target.told[1:] == [Grant(patience_us=5000)]
     await one.offer(Offer(), 0, awaited=False)
-    assert target.told[-1] == Candidates(1, 2, (), 1)
+    assert target.told[-1] == Candidates(0, 2, (), 1)
     await one.be_patient(4_000_000)
     assert len(target.told) == 3, "not worth a message"
     await one.be_patient(0)

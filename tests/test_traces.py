@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from benchmarks.recorded import Pair, Text, read, write
 from benchmarks.simulate import PAIRS, VIRTUAL, lockstep_ms, row, traced
 from benchmarks.traces import rights, trace, written
-from bridge.generation import Delta, Request, generate
+from bridge.generation import Delta, generate
 from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request
 from bridge.sampling import SamplingParameters
 from services.engine.torch_engine import TorchEngine
 from services.model.host import LoadedModel, load

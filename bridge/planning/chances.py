@@ -8,6 +8,8 @@ _PRIOR_COUNT, _MAX_COUNT = 8.0, 800.0
 # Candidates that what other requests found counts for in one request; and what is left of a request's own counts after
 # a pass, so that what was wrong at its beginning is tried again.
 _SHARED_COUNT, _FADE = 24.0, 0.99
+# What is left after a pass of the right candidates that an optimistic request imagines at its beginning.
+_HOPE_FADE = 0.8
 
 
 class Chances:
@@ -21,15 +23,10 @@ class Chances:
         self._counts = [[0.0, 0.0] for _ in priors]
 
     def of(self, evidence: float) -> float:
-        """The chance for a candidate with this evidence."""
+        """Returns the chance of a candidate with this evidence."""
         group = bisect_right(self._edges, evidence)
         right, tried = self._counts[group]
         return (right + self._priors[group] * _PRIOR_COUNT) / (tried + _PRIOR_COUNT)
-
-    @property
-    def tried_count(self) -> float:
-        """Candidates that the chances are known from."""
-        return sum(tried for _, tried in self._counts)
 
     def observe(self, evidence: float, right: float) -> None:
         """Takes note of a candidate whose predecessors were right: 1 if it was too, 0 if not, or its chance."""
@@ -44,28 +41,22 @@ class RequestChances:
     """The same for one request: the shared odds, shifted by how much better or worse this request's candidates fare.
 
     The shift is one for all evidence, so that every candidate tells something about the others. It fades, so that a
-    source that was wrong for a while gets another try.
+    source that was wrong for a while is tried again. `hope`: candidates that it imagines to have been right before its
+    first pass, so that what is not known yet is tried.
     """
 
-    def __init__(self, shared: Chances) -> None:
-        self._shared = shared
+    def __init__(self, shared: Chances, hope: float = 0.0) -> None:
+        self._shared, self._hope = shared, hope
         self._right = self._expected = self._tried = 0.0
 
     def of(self, evidence: float) -> float:
-        """The chance for a candidate with this evidence."""
+        """Returns the chance of a candidate with this evidence."""
         shared = self._shared.of(evidence)
-        if not self._tried:
-            return shared
-        mean = min(max(self._expected / self._tried, 0.01), 0.99)
-        own = (self._right + _SHARED_COUNT * mean) / (self._tried + _SHARED_COUNT)
-        own = min(max(own, 0.01), 0.99)
+        mean = _within(self._expected / self._tried if self._tried else shared)
+        own = self._right + self._hope + _SHARED_COUNT * mean
+        own = _within(own / (self._tried + self._hope + _SHARED_COUNT))
         odds = shared / (1 - shared) * (own / (1 - own)) / (mean / (1 - mean))
         return odds / (1 + odds)
-
-    @property
-    def tried_count(self) -> float:
-        """Candidates of this request that the shift is known from."""
-        return self._tried
 
     def observe(self, evidence: float, right: float) -> None:
         """Takes note of a candidate, here and for all requests; see `Chances.observe`."""
@@ -75,7 +66,12 @@ class RequestChances:
         self._shared.observe(evidence, right)
 
     def fade(self) -> None:
-        """Lets a pass go by."""
+        """Makes what was observed before this pass count less."""
+        self._hope *= _HOPE_FADE
         self._right, self._expected, self._tried = (
             _FADE * count for count in (self._right, self._expected, self._tried)
         )
+
+
+def _within(chance: float) -> float:
+    return min(max(chance, 0.01), 0.99)

@@ -3,11 +3,12 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 # How much of an average a new value replaces.
 _FRESH = 0.1
-# Numbers of tokens for which a forward's time is recorded; between them it is interpolated.
-_KNOTS = (1, 2, 3, 5, 9, 17, 33)
+# Numbers of tokens for which a forward's time is recorded; between and beyond them it is interpolated.
+_KNOTS = (1, 2, 3, 5, 9, 17)
 # What each further token adds to a forward until that is known, relative to a forward of one token.
 _PRIOR_STEP = 0.05
 # A wide forward says what its width costs only if a narrow one was seen at most this many forwards earlier.
@@ -33,13 +34,9 @@ class Ewma:
 
 @dataclass
 class WidthCost:
-    """How many times as long a forward of several tokens takes as a forward of one, for one model under one load.
-
-    `seen`: which of the recorded numbers of tokens are known; the others follow the largest that is.
-    """
+    """How many times as long a forward of several tokens takes as a forward of one, for one model under one load."""
 
     ratios: list[float] = field(default_factory=lambda: [1 + _PRIOR_STEP * (knot - 1) for knot in _KNOTS])
-    seen: list[bool] = field(default_factory=lambda: [True] + [False] * (len(_KNOTS) - 1))
 
     @classmethod
     def measured(cls, forward_costs: Sequence[tuple[int, int]]) -> "WidthCost":
@@ -49,41 +46,35 @@ class WidthCost:
             return cls()
         widths = [width for width, _ in costs]
         times = [nanoseconds / costs[0][1] for _, nanoseconds in costs]
-        ratios = [max(_interpolated(widths, times, knot), 1.0) for knot in _KNOTS]
-        return cls([max(ratios[: index + 1]) for index in range(len(ratios))], [True] * len(_KNOTS))
+        return cls(list(accumulate((max(_interpolated(widths, times, knot), 1.0) for knot in _KNOTS), max)))
 
     def of(self, width: int) -> float:
-        """The ratio for `width` tokens."""
+        """Returns the ratio for `width` tokens."""
         return _interpolated(_KNOTS, self.ratios, width)
 
-    def table(self, width: int) -> list[float]:
-        """The ratios for 1 to `width` tokens."""
-        return [self.of(one) for one in range(1, width + 1)]
-
     def observe(self, width: int, ratio: float) -> None:
-        """Takes note of one forward. Only the two nearest of the recorded widths learn from it."""
+        """Takes note of one forward of more than one token. The two nearest of the recorded widths learn from it."""
         error = ratio - self.of(width)
-        right = min(max(bisect_left(_KNOTS, width), 1), len(_KNOTS) - 1)
-        share = (width - _KNOTS[right - 1]) / (_KNOTS[right] - _KNOTS[right - 1])
+        right, share = _bracket(_KNOTS, width)
         for index, part in ((right - 1, 1 - share), (right, min(share, 1.0))):
             if index > 0 and part > 0:
-                self._move(index, 2 * _FRESH * part * error)
+                self.ratios[index] = max(self.ratios[index] + 2 * _FRESH * part * error, 1.0)
+                # A wider forward takes no less time.
+                for narrower in range(index):
+                    self.ratios[narrower] = min(self.ratios[narrower], self.ratios[index])
+                for wider in range(index + 1, len(_KNOTS)):
+                    self.ratios[wider] = max(self.ratios[wider], self.ratios[index])
 
-    def _move(self, index: int, change: float) -> None:
-        self.ratios[index] = max(self.ratios[index] + change, 1.0)
-        self.seen[index] = True
-        before, last = [index for index, seen in enumerate(self.seen) if seen][-2:]
-        step = _PRIOR_STEP
-        if before > 0:  # the second token may cost more than the others
-            step = max((self.ratios[last] - self.ratios[before]) / (_KNOTS[last] - _KNOTS[before]), 0.0)
-        for wider in range(last + 1, len(_KNOTS)):
-            self.ratios[wider] = self.ratios[last] + step * (_KNOTS[wider] - _KNOTS[last])
+
+def _bracket(places: Sequence[int], place: int) -> tuple[int, float]:
+    """Returns the index of the upper of the two nearest places, and how far between them `place` is."""
+    right = min(max(bisect_left(places, place), 1), len(places) - 1)
+    return right, (place - places[right - 1]) / (places[right] - places[right - 1])
 
 
 def _interpolated(places: Sequence[int], values: Sequence[float], place: int) -> float:
-    """Linear between the places, and beyond them as between the nearest two."""
-    right = min(max(bisect_left(places, place), 1), len(places) - 1)
-    share = (place - places[right - 1]) / (places[right] - places[right - 1])
+    """Returns the value at a place: linear between the places, and beyond them as between the nearest two."""
+    right, share = _bracket(places, place)
     return values[right - 1] + share * (values[right] - values[right - 1])
 
 
@@ -101,7 +92,7 @@ class ForwardTime:
 
     @property
     def single_ns(self) -> float:
-        """Of one token."""
+        """Nanoseconds of a forward of one token."""
         return self._single.value
 
     @property
@@ -110,7 +101,7 @@ class ForwardTime:
         return self._single.count > 0
 
     def of(self, width: int) -> float:
-        """Of `width` tokens."""
+        """Returns the nanoseconds of a forward of `width` tokens."""
         return self._single.value * self.widths.of(width)
 
     def observe(self, width: int, nanoseconds: float) -> None:

@@ -4,6 +4,7 @@
 nothing; only the `observe` methods do. A wrong estimate costs time, never text.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -28,9 +29,12 @@ _MAX_READ_TOKENS = 64
 # How many times as long a forward takes while another model computes on the same cores, until that is measured. On two
 # cores it was 3 to 9 times; trying it costs seconds.
 _PRIOR_SLOWDOWN = 4.0
-# How often the draft's candidates are right by their place in a forward: groups of places, and what is assumed.
-_PLACES = (2, 3, 4, 5, 7, 9, 13)
-_PLACE_PRIORS = (0.6, 0.65, 0.7, 0.7, 0.75, 0.75, 0.8, 0.8)
+# How often the draft's candidates are right by their position in a forward: groups of positions, and what is assumed
+# until that is known. It is more than most drafts reach, because a draft that is never tried is never known better.
+_POSITIONS = (2, 3, 4, 5, 7, 9, 13)
+_POSITION_PRIORS = (0.75, 0.8, 0.8, 0.8, 0.85, 0.85, 0.85, 0.85)
+# Right candidates of the draft that each request imagines at its beginning, for the same reason.
+_HOPE = 4.0
 # Passes beside a draft that runs ahead after which it is known how much it slows the target down, and how much each
 # further pass counts.
 _SLOWDOWN_PASSES, _FRESH_SLOWDOWN = 8, 0.02
@@ -51,8 +55,8 @@ class DraftEstimates:
         self.round_trip = Ewma(_PRIOR_ROUND_TRIP_NS)
         self.slowdown = Ewma(_PRIOR_SLOWDOWN if competes else 1.0, count=1)
         self.ahead_slowdown = Ewma(_PRIOR_SLOWDOWN if competes else 1.0, count=1)
-        self.places = Chances(_PLACES, _PLACE_PRIORS)
-        self.unused_pass_count = 0
+        self.positions = Chances(_POSITIONS, _POSITION_PRIORS)
+        self.idle_pass_count = 0
         self._chances: Chances | None = None
 
     @property
@@ -105,8 +109,8 @@ class TargetEstimates:
         self._running = 0
         self._chances: dict[str, Chances] = {}
         self.drafts: dict[str, DraftEstimates] = {}
-        # Passes since one of a single token, and since candidates were verified, of those that had some.
-        self.wide_pass_count = self.unused_pass_count = 0
+        # Passes since one without candidates, by the key "", and since one with a source's candidates, by its name.
+        self.idle_pass_counts: dict[str, int] = defaultdict(int)
 
     @property
     def load(self) -> int:
@@ -151,12 +155,13 @@ class RequestEstimates:
         self, shared: TargetEstimates, sources: Sequence[CandidateSource] = (), draft: DraftEstimates | None = None
     ) -> None:
         self.shared, self.draft = shared, draft
-        self.drafting_source = next((source.name for source in sources if source.state), "")
+        self.drafting_source = next((source.name for source in sources if source.takes_time), "")
         self.chances = {
-            source.name: RequestChances((draft if source.state and draft else shared).chances_of(source))
+            source.name: RequestChances((draft if source.takes_time and draft else shared).chances_of(source))
             for source in sources
         }
-        self.places = RequestChances(draft.places if draft else Chances(_PLACES, _PLACE_PRIORS))
+        positions = draft.positions if draft else Chances(_POSITIONS, _POSITION_PRIORS)
+        self.positions = RequestChances(positions, _HOPE)
         self.forward = ForwardTime(shared.costs.widths, shared.costs.single_ns)
         self.waiting_gain = Ewma(0.0)
         self.token_bytes = Ewma(_PRIOR_TOKEN_BYTES)
@@ -170,12 +175,12 @@ class RequestEstimates:
         for data in outcome.data:
             self.token_bytes.observe(len(data), _TOKEN_BYTES_FRESH)
         self._observe_candidates(outcome)
-        wide = result.candidate_token_count > 0
-        shared.wide_pass_count = shared.wide_pass_count + 1 if wide else 0
-        shared.unused_pass_count = 0 if wide else shared.unused_pass_count + plan.declines
+        used = set(outcome.tried.sources) or {""}
+        for way in ("", *self.chances):
+            shared.idle_pass_counts[way] = 0 if way in used else shared.idle_pass_counts[way] + 1
         if self.draft:
-            self.draft.unused_pass_count = 0 if plan.pace.lead else self.draft.unused_pass_count + 1
-        if outcome.elapsed_ns == 0:
+            self.draft.idle_pass_count = 0 if plan.pace.lead else self.draft.idle_pass_count + 1
+        if outcome.elapsed_ns is None:
             return
         taken_ns = max(outcome.elapsed_ns - result.waited_ns, result.forward_ns)
         costs, width = shared.costs, result.candidate_token_count + 1
@@ -193,7 +198,7 @@ class RequestEstimates:
             costs.hop.observe(2 * result.waited_ns if outcome.timed_out else result.waited_ns)
 
     def _observe_candidates(self, outcome: Outcome) -> None:
-        for chances in (*self.chances.values(), self.places):
+        for chances in (*self.chances.values(), self.positions):
             chances.fade()
         accepted, tried = outcome.result.accepted_token_count, outcome.tried
         for place, (source, evidence) in enumerate(zip(tried.sources, tried.evidence, strict=True)):
@@ -202,4 +207,4 @@ class RequestEstimates:
             right = float(place < accepted)
             self.chances[source].observe(evidence, right)
             if source == self.drafting_source:
-                self.places.observe(place + 1, right)
+                self.positions.observe(place + 1, right)

@@ -15,23 +15,28 @@ from bridge.sources.source import Pace
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one pass, or of an average one: the tokens that it yields and the nanoseconds from one pass to the next."""
+    """What an average pass of one way yields: its tokens, and the nanoseconds from the pass before it.
+
+    `waited_ns`: those of them in which the target waits for a draft that starts a turn or an epoch.
+    """
 
     tokens: float
     ns: float
+    waited_ns: float = 0.0
 
     @property
-    def speed(self) -> float:
-        """Tokens in a nanosecond."""
+    def tokens_per_ns(self) -> float:
+        """The speed."""
         return self.tokens / self.ns
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the next pass gets its candidates. `name`: the way, in words, for statistics.
+    """How the next pass gets its candidates. `name`: the way, as statistics name it.
 
-    `pace`: how the draft works for it. `patience_ns`: how long the target may wait. `waiting_gain_ns`: what waiting for
-    candidates that are at hand would gain; `declines`: there are some, but verifying them costs more than it gains.
+    `pace`: how the draft works meanwhile. `patience_ns`: how long the target may wait. `waiting_gain_ns`: what waiting
+    for candidates that are at hand would gain. `trial_width`: candidates to verify although that is not expected to be
+    the fastest, because nothing is known of it otherwise; `is_trial`: so are none at all.
     """
 
     name: str
@@ -39,7 +44,8 @@ class Plan:
     pace: Pace = Pace()
     patience_ns: float = 0.0
     waiting_gain_ns: float = 0.0
-    declines: bool = False
+    is_trial: bool = False
+    trial_width: int = 0
 
     @property
     def description(self) -> str:
@@ -86,78 +92,75 @@ class DraftCosts:
     survival: tuple[float, ...]
 
     def candidate_count(self, draft_tokens: int) -> int:
-        """Candidates that so many tokens of the draft come to."""
+        """Returns how many candidates that many tokens of the draft come to."""
         return min(max(round(draft_tokens * self.target_tokens), 1), len(self.survival))
 
     def expected(self, candidate_count: int) -> float:
-        """Tokens that a pass with so many candidates yields."""
+        """Returns the tokens that a pass with that many candidates yields on average."""
         return 1.0 + sum(self.survival[:candidate_count])
 
 
 def plain(costs: TargetCosts) -> Prediction:
-    """Of a pass without candidates."""
+    """Predicts a pass without candidates."""
     return Prediction(1.0, costs.of(1))
 
 
-def best_width(chances: Sequence[float], costs: TargetCosts) -> tuple[int, Prediction]:
-    """The number of candidates with the highest speed, given the chance of each if those before it are right."""
-    count, best, tokens = 0, plain(costs), 1.0
-    for number, survival in enumerate(accumulate(chances, mul), start=1):
+def with_candidates(chances: Sequence[float], costs: TargetCosts) -> Prediction:
+    """Predicts a pass with candidates at hand, given the chance of each if those before it are right."""
+    return Prediction(1.0 + sum(accumulate(chances, mul)), costs.of(len(chances) + 1))
+
+
+def best_width(chances: Sequence[float], costs: TargetCosts) -> int:
+    """Returns the number of candidates with the highest speed, 0 if none is faster than a pass without."""
+    best, found, tokens = plain(costs).tokens_per_ns, 0, 1.0
+    for count, survival in enumerate(accumulate(chances, mul), start=1):
         tokens += survival
-        found = Prediction(tokens, costs.of(number + 1))
-        if found.speed > best.speed:
-            count, best = number, found
-    return count, best
+        if tokens / costs.of(count + 1) > best:
+            best, found = tokens / costs.of(count + 1), count
+    return found
 
 
-def turn_ns(costs: TargetCosts, draft: DraftCosts, token_count: int) -> float:
-    """Nanoseconds that the target waits for a turn of so many tokens."""
-    return costs.hop_ns + draft.round_trip_ns + draft.read_ns + (token_count - 1) * draft.token_ns
+def _restart_ns(costs: TargetCosts, draft: DraftCosts) -> float:
+    """Nanoseconds from a pass to the first token of a draft that starts at its end."""
+    return costs.hop_ns + draft.round_trip_ns + draft.read_ns
 
 
 def in_turns(costs: TargetCosts, draft: DraftCosts, token_count: int) -> Prediction:
-    """Of a pass that waits until the draft has proposed `token_count` tokens."""
+    """Predicts a pass that waits until the draft has proposed `token_count` tokens."""
     count = draft.candidate_count(token_count)
-    return Prediction(draft.expected(count), turn_ns(costs, draft, token_count) + costs.of(count + 1))
-
-
-def wait_ns(costs: TargetCosts, draft: DraftCosts, batch: int) -> float:
-    """Nanoseconds that the target waits for so many tokens of a draft that starts anew and will run ahead."""
-    if not batch:
-        return 0.0
-    return costs.hop_ns + draft.round_trip_ns + draft.read_ns - draft.token_ns + batch * draft.ahead_ns
+    waited_ns = _restart_ns(costs, draft) + (token_count - 1) * draft.token_ns
+    return Prediction(draft.expected(count), waited_ns + costs.of(count + 1), waited_ns)
 
 
 def ahead(costs: TargetCosts, draft: DraftCosts, lead: int, batch: int) -> Prediction:
-    """Of an average pass beside a draft that runs on while the target computes, at most `lead` tokens ahead.
+    """Predicts an average pass beside a draft that runs on while the target computes, at most `lead` tokens ahead.
 
-    Three states follow one another for as long as the draft is right; where it is wrong, the first one comes again.
-    In the first the draft starts anew. The target makes `blind` passes of one token until candidates are there, or, if
-    `batch` is not 0, waits for that many tokens of the draft and verifies them. The second has what the draft proposed
-    meanwhile beyond that, the third what it proposes during one pass.
+    A Markov chain of three states; wherever the draft is wrong, it goes back to the first. `restart`: the draft starts
+    anew, and the target makes `blind` passes of one token until candidates are there, or, if `batch` is not 0, waits
+    for that many tokens of the draft and verifies them. `catch_up`: one pass verifies what the draft proposed meanwhile
+    beyond that. `steady`: each pass verifies what the draft proposes during one pass.
     """
     slow = costs.slowed(draft.slowdown)
     rate = draft.target_tokens / draft.ahead_ns
     most = draft.candidate_count(lead)
-    restart_ns = costs.hop_ns + draft.round_trip_ns + draft.read_ns - draft.token_ns
     gained = slow.of(1) * rate - 1.0  # candidates that the draft gains on the target in a pass of one token
     if gained <= 0.0:
         return plain(slow)
-    blind = 1 if batch else max(ceil((1.0 + restart_ns * rate) / gained), 1)
-    first = draft.candidate_count(batch) if batch else 0
-    first_ns = wait_ns(costs, draft, batch) + blind * slow.of(1 + first)
-    second = int(min(max((first_ns - restart_ns) * rate - blind - first, 0.0), most))
-    third = second
+    until_first_ns = _restart_ns(costs, draft) - draft.token_ns
+    waited_ns = until_first_ns + batch * draft.ahead_ns if batch else 0.0
+    blind = 1 if batch else max(ceil((1.0 + until_first_ns * rate) / gained), 1)
+    restart = draft.candidate_count(batch) if batch else 0
+    restart_ns = waited_ns + blind * slow.of(1 + restart)
+    catch_up = int(min(max((restart_ns - until_first_ns) * rate - blind - restart, 0.0), most))
+    steady = catch_up
     for _ in range(3):  # what a pass finds was proposed during the pass before, which takes what its own width takes
-        third = int(min(max(slow.of(third + 1) * rate - 1.0, 0.0), most))
-    # The chances that a state's passes confirm all that the draft has proposed, up to the tokens that they add.
-    lasts = [draft.survival[min(count, len(draft.survival)) - 1] for count in (blind + first, second + 1, third + 1)]
-    shares = (1.0, lasts[0], lasts[0] * lasts[1] / (1.0 - min(lasts[2], 0.99)))
-    tokens = (
-        blind - 1 + draft.expected(first),
-        draft.expected(second),
-        draft.expected(third),
-    )
-    times_ns = (first_ns, slow.of(second + 1), slow.of(third + 1))
-    passes = shares[0] * blind + shares[1] + shares[2]
-    return Prediction(sum(map(mul, shares, tokens)) / passes, sum(map(mul, shares, times_ns)) / passes)
+        steady = int(min(max(slow.of(steady + 1) * rate - 1.0, 0.0), most))
+    # The chances that all that the draft has proposed in a state is right, up to the tokens that its passes add.
+    goes_on = [
+        draft.survival[min(count, len(draft.survival)) - 1] for count in (blind + restart, catch_up + 1, steady + 1)
+    ]
+    visits = (1.0, goes_on[0], goes_on[0] * goes_on[1] / (1.0 - min(goes_on[2], 0.99)))  # between two errors
+    tokens = (blind - 1 + draft.expected(restart), draft.expected(catch_up), draft.expected(steady))
+    times_ns = (restart_ns, slow.of(catch_up + 1), slow.of(steady + 1))
+    passes = visits[0] * blind + visits[1] + visits[2]
+    return Prediction(sum(map(mul, visits, tokens)) / passes, sum(map(mul, visits, times_ns)) / passes, waited_ns)

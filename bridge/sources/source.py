@@ -4,9 +4,10 @@ A source proposes bytes, so that it needs to know no tokenizer but its own, and 
 another's bytes in the middle of a word. `offer_of` translates what one or several sources propose into candidates.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from time import perf_counter_ns
 from typing import ClassVar, Protocol
@@ -18,8 +19,8 @@ from bridge.tape import Tape
 from bridge.translation import candidates
 from bridge.vocabulary import Rendering, Vocabulary
 
-# A token is taken to have at most this many bytes where a number of tokens limits a number of bytes.
-_MAX_TOKEN_BYTES = 8
+# The most bytes of a proposal that are translated at a time: several forwards' worth of candidates.
+MAX_OFFERED_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class Offer:
 class Outcome:
     """A committed pass. `tried`: the candidates that it took along; `data`: the bytes of each of its tokens.
 
-    `elapsed_ns`: time since the pass before; 0 for the first, which reads the prompt. `timed_out`: the target waited
-    for candidates as long as it was told to, and none came.
+    `elapsed_ns`: time since the pass before; None for the first, which reads the prompt. `timed_out`: the target
+    waited for candidates as long as it was told to, and none came.
     """
 
     result: Pass
     tried: Offer
     data: tuple[bytes, ...]
-    elapsed_ns: int = 0
+    elapsed_ns: int | None = None
     timed_out: bool = False
 
 
@@ -78,10 +79,9 @@ class Outcome:
 class SourceState:
     """Where a source stands that takes time to propose, such as a model.
 
-    `lag_token_count`: tokens that it reads before it can propose. `token_bytes`: bytes of its tokens on average;
-    `awaited`: it is about to propose. `overdue`: the
-    target has waited for it in vain. `stale`: what it works on is of no use any more. `runs_ahead`: it works while
-    the target does.
+    `lag_token_count`: tokens of its own that it reads before it can propose. `token_bytes`: bytes of its tokens on
+    average. `awaited`: it is about to propose. `overdue`: the target has waited for it in vain. `stale`: what it works
+    on has become useless. `runs_ahead`: it works while the target does.
     """
 
     lag_token_count: int = 1
@@ -94,22 +94,19 @@ class SourceState:
 
 @dataclass(frozen=True)
 class Pace:
-    """How a source that takes time is to work: up to `lead` tokens ahead of the tape, 0 to leave it alone.
+    """How a source that takes time is to work.
 
-    It sends the first `batch` of them at once and every other one by itself. In `turns` it rests after the first.
+    `lead`: tokens that it may be ahead of the tape; 0 pauses it. `batch`: tokens in its first message, after which
+    every other token comes in a message of its own. `turns`: it stops after the first message.
     """
 
     lead: int = 0
     batch: int = 1
     turns: bool = False
 
-    def within(self, max_tokens: int) -> "Pace":
-        """The same with a lead of at most `max_tokens`."""
-        return replace(self, lead=min(self.lead, max_tokens))
-
 
 class DraftTimes(Protocol):
-    """Where a draft's speed is recorded, for all requests that use it."""
+    """Where a draft's speed is recorded, for all requests that use it. Times are in nanoseconds."""
 
     @property
     def round_trip_ns(self) -> float: ...
@@ -121,88 +118,94 @@ class DraftTimes(Protocol):
 
 
 @dataclass(frozen=True)
+class Draft:
+    """A draft model, the stream to its server, and the record of its speed."""
+
+    model: Model
+    drafter: Drafter
+    times: DraftTimes
+
+
+@dataclass(frozen=True)
 class Opening:
     """What a source may need at the start of a request.
 
-    `prompt`: the bytes of the prompt in the target's tokens. `drafter`, `draft_model`, `draft_prompt`, `draft_times`:
-    the draft, its prompt and where its speed is recorded, if there is one. `memory`: outputs that the `tenant` may see.
+    `prompt`: the bytes of the prompt in the target's tokens. `render` returns the prompt in another model's tokens, or
+    raises a `DraftBridgeError`. `memory`: outputs that the `tenant` may see.
     """
 
     prompt: bytes
-    drafter: Drafter | None = None
-    draft_model: Model | None = None
-    draft_prompt: Rendering | None = None
-    draft_times: DraftTimes | None = None
+    render: Callable[[Model], Rendering]
+    draft: Draft | None = None
     confidence_threshold: float = 0.0
     memory: SuffixMemory | None = None
     tenant: str = ""
     clock: Callable[[], int] = perf_counter_ns
 
 
-class CandidateSource(Protocol):
-    """Something that can guess. Asking it changes nothing; it learns from `observe` and works in `advance`.
+class CandidateSource(ABC):
+    """Something that proposes how a text goes on. Asking it changes nothing; `observe` and `advance` do.
 
-    `evidence_edges` divide its evidence into groups, for which the bridge learns how often candidates are right;
-    `prior_chances` is what it assumes for each group until then.
+    A source that takes time, such as a model, works in `advance` and reports where it stands in `state`. `propose` or
+    `observe` raises what made it unusable. `evidence_edges` divide its evidence into groups; for each group the bridge
+    learns how often candidates are right, and assumes one of `prior_chances` until then.
     """
 
     name: ClassVar[str]
+    takes_time: ClassVar[bool] = False
     evidence_edges: ClassVar[tuple[float, ...]]
     prior_chances: ClassVar[tuple[float, ...]]
-    proposed_token_count: int
-    compute_ns: int
+    proposed_token_count: int = 0
+    compute_ns: int = 0
+
+    @classmethod
+    @abstractmethod
+    def open(cls, opening: Opening) -> "CandidateSource | None":
+        """Returns the source for a request, or None if the request has no use for it."""
+
+    @abstractmethod
+    def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
+        """Returns its best continuation of the tape's text followed by the bytes `after`."""
+
+    @abstractmethod
+    def observe(self, outcome: Outcome) -> None:
+        """Takes note of what the target committed."""
 
     @property
     def state(self) -> SourceState | None:
-        """Where a source that takes time stands; None for one whose proposals are there at once."""
-        ...
+        """Where a source that takes time stands; None if its proposals are there at once."""
+        return None
 
-    def start(self, notify: Callable[[], None], fail: Callable[[Exception], None]) -> None:
-        """Begins to listen to whatever proposes. `notify` reports news, `fail` what makes the source unusable."""
-        ...
+    def start(self, notify: Callable[[], None]) -> None:  # noqa: B027
+        """Begins to listen to whatever proposes; `notify` is called when there is news."""
 
-    def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
-        """Its best continuation of the tape's text and the bytes `after`."""
-        ...
-
-    def observe(self, outcome: Outcome) -> None:
-        """Takes note of what the target committed, and of what became of the source's candidates."""
-        ...
-
-    async def advance(self, tape: Tape, pace: Pace) -> None:
+    async def advance(self, tape: Tape, pace: Pace) -> None:  # noqa: B027
         """Lets it work towards the tape's end and beyond."""
-        ...
 
-    def close(self) -> None:
-        """Ends its work and frees what it holds."""
-        ...
+    def close(self) -> None:  # noqa: B027
+        """Ends its work and frees what it holds. May be called twice."""
 
 
-def offer_of(
-    vocabulary: Vocabulary, parts: Sequence[Continuation], max_tokens: int, end_id: int | None = None
-) -> Offer:
-    """Translates continuations, each of which continues the one before it, into at most `max_tokens` candidates.
+def offer_of(vocabulary: Vocabulary, parts: Sequence[Continuation], end_id: int | None = None) -> Offer:
+    """Translates continuations, each of which continues the one before it, into candidates.
 
     A candidate belongs to the part in which its first byte is. `end_id` stands for a proposed end of the text.
     """
-    limit = _MAX_TOKEN_BYTES * (max_tokens + 1)
     whole = b"".join(part.data for part in parts)
-    data = whole[:limit]
-    ids = candidates(vocabulary, data)
-    if len(whole) > limit or parts[-1].cut:
+    ids = candidates(vocabulary, whole[:MAX_OFFERED_BYTES])
+    if len(whole) > MAX_OFFERED_BYTES or parts[-1].cut:
         ids = ids[:-1]  # the last token may end in the middle of a word
     sources, evidence, begin, offset, index = [], [], 0, 0, 0
-    for id_ in ids[:max_tokens]:
+    for id_ in ids:
         end = begin + len(vocabulary.token_bytes(id_))
         while begin >= offset + len(parts[index].data):
             offset, index = offset + len(parts[index].data), index + 1
-        part = parts[index]
-        sources.append(part.source)
-        evidence.append(part.evidence_of(begin - offset, end - offset))
+        sources.append(parts[index].source)
+        evidence.append(parts[index].evidence_of(begin - offset, end - offset))
         begin = end
-    if parts[-1].closes and end_id is not None and begin == len(whole) and len(sources) < max_tokens:
-        last = parts[-1]
-        return Offer(
-            (*ids, end_id), (*sources, last.source), (*evidence, last.evidence_of(len(last.data), len(last.data) + 1))
-        )
-    return Offer(tuple(ids[: len(sources)]), tuple(sources), tuple(evidence))
+    last = parts[-1]
+    if last.closes and end_id is not None and begin == len(whole):
+        ids.append(end_id)
+        sources.append(last.source)
+        evidence.append(last.evidence_of(len(last.data), len(last.data) + 1))
+    return Offer(tuple(ids), tuple(sources), tuple(evidence))

@@ -1,9 +1,8 @@
 """The text itself as a source: what followed where it, or an earlier output of the tenant, said the same before."""
 
-from collections.abc import Callable
 from typing import ClassVar
 
-from bridge.sources.source import Continuation, Opening, Outcome, Pace, SourceState
+from bridge.sources.source import CandidateSource, Continuation, Opening, Outcome
 from bridge.suffix import MAX_PROPOSAL_BYTES, SuffixDrafter
 from bridge.suffix_memory import suffix_drafter
 from bridge.tape import Tape
@@ -13,39 +12,26 @@ from bridge.tape import Tape
 _MIN_BYTES_AFTER = 8
 
 
-class SuffixSource:
+class SuffixSource(CandidateSource):
     """Proposes what followed the longest match of the text's end. Its evidence is the length of the match in bytes."""
 
     name: ClassVar[str] = "suffix"
     evidence_edges: ClassVar[tuple[float, ...]] = (8, 16, 32)
     prior_chances: ClassVar[tuple[float, ...]] = (0.3, 0.5, 0.65, 0.8)
-    proposed_token_count = compute_ns = 0
-    state: SourceState | None = None
 
     def __init__(self, drafter: SuffixDrafter) -> None:
         self._drafter = drafter
 
-    def start(self, notify: Callable[[], None], fail: Callable[[Exception], None]) -> None:
-        """See `CandidateSource`."""
+    @classmethod
+    def open(cls, opening: Opening) -> "SuffixSource":
+        """Returns one that knows the prompt and, of a request with a tenant, the tenant's earlier outputs."""
+        return cls(suffix_drafter(opening.prompt, opening.memory, opening.tenant))
 
     def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
-        """See `CandidateSource`."""
         match = self._drafter.match(after)
         if match is None or (after and match.length < _MIN_BYTES_AFTER):
             return None
         return Continuation(self.name, match.data, float(match.length), cut=len(match.data) >= MAX_PROPOSAL_BYTES)
 
     def observe(self, outcome: Outcome) -> None:
-        """See `CandidateSource`."""
         self._drafter.append(b"".join(outcome.data))
-
-    async def advance(self, tape: Tape, pace: Pace) -> None:
-        """See `CandidateSource`."""
-
-    def close(self) -> None:
-        """See `CandidateSource`."""
-
-
-def open_suffix(opening: Opening) -> SuffixSource:
-    """A source that knows the prompt and, of a request with a tenant, the tenant's earlier outputs."""
-    return SuffixSource(suffix_drafter(opening.prompt, opening.memory, opening.tenant))

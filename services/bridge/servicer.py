@@ -10,9 +10,10 @@ from typing import Any
 from grpc import aio
 
 from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField, TokenOutOfRange
-from bridge.generation import Delta, Finished, Request, Started, check, generate
+from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import Proposal
+from bridge.request import Request, check
 from bridge.sampling import SamplingParameters
 from bridge.suffix_memory import SuffixMemory
 from bridge.templates import Chat

@@ -1,0 +1,95 @@
+"""What a user asks for: its form, what is checked before anything runs, and its prompt in the tokens of a model."""
+
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTooLong, TokenOutOfRange
+from bridge.models import Model
+from bridge.planning.planner import SpeculationParameters
+from bridge.sampling import SamplingParameters
+from bridge.sources import SOURCES
+from bridge.templates import Chat, render_chat, render_ids_for, render_text_for
+from bridge.vocabulary import Rendering
+
+MAX_STOP_STRINGS = 64
+MAX_TENANT_LENGTH = 256
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asks. `input`: a text, a chat, or ids of the target. `tenant`: who may know the output."""
+
+    input: str | Chat | tuple[int, ...]
+    sampling: SamplingParameters = SamplingParameters()
+    seed: int = field(default_factory=lambda: secrets.randbits(64))
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
+    speculation: SpeculationParameters = SpeculationParameters()
+    tenant: str = ""
+
+
+def check(request: Request) -> None:
+    """Raises `InvalidField` or `EmptyPrompt` for what no target could do."""
+    request.sampling.checked()
+    if not (request.input.messages if isinstance(request.input, Chat) else request.input):
+        raise EmptyPrompt
+    texts = [request.input] if isinstance(request.input, str) else []
+    if isinstance(request.input, Chat):
+        texts = [text for one in request.input.messages for text in (one.role, one.content)]
+    if any(_SURROGATE.search(text) for text in texts):
+        raise InvalidField("the prompt", "Unicode text", "a lone surrogate")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise InvalidField("max_tokens", "at least 1", request.max_tokens)
+    if request.max_tokens is not None and request.sampling.min_tokens > request.max_tokens:
+        raise InvalidField(
+            "sampling.min_tokens", f"at most max_tokens, {request.max_tokens}", request.sampling.min_tokens
+        )
+    if len(request.stop) > MAX_STOP_STRINGS:
+        raise InvalidField("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(request.stop)} strings")
+    if "" in request.stop:
+        raise InvalidField("stop", "made of non-empty strings", "an empty one")
+    if request.logprobs is not None and request.logprobs > 100:
+        raise InvalidField("logprobs", "at most 100", request.logprobs)
+    assistant_tokens = request.speculation.num_assistant_tokens
+    if assistant_tokens is not None and not 1 <= assistant_tokens <= 64:
+        raise InvalidField("speculation.num_assistant_tokens", "between 1 and 64", assistant_tokens)
+    temperature = request.speculation.draft_temperature
+    if temperature is not None and not 0.0 <= temperature <= 100.0:
+        raise InvalidField("speculation.draft_temperature", "between 0 and 100", temperature)
+    threshold = request.speculation.assistant_confidence_threshold
+    if not 0.0 <= threshold <= 1.0:
+        raise InvalidField("speculation.assistant_confidence_threshold", "between 0 and 1", threshold)
+    if unknown := set(request.speculation.sources) - set(SOURCES):
+        raise InvalidField("speculation.sources", f"made of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
+    if len(request.tenant) > MAX_TENANT_LENGTH:
+        raise InvalidField("tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(request.tenant))
+
+
+def render(request: Request, model: Model, source: Model) -> Rendering:
+    """Returns the request's input in `model`'s tokens. `source` is the target, whose ids an input of ids is in."""
+    match request.input:
+        case str(text):
+            return render_text_for(model, text, source)
+        case Chat():
+            return render_chat(model, request.input)
+        case ids:
+            return render_ids_for(model, ids, source)
+
+
+def token_room(request: Request, model: Model, prompt_ids: Sequence[int]) -> int:
+    """Returns how many tokens to generate; raises `InvalidRequest` where the prompt and these do not fit."""
+    count, context = len(prompt_ids), model.context_length
+    for id_ in prompt_ids:
+        if not model.has(id_):
+            raise TokenOutOfRange(id_, model.vocabulary.size, model.name)
+    if count == 0:
+        raise EmptyPrompt
+    if count >= context:
+        raise PromptTooLong(count, context, model.name)
+    if request.max_tokens is not None and request.max_tokens > context - count:
+        raise MaxTokensTooLarge(request.max_tokens, count, context, model.name)
+    return request.max_tokens or context - count
