@@ -187,7 +187,7 @@ def test_the_number_of_candidates_maximises_the_speed(times: dict[int, float], r
 def _draft_costs(right: float, draft_ms: float, slowdown: float = 1.0, round_trip_ms: float = 1.0) -> DraftCosts:
     survival = tuple(accumulate([right] * MAX_CANDIDATES, mul))
     return DraftCosts(
-        draft_ms * MS, draft_ms * slowdown * MS, draft_ms * MS, round_trip_ms * MS, slowdown, 1.0, survival
+        draft_ms * MS, draft_ms * slowdown * MS, draft_ms * MS, 0.0, round_trip_ms * MS, slowdown, 1.0, survival
     )
 
 

@@ -82,12 +82,14 @@ class ForwardTime:
     """How long a forward of one sequence takes, in nanoseconds, by its number of tokens.
 
     A forward of one token is the sequence's own: it takes longer the longer the sequence is. How much longer wider
-    ones take is much the same for all sequences, which share a `WidthCost`.
+    ones take is much the same for all sequences, which share a `WidthCost`. `known`: a forward was observed.
     """
 
     def __init__(self, widths: WidthCost, single_ns: float) -> None:
         self.widths = widths
-        self._single = Ewma(single_ns)
+        # What was measured elsewhere counts like one forward.
+        self._single = Ewma(single_ns, count=1 if single_ns else 0)
+        self.known = False
         self._since_narrow = _RECENT_FORWARDS + 1
 
     @property
@@ -95,17 +97,13 @@ class ForwardTime:
         """Nanoseconds of a forward of one token."""
         return self._single.value
 
-    @property
-    def known(self) -> bool:
-        """Whether any forward was seen."""
-        return self._single.count > 0
-
     def of(self, width: int) -> float:
         """Returns the nanoseconds of a forward of `width` tokens."""
         return self._single.value * self.widths.of(width)
 
     def observe(self, width: int, nanoseconds: float) -> None:
         """Takes note of one forward."""
+        self.known = True
         if self._single.count:
             nanoseconds = min(nanoseconds, _OUTLIER * self.of(width))
         rare = self._since_narrow > _RECENT_FORWARDS

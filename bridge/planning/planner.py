@@ -99,12 +99,13 @@ class Planner:
         costs = self._target_costs()
         none = Plan("none", plain(costs), patience_ns=self._patience_ns(costs))
         draft = None if state is None or state.overdue else self._draft_costs(state)
-        if self._slowdown > _FREE_SLOWDOWN and not self._estimates.begun:
-            draft = None  # on the same cores the draft reads its prompt when the target has read its own
         if self.mode is not Mode.AUTO:
-            best = self._fixed(draft, costs) or replace(none, patience_ns=0.0)
+            best = self._fixed(draft, costs, room) or replace(none, patience_ns=0.0)
         else:
-            best = self._best(none, offers, state, draft, costs)
+            best = self._best(none, offers, state, draft, costs, room)
+        if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not self._estimates.target_waits:
+            # The target may have begun a pass, which the draft would slow down: first it is told to wait.
+            best = replace(none, patience_ns=best.patience_ns)
         return replace(best, pace=replace(best.pace, lead=min(best.pace.lead, room)))
 
     def choose(self, offers: Sequence[Offer], plan: Plan) -> tuple[Offer, int]:
@@ -140,20 +141,20 @@ class Planner:
         ways = [Plan("none", plain(costs))]
         if state and not state.overdue:
             draft = self._draft_costs(state)
-            ways += [self._in_turns(draft, costs), self._ahead(draft, costs, _BATCHES)]
+            ways += [self._in_turns(draft, costs, _LEADS[-1]), self._ahead(draft, costs, _BATCHES)]
         speeds = ", ".join(f"{plan.description} {1e9 * plan.prediction.tokens_per_ns:.1f}" for plan in ways)
         text = f"predicted tokens/s: {speeds}; an 8-token pass costs {costs.of(8) / costs.of(1):.1f}x a 1-token pass"
         if state and self._slowdown > _FREE_SLOWDOWN:
             text += f"; a pass takes {self._slowdown:.1f} times as long while the draft computes"
         return text
 
-    def _fixed(self, draft: DraftCosts | None, costs: TargetCosts) -> Plan | None:
+    def _fixed(self, draft: DraftCosts | None, costs: TargetCosts, room: int) -> Plan | None:
         """Returns the plan of a mode that the user chose."""
         if draft is None:
             return None
         if self.mode is Mode.LOCKSTEP:
             leads = (self._number,) if self._number else _LEADS
-            return replace(self._in_turns(draft, costs, leads), patience_ns=_LOCKSTEP_PATIENCE_NS)
+            return replace(self._in_turns(draft, costs, room, leads), patience_ns=_LOCKSTEP_PATIENCE_NS)
         return self._ahead(draft, costs, (0,))
 
     def _best(
@@ -163,6 +164,7 @@ class Planner:
         state: SourceState | None,
         draft: DraftCosts | None,
         costs: TargetCosts,
+        room: int,
     ) -> Plan:
         """Returns the fastest plan, or one that has not been used for so long that it is to be tried."""
         estimates = self._estimates
@@ -178,7 +180,7 @@ class Planner:
         ways = [none, *(self._at_hand(*one, costs, none.patience_ns) for one in self._widths(at_hand, costs))]
         drafts = []
         if draft and estimates.draft:
-            drafts.append(self._in_turns(draft, costs))
+            drafts.append(self._in_turns(draft, costs, room))
             # What a draft costs that runs ahead can only be told if it is known what passes take without it.
             if estimates.forward.known:
                 drafts.append(self._ahead(draft, costs, _BATCHES))
@@ -195,15 +197,17 @@ class Planner:
             return replace(best, pace=beside.pace)
         return best
 
-    def _in_turns(self, draft: DraftCosts, costs: TargetCosts, leads: Sequence[int] = _LEADS) -> Plan:
+    def _in_turns(self, draft: DraftCosts, costs: TargetCosts, room: int, leads: Sequence[int] = _LEADS) -> Plan:
         """Returns the best plan in which the draft proposes some tokens, and then the target verifies them."""
         leads = [lead for lead in leads if lead <= (self._number or lead)]
         predictions = {lead: in_turns(costs, draft, lead) for lead in leads}
         lead = max(leads, key=lambda lead: predictions[lead].tokens_per_ns)
-        patience_ns = _PATIENCE_FACTOR * predictions[lead].waited_ns + _MIN_PATIENCE_NS
-        return Plan(
-            f"{self._estimates.drafting_source} {_TURNS}", predictions[lead], Pace(lead, lead, True), patience_ns
-        )
+        best = predictions[lead]
+        patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
+        # The draft reads its prompt once for all passes; on hardware of its own, while the target reads the same.
+        if self._estimates.begun or self._slowdown > _FREE_SLOWDOWN:
+            best = replace(best, ns=best.ns + draft.prompt_ns / max(room / best.tokens, 1.0))
+        return Plan(f"{self._estimates.drafting_source} {_TURNS}", best, Pace(lead, lead, True), patience_ns)
 
     def _ahead(self, draft: DraftCosts, costs: TargetCosts, batches: Sequence[int]) -> Plan:
         """Returns the best plan in which the draft runs on while the target computes."""
@@ -260,11 +264,13 @@ class Planner:
         assert draft is not None, "a source that takes time has estimates"
         # Until it is known, a draft is taken to be several times as fast as the target.
         token_ns = draft.forward.single_ns or _PRIOR_DRAFT_SPEED * (estimates.forward.single_ns or _PRIOR_PASS_NS)
+        widths = draft.forward.widths
         chances = (estimates.positions.of(position) for position in range(1, MAX_CANDIDATES + 1))
         return DraftCosts(
             token_ns=token_ns,
             ahead_ns=token_ns * draft.ahead_slowdown.value,
-            read_ns=token_ns * draft.forward.widths.of(state.lag_token_count),
+            read_ns=token_ns * widths.of(min(state.lag_token_count, MAX_CANDIDATES)),
+            prompt_ns=token_ns * max(widths.of(state.lag_token_count) - widths.of(MAX_CANDIDATES), 0.0),
             round_trip_ns=draft.round_trip_ns,
             slowdown=draft.slowdown.value,
             target_tokens=state.token_bytes / max(estimates.token_bytes.value, _MIN_TOKEN_BYTES),

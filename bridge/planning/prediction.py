@@ -79,13 +79,14 @@ class DraftCosts:
     """Nanoseconds of a draft, whose tokens are `target_tokens` long in tokens of the target.
 
     `token_ns` while the target rests, `ahead_ns` while it computes; `slowdown`: how many times as long a pass takes
-    then. `read_ns`: the draft's first token of a turn, before which it reads what was committed. `survival[i]`: the
-    chance that the first `i + 1` candidates are all right.
+    then. `read_ns`: the draft's first token of a turn, before which it reads what was committed; `prompt_ns`: what it
+    needs beyond that to read a prompt, once. `survival[i]`: the chance that the first `i + 1` candidates are all right.
     """
 
     token_ns: float
     ahead_ns: float
     read_ns: float
+    prompt_ns: float
     round_trip_ns: float
     slowdown: float
     target_tokens: float
