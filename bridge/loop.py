@@ -53,12 +53,12 @@ async def speculate(
             if outcome or (state and state.stale):
                 plan = planner.plan(offers, state, link.candidate_room)
                 await sources.advance(plan.pace)
-                await link.be_patient(plan.patience_ns)
                 state = sources.state
             # 4. send the best offer; in turns, nothing until the draft's turn is complete
             awaited = plan.pace.lead > 0 and state is not None and state.awaited
             if not (awaited and plan.pace.turns):
                 await link.offer(*planner.choose(offers, plan), awaited=awaited)
+            await link.be_patient(plan.patience_ns)  # after the offer, which a target that need not wait would miss
             statistics.bridge_ns += clock() - started
             if outcome:  # the models go on while the text is sent
                 yield outcome

@@ -165,13 +165,13 @@ class RequestEstimates:
         self.forward = ForwardTime(shared.costs.widths, shared.costs.single_ns)
         self.waiting_gain = Ewma(0.0)
         self.token_bytes = Ewma(_PRIOR_TOKEN_BYTES)
-        # Whether a pass was seen, and whether the target waits for candidates before the next one.
-        self.begun = self.target_waits = False
+        # Whether a pass was seen, and how long the target may wait for candidates before the next one.
+        self.begun, self.patience_ns = False, 0.0
 
     def observe(self, outcome: Outcome, plan: Plan) -> None:
         """Takes note of a pass that was made under a plan."""
         result, shared = outcome.result, self.shared
-        self.begun, self.target_waits = True, plan.patience_ns > 0
+        self.begun, self.patience_ns = True, plan.patience_ns
         for data in outcome.data:
             self.token_bytes.observe(len(data), _TOKEN_BYTES_FRESH)
         self._observe_candidates(outcome)

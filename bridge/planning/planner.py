@@ -103,7 +103,8 @@ class Planner:
             best = self._fixed(draft, costs, room) or replace(none, patience_ns=0.0)
         else:
             best = self._best(none, offers, state, draft, costs, room)
-        if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not self._estimates.target_waits:
+        short = self._estimates.patience_ns < best.prediction.waited_ns
+        if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and short:
             # The target may have begun a pass, which the draft would slow down: first it is told to wait.
             best = replace(none, patience_ns=best.patience_ns)
         return replace(best, pace=replace(best.pace, lead=min(best.pace.lead, room)))

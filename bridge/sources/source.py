@@ -27,8 +27,9 @@ MAX_OFFERED_BYTES = 512
 class Continuation:
     """Bytes that a source proposes after the tape's end.
 
-    `evidence` is the source's own measure of how sure it is, such as the length of a match. A source with tokens of
-    its own also gives the offset in `data` where each of them starts, and its probability: `starts`, `confidences`.
+    `evidence` is the source's own measure of how sure it is of the first byte, such as the length of a match, and
+    `gain` what each byte adds for those after it if it is right. A source with tokens of its own also gives the offset
+    in `data` where each of them starts, and its probability: `starts`, `confidences`.
     `closes`: the source proposes that the text ends after `data`. `cut`: the source knows more than `data`, which may
     stop in the middle of a word.
     """
@@ -36,15 +37,16 @@ class Continuation:
     source: str
     data: bytes
     evidence: float = 1.0
+    gain: float = 0.0
     starts: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
     closes: bool = False
     cut: bool = False
 
     def evidence_of(self, begin: int, end: int) -> float:
-        """The evidence for `data[begin:end]`: `evidence` times the probabilities of the tokens that start there."""
+        """Returns the evidence for `data[begin:end]`, times the probabilities of the tokens that start there."""
         tokens = slice(bisect_left(self.starts, begin), bisect_left(self.starts, end))
-        return self.evidence * prod(self.confidences[tokens])
+        return (self.evidence + self.gain * begin) * prod(self.confidences[tokens])
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ _MIN_BYTES_AFTER = 8
 
 
 class SuffixSource(CandidateSource):
-    """Proposes what followed the longest match of the text's end. Its evidence is the length of the match in bytes."""
+    """Proposes what followed the longest match of the text's end. Its evidence is the match's length in bytes."""
 
     name: ClassVar[str] = "suffix"
-    evidence_edges: ClassVar[tuple[float, ...]] = (8, 16, 32)
-    prior_chances: ClassVar[tuple[float, ...]] = (0.3, 0.5, 0.65, 0.8)
+    evidence_edges: ClassVar[tuple[float, ...]] = (8, 16, 32, 64)
+    prior_chances: ClassVar[tuple[float, ...]] = (0.3, 0.5, 0.65, 0.8, 0.9)
 
     def __init__(self, drafter: SuffixDrafter) -> None:
         self._drafter = drafter
@@ -31,7 +31,9 @@ class SuffixSource(CandidateSource):
         match = self._drafter.match(after)
         if match is None or (after and match.length < _MIN_BYTES_AFTER):
             return None
-        return Continuation(self.name, match.data, float(match.length), cut=len(match.data) >= MAX_PROPOSAL_BYTES)
+        # Each byte that is right makes the match a byte longer.
+        cut = len(match.data) >= MAX_PROPOSAL_BYTES
+        return Continuation(self.name, match.data, float(match.length), gain=1.0, cut=cut)
 
     def observe(self, outcome: Outcome) -> None:
         self._drafter.append(b"".join(outcome.data))
