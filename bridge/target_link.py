@@ -68,7 +68,7 @@ class TargetLink:
         """
         base, held, ids = len(self._tape.ids), self._held, offer.token_ids[: self.candidate_room]
         if ids:
-            same = held[: len(ids)] == ids[: len(held)] and len(held) >= min(_HELD_PASSES * width, len(ids))
+            same = held == ids[: len(held)] and len(held) >= min(_HELD_PASSES * width, len(ids))
             if same and self._held_width <= _WIDTH_CHANGE * width and width <= _WIDTH_CHANGE * self._held_width:
                 return
         elif awaited or self._patience_us == 0:

@@ -38,6 +38,9 @@ _HOPE = 4.0
 # Passes beside a draft that runs ahead after which it is known how much it slows the target down, and how much each
 # further pass counts.
 _SLOWDOWN_PASSES, _FRESH_SLOWDOWN = 8, 0.02
+# Accepted candidates that it is taken to have predicted rightly before the first pass, and what is left of a pass's
+# weight after the next.
+_YIELD_PRIOR_TOKENS, _YIELD_FADE = 16.0, 0.99
 # How much the newest pass counts in what waiting for candidates has gained lately.
 _GAIN_FRESH = 0.2
 
@@ -56,6 +59,7 @@ class DraftEstimates:
         self.slowdown = Ewma(_PRIOR_SLOWDOWN if competes else 1.0, count=1)
         self.ahead_slowdown = Ewma(_PRIOR_SLOWDOWN if competes else 1.0, count=1)
         self.positions = Chances(_POSITIONS, _POSITION_PRIORS)
+        self.yields: dict[str, Yield] = {}
         self.idle_pass_count = 0
         self._chances: Chances | None = None
 
@@ -91,6 +95,27 @@ class DraftEstimates:
             self.forward.observe(proposal.read_token_count, read_ns)
 
 
+class Yield:
+    """How many candidates are accepted under plans of one name, relative to what was predicted.
+
+    Chances are right on average over all candidates; those that a plan was chosen for are the promising ones, and some
+    come too late for their pass.
+    """
+
+    def __init__(self) -> None:
+        self._accepted = self._predicted = _YIELD_PRIOR_TOKENS
+
+    @property
+    def ratio(self) -> float:
+        """By which a prediction is to be multiplied."""
+        return self._accepted / self._predicted
+
+    def observe(self, accepted: int, predicted: float) -> None:
+        """Takes note of a pass; `predicted`: the accepted candidates that were predicted before multiplying."""
+        self._accepted = _YIELD_FADE * self._accepted + accepted
+        self._predicted = _YIELD_FADE * self._predicted + predicted
+
+
 @dataclass
 class _Load:
     """What is known of a target while so many requests run."""
@@ -108,6 +133,7 @@ class TargetEstimates:
         self._loads = [_Load(WidthCost.measured(forward_costs), single_ns)]
         self._running = 0
         self._chances: dict[str, Chances] = {}
+        self.yields: dict[str, Yield] = {}
         self.drafts: dict[str, DraftEstimates] = {}
         # Passes since one without candidates, by the key "", and since one with a source's candidates, by its name.
         self.idle_pass_counts: dict[str, int] = defaultdict(int)
@@ -162,19 +188,26 @@ class RequestEstimates:
         }
         positions = draft.positions if draft else Chances(_POSITIONS, _POSITION_PRIORS)
         self.positions = RequestChances(positions, _HOPE)
+        self._yields = (draft or shared).yields
         self.forward = ForwardTime(shared.costs.widths, shared.costs.single_ns)
         self.waiting_gain = Ewma(0.0)
         self.token_bytes = Ewma(_PRIOR_TOKEN_BYTES)
-        # Whether a pass was seen, and how long the target may wait for candidates before the next one.
-        self.begun, self.patience_ns = False, 0.0
+        # Whether a pass was seen, and whether the target waits for candidates before the next one.
+        self.begun = self.target_waits = False
+
+    def yield_ratio(self, plan: str) -> float:
+        """Returns how many candidates are accepted under plans of that name, relative to what was predicted."""
+        return self._yields[plan].ratio if plan in self._yields else 1.0
 
     def observe(self, outcome: Outcome, plan: Plan) -> None:
         """Takes note of a pass that was made under a plan."""
         result, shared = outcome.result, self.shared
-        self.begun, self.patience_ns = True, plan.patience_ns
+        self.begun, self.target_waits = True, plan.holds_back
         for data in outcome.data:
             self.token_bytes.observe(len(data), _TOKEN_BYTES_FRESH)
         self._observe_candidates(outcome)
+        found = self._yields.setdefault(plan.name, Yield())
+        found.observe(result.accepted_token_count, (plan.prediction.tokens - 1.0) / found.ratio)
         used = set(outcome.tried.sources) or {""}
         for way in ("", *self.chances):
             shared.idle_pass_counts[way] = 0 if way in used else shared.idle_pass_counts[way] + 1

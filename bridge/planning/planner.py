@@ -103,10 +103,9 @@ class Planner:
             best = self._fixed(draft, costs, room) or replace(none, patience_ns=0.0)
         else:
             best = self._best(none, offers, state, draft, costs, room)
-        short = self._estimates.patience_ns < best.prediction.waited_ns
-        if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and short:
+        if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not self._estimates.target_waits:
             # The target may have begun a pass, which the draft would slow down: first it is told to wait.
-            best = replace(none, patience_ns=best.patience_ns)
+            best = replace(none, patience_ns=best.patience_ns, prepares_turn=True)
         return replace(best, pace=replace(best.pace, lead=min(best.pace.lead, room)))
 
     def choose(self, offers: Sequence[Offer], plan: Plan) -> tuple[Offer, int]:
@@ -126,6 +125,8 @@ class Planner:
         if not found:
             return Offer(), 0
         _, best, width = max(found, key=lambda one: one[0])
+        if plan.holds_back:
+            return best.part(0, width), width
         drafted = best.sources.count(self._estimates.drafting_source)
         # The draft is asked for more in time; what is at hand is offered for several passes.
         return best.part(0, max(width, drafted) if drafted else _OFFERED_PASSES * width), width
@@ -177,7 +178,7 @@ class Planner:
             if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load:
                 # As many as are all right half of the time.
                 width = min(max(int(log(0.5) / log(self._chances(offer, 1)[0])), 1), MAX_CANDIDATES)
-                return Plan(offer.sources[0], self._prediction(offer, width, costs), is_trial=True, trial_width=width)
+                return replace(self._at_hand(offer, width, costs, 0.0), is_trial=True, trial_width=width)
         ways = [none, *(self._at_hand(*one, costs, none.patience_ns) for one in self._widths(at_hand, costs))]
         drafts = []
         if draft and estimates.draft:
@@ -208,7 +209,7 @@ class Planner:
         # The draft reads its prompt once for all passes; on hardware of its own, while the target reads the same.
         if self._estimates.begun or self._slowdown > _FREE_SLOWDOWN:
             best = replace(best, ns=best.ns + draft.prompt_ns / max(room / best.tokens, 1.0))
-        return Plan(f"{self._estimates.drafting_source} {_TURNS}", best, Pace(lead, lead, True), patience_ns)
+        return self._plan(f"{self._estimates.drafting_source} {_TURNS}", best, Pace(lead, lead, True), patience_ns)
 
     def _ahead(self, draft: DraftCosts, costs: TargetCosts, batches: Sequence[int]) -> Plan:
         """Returns the best plan in which the draft runs on while the target computes."""
@@ -218,14 +219,19 @@ class Planner:
         batch = max(batches, key=lambda batch: predictions[batch].tokens_per_ns)
         patience_ns = _AHEAD_PATIENCE_FACTOR * predictions[batch].waited_ns
         name = f"{self._estimates.drafting_source} {_AHEAD}"
-        return Plan(name, predictions[batch], Pace(lead, max(batch, 1)), patience_ns)
+        return self._plan(name, predictions[batch], Pace(lead, max(batch, 1)), patience_ns)
 
     def _at_hand(self, offer: Offer, width: int, costs: TargetCosts, patience_ns: float) -> Plan:
         """Returns the plan to send an offer that is there already."""
         chance = self._chances(offer, 1)[0]
         # If the first candidate is right, not waiting costs a 1-token pass; if it is wrong, waiting cost the width.
         gain_ns = chance * costs.of(1) - (1 - chance) * (costs.of(width + 1) - costs.of(1))
-        return Plan(offer.sources[0], self._prediction(offer, width, costs), Pace(), patience_ns, gain_ns)
+        return self._plan(offer.sources[0], self._prediction(offer, width, costs), Pace(), patience_ns, gain_ns)
+
+    def _plan(self, name: str, found: Prediction, pace: Pace, patience_ns: float, waiting_gain_ns: float = 0.0) -> Plan:
+        """Returns a plan whose prediction is corrected by what such plans have yielded."""
+        tokens = 1.0 + (found.tokens - 1.0) * self._estimates.yield_ratio(name)
+        return Plan(name, replace(found, tokens=tokens), pace, patience_ns, waiting_gain_ns)
 
     def _widths(self, offers: Sequence[Offer], costs: TargetCosts) -> list[tuple[Offer, int]]:
         """Returns the offers that are worth sending, and how many of its candidates one forward is to take."""

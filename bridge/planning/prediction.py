@@ -36,7 +36,8 @@ class Plan:
 
     `pace`: how the draft works meanwhile. `patience_ns`: how long the target may wait. `waiting_gain_ns`: what waiting
     for candidates that are at hand would gain. `trial_width`: candidates to verify although that is not expected to be
-    the fastest, because nothing is known of it otherwise; `is_trial`: so are none at all.
+    the fastest, because nothing is known of it otherwise; `is_trial`: so are none at all. `prepares_turn`: after the
+    next pass the target is to wait for the draft.
     """
 
     name: str
@@ -46,11 +47,17 @@ class Plan:
     waiting_gain_ns: float = 0.0
     is_trial: bool = False
     trial_width: int = 0
+    prepares_turn: bool = False
 
     @property
     def description(self) -> str:
         """The name, with the number of tokens in a turn."""
         return f"{self.name} of {self.pace.lead}" if self.pace.turns else self.name
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether the target is to have candidates for one pass only, and to wait after it."""
+        return self.prepares_turn or self.pace.turns
 
     @property
     def runs_ahead(self) -> bool:
