@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
 
-from bridge.errors import DraftBridgeError
+from bridge.errors import DraftBridgeError, TargetFault
 from bridge.loop import speculate
 from bridge.models import Model
 from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
@@ -132,7 +132,8 @@ async def generate(
                 if text.stopped:
                     finish_reason = FinishReason.STOP
                     break
-    assert finish_reason is not None, "the loop ends with a reason or an error"
+    if finish_reason is None:
+        raise TargetFault("it ends a text without a reason")
     statistics.finish(sources)
     statistics.plan_summary = planner.summary(chain.state)
     statistics.note = note or chain.note or (_OVERDUE if chain.state and chain.state.overdue else "")

@@ -17,7 +17,7 @@ from bridge.errors import Unreachable
 from bridge.planning.planner import Planner
 from bridge.ports import Pass
 from bridge.sources.chain import SourceChain
-from bridge.sources.source import Outcome
+from bridge.sources.source import Offer, Outcome
 from bridge.statistics import Statistics
 from bridge.target_link import TargetLink
 
@@ -56,9 +56,8 @@ async def speculate(
                 state = sources.state
             # 4. send the best offer; in turns, nothing until the draft's turn is complete
             awaited = plan.pace.lead > 0 and state is not None and state.awaited
-            if not (awaited and plan.pace.turns):
-                await link.offer(*planner.choose(offers, plan), awaited=awaited)
-            await link.be_patient(plan.patience_ns)  # after the offer, which a target that need not wait would miss
+            offer, width = (Offer(), 0) if awaited and plan.pace.turns else planner.choose(offers, plan)
+            await link.offer(offer, width, plan.patience_ns, awaited=awaited)
             statistics.bridge_ns += clock() - started
             if outcome:  # the models go on while the text is sent
                 yield outcome
@@ -98,8 +97,8 @@ async def _events(link: TargetLink, sources: SourceChain) -> AsyncIterator[Async
             yield event
 
     listener = asyncio.create_task(listen())
-    sources.start(notify)
     try:
+        sources.start(notify)
         yield events()
     finally:
         listener.cancel()

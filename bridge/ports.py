@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+# Times beyond this, an hour, are taken for a fault of the peer that reports them.
+MAX_MEASURED_NS = 3_600_000_000_000
+
 
 class FinishReason(Enum):
     """Why a generation ended."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTooLong, TokenOutOfRange
 from bridge.models import Model
-from bridge.planning.planner import SpeculationParameters
+from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.sampling import SamplingParameters
 from bridge.sources import SOURCES
 from bridge.templates import Chat, render_chat, render_ids_for, render_text_for
@@ -65,6 +65,10 @@ def check(request: Request) -> None:
         raise InvalidField("speculation.assistant_confidence_threshold", "between 0 and 1", threshold)
     if unknown := set(request.speculation.sources) - set(SOURCES):
         raise InvalidField("speculation.sources", f"made of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
+    mode, named = request.speculation.mode, request.speculation.sources
+    used = [name for name in named if request.speculation.allows(name, takes_time=SOURCES[name].takes_time)]
+    if named and not used and mode is not Mode.OFF:
+        raise InvalidField("speculation.sources", f"made of some that {mode.value} uses", ", ".join(named))
     if len(request.tenant) > MAX_TENANT_LENGTH:
         raise InvalidField("tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(request.tenant))
 

@@ -9,7 +9,7 @@ from time import perf_counter_ns
 
 from bridge.errors import TargetFault
 from bridge.models import Model
-from bridge.ports import Candidates, Grant, Pass, Run, Verifier
+from bridge.ports import MAX_MEASURED_NS, Candidates, FinishReason, Grant, Pass, Run, Verifier
 from bridge.sources.source import Offer, Outcome
 from bridge.tape import Tape
 
@@ -61,11 +61,24 @@ class TargetLink:
                 raise TargetFault("it sends more tokens than it has credit for")
             yield result
 
-    async def offer(self, offer: Offer, width: int, *, awaited: bool) -> None:
-        """Sends an offer for the end of the tape if the target does not hold it already.
+    async def offer(self, offer: Offer, width: int, patience_ns: float, *, awaited: bool) -> None:
+        """Sends an offer for the end of the tape if the target does not hold it already, and how long it may wait.
 
         Without candidates it lets the target go on instead of waiting, unless a source is `awaited`.
         """
+        # The shorter patience goes last: a target that need not wait would miss the offer.
+        patience_us = int(max(patience_ns, 0.0) // 1000)
+        if patience_us > self._patience_us:
+            await self._be_patient(patience_us)
+        await self._offer(offer, width, awaited=awaited)
+        if patience_us * _PATIENCE_CHANGE < self._patience_us:
+            await self._be_patient(patience_us)
+
+    async def _be_patient(self, patience_us: int) -> None:
+        self._patience_us = patience_us
+        await self._target.grant(Grant(patience_us=patience_us))
+
+    async def _offer(self, offer: Offer, width: int, *, awaited: bool) -> None:
         base, held, ids = len(self._tape.ids), self._held, offer.token_ids[: self.candidate_room]
         if ids:
             same = held == ids[: len(held)] and len(held) >= min(_HELD_PASSES * width, len(ids))
@@ -79,22 +92,18 @@ class TargetLink:
             self._offers[number] = base, offer
         await self._target.candidates(Candidates(number, base, ids, max(width, 1)))
 
-    async def be_patient(self, patience_ns: float) -> None:
-        """Tells the target how long it may wait, if that has changed enough."""
-        patience_us = int(patience_ns // 1000)
-        if patience_us > self._patience_us or patience_us * _PATIENCE_CHANGE < self._patience_us:
-            self._patience_us = patience_us
-            await self._target.grant(Grant(patience_us=patience_us))
-
     def commit(self, result: Pass) -> Outcome:
         """Checks a pass and commits it to the tape. Raises `TargetFault`."""
         tried = self._checked(result)
         now, before = self._clock(), self._last_pass_ns
         self._last_pass_ns = now
-        # Passes come in order, and each was made with the newest offer that the target had: older ones are done with.
-        for number in [number for number in self._offers if number < result.offer_id]:
-            del self._offers[number]
         count = len(result.token_ids)
+        # Passes come in order, each with the newest offer that the target had: older ones and those that end before
+        # the text does are done with.
+        end = len(self._tape.ids) + count
+        for number, (base, offer) in tuple(self._offers.items()):
+            if number < result.offer_id or base + len(offer.token_ids) <= end:
+                del self._offers[number]
         self._held = self._held[count:] if self._held[:count] == result.token_ids else ()
         timed_out = not tried.token_ids and 0 < self._patience_us <= result.waited_ns // 1000
         elapsed_ns = None if before is None else now - before
@@ -107,8 +116,17 @@ class TargetLink:
             raise TargetFault(f"a pass starts at token {result.base_token_count}, not at {len(self._tape.ids)}")
         if not 1 <= len(ids) <= self.remaining:
             raise TargetFault(f"a pass has {len(ids)} tokens, with a credit of {self.remaining}")
-        if not all(self._model.has(id_) for id_ in ids):
+        chosen = [*ids, *(id_ for one in result.logprobs for id_, _ in one.top)]
+        if not all(self._model.has(id_) for id_ in chosen):
             raise TargetFault(f"a pass has an id that {self._model.name} cannot choose")
+        if len(result.logprobs) not in (0, len(ids)):
+            raise TargetFault(f"a pass has {len(result.logprobs)} log probabilities for {len(ids)} tokens")
+        if result.finish_reason is FinishReason.LENGTH and len(ids) < self.remaining:
+            raise TargetFault("a pass ends the text at its limit, which it has not reached")
+        if max(result.forward_ns, result.waited_ns, result.queue_ns) > MAX_MEASURED_NS:
+            raise TargetFault("a pass reports a time of more than an hour")
+        if result.near_tie_count > len(ids):
+            raise TargetFault(f"a pass reports {result.near_tie_count} near ties among {len(ids)} tokens")
         if result.offer_id not in self._offers:
             if result.offer_id or count or accepted:
                 raise TargetFault(f"a pass takes candidates of offer {result.offer_id}, which was not made")

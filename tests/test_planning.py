@@ -3,6 +3,7 @@
 import random
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
@@ -12,12 +13,23 @@ from bridge.planning.chances import Chances, RequestChances
 from bridge.planning.costs import Ewma, ForwardTime, WidthCost
 from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
 from bridge.planning.planner import MAX_CANDIDATES, Mode, Planner, SpeculationParameters
-from bridge.planning.prediction import DraftCosts, TargetCosts, ahead, best_width, in_turns, plain, with_candidates
+from bridge.planning.prediction import (
+    DraftCosts,
+    Plan,
+    Prediction,
+    TargetCosts,
+    ahead,
+    best_width,
+    in_turns,
+    plain,
+    with_candidates,
+)
 from bridge.ports import Pass, Proposal
 from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
 from bridge.sources.suffix import SuffixSource
 from bridge.suffix import SuffixDrafter
 from bridge.tape import Tape
+from tests import tiny
 
 MS = 1_000_000
 # What forwards take by their number of tokens, in milliseconds.
@@ -363,6 +375,66 @@ def test_lockstep_takes_the_planners_number(draft_ms: float, right: float, least
     simulated = Simulated(shared, FLAT, right, draft=draft, draft_ms=draft_ms, mode=Mode.LOCKSTEP)
     simulated.run(150)
     assert least <= simulated.planner.plan((), SourceState()).pace.lead <= most
+
+
+@pytest.mark.parametrize("mode", [Mode.AUTO, Mode.LOCKSTEP])
+def test_a_draft_on_the_targets_cores_starts_when_the_target_waits(mode: Mode) -> None:
+    """Where both compute at once each takes several times as long, so that is not even tried."""
+    shared = TargetEstimates(measured(FLAT))
+    draft = shared.draft("draft", [(1, MS)], competes=True)
+    simulated = Simulated(shared, FLAT, 0.8, draft=draft, slowdown=9.0, mode=mode)
+    first = simulated.planner.plan((), SourceState(lag_token_count=100))
+    assert first.pace.lead == 0 and first.patience_ns > 10 * MS, "the target reads its prompt alone, then waits"
+    simulated.run(60)
+    assert simulated.names[0] == "none"
+    assert all(name.startswith("draft in turns") for name in simulated.names[1:])
+    assert draft.slowdown.count == 1, "nobody has tried"
+
+
+def test_to_read_the_prompt_does_not_keep_a_draft_from_being_used() -> None:
+    """It costs what twenty passes do, once; in a text of three tokens it is not worth that."""
+    shared = TargetEstimates(measured(FLAT))
+    draft = shared.draft("draft", [(1, MS), (2, 2 * MS), (25, 25 * MS)], competes=True)
+    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [Draft()], draft))  # type: ignore[list-item]
+    planner.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("none", Prediction(1.0, 1.0)))
+    state = SourceState(lag_token_count=200)
+    assert planner.plan((), state, 500).prepares_turn
+    assert not planner.plan((), state, 3).prepares_turn
+
+
+def test_predictions_are_corrected_by_what_came_of_them() -> None:
+    """Half of the candidates come too late, which no chance tells."""
+    shared = TargetEstimates(measured(FLAT))
+    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [SuffixSource(SuffixDrafter())]))
+    offer = Offer((1,) * 8, ("suffix",) * 8, (64.0,) * 8)
+    before = planner.plan([offer], None)
+    for number in range(100):
+        plan = planner.plan([offer], None)
+        accepted = 8 if number % 2 else 0
+        tried = offer if accepted else Offer()
+        result = Pass(0, (1,) * (accepted + 1), accepted, accepted, forward_ns=10 * MS)
+        planner.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), 10 * MS), plan)
+    after = planner.plan([offer], None)
+    assert before.name == after.name == "suffix"
+    assert before.prediction.tokens > 6
+    assert after.prediction.tokens == pytest.approx(5, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "competes"),
+    [(({"a/0", "a/1"}, 2), ({"a/0", "a/1"}, 2), True), (({"a/0"}, 1), ({"a/1"}, 1), False),
+     (({"a/0", "a/1"}, 1), ({"a/0", "a/1"}, 1), False), (({"a/0", "a/1"}, 2), ({"b/0", "b/1"}, 2), False),
+     (({"a/gpu"}, 1), ({"a/0", "a/gpu"}, 1), False), (({"a/gpu"}, 1), ({"a/gpu"}, 1), True),
+     ((set(), 0), (set(), 0), False)],
+)  # fmt: skip
+def test_models_compete_for_more_cores_than_there_are(
+    target: tuple[set[str], int], draft: tuple[set[str], int], competes: bool
+) -> None:
+    one, other = (
+        replace(tiny.model("byte_level"), compute_units=frozenset(units), compute_unit_count=count)
+        for units, count in (target, draft)
+    )
+    assert one.competes_with(other) is other.competes_with(one) is competes
 
 
 def test_asking_changes_nothing() -> None:

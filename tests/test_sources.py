@@ -150,8 +150,22 @@ async def test_what_a_draft_reads_next_is_its_lag() -> None:
         [Proposal(1, (MODEL.vocabulary_size,), ())],
         [Proposal(1, (-1,), ())],
         [Proposal(7, (50,), ())],  # an epoch that never was
+        [Proposal(1, (50,), (), forward_ns=2**63)],
+        [Proposal(1, (50,), (), queue_ns=2**63)],
+        [Proposal(1, (50, 60), (), forward_ns=1000, read_ns=2000)],
     ],
-    ids=["over its credit", "bit by bit", "empty", "half a confidence", "an id too large", "negative", "epoch"],
+    ids=[
+        "over its credit",
+        "bit by bit",
+        "empty",
+        "half a confidence",
+        "an id too large",
+        "negative",
+        "epoch",
+        "takes centuries",
+        "waits centuries",
+        "reads longer than it computes",
+    ],
 )
 async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Proposal]) -> None:
     source, drafter, tape = draft_source()
@@ -184,6 +198,21 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
     assert drafter.closed
 
 
+async def test_a_bug_in_one_source_does_not_cost_another() -> None:
+    source, drafter, tape = draft_source()
+    suffix = SuffixSource(SuffixDrafter())
+    chain = SourceChain([source, suffix], MODEL, tape, None)
+    await chain.advance(Pace(8))
+    await propose(source, drafter, " fox")
+
+    def broken(tape: Tape, after: bytes = b"") -> Continuation:
+        raise KeyError("a bug")
+
+    suffix.propose = broken  # type: ignore[method-assign]
+    assert [offer.sources[0] for offer in chain.offers()] == ["draft"]
+    assert "suffix" in chain.note and not drafter.closed
+
+
 async def test_the_first_fault_is_the_one_that_is_noted() -> None:
     source, _, tape = draft_source()
     chain = SourceChain([source], MODEL, tape, None)
@@ -212,6 +241,12 @@ def test_a_candidate_is_as_sure_as_the_draft_tokens_that_start_in_it() -> None:
     one = Continuation("draft", b"aabbcc", starts=(0, 2, 4), confidences=(0.9, 0.8, 0.5))
     assert [one.evidence_of(*span) for span in ((0, 1), (1, 2), (2, 6))] == [0.9, 1.0, pytest.approx(0.4)]
     assert [one.evidence_of(*span) for span in ((0, 3), (3, 6))] == [pytest.approx(0.72), 0.5]
+
+
+def test_a_match_is_surer_the_longer_it_has_been_right() -> None:
+    offer = offer_of(WORDS, [Continuation("suffix", b"use on the hill", 20.0, gain=1.0)])
+    begins = [len(WORDS.spell(offer.token_ids[:count])) for count in range(len(offer.token_ids))]
+    assert list(offer.evidence) == [20.0 + begin for begin in begins]
 
 
 def test_what_is_cut_off_is_no_candidate() -> None:

@@ -51,7 +51,7 @@ class RequestChances:
 
     def of(self, evidence: float) -> float:
         """Returns the chance of a candidate with this evidence."""
-        shared = self._shared.of(evidence)
+        shared = _within(self._shared.of(evidence))
         mean = _within(self._expected / self._tried if self._tried else shared)
         own = self._right + self._hope + _SHARED_COUNT * mean
         own = _within(own / (self._tried + self._hope + _SHARED_COUNT))

@@ -41,7 +41,7 @@ class WidthCost:
     @classmethod
     def measured(cls, forward_costs: Sequence[tuple[int, int]]) -> "WidthCost":
         """Starts with what a service measured: pairs of a number of tokens and nanoseconds."""
-        costs = sorted(cost for cost in forward_costs if min(cost) > 0)
+        costs = sorted(dict(cost for cost in forward_costs if min(cost) > 0).items())
         if len(costs) < 2 or costs[0][0] != 1:
             return cls()
         widths = [width for width, _ in costs]
@@ -103,7 +103,7 @@ class ForwardTime:
 
     def observe(self, width: int, nanoseconds: float) -> None:
         """Takes note of one forward."""
-        self.known = True
+        self.known, nanoseconds = True, max(nanoseconds, 1.0)
         if self._single.count:
             nanoseconds = min(nanoseconds, _OUTLIER * self.of(width))
         rare = self._since_narrow > _RECENT_FORWARDS

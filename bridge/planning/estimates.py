@@ -38,8 +38,10 @@ _HOPE = 4.0
 # Passes beside a draft that runs ahead after which it is known how much it slows the target down, and how much each
 # further pass counts.
 _SLOWDOWN_PASSES, _FRESH_SLOWDOWN = 8, 0.02
-# Accepted candidates that it is taken to have predicted rightly before the first pass, and what is left of a pass's
-# weight after the next.
+# How much of it is forgotten in each pass without such a draft.
+_FORGOTTEN_SLOWDOWN = 0.002
+# Accepted candidates that are assumed to have been predicted rightly, and what is left of a pass's weight after the
+# next pass of whatever plan.
 _YIELD_PRIOR_TOKENS, _YIELD_FADE = 16.0, 0.99
 # How much the newest pass counts in what waiting for candidates has gained lately.
 _GAIN_FRESH = 0.2
@@ -56,10 +58,10 @@ class DraftEstimates:
         single_ns = dict(forward_costs).get(1, 0)
         self.forward = ForwardTime(WidthCost.measured(forward_costs), float(single_ns))
         self.round_trip = Ewma(_PRIOR_ROUND_TRIP_NS)
-        self.slowdown = Ewma(_PRIOR_SLOWDOWN if competes else 1.0, count=1)
-        self.ahead_slowdown = Ewma(_PRIOR_SLOWDOWN if competes else 1.0, count=1)
+        self._prior_slowdown = _PRIOR_SLOWDOWN if competes else 1.0
+        self.slowdown = Ewma(self._prior_slowdown, count=1)
+        self.ahead_slowdown = Ewma(self._prior_slowdown, count=1)
         self.positions = Chances(_POSITIONS, _POSITION_PRIORS)
-        self.yields: dict[str, Yield] = {}
         self.idle_pass_count = 0
         self._chances: Chances | None = None
 
@@ -77,6 +79,11 @@ class DraftEstimates:
         """How often its candidates are right, by its own probability of them."""
         self._chances = self._chances or Chances(source.evidence_edges, source.prior_chances)
         return self._chances
+
+    def forget_slowdown(self) -> None:
+        """Returns a little to what was assumed, so that one bad pass does not rule out a draft that runs ahead."""
+        for one in (self.slowdown, self.ahead_slowdown):
+            one.value += _FORGOTTEN_SLOWDOWN * (self._prior_slowdown - one.value)
 
     def observe_proposal(self, proposal: Proposal, round_trip_ns: int | None, ahead: bool) -> None:
         """Takes note of the times of a proposal; `round_trip_ns` is known of the first one of an epoch."""
@@ -96,24 +103,29 @@ class DraftEstimates:
 
 
 class Yield:
-    """How many candidates are accepted under plans of one name, relative to what was predicted.
+    """How many candidates at hand of one source are accepted, relative to what was predicted.
 
     Chances are right on average over all candidates; those that a plan was chosen for are the promising ones, and some
     come too late for their pass.
     """
 
     def __init__(self) -> None:
-        self._accepted = self._predicted = _YIELD_PRIOR_TOKENS
+        self._accepted = self._predicted = 0.0
 
     @property
     def ratio(self) -> float:
-        """By which a prediction is to be multiplied."""
-        return self._accepted / self._predicted
+        """The factor by which a prediction is to be multiplied."""
+        return (_YIELD_PRIOR_TOKENS + self._accepted) / (_YIELD_PRIOR_TOKENS + self._predicted)
 
     def observe(self, accepted: int, predicted: float) -> None:
         """Takes note of a pass; `predicted`: the accepted candidates that were predicted before multiplying."""
-        self._accepted = _YIELD_FADE * self._accepted + accepted
-        self._predicted = _YIELD_FADE * self._predicted + predicted
+        self._accepted += accepted
+        self._predicted += predicted
+
+    def fade(self) -> None:
+        """Makes what was observed before this pass count less, so that a way that has failed is tried again."""
+        self._accepted *= _YIELD_FADE
+        self._predicted *= _YIELD_FADE
 
 
 @dataclass
@@ -145,8 +157,10 @@ class TargetEstimates:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Counts a request as running."""
+        """Counts a request as running. A new level of load starts with what the one below knows."""
         self._running += 1
+        while len(self._loads) < self.load.bit_length():
+            self._loads.append(deepcopy(self._loads[-1]))
         try:
             yield
         finally:
@@ -154,11 +168,8 @@ class TargetEstimates:
 
     @property
     def costs(self) -> _Load:
-        """Under the load of 1, 2 to 3, 4 to 7 requests and so on. A new level starts with what the one below knows."""
-        level = self.load.bit_length() - 1
-        while len(self._loads) <= level:
-            self._loads.append(deepcopy(self._loads[-1]))
-        return self._loads[level]
+        """What is known under the load of 1, 2 to 3, 4 to 7 requests and so on."""
+        return self._loads[self.load.bit_length() - 1]
 
     def chances_of(self, source: CandidateSource) -> Chances:
         """How often candidates of a source without a model are right."""
@@ -168,7 +179,9 @@ class TargetEstimates:
         self, name: str, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False
     ) -> DraftEstimates:
         """What is known of a draft, by name. `competes`: it computes on the same cores as the target."""
-        return self.drafts.setdefault(name, DraftEstimates(forward_costs, competes=competes))
+        if name not in self.drafts:
+            self.drafts[name] = DraftEstimates(forward_costs, competes=competes)
+        return self.drafts[name]
 
 
 class RequestEstimates:
@@ -188,33 +201,34 @@ class RequestEstimates:
         }
         positions = draft.positions if draft else Chances(_POSITIONS, _POSITION_PRIORS)
         self.positions = RequestChances(positions, _HOPE)
-        self._yields = (draft or shared).yields
         self.forward = ForwardTime(shared.costs.widths, shared.costs.single_ns)
         self.waiting_gain = Ewma(0.0)
         self.token_bytes = Ewma(_PRIOR_TOKEN_BYTES)
-        # Whether a pass was seen, and whether the target waits for candidates before the next one.
-        self.begun = self.target_waits = False
+        # Passes seen, and whether the target waits for candidates before the next one.
+        self.pass_count, self.target_waits = 0, False
 
-    def yield_ratio(self, plan: str) -> float:
-        """Returns how many candidates are accepted under plans of that name, relative to what was predicted."""
-        return self._yields[plan].ratio if plan in self._yields else 1.0
+    def yield_ratio(self, source: str) -> float:
+        """Returns how many candidates at hand of a source are accepted, relative to what was predicted."""
+        return self.shared.yields[source].ratio if source in self.shared.yields else 1.0
 
     def observe(self, outcome: Outcome, plan: Plan) -> None:
         """Takes note of a pass that was made under a plan."""
         result, shared = outcome.result, self.shared
-        self.begun, self.target_waits = True, plan.holds_back
+        self.pass_count, self.target_waits = self.pass_count + 1, plan.holds_back
         for data in outcome.data:
             self.token_bytes.observe(len(data), _TOKEN_BYTES_FRESH)
         self._observe_candidates(outcome)
-        found = self._yields.setdefault(plan.name, Yield())
-        found.observe(result.accepted_token_count, (plan.prediction.tokens - 1.0) / found.ratio)
         used = set(outcome.tried.sources) or {""}
         for way in ("", *self.chances):
             shared.idle_pass_counts[way] = 0 if way in used else shared.idle_pass_counts[way] + 1
         if self.draft:
-            self.draft.idle_pass_count = 0 if plan.pace.lead else self.draft.idle_pass_count + 1
+            drafted = self.drafting_source in used
+            self.draft.idle_pass_count = 0 if drafted else self.draft.idle_pass_count + 1
+            if not plan.runs_ahead:
+                self.draft.forget_slowdown()
         if outcome.elapsed_ns is None:
             return
+        self._observe_yield(plan, result.accepted_token_count)
         taken_ns = max(outcome.elapsed_ns - result.waited_ns, result.forward_ns)
         costs, width = shared.costs, result.candidate_token_count + 1
         self.forward.widths = costs.widths
@@ -229,6 +243,13 @@ class RequestEstimates:
         self.waiting_gain.observe(plan.waiting_gain_ns, _GAIN_FRESH)
         if result.waited_ns >= _MIN_WAITED_NS and not plan.pace.lead:
             costs.hop.observe(2 * result.waited_ns if outcome.timed_out else result.waited_ns)
+
+    def _observe_yield(self, plan: Plan, accepted: int) -> None:
+        ratio, yields = self.yield_ratio(plan.source), self.shared.yields
+        for one in yields.values():
+            one.fade()
+        if plan.source and plan.name == plan.source:
+            yields.setdefault(plan.source, Yield()).observe(accepted, (plan.prediction.tokens - 1.0) / ratio)
 
     def _observe_candidates(self, outcome: Outcome) -> None:
         for chances in (*self.chances.values(), self.positions):

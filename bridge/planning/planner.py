@@ -44,6 +44,8 @@ _MIN_GAIN, _MIN_CHANGE = 1.05, 1.03
 # Passes of each running request without candidates although a source had some, of passes with candidates only, and
 # without the draft, after which the way that was not used is tried: what is never tried is never known better.
 _IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES, _IDLE_DRAFT_PASSES = 100, 100, 500
+# A draft is tried in the first passes of a request: the target reads the prompt, is told to wait, and verifies.
+_TRIAL_PASSES = 3
 # A text of control tokens alone has no bytes.
 _MIN_TOKEN_BYTES = 0.25
 # Nanoseconds of a pass, and a draft's time for a token relative to that, until they are measured.
@@ -114,9 +116,9 @@ class Planner:
             longest = max(offers, key=lambda offer: len(offer.token_ids), default=Offer())
             return longest, len(longest.token_ids)
         if plan.is_trial:
-            tried = next((offer for offer in offers if offer.sources[0] == plan.name), Offer())
+            tried = next((offer for offer in offers if offer.sources[0] == plan.source), Offer())
             # For two passes, because they may come too late for the first.
-            return tried.part(0, 2 * plan.trial_width), plan.trial_width
+            return tried.part(0, plan.trial_width * (1 if plan.holds_back else 2)), plan.trial_width
         costs = self._target_costs().slowed(self._slowdown if plan.runs_ahead else 1.0)
         found = [
             (self._prediction(offer, width, costs).tokens_per_ns, offer, width)
@@ -186,8 +188,9 @@ class Planner:
             # What a draft costs that runs ahead can only be told if it is known what passes take without it.
             if estimates.forward.known:
                 drafts.append(self._ahead(draft, costs, _BATCHES))
-            if not estimates.begun and estimates.draft.idle_pass_count >= _IDLE_DRAFT_PASSES * load:
-                return drafts[0]
+            tries = estimates.draft.idle_pass_count >= _IDLE_DRAFT_PASSES * load
+            if tries and estimates.pass_count < _TRIAL_PASSES:
+                return replace(drafts[0], is_trial=True, trial_width=drafts[0].pace.lead)
         kept = f"{estimates.drafting_source} {_AHEAD if state and state.runs_ahead else _TURNS}"
         best = max(
             (*ways, *drafts),
@@ -207,9 +210,10 @@ class Planner:
         best = predictions[lead]
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
         # The draft reads its prompt once for all passes; on hardware of its own, while the target reads the same.
-        if self._estimates.begun or self._slowdown > _FREE_SLOWDOWN:
+        if self._estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
             best = replace(best, ns=best.ns + draft.prompt_ns / max(room / best.tokens, 1.0))
-        return self._plan(f"{self._estimates.drafting_source} {_TURNS}", best, Pace(lead, lead, True), patience_ns)
+        source = self._estimates.drafting_source
+        return Plan(f"{source} {_TURNS}", best, Pace(lead, lead, True), patience_ns, source=source)
 
     def _ahead(self, draft: DraftCosts, costs: TargetCosts, batches: Sequence[int]) -> Plan:
         """Returns the best plan in which the draft runs on while the target computes."""
@@ -218,20 +222,17 @@ class Planner:
         predictions = {batch: ahead(costs, draft, lead, batch) for batch in batches}
         batch = max(batches, key=lambda batch: predictions[batch].tokens_per_ns)
         patience_ns = _AHEAD_PATIENCE_FACTOR * predictions[batch].waited_ns
-        name = f"{self._estimates.drafting_source} {_AHEAD}"
-        return self._plan(name, predictions[batch], Pace(lead, max(batch, 1)), patience_ns)
+        source = self._estimates.drafting_source
+        return Plan(f"{source} {_AHEAD}", predictions[batch], Pace(lead, max(batch, 1)), patience_ns, source=source)
 
     def _at_hand(self, offer: Offer, width: int, costs: TargetCosts, patience_ns: float) -> Plan:
         """Returns the plan to send an offer that is there already."""
         chance = self._chances(offer, 1)[0]
         # If the first candidate is right, not waiting costs a 1-token pass; if it is wrong, waiting cost the width.
         gain_ns = chance * costs.of(1) - (1 - chance) * (costs.of(width + 1) - costs.of(1))
-        return self._plan(offer.sources[0], self._prediction(offer, width, costs), Pace(), patience_ns, gain_ns)
-
-    def _plan(self, name: str, found: Prediction, pace: Pace, patience_ns: float, waiting_gain_ns: float = 0.0) -> Plan:
-        """Returns a plan whose prediction is corrected by what such plans have yielded."""
-        tokens = 1.0 + (found.tokens - 1.0) * self._estimates.yield_ratio(name)
-        return Plan(name, replace(found, tokens=tokens), pace, patience_ns, waiting_gain_ns)
+        source, found = offer.sources[0], self._prediction(offer, width, costs)
+        found = replace(found, tokens=1.0 + (found.tokens - 1.0) * self._estimates.yield_ratio(source))
+        return Plan(source, found, Pace(), patience_ns, gain_ns, source=source)
 
     def _widths(self, offers: Sequence[Offer], costs: TargetCosts) -> list[tuple[Offer, int]]:
         """Returns the offers that are worth sending, and how many of its candidates one forward is to take."""

@@ -32,7 +32,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the next pass gets its candidates. `name`: the way, as statistics name it.
+    """How the next pass gets its candidates. `name`: the way, as statistics name it; `source`: who proposes them.
 
     `pace`: how the draft works meanwhile. `patience_ns`: how long the target may wait. `waiting_gain_ns`: what waiting
     for candidates that are at hand would gain. `trial_width`: candidates to verify although that is not expected to be
@@ -48,6 +48,7 @@ class Plan:
     is_trial: bool = False
     trial_width: int = 0
     prepares_turn: bool = False
+    source: str = ""
 
     @property
     def description(self) -> str:

@@ -41,9 +41,10 @@ class SourceChain:
     def offers(self) -> list[Offer]:
         """Returns what each source offers, continued by the next source that can continue its bytes."""
         offers = []
-        for index, source in enumerate(tuple(self._sources)):
+        sources = tuple(self._sources)
+        for index, source in enumerate(sources):
             with self._dropping(source):
-                if parts := self._parts(source, self._sources[index + 1 :]):
+                if parts := self._parts(source, [one for one in sources[index + 1 :] if one in self._sources]):
                     offers.append(offer_of(self._model.vocabulary, parts, self._end_id))
         return [offer for offer in offers if offer.token_ids]
 
@@ -70,6 +71,8 @@ class SourceChain:
         try:
             yield
         except Exception as error:
+            if source not in self._sources:
+                return
             self._sources.remove(source)
             source.close()
             if isinstance(error, DraftBridgeError):
@@ -82,6 +85,8 @@ class SourceChain:
         first = source.propose(self._tape)
         if first is None or not (first.data or first.closes):
             return []
-        found = (None if first.closes else one.propose(self._tape, first.data) for one in others)
-        more = next((one for one in found if one and one.data), None)
-        return [first, more] if more else [first]
+        for other in () if first.closes else others:
+            with self._dropping(other):
+                if (more := other.propose(self._tape, first.data)) and more.data:
+                    return [first, more]
+        return [first]

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from bridge.common_prefix import common_prefix_length
 from bridge.errors import ProtocolViolation, Unreachable
-from bridge.ports import Proposal, Sync
+from bridge.ports import MAX_MEASURED_NS, Proposal, Sync
 from bridge.sources.source import CandidateSource, Continuation, Draft, Opening, Outcome, Pace, SourceState
 from bridge.tape import Tape
 from bridge.translation import DraftContext
@@ -247,6 +247,11 @@ class DraftSource(CandidateSource):
             raise ProtocolViolation("the draft sends a confidence for some of its tokens: it must be all or none")
         if any(not 0 <= id_ < size for id_ in proposal.token_ids):
             raise ProtocolViolation(f"the draft proposes an id outside its vocabulary of {size}")
+        if not proposal.read_ns <= proposal.forward_ns <= MAX_MEASURED_NS or proposal.queue_ns > MAX_MEASURED_NS:
+            raise ProtocolViolation("the draft reports times that cannot be")
+        epoch = self._epoch
+        if epoch and proposal.epoch == epoch.number and count > epoch.credit - len(epoch.token_ids):
+            raise ProtocolViolation("the draft sends more than this epoch has credit for")
         if proposal.epoch > (self._epoch.number if self._epoch else 0):
             raise ProtocolViolation(f"the draft proposes for epoch {proposal.epoch}, which was never started")
 

@@ -26,12 +26,13 @@ class _Stream:
 
     `send` does not wait for the peer: a draft that hangs must not hold up the target. It only lets the writer have its
     turn, so that a message is on its way before anything else is done. Sending on a call that has failed is silent;
-    reading reports why it failed.
+    reading reports why it failed. `per_token`: the field of a message that has something for each of its `token_ids`.
     """
 
-    def __init__(self, call: "aio.StreamStreamCall[Any, Any]", address: str, opening: Any) -> None:
+    def __init__(self, call: "aio.StreamStreamCall[Any, Any]", address: str, opening: Any, per_token: str) -> None:
         self._call = call
         self._address = address
+        self._per_token = per_token
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
         self._outbox.put_nowait(opening)
         self._writer = asyncio.create_task(self._write())
@@ -52,8 +53,9 @@ class _Stream:
             async for message in self._call:
                 if message is None:
                     raise ProtocolViolation(f"{self._address} sends a message that cannot be parsed")
-                if len(message.token_ids) > _MAX_TOKENS:
-                    raise ProtocolViolation(f"{self._address} sends {len(message.token_ids)} tokens in a message")
+                count = max(len(message.token_ids), len(getattr(message, self._per_token)))
+                if count > _MAX_TOKENS:
+                    raise ProtocolViolation(f"{self._address} sends {count} tokens in a message")
                 yield message
         except aio.AioRpcError as error:
             raise from_rpc_error(error, self._address) from error
@@ -76,7 +78,7 @@ class RemoteDrafter:
             tokenizer_sha256=model.vocabulary.sha256,
         )
         call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
-        self._stream = _Stream(call, address, draft_pb2.DraftRequest(open=opening))
+        self._stream = _Stream(call, address, draft_pb2.DraftRequest(open=opening), "confidence")
 
     async def sync(self, sync: Sync) -> None:
         """See `Drafter`."""
@@ -116,7 +118,7 @@ class RemoteVerifier:
             logprobs=logprobs,
         )
         call = target_pb2_grpc.TargetServiceStub(channel).Verify()
-        self._stream = _Stream(call, address, target_pb2.VerifyRequest(open=opening))
+        self._stream = _Stream(call, address, target_pb2.VerifyRequest(open=opening), "logprobs")
 
     async def run(self, run: Run) -> None:
         """See `Verifier`."""

@@ -137,7 +137,9 @@ class TargetSession:
         if candidates.base_token_count > len(self._sequence.ids):
             return
         if not candidates.token_ids:
-            self._go |= not produced  # one for an earlier pass says nothing about this one
+            if not produced:  # one for an earlier pass says nothing about this one
+                self._pending.clear()
+                self._go = True
             return
         size = self._model.vocabulary_size
         ids = list(takewhile(lambda id_: id_ < size, candidates.token_ids))
