@@ -8,6 +8,7 @@ from itertools import zip_longest
 from typing import Any
 
 from google.protobuf import json_format, struct_pb2
+from google.protobuf.descriptor import FieldDescriptor
 
 from bridge.errors import InvalidField
 from bridge.generation import Delta, Finished
@@ -138,9 +139,9 @@ def add_statistics(totals: bridge_pb2.SpeculationStatistics, one: bridge_pb2.Spe
             _add_named(getattr(totals, field.name), value, "name" if field.name == "sources" else "plan")
         elif field.is_repeated:
             sums = getattr(totals, field.name)
-            sums[:] = [old + new for old, new in zip_longest(sums, value, fillvalue=0)]
+            sums[:] = [_sum(field, old, new) for old, new in zip_longest(sums, value, fillvalue=0)]
         elif field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64):
-            setattr(totals, field.name, getattr(totals, field.name) + value)
+            setattr(totals, field.name, _sum(field, getattr(totals, field.name), value))
 
 
 def _add_named(totals: Any, ones: Any, key: str) -> None:
@@ -149,7 +150,13 @@ def _add_named(totals: Any, ones: Any, key: str) -> None:
         total = by_name.get(getattr(one, key)) or totals.add(**{key: getattr(one, key)})
         for field, value in one.ListFields():
             if field.name != key:
-                setattr(total, field.name, getattr(total, field.name) + value)
+                setattr(total, field.name, _sum(field, getattr(total, field.name), value))
+
+
+def _sum(field: FieldDescriptor, old: float, new: float) -> float:
+    """The sum, or the largest number that the field holds: a bridge may run for years."""
+    largest = {field.CPPTYPE_UINT32: 2**32 - 1, field.CPPTYPE_UINT64: 2**64 - 1}.get(field.cpp_type, float("inf"))
+    return min(old + new, largest)
 
 
 def write_delta(delta: Delta) -> bridge_pb2.GenerateDelta:

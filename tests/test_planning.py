@@ -251,6 +251,38 @@ def test_what_a_draft_costs_the_target_is_tried_for_a_few_passes_and_not_in_ever
     assert sum(tried[1:]) == 0
 
 
+def test_one_bad_pass_does_not_rule_out_a_draft_that_runs_ahead() -> None:
+    shared = TargetEstimates(measured(FLAT))
+    draft = shared.draft("draft", [(1, 2 * MS)])
+    Simulated(shared, FLAT, 0.8, draft=draft, draft_ms=2.0).run(20)
+    draft.slowdown.observe(30.0)
+    requests = [Simulated(shared, FLAT, 0.8, draft=draft, draft_ms=2.0, seed=request) for request in range(40)]
+    for one in requests:
+        one.run(40)
+    assert requests[-1].names.count("draft ahead") > 30
+
+
+def test_a_source_that_failed_for_long_is_used_when_it_is_right_again() -> None:
+    shared = TargetEstimates(measured(FLAT))
+    Simulated(shared, FLAT, 0.0, match=20).run(300)
+    late = [Simulated(shared, FLAT, 0.95, match=20, seed=request) for request in range(40)]
+    for one in late:
+        one.run(60)
+    assert late[-1].names.count("suffix") > 50
+
+
+def test_times_that_cannot_be_do_no_harm() -> None:
+    shared = TargetEstimates([(1, 0), (1, 5), (1, 7), (2, 2**63)])
+    draft = shared.draft("draft", [(3, 1), (3, 2)])
+    for forward_ns in (0, 1, 2**40):
+        draft.observe_proposal(Proposal(1, (1, 2), (), forward_ns=forward_ns, read_token_count=3), forward_ns, False)
+    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [Draft()], draft))  # type: ignore[list-item]
+    for forward_ns in (0, 0, 2**40, 0):
+        plan = planner.plan((), SourceState())
+        assert plan.patience_ns >= 0 and plan.prediction.tokens_per_ns > 0
+        planner.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=forward_ns), Offer(), (b"a",), forward_ns), plan)
+
+
 def test_drafts_are_told_apart() -> None:
     shared = TargetEstimates(measured(FLAT))
     good, bad = shared.draft("good", [(1, MS)]), shared.draft("bad", [(1, MS)])

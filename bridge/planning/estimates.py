@@ -42,7 +42,7 @@ _SLOWDOWN_PASSES, _FRESH_SLOWDOWN = 8, 0.02
 _FORGOTTEN_SLOWDOWN = 0.002
 # Accepted candidates that are assumed to have been predicted rightly, and what is left of a pass's weight after the
 # next pass of whatever plan.
-_YIELD_PRIOR_TOKENS, _YIELD_FADE = 16.0, 0.99
+_YIELD_PRIOR_TOKENS, _YIELD_FADE = 6.0, 0.99
 # How much the newest pass counts in what waiting for candidates has gained lately.
 _GAIN_FRESH = 0.2
 

@@ -196,6 +196,10 @@ class Planner:
             (*ways, *drafts),
             key=lambda plan: _speed(plan) * (_MIN_GAIN if plan is none else _MIN_CHANGE if plan.name == kept else 1.0),
         )
+        turns = next((plan for plan in drafts if plan.pace.turns), none)
+        if self._slowdown > _FREE_SLOWDOWN and best is not turns and _speed(turns) > _MIN_GAIN * _speed(none):
+            # The next turn will come soon, and then the target must not have begun a pass.
+            return replace(best, patience_ns=max(best.patience_ns, turns.patience_ns), prepares_turn=True)
         beside = next((plan for plan in drafts if plan.runs_ahead), None)
         if best.pace.lead == 0 and beside and _speed(beside) > _speed(none) and self._slowdown < _FREE_SLOWDOWN:
             # It costs the target next to nothing to let the draft follow the text meanwhile.

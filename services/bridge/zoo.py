@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 _ROLES = {model_pb2.ROLE_DRAFT: "draft", model_pb2.ROLE_TARGET: "target"}
 # What a model service may send at a time: a piece of a tokenizer is the largest. Parsing more would hold up the event
 # loop for longer than a pass of a fast target takes.
-_MAX_MESSAGE_BYTES = (1 << 20) + (64 << 10)
+_MAX_MESSAGE_BYTES = (1 << 18) + (64 << 10)
 # A tokenizer.json of a quarter of a million ids has 33 MB.
 _TOKENIZER_LIMIT_BYTES = 256 << 20
 # Models in use keep theirs; this is for those that come back.
@@ -249,6 +249,8 @@ class Zoo:
         started = perf_counter()
         try:
             place.endpoint = await self._take_in(place, description)
+            for target in self.of_role(model_pb2.ROLE_TARGET):  # it may compute elsewhere now, or be another model
+                target.estimates.drafts.pop(place.endpoint.model.name, None)
         except Exception as error:
             lost = isinstance(error, Unreachable | RemoteError)
             place.refused = None if lost else description

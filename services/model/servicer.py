@@ -9,7 +9,8 @@ from draftbridge.v1 import model_pb2, model_pb2_grpc
 from services import wire
 from services.model.host import LoadedModel
 
-_CHUNK_BYTES = 1 << 20
+# A bridge takes messages of little more than this.
+_CHUNK_BYTES = 1 << 18
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
