@@ -38,7 +38,8 @@ class QueuedDrafter:
 
 def did(statistics: Any, source: str) -> Any:
     """What a source did, in the bridge's statistics or in the contract's."""
-    return statistics.sources[source]
+    sources = statistics.sources
+    return sources[source] if isinstance(sources, dict) else next(one for one in sources if one.name == source)
 
 
 def oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: int, **options: object) -> list[int]:
