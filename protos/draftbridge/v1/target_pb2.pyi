@@ -167,7 +167,8 @@ Global___VerifyRun: _TypeAlias = VerifyRun  # noqa: Y015
 class VerifyCandidates(_message.Message):
     """An offer of candidates that continue the sequence from an index. It replaces the offer before it. If the
     tokens that the target has produced from that index on disagree with it, the target drops it. An offer
-    without ids for the end of the sequence lets the next forward start without waiting.
+    without ids for the end of the sequence drops what is left of the one before, and lets the next forward start
+    without waiting.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -177,8 +178,8 @@ class VerifyCandidates(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
     offer_id: _builtins.int
-    """Number of the offer, 1 or more and larger than every earlier one of this stream. The response of a
-    forward that takes candidates of it along carries this number.
+    """Number of the offer, 1 or more and larger than every earlier one of this stream; 0 without ids. The
+    response of a forward that takes candidates of it along carries this number.
     """
     base_token_count: _builtins.int
     """Index in the sequence of the first id."""
