@@ -48,14 +48,14 @@ class RequestChances:
     def __init__(self, shared: Chances, hope: float = 0.0) -> None:
         self._shared, self._hope = shared, hope
         self._right = self._expected = self._tried = 0.0
+        self._shift = 1.0  # the factor by which this request's odds differ
 
     def of(self, evidence: float) -> float:
         """Returns the chance of a candidate with this evidence."""
         shared = _within(self._shared.of(evidence))
-        mean = _within(self._expected / self._tried if self._tried else shared)
-        own = self._right + self._hope + _SHARED_COUNT * mean
-        own = _within(own / (self._tried + self._hope + _SHARED_COUNT))
-        odds = shared / (1 - shared) * (own / (1 - own)) / (mean / (1 - mean))
+        if not self._tried:
+            return (self._hope + _SHARED_COUNT * shared) / (self._hope + _SHARED_COUNT)
+        odds = shared / (1 - shared) * self._shift
         return odds / (1 + odds)
 
     def observe(self, evidence: float, right: float) -> None:
@@ -64,6 +64,7 @@ class RequestChances:
         self._right += right
         self._tried += 1
         self._shared.observe(evidence, right)
+        self._compare()
 
     def fade(self) -> None:
         """Makes what was observed before this pass count less."""
@@ -71,6 +72,14 @@ class RequestChances:
         self._right, self._expected, self._tried = (
             _FADE * count for count in (self._right, self._expected, self._tried)
         )
+        self._compare()
+
+    def _compare(self) -> None:
+        if self._tried:
+            mean = _within(self._expected / self._tried)
+            own = self._right + self._hope + _SHARED_COUNT * mean
+            own = _within(own / (self._tried + self._hope + _SHARED_COUNT))
+            self._shift = own / (1 - own) / (mean / (1 - mean))
 
 
 def _within(chance: float) -> float:

@@ -9,6 +9,8 @@ from itertools import accumulate
 _FRESH = 0.1
 # Numbers of tokens for which a forward's time is recorded; between and beyond them it is interpolated.
 _KNOTS = (1, 2, 3, 5, 9, 17)
+# The widest forward that is planned.
+MAX_WIDTH = 25
 # What each further token adds to a forward until that is known, relative to a forward of one token.
 _PRIOR_STEP = 0.05
 # A wide forward says what its width costs only if a narrow one was seen at most this many forwards earlier.
@@ -38,6 +40,13 @@ class WidthCost:
 
     ratios: list[float] = field(default_factory=lambda: [1 + _PRIOR_STEP * (knot - 1) for knot in _KNOTS])
 
+    def __post_init__(self) -> None:
+        self._tabulate()
+
+    def _tabulate(self) -> None:
+        # The ratios for 1 to `MAX_WIDTH` tokens: every plan needs all of them, and they seldom change.
+        self.table = [self.of(width) for width in range(1, MAX_WIDTH + 1)]
+
     @classmethod
     def measured(cls, forward_costs: Sequence[tuple[int, int]]) -> "WidthCost":
         """Starts with what a service measured: pairs of a number of tokens and nanoseconds."""
@@ -64,6 +73,7 @@ class WidthCost:
                     self.ratios[narrower] = min(self.ratios[narrower], self.ratios[index])
                 for wider in range(index + 1, len(_KNOTS)):
                     self.ratios[wider] = max(self.ratios[wider], self.ratios[index])
+        self._tabulate()
 
 
 def _bracket(places: Sequence[int], place: int) -> tuple[int, float]:

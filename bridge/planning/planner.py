@@ -7,6 +7,7 @@ from itertools import accumulate
 from math import log
 from operator import mul
 
+from bridge.planning.costs import MAX_WIDTH
 from bridge.planning.estimates import RequestEstimates
 from bridge.planning.prediction import (
     DraftCosts,
@@ -22,7 +23,7 @@ from bridge.planning.prediction import (
 from bridge.sources.source import Offer, Outcome, Pace, SourceState
 
 # The most candidates in one forward that are considered, and the lengths of a draft's turn.
-MAX_CANDIDATES = 24
+MAX_CANDIDATES = MAX_WIDTH - 1
 _LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 # The fewest tokens that a draft that runs ahead may be ahead, and those that it has beside what it needs.
 _MIN_LEAD, _SPARE_LEAD = 8, 4
@@ -266,7 +267,7 @@ class Planner:
         """Returns what passes cost all running requests: each of them waits for the others' further tokens."""
         forward, shared = self._estimates.forward, self._estimates.shared
         single_ns = forward.single_ns or _PRIOR_PASS_NS
-        ratios = map(forward.widths.of, range(1, MAX_CANDIDATES + 2))
+        ratios = forward.widths.table
         return TargetCosts(
             tuple(single_ns * (1 + shared.load * (ratio - 1)) for ratio in ratios), shared.costs.hop.value
         )
