@@ -46,7 +46,8 @@ _MIN_GAIN, _MIN_CHANGE = 1.05, 1.03
 # without the draft, after which the way that was not used is tried: what is never tried is never known better.
 _IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES, _IDLE_DRAFT_PASSES = 100, 100, 500
 # A draft is tried in the first passes of a request: the target reads the prompt, is told to wait, and verifies.
-_TRIAL_PASSES = 3
+# To read a long prompt for it must not cost more than this part of the time since it was last in use.
+_TRIAL_PASSES, _TRIAL_SHARE = 3, 0.01
 # A text of control tokens alone has no bytes.
 _MIN_TOKEN_BYTES = 0.25
 # Nanoseconds of a pass, and a draft's time for a token relative to that, until they are measured.
@@ -189,7 +190,10 @@ class Planner:
             # What a draft costs that runs ahead can only be told if it is known what passes take without it.
             if estimates.forward.known:
                 drafts.append(self._ahead(draft, costs, _BATCHES))
-            tries = estimates.draft.idle_pass_count >= _IDLE_DRAFT_PASSES * load
+            idle_count = estimates.draft.idle_pass_count
+            tries = idle_count >= _IDLE_DRAFT_PASSES * load and draft.prompt_ns < _TRIAL_SHARE * idle_count * costs.of(
+                1
+            )
             if tries and estimates.pass_count < _TRIAL_PASSES:
                 return replace(drafts[0], is_trial=True, trial_width=drafts[0].pace.lead)
         kept = f"{estimates.drafting_source} {_AHEAD if state and state.runs_ahead else _TURNS}"
