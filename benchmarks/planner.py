@@ -399,15 +399,15 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
 
 def _prediction(runs: Sequence[Run]) -> str:
     """Speeds are compared by the time that all tokens take at the one and at the other."""
-    told = [
+    reported = [
         run for run in runs
         if run.statistics.predicted_tokens_per_second and run.statistics.measured_tokens_per_second and run.token_count
     ]  # fmt: skip
-    if not told:
+    if not reported:
         return "         prediction / measurement of auto: not reported"
-    did = [run.statistics for run in told]
-    predicted = sum(run.token_count / run.statistics.predicted_tokens_per_second for run in told)
-    measured = sum(run.token_count / run.statistics.measured_tokens_per_second for run in told)
+    did = [run.statistics for run in reported]
+    predicted = sum(run.token_count / run.statistics.predicted_tokens_per_second for run in reported)
+    measured = sum(run.token_count / run.statistics.measured_tokens_per_second for run in reported)
     value = measured / predicted
     errors = [abs(one.predicted_tokens_per_second / one.measured_tokens_per_second - 1) for one in did]
     near = sum(error <= PREDICTION_BAR for error in errors)
@@ -420,18 +420,18 @@ def _prediction(runs: Sequence[Run]) -> str:
 
 def fresh_verdicts(runs: Sequence[Run]) -> list[str]:
     """A line for the bar of first requests, and one with each of them."""
-    told, auto_ns, best_ns, token_count = [], 0.0, 0.0, 0
+    lines, auto_ns, best_ns, token_count = [], 0.0, 0.0, 0
     for of in by_prompt(runs).values():
         fixed = max((run for name, run in of.items() if name != AUTO), key=lambda run: run.speed)
         auto = of[AUTO]
-        told.append(f"{auto.speed / fixed.speed:.2f} ({auto.category}, {fixed.way})")
+        lines.append(f"{auto.speed / fixed.speed:.2f} ({auto.category}, {fixed.way})")
         auto_ns += auto.elapsed_ns / auto.token_count
         best_ns += fixed.elapsed_ns / fixed.token_count
         token_count += auto.token_count
-    if not told:
+    if not lines:
         return ["         no text was longer than a first pass"]
     what = "first request of a fresh bridge, auto / best fixed way on the same prompt, by the mean time of a token"
-    return [_verdict(what, best_ns / auto_ns, FRESH_BAR), f"         by prompt: {', '.join(told)}"]
+    return [_verdict(what, best_ns / auto_ns, FRESH_BAR), f"         by prompt: {', '.join(lines)}"]
 
 
 def about(arguments: argparse.Namespace) -> dict[str, Any]:
