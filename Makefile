@@ -18,7 +18,7 @@ test: .venv/dev
 
 # Engines that are extras, by the contract that all engines are tested by. The first run builds llama.cpp, ten minutes.
 test-engines: .venv/llamacpp
-	$(BIN)/pytest tests/test_engine.py tests/test_llamacpp.py
+	$(BIN)/pytest tests/engines/test_engine.py tests/engines/test_llamacpp.py
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -22,14 +22,14 @@ from benchmarks import prompts
 from bridge.generation import Finished, generate
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
-from bridge.sampling import SamplingParameters
-from bridge.templates import Chat
-from services.cli import DEFAULT_DRAFT, DEFAULT_TARGET
-from services.draft.session import DraftSession
-from services.engine.torch_engine import TorchEngine
+from bridge.sampling.sampler import SamplingParameters
+from bridge.text.chat import Chat
+from services.cli.app import DEFAULT_DRAFT, DEFAULT_TARGET
+from services.engines.torch.engine import TorchEngine
+from services.model.draft.session import DraftSession
 from services.model.host import LoadedModel, load
-from services.model.store import resolve
-from services.target.session import TargetSession
+from services.model.target.session import TargetSession
+from services.store.resolve import resolve
 
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
 DRAFTS = ("greedy", "independent", "shared noise")

@@ -17,10 +17,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from services.engine.engine import Engine, Row
-from services.engine.fixed_width import FixedWidthEngine
-from services.engine.torch_engine import TorchEngine
-from services.model.store import resolve
+from services.engines.engine import Engine, Row
+from services.engines.fixed_width import FixedWidthEngine
+from services.engines.torch.engine import TorchEngine
+from services.store.resolve import resolve
 
 PROMPT = 500
 STEPS = 48

@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 
 from draftbridge.v1 import target_pb2, target_pb2_grpc
-from services.engine.engine import Engine, Row
-from services.model.store import resolve, resolve_gguf, resolve_openvino
-from services.processes import serve
+from services.cli.processes import serve
+from services.engines.engine import Engine, Row
+from services.store.resolve import resolve, resolve_gguf, resolve_openvino
 
 # What `serve` is told; compiling takes minutes.
 OPTIONS = {
@@ -112,15 +112,15 @@ def _forwards(engine: Engine, ids: list[int]) -> dict[str, Any]:
 
 def _engine(name: str, model: str, threads: int, device: str) -> Engine:
     if name == "llamacpp":
-        from services.engine.llamacpp_engine import LlamaCppEngine
+        from services.engines.llamacpp.engine import LlamaCppEngine
 
         return LlamaCppEngine(resolve_gguf(model), device=device, threads=threads, slot_count=max(SESSIONS))
     if name.startswith("openvino"):
-        from services.engine.openvino_engine import OpenVinoEngine
+        from services.engines.openvino.engine import OpenVinoEngine
 
         path = resolve_openvino(resolve(model), model, name.partition("-")[2] or "int8")
         return OpenVinoEngine(path, device=device, threads=threads, slot_count=max(SESSIONS))
-    from services.engine.torch_engine import TorchEngine
+    from services.engines.torch.engine import TorchEngine
 
     return TorchEngine(
         resolve(model),
@@ -173,7 +173,7 @@ def _bare_llamacpp(model: str, threads: int) -> Callable[[list[int]], float]:
     """The same of llama.cpp, with its best logit."""
     import llama_cpp
 
-    from services.engine.llamacpp_engine import model_options
+    from services.engines.llamacpp.engine import model_options
 
     gguf = resolve_gguf(model)
     weights = llama_cpp.llama_model_load_from_file(str(gguf).encode(), model_options(gguf))

@@ -17,8 +17,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bridge.noise import gumbel, gumbel_of, position_state
-from bridge.sampling import Sampler, SamplingParameters
+from bridge.sampling.noise import gumbel, gumbel_of, position_state
+from bridge.sampling.sampler import Sampler, SamplingParameters
 
 REPEATS = 30
 

@@ -47,8 +47,8 @@ from rich.table import Table
 from benchmarks import prompts
 from draftbridge.client import generate_request
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
-from services.model.store import default_name
-from services.processes import launched, serve
+from services.cli.processes import launched, serve
+from services.store.resolve import default_name
 
 OFF = "off"
 AUTO = "auto"

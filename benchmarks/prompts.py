@@ -6,7 +6,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
-from bridge.templates import Chat, Message
+from bridge.text.chat import Chat, Message
 
 # Those of the tests, for users who have no others.
 OWN = Path(__file__).parents[1] / "tests" / "prompts.json"

@@ -15,16 +15,16 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.scripted import is_right
-from bridge.models import Model, SpecialIds
-from bridge.sampling import Logits
-from bridge.vocabulary import Vocabulary
-from services.engine.engine import Row
-from services.engine.scheduler import Scheduler
+from bridge.sampling.sampler import Logits
+from bridge.text.models import Model, SpecialIds
+from bridge.text.vocabulary import Vocabulary
+from services.cli.processes import READY
+from services.engines.engine import Row
+from services.engines.scheduler import Scheduler
 from services.launch import Role, register, stop_event
-from services.model.files import ModelFiles
 from services.model.host import LoadedModel
-from services.processes import READY
-from services.serving import Server
+from services.rpc.server import Server
+from services.store.files import ModelFiles
 
 SLOTS, CONTEXT = 4, 1 << 17
 # Bytes that are encoded to find the one token that comes next.
@@ -74,7 +74,7 @@ def load(name: str, tokenizer_json: bytes, text: bytes, acceptance: float) -> Lo
     vocabulary = Vocabulary(tokenizer_json)
     engine = RecitingEngine(vocabulary, text, acceptance)
     files = ModelFiles(tokenizer_json, vocabulary, SpecialIds(), "", hashlib.sha256(text).hexdigest())
-    model: Model = files.describe(name, engine)
+    model: Model = files.describe(name, engine.context_length, engine.vocabulary_size)
     return LoadedModel(files, engine, model, Scheduler(lambda: engine))
 
 

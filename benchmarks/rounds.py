@@ -36,7 +36,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from draftbridge import Client
 from draftbridge.v1 import bridge_pb2
-from services.processes import launched
+from services.cli.processes import launched
 
 ROOT = Path(__file__).parents[1]
 # Bytes that are said twice, and of what follows them those that belong to the prompt.

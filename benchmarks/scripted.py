@@ -14,12 +14,12 @@ from functools import cache
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bridge.models import Model, SpecialIds
-from bridge.noise import token_keys
 from bridge.ports import Drafter, Proposal, Sync
-from bridge.sampling import Logits, Sampler, SamplingParameters
-from bridge.vocabulary import Vocabulary
-from services.engine.engine import Row
+from bridge.sampling.noise import token_keys
+from bridge.sampling.sampler import Logits, Sampler, SamplingParameters
+from bridge.text.models import Model, SpecialIds
+from bridge.text.vocabulary import Vocabulary
+from services.engines.engine import Row
 
 END = 256
 CONTEXT = 8192

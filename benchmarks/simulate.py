@@ -36,10 +36,10 @@ from bridge.sources.source import Draft, Opening
 from bridge.statistics import Statistics
 from bridge.tape import Tape
 from bridge.target_link import TargetLink
-from bridge.vocabulary import Rendering
-from services.draft.session import DraftSession
-from services.engine.scheduler import Scheduler
-from services.target.session import TargetSession
+from bridge.text.vocabulary import Rendering
+from services.engines.scheduler import Scheduler
+from services.model.draft.session import DraftSession
+from services.model.target.session import TargetSession
 
 PAIRS = (Pair(40, 4, 0.8), Pair(30, 7, 0.6), Pair(10, 1, 0.6), Pair(10, 10, 0.5))
 ROUND_TRIPS = (0, 10, 50, 100)

@@ -21,18 +21,18 @@ import numpy as np
 
 from benchmarks import prompts
 from benchmarks.recorded import Pair, Text, write
-from bridge.common_prefix import common_prefix_length
 from bridge.generation import Delta, generate
 from bridge.request import Request, render
-from bridge.sampling import Logits, SamplingParameters
-from bridge.templates import Chat
-from bridge.translation import DraftContext
-from services.cli import DEFAULT_DRAFT, DEFAULT_TARGET
-from services.engine.engine import Engine
-from services.engine.sequence import CachedSequence
+from bridge.sampling.sampler import Logits, SamplingParameters
+from bridge.text.chat import Chat
+from bridge.text.common_prefix import common_prefix_length
+from bridge.text.translation import DraftContext
+from services.cli.app import DEFAULT_DRAFT, DEFAULT_TARGET
+from services.engines.engine import Engine
+from services.engines.sequence import CachedSequence
 from services.model.host import LoadedModel, load
-from services.model.store import resolve, resolve_gguf
-from services.target.session import TargetSession
+from services.model.target.session import TargetSession
+from services.store.resolve import resolve, resolve_gguf
 
 # Tokens that the draft reads in a forward.
 _WIDTH = 32
@@ -90,10 +90,10 @@ class _Models:
     def _open(self, name: str) -> Engine:
         # Each takes seconds to import, and the other may not be installed.
         if self._engine == "llamacpp":
-            from services.engine.llamacpp_engine import LlamaCppEngine
+            from services.engines.llamacpp.engine import LlamaCppEngine
 
             return LlamaCppEngine(resolve_gguf(name), threads=self._threads, slot_count=1)
-        from services.engine.torch_engine import TorchEngine
+        from services.engines.torch.engine import TorchEngine
 
         return TorchEngine(resolve(name), threads=self._threads, slot_count=1)
 

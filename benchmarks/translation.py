@@ -31,15 +31,15 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import AssistedCandidateGeneratorDifferentTokenizers
 
-from bridge.models import Model
-from bridge.prefix_cache import PrefixCache
 from bridge.sources.draft import DraftEpoch
 from bridge.sources.source import offer_of
 from bridge.tape import Tape
-from bridge.templates import render_text
-from bridge.translation import DraftContext, candidates
-from bridge.vocabulary import Vocabulary
-from tests import real
+from bridge.text.chat import render_text
+from bridge.text.models import Model
+from bridge.text.prefix_cache import PrefixCache
+from bridge.text.translation import DraftContext, candidates
+from bridge.text.vocabulary import Vocabulary
+from tests.support import real
 
 SIZES = (1_000, 100_000)
 TURN = 200

@@ -10,9 +10,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from benchmarks.scripted import ScriptedEngine
-from bridge.sampling import Logits
-from services.engine.engine import Row
-from services.engine.scheduler import Timed
+from bridge.sampling.sampler import Logits
+from services.engines.engine import Row
+from services.engines.scheduler import Timed
 
 T = TypeVar("T")
 

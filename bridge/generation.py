@@ -16,7 +16,6 @@ from time import perf_counter_ns
 
 from bridge.errors import DraftBridgeError, TargetFault
 from bridge.loop import speculate
-from bridge.models import Model
 from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner
 from bridge.ports import Drafter, FinishReason, Logprob, Verifier
@@ -24,12 +23,13 @@ from bridge.request import Request, check, render, token_room
 from bridge.sources import SOURCES
 from bridge.sources.chain import SourceChain
 from bridge.sources.source import CandidateSource, Draft, Opening, Outcome
+from bridge.sources.suffix_memory import SuffixMemory
 from bridge.statistics import Statistics
-from bridge.suffix_memory import SuffixMemory
 from bridge.tape import Tape
 from bridge.target_link import TargetLink
-from bridge.templates import Chat, end_of_turn
-from bridge.text import Span, TextStream
+from bridge.text.chat import Chat, end_of_turn
+from bridge.text.models import Model
+from bridge.text.stream import Span, TextStream
 
 _OVERDUE = "the draft did not answer in time; the target no longer waits for it"
 

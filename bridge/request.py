@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTooLong, TokenOutOfRange
-from bridge.models import Model
 from bridge.planning.planner import Mode, SpeculationParameters
-from bridge.sampling import SamplingParameters
+from bridge.sampling.sampler import SamplingParameters
 from bridge.sources import SOURCES
-from bridge.templates import Chat, render_chat, render_ids_for, render_text_for
-from bridge.vocabulary import Rendering
+from bridge.text.chat import Chat, render_chat, render_ids_for, render_text_for
+from bridge.text.models import Model
+from bridge.text.vocabulary import Rendering
 
 MAX_STOP_STRINGS = 64
 MAX_TENANT_LENGTH = 256

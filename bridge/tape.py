@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from bridge.vocabulary import Vocabulary
+from bridge.text.vocabulary import Vocabulary
 
 
 class Tape:

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from time import perf_counter_ns
 
 from bridge.errors import TargetFault
-from bridge.models import Model
 from bridge.ports import MAX_MEASURED_NS, Candidates, FinishReason, Grant, Pass, Run, Verifier
 from bridge.sources.source import Offer, Outcome
 from bridge.tape import Tape
+from bridge.text.models import Model
 
 # A new patience is worth a message if it is longer than the one before, or this many times shorter.
 _PATIENCE_CHANGE = 4

@@ -1,1 +1,1 @@
-"""The processes: model servers (draft, target) and the bridge server, and the command that starts them."""
+"""The processes: model servers, the bridge server, and the command that starts them."""

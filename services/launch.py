@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bridge.errors import InvalidField
-from bridge.sampling import SamplingParameters
-from bridge.suffix_memory import SuffixMemory
+from bridge.sampling.sampler import SamplingParameters
+from bridge.sources.suffix_memory import SuffixMemory
 from draftbridge.v1 import (
     bridge_pb2,
     bridge_pb2_grpc,
@@ -24,20 +24,20 @@ from draftbridge.v1 import (
     target_pb2,
     target_pb2_grpc,
 )
-from services import wire
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
-from services.draft.servicer import DraftServicer
-from services.draft.session import DraftSession
-from services.draft.suffix import SuffixModel
-from services.engine.engine import Engine, compute_units, measure, warm
-from services.engine.fixed_width import FixedWidthEngine
+from services.engines.engine import Engine, compute_units, measure, warm
+from services.engines.fixed_width import FixedWidthEngine
+from services.model.draft.servicer import DraftServicer
+from services.model.draft.session import DraftSession
+from services.model.draft.suffix import SuffixModel
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer, describe
-from services.model.store import SUFFIX, default_name, has_gguf, resolve, resolve_gguf, resolve_openvino
-from services.serving import Server
-from services.target.servicer import TargetServicer
-from services.target.session import TargetSession
+from services.model.target.servicer import TargetServicer
+from services.model.target.session import TargetSession
+from services.rpc import codec
+from services.rpc.server import Server
+from services.store.resolve import SUFFIX, default_name, has_gguf, resolve, resolve_gguf, resolve_openvino
 
 OnStart = Callable[[str], None]
 T = TypeVar("T")
@@ -149,7 +149,7 @@ def _run_suffix_server(config: ModelServerConfig, on_start: OnStart) -> None:
     if config.role is not Role.DRAFT:
         raise InvalidField("--role", f"draft with {SUFFIX}, which has no text of its own", config.role.value)
     suffix = SuffixModel(config.name or SUFFIX, config.slots)
-    description = wire.write_model(
+    description = codec.write_model(
         suffix.model,
         revision="1",
         role=model_pb2.ROLE_DRAFT,
@@ -237,17 +237,17 @@ def _engine(config: ModelServerConfig, report: OnStart) -> Engine:
     # Each is imported here because it takes seconds, and the others may not be installed.
     match config.engine:
         case EngineName.LLAMACPP:
-            from services.engine.llamacpp_engine import LlamaCppEngine
+            from services.engines.llamacpp.engine import LlamaCppEngine
 
             if config.dtype is not Dtype.AUTO:
                 raise InvalidField("--dtype", "auto with --engine llamacpp, whose file has its own", config.dtype.value)
             return LlamaCppEngine(path, **options)
         case EngineName.OPENVINO:
-            from services.engine.openvino_engine import OpenVinoEngine
+            from services.engines.openvino.engine import OpenVinoEngine
 
             return OpenVinoEngine(path, dtype=config.dtype.value, **options)
         case _:
-            from services.engine.torch_engine import TorchEngine
+            from services.engines.torch.engine import TorchEngine
 
             options |= {"int8": config.weights is Weights.INT8, "compiled": config.compiled}
             return TorchEngine(path, dtype=config.dtype.value, **options)
@@ -264,7 +264,7 @@ def fastest_engine(config: ModelServerConfig) -> EngineName:
         return EngineName.LLAMACPP
     if not (find_spec("openvino") and find_spec("nncf")):
         return EngineName.TORCH
-    from services.engine.openvino_engine import refuses
+    from services.engines.openvino.engine import refuses
 
     return EngineName.TORCH if refuses(config.dtype.value, config.threads) else EngineName.OPENVINO
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from draftbridge import Client
-from services.processes import Fleet, fleet
+from services.cli.processes import Fleet, fleet
 
 # Nothing may reach for a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -29,7 +29,7 @@ def save_tiny_model(directory: Path, kind: str, seed: int) -> Path:
     import torch
     import transformers
 
-    from tests.tiny import tokenizer_json, vocabulary
+    from tests.support.tiny import tokenizer_json, vocabulary
 
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(

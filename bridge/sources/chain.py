@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from bridge.errors import DraftBridgeError
-from bridge.models import Model
 from bridge.sources.source import CandidateSource, Continuation, Offer, Outcome, Pace, SourceState, offer_of
 from bridge.tape import Tape
+from bridge.text.models import Model
 
 _log = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import ClassVar
 
-from bridge.common_prefix import common_prefix_length
 from bridge.errors import ProtocolViolation, Unreachable
 from bridge.ports import MAX_MEASURED_NS, Proposal, Sync
 from bridge.sources.source import CandidateSource, Continuation, Draft, Opening, Outcome, Pace, SourceState
 from bridge.tape import Tape
-from bridge.translation import DraftContext
-from bridge.vocabulary import Rendering
+from bridge.text.common_prefix import common_prefix_length
+from bridge.text.translation import DraftContext
+from bridge.text.vocabulary import Rendering
 
 # Bytes of a draft token, until the draft has proposed some.
 _TOKEN_BYTES = 4.0

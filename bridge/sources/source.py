@@ -12,12 +12,12 @@ from math import prod
 from time import perf_counter_ns
 from typing import ClassVar, Protocol
 
-from bridge.models import Model
 from bridge.ports import Drafter, Pass, Proposal
-from bridge.suffix_memory import SuffixMemory
+from bridge.sources.suffix_memory import SuffixMemory
 from bridge.tape import Tape
-from bridge.translation import candidates
-from bridge.vocabulary import Rendering, Vocabulary
+from bridge.text.models import Model
+from bridge.text.translation import candidates
+from bridge.text.vocabulary import Rendering, Vocabulary
 
 # The most bytes of a proposal that are translated at a time: several forwards' worth of candidates.
 MAX_OFFERED_BYTES = 512

@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from bridge.sources.source import CandidateSource, Continuation, Opening, Outcome
-from bridge.suffix import MAX_PROPOSAL_BYTES, SuffixDrafter
-from bridge.suffix_memory import suffix_drafter
+from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, SuffixDrafter
+from bridge.sources.suffix_memory import suffix_drafter
 from bridge.tape import Tape
 
 # A match that is to continue another source's bytes, perhaps in the middle of a word, has at least this many bytes:

@@ -1,1 +1,1 @@
-"""The bridge service: the algorithm of `bridge`, its models at the other end of gRPC streams."""
+"""The bridge server: the algorithm of `bridge` between model services at the other end of gRPC streams."""

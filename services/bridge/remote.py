@@ -8,12 +8,12 @@ from typing import Any
 from grpc import aio
 
 from bridge.errors import ProtocolViolation, Unreachable
-from bridge.models import Model
 from bridge.ports import Candidates, Grant, Pass, Proposal, Run, Sync
-from bridge.sampling import SamplingParameters
+from bridge.sampling.sampler import SamplingParameters
+from bridge.text.models import Model
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from services import wire
-from services.status import from_rpc_error
+from services.rpc import codec
+from services.rpc.status import from_rpc_error
 
 # More tokens than any message has: nothing is offered, and no credit given, for so many. A longer one is not looked at.
 _MAX_TOKENS = 1024
@@ -72,7 +72,7 @@ class RemoteDrafter:
         self, channel: aio.Channel, address: str, model: Model, sampling: SamplingParameters, seed: int
     ) -> None:
         opening = draft_pb2.DraftOpen(
-            sampling=wire.write_sampling(sampling),
+            sampling=codec.write_sampling(sampling),
             seed=seed,
             model=model.name,
             tokenizer_sha256=model.vocabulary.sha256,
@@ -82,7 +82,7 @@ class RemoteDrafter:
 
     async def sync(self, sync: Sync) -> None:
         """See `Drafter`."""
-        await self._stream.send(wire.write_sync(sync))
+        await self._stream.send(codec.write_sync(sync))
 
     async def grant(self, epoch: int, credit: int) -> None:
         """See `Drafter`."""
@@ -91,7 +91,7 @@ class RemoteDrafter:
     async def proposals(self) -> AsyncIterator[Proposal]:
         """See `Drafter`."""
         async for message in self._stream.read():
-            yield wire.read_proposal(message)
+            yield codec.read_proposal(message)
 
     def close(self) -> None:
         """Ends the stream, and with it the session at the other end."""
@@ -111,7 +111,7 @@ class RemoteVerifier:
         logprobs: int | None,
     ) -> None:
         opening = target_pb2.VerifyOpen(
-            sampling=wire.write_sampling(sampling),
+            sampling=codec.write_sampling(sampling),
             seed=seed,
             model=model.name,
             tokenizer_sha256=model.vocabulary.sha256,
@@ -122,20 +122,20 @@ class RemoteVerifier:
 
     async def run(self, run: Run) -> None:
         """See `Verifier`."""
-        await self._stream.send(wire.write_run(run))
+        await self._stream.send(codec.write_run(run))
 
     async def candidates(self, candidates: Candidates) -> None:
         """See `Verifier`."""
-        await self._stream.send(wire.write_candidates(candidates))
+        await self._stream.send(codec.write_candidates(candidates))
 
     async def grant(self, grant: Grant) -> None:
         """See `Verifier`."""
-        await self._stream.send(wire.write_grant(grant))
+        await self._stream.send(codec.write_grant(grant))
 
     async def passes(self) -> AsyncIterator[Pass]:
         """See `Verifier`."""
         async for message in self._stream.read():
-            yield wire.read_pass(message)
+            yield codec.read_pass(message)
 
     def close(self) -> None:
         """Ends the stream, and with it the session at the other end."""

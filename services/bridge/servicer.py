@@ -14,14 +14,14 @@ from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import Proposal
 from bridge.request import Request, check
-from bridge.sampling import SamplingParameters
-from bridge.suffix_memory import SuffixMemory
-from bridge.templates import Chat
-from bridge.translation import segment, translate
+from bridge.sampling.sampler import SamplingParameters
+from bridge.sources.suffix_memory import SuffixMemory
+from bridge.text.chat import Chat
+from bridge.text.translation import segment, translate
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
-from services import wire
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
 from services.bridge.zoo import Endpoint, Zoo
+from services.rpc import codec
 from services.version import VERSION
 
 
@@ -108,11 +108,11 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
                             )
                         )
                     case Delta():
-                        yield bridge_pb2.GenerateResponse(delta=wire.write_delta(event))
+                        yield bridge_pb2.GenerateResponse(delta=codec.write_delta(event))
                     case Finished():
-                        finished = wire.write_finished(event)
+                        finished = codec.write_finished(event)
                         finished.speculation.note = finished.speculation.note or note
-                        wire.add_statistics(self._totals, finished.speculation)
+                        codec.add_statistics(self._totals, finished.speculation)
                         yield bridge_pb2.GenerateResponse(finished=finished)
 
     async def GetStatus(  # noqa: N802
@@ -129,8 +129,8 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             cancelled_count=self._cancelled,
             endpoints=endpoints,
             speculation=self._totals,
-            prefix_caches=[wire.write_prefix_cache(vocabulary) for vocabulary in self._zoo.vocabularies()],
-            suffix_memory=wire.write_suffix_memory(self._memory),
+            prefix_caches=[codec.write_prefix_cache(vocabulary) for vocabulary in self._zoo.vocabularies()],
+            suffix_memory=codec.write_suffix_memory(self._memory),
         )
 
     async def ListModels(  # noqa: N802
@@ -176,8 +176,8 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             case _:
                 raise InvalidField("input", "a text or token ids", "neither")
         return bridge_pb2.TranslateResponse(
-            source_tokens=wire.write_spans(source.vocabulary, source_ids),
-            target_tokens=wire.write_spans(target.vocabulary, target_ids),
+            source_tokens=codec.write_spans(source.vocabulary, source_ids),
+            target_tokens=codec.write_spans(target.vocabulary, target_ids),
         )
 
 
@@ -187,7 +187,7 @@ def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
         case "prompt":
             input_ = message.prompt
         case "chat":
-            input_ = wire.read_chat(message.chat)
+            input_ = codec.read_chat(message.chat)
         case "token_ids":
             input_ = tuple(message.token_ids.token_ids)
         case _:
@@ -196,13 +196,13 @@ def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
     assistant_tokens = speculation.num_assistant_tokens if speculation.HasField("num_assistant_tokens") else None
     return Request(
         input=input_,
-        sampling=wire.read_sampling(message.sampling),
+        sampling=codec.read_sampling(message.sampling),
         seed=message.sampling.seed if message.sampling.HasField("seed") else secrets.randbits(64),
         max_tokens=message.max_tokens if message.HasField("max_tokens") else None,
         stop=tuple(message.stop),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         speculation=SpeculationParameters(
-            mode=wire.read_mode(speculation.mode),
+            mode=codec.read_mode(speculation.mode),
             num_assistant_tokens=assistant_tokens,
             assistant_confidence_threshold=speculation.assistant_confidence_threshold,
             draft_temperature=speculation.draft_temperature if speculation.HasField("draft_temperature") else None,

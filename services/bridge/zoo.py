@@ -27,14 +27,14 @@ from bridge.errors import (
     Unreachable,
     UnusableModel,
 )
-from bridge.models import Model
 from bridge.planning.estimates import TargetEstimates
-from bridge.vocabulary import Vocabulary
+from bridge.text.models import Model
+from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import bridge_pb2, model_pb2, model_pb2_grpc
-from services import wire
-from services.bridge.sandbox.templates import TemplateSandbox
-from services.bridge.sandbox.tokenizers import flaw_of
-from services.status import RemoteError, from_rpc_error
+from services.rpc import codec
+from services.rpc.status import RemoteError, from_rpc_error
+from services.sandbox.templates import TemplateSandbox
+from services.sandbox.tokenizers import flaw_of
 
 T = TypeVar("T")
 
@@ -291,7 +291,7 @@ class Zoo:
                 component="decoder",
                 model=name,
             )
-        model = replace(wire.read_model(description, vocabulary), run_template=self._sandbox)
+        model = replace(codec.read_model(description, vocabulary), run_template=self._sandbox)
         estimates = TargetEstimates(model.forward_costs)
         return Endpoint(place.address, place.role, place.channel, description, model, estimates)
 

@@ -1,1 +1,1 @@
-"""A model on disk and in a process: finding, converting, describing, serving it."""
+"""Model servers: one model served as a draft, as a target, or as both."""

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bridge.models import Model
-from bridge.noise import Int64, token_keys
-from bridge.sampling import Sampler, SamplingParameters
-from services.engine.engine import Engine
-from services.engine.scheduler import Scheduler
-from services.model.files import ModelFiles, read_model_files
+from bridge.sampling.noise import Int64, token_keys
+from bridge.sampling.sampler import Sampler, SamplingParameters
+from bridge.text.models import Model
+from services.engines.engine import Engine
+from services.engines.scheduler import Scheduler
+from services.store.files import ModelFiles, read_model_files
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def load(directory: Path, name: str, open_engine: Callable[[], Engine], queue_li
     """Puts a model's parts together. `open_engine` is called in the thread that runs it; see `Scheduler`."""
     files = read_model_files(directory)
     scheduler = Scheduler(open_engine, queue_limit)
-    model = files.describe(name, scheduler.engine)
+    model = files.describe(name, scheduler.engine.context_length, scheduler.engine.vocabulary_size)
     loaded = LoadedModel(files, scheduler.engine, model, scheduler)
     loaded.warm()
     return loaded

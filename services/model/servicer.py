@@ -6,8 +6,8 @@ from typing import Any
 from grpc import aio
 
 from draftbridge.v1 import model_pb2, model_pb2_grpc
-from services import wire
 from services.model.host import LoadedModel
+from services.rpc import codec
 
 # A bridge takes messages of little more than this.
 _CHUNK_BYTES = 1 << 18
@@ -41,7 +41,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 def describe(loaded: LoadedModel, role: model_pb2.Role.ValueType) -> model_pb2.Model:
     """A loaded model as its server describes it."""
     engine = loaded.engine
-    return wire.write_model(
+    return codec.write_model(
         loaded.model,
         revision=loaded.files.revision,
         role=role,

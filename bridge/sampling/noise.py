@@ -1,0 +1,115 @@
+"""Gumbel noise that anyone can recompute.
+
+`G(seed, offset, key) = -log(-log(u))`, with u in (0, 1) from a 64-bit mix of the three. Adding it to log probabilities
+and taking the largest is an exact sample of the distribution (the Gumbel-max trick: Gumbel 1954; Maddison, Tarlow,
+Minka, "A* Sampling", 2014). Because nothing else goes in, the token sampled at an offset does not depend on how the
+sequence was cut into forwards.
+
+Signed 64-bit integers are used throughout, because both NumPy and torch multiply them modulo 2**64. The mix is the
+finalizer of SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014). `docs/noise.md` is
+the specification, with test vectors.
+"""
+
+import hashlib
+import math
+from collections.abc import Collection
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.text.vocabulary import Vocabulary
+
+Int64 = NDArray[np.int64]
+Float64 = NDArray[np.float64]
+# An array of NumPy or of torch, used as both understand.
+Array: TypeAlias = Any
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+# The largest difference of two draws: -log(-log(u)) at the largest and the smallest u.
+GUMBEL_RANGE = -math.log(2.0**-53) + math.log(53 * math.log(2.0)) + 1e-6
+# Few enough at a time to stay in a core's cache.
+_CHUNK_KEYS = 1 << 14
+
+
+def signed(value: int) -> int:
+    """Returns the 64-bit two's complement number with the same bits."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+def token_key(data: bytes, kind: str = "bytes", ordinal: int = 0) -> int:
+    """Returns the 64-bit key of a token: BLAKE2b of its kind, its ordinal among equals, and its bytes.
+
+    `kind` is "bytes" for text, "role" for a control token whose role is named by `data` ("eos"), and "name" for any
+    other token without bytes.
+    """
+    message = kind.encode() + b"\0" + ordinal.to_bytes(4, "little") + data
+    return signed(int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little"))
+
+
+def token_keys(vocabulary: Vocabulary, eos: Collection[int]) -> Int64:
+    """Returns the keys of all ids, shape [vocabulary.size]. Ids with the same bytes differ by ordinal."""
+    seen: dict[tuple[str, bytes], int] = {}
+    keys = np.empty(vocabulary.size, np.int64)
+    ends = frozenset(eos)
+    for id_, data in enumerate(vocabulary.tokens):
+        if id_ in ends:
+            kind, data = "role", b"eos"
+        elif not data:
+            kind, data = "name", vocabulary.name(id_).encode()
+        else:
+            kind = "bytes"
+        ordinal = seen.get((kind, data), 0)
+        seen[kind, data] = ordinal + 1
+        keys[id_] = token_key(data, kind, ordinal)
+    return keys
+
+
+def _shift_right(x: Array, bits: int) -> Array:
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Array) -> Array:
+    x = (x ^ _shift_right(x, 30)) * signed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * signed(_MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
+def position_state(seed: int, offset: int, counter: int = 0) -> int:
+    """Returns what seed and position contribute. `counter` numbers the tokens drawn at one offset."""
+    state = 0
+    for value in (seed, offset, counter):
+        state = ((state ^ value) + _GOLDEN) & _MASK
+        state = (state ^ (state >> 30)) * _MIX_1 & _MASK
+        state = (state ^ (state >> 27)) * _MIX_2 & _MASK
+        state ^= state >> 31
+    return signed(state)
+
+
+def uniform(state: Any, keys: Array, xp: ModuleType = np) -> Array:
+    """Returns a number per key, strictly between 0 and 1, in steps of 2**-52, the same to the last bit everywhere.
+
+    `keys`: int64 of the array namespace `xp` (NumPy or torch), any shape; `state`: an int, or states that broadcast.
+    """
+    bits = _shift_right(_mix(keys ^ state), 12)
+    return (xp.asarray(bits, dtype=xp.float64) + 0.5) * 2.0**-52
+
+
+def gumbel_of(state: Any, keys: Array, xp: ModuleType = np) -> Array:
+    """Returns standard Gumbel noise, shapes as in `uniform`. Its last digits depend on the namespace's logarithm."""
+    return -xp.log(-xp.log(uniform(state, keys, xp)))
+
+
+def gumbel(seed: int, offset: int, counter: int, keys: Int64) -> Float64:
+    """Returns standard Gumbel noise, shape [n], for tokens with `keys` [n] at one position."""
+    state = position_state(seed, offset, counter)
+    noise = np.empty(len(keys))
+    for start in range(0, len(keys), _CHUNK_KEYS):
+        part = slice(start, start + _CHUNK_KEYS)
+        noise[part] = gumbel_of(state, keys[part])
+    return noise

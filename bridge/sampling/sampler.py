@@ -1,0 +1,263 @@
+"""Chooses a token from logits, in the same way for a draft and a target and at every temperature."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bridge.errors import EngineFailure, InvalidField
+from bridge.sampling.noise import GUMBEL_RANGE, Int64, gumbel
+
+Logits = NDArray[np.float32]
+
+# The range of each parameter, and how an error describes it.
+_RANGES = {
+    "temperature": (0.0, 100.0, "between 0 and 100"),
+    "top_p": (math.ulp(0.0), 1.0, "above 0 and at most 1"),
+    "min_p": (0.0, 1.0, "between 0 and 1"),
+    "repetition_penalty": (0.001, 100.0, "between 0.001 and 100"),
+    "presence_penalty": (-100.0, 100.0, "between -100 and 100"),
+    "frequency_penalty": (-100.0, 100.0, "between -100 and 100"),
+}
+# How far below the best score, in nats, top_p first looks for the ids that it keeps, instead of sorting all of them.
+_FIRST_DEPTH_NATS = 4.0
+
+
+@dataclass(frozen=True)
+class SamplingParameters:
+    """How tokens are chosen and what ends a text. Names and meanings are those of Hugging Face `generate` and vLLM.
+
+    A `top_k` of 0 is off. `stop_token_ids` end the text like the model's own ends, which `ignore_eos` switches off.
+    Neither kind can be chosen among the first `min_tokens` tokens.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def checked(self, has_token: Callable[[int], bool] = lambda id_: True) -> "SamplingParameters":
+        """Returns itself, or raises `InvalidField`. `has_token`: whether the model has an id, once it is known."""
+        for name, (low, high, allowed) in _RANGES.items():
+            value = getattr(self, name)
+            _check(name, value, value is None or low <= value <= high, allowed)
+        for id_, bias in self.logit_bias.items():
+            _check(f"logit_bias[{id_}]", bias, -1e9 <= bias <= 1e9, "between -1e9 and 1e9")
+        for name in ("logit_bias", "stop_token_ids"):
+            for id_ in getattr(self, name):
+                _check(name, id_, has_token(id_), "ids that the target has a token for")
+        return self
+
+    def for_draft(self, temperature: float | None = None) -> "SamplingParameters":
+        """Returns what a draft shares: truncation and temperature, but nothing about single ids or the text's end.
+
+        `temperature`: another one for the draft.
+        """
+        temperature = self.temperature if temperature is None else temperature
+        return SamplingParameters(temperature, self.top_k, self.top_p, self.min_p)
+
+    def ends(self, eos: Iterable[int]) -> frozenset[int]:
+        """Returns the ids that end a text of a model whose own ends are `eos`."""
+        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos)
+
+
+def _check(name: str, value: object, holds: bool, allowed: str) -> None:
+    if not holds:
+        raise InvalidField(f"sampling.{name}", allowed, value)
+
+
+class History:
+    """What penalties and `min_tokens` depend on: the ids of the prompt, and how often each was generated since."""
+
+    def __init__(self, prompt: Iterable[int], generated: Iterable[int] = ()) -> None:
+        self._prompt = frozenset(prompt)
+        self._counts = Counter(generated)
+
+    @property
+    def generated_token_count(self) -> int:
+        """The number of generated tokens."""
+        return self._counts.total()
+
+    def extend(self, ids: Iterable[int]) -> None:
+        """Adds generated ids."""
+        self._counts.update(ids)
+
+    def copy(self) -> "History":
+        """Returns a copy that can go on by itself."""
+        copied = History(self._prompt)
+        copied._counts = self._counts.copy()
+        return copied
+
+    def seen(self) -> Int64:
+        """Returns every id of the prompt and the generated text once."""
+        return np.fromiter(self._prompt | self._counts.keys(), np.int64)
+
+    def generated(self) -> tuple[Int64, Int64]:
+        """Returns every generated id once, and how often each occurs."""
+        return np.fromiter(self._counts, np.int64), np.fromiter(self._counts.values(), np.int64)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A chosen token.
+
+    `near_tie`: another token was so close that rounding may have decided. `probability`: in the distribution that the
+    token was sampled from. `logprob` and `top_logprobs`: in the model's own, before penalties and temperature.
+    """
+
+    token_id: int
+    near_tie: bool = False
+    probability: float | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Chooses tokens of one vocabulary for one request.
+
+    `keys`: the noise key of each id, shape [size]; columns of the logits beyond `size` are padding and never chosen.
+    `missing`: ids without a token. `ends`: ids that end the text. `logprobs`: how many alternatives to report, if any.
+    `tolerance`: a difference of logits that rounding may cause. `confident`: whether to report probabilities.
+    """
+
+    parameters: SamplingParameters
+    seed: int
+    keys: Int64
+    missing: Int64
+    ends: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    tolerance: float = 0.0
+    confident: bool = False
+
+    def choose(self, logits: Logits, offset: int, counter: int, history: History | None = None) -> Choice:
+        """Returns the token after `offset` generated bytes and, at that offset, `counter` tokens without bytes.
+
+        `logits`: shape [columns]. `history`: the tokens so far, needed if the parameters look back. Raises
+        `EngineFailure` for logits that are not finite, and if `min_tokens` leaves no id to choose.
+        """
+        size = min(len(self.keys), len(logits))
+        scores = logits[:size]
+        if len(self.missing):
+            scores = scores.copy()
+            scores[self.missing[self.missing < size]] = -np.inf
+        if not np.isfinite(best := scores.max()):
+            raise EngineFailure(
+                f"the model's best logit is {best}: its weights are damaged, or overflow in this dtype; try float32"
+            )
+        adjusted = self._adjusted(scores, history)
+        if adjusted is not scores and not np.isfinite(adjusted.max()):
+            raise EngineFailure("nothing may be chosen: every id ends the text, and min_tokens allows no end yet")
+        sampled: NDArray[np.floating[Any]] = adjusted
+        if temperature := self.parameters.temperature:
+            kept, sampled = _truncate(adjusted, self.parameters)
+            index, lead = _best(sampled + gumbel(self.seed, offset, counter, self.keys[kept]))
+            token_id, lead = int(kept[index]), lead * temperature
+        else:
+            index, lead = _best(sampled)
+            token_id = index
+        probability = _probability(sampled, index) if self.confident else None
+        logprob, top_logprobs = (None, ()) if self.logprobs is None else _logprobs(scores, token_id, self.logprobs)
+        return Choice(token_id, lead < self.tolerance, probability, logprob, top_logprobs)
+
+    def _adjusted(self, scores: Logits, history: History | None) -> Logits:
+        """Applies bias and penalties in the order of Hugging Face's processors.
+
+        It has no presence and frequency penalties; here they follow the repetition penalty.
+        """
+        parameters = self.parameters
+        repetition = parameters.repetition_penalty or 1.0
+        presence, frequency = parameters.presence_penalty or 0.0, parameters.frequency_penalty or 0.0
+        penalized = history if (repetition, presence, frequency) != (1.0, 0.0, 0.0) else None
+        early = parameters.min_tokens and history and history.generated_token_count < parameters.min_tokens
+        if not (parameters.logit_bias or penalized or early):
+            return scores
+        scores = scores.copy()
+        for id_, bias in parameters.logit_bias.items():
+            scores[id_] += np.float32(bias)
+        if penalized:
+            seen = penalized.seen()
+            seen = seen[seen < len(scores)]  # a prompt may have ids that the tokenizer does not have
+            before = scores[seen]
+            scores[seen] = np.where(before < 0, before * np.float32(repetition), before / np.float32(repetition))
+            ids, counts = penalized.generated()
+            scores[ids] -= np.float32(frequency) * counts.astype(np.float32)
+            scores[ids] -= np.float32(presence)
+        if early:
+            scores[list(self.ends)] = -np.inf
+        return scores
+
+
+def _probability(scores: NDArray[np.floating[Any]], index: int) -> float:
+    # float32 is exact enough for a confidence, and over a large vocabulary takes a third of the time.
+    return float(1.0 / np.exp((scores - scores[index]).astype(np.float32)).sum())
+
+
+def _logprobs(scores: Logits, token_id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Returns the log probability of a token, and the best `count` ids with theirs."""
+    logp = scores.astype(np.float64) - scores.max()
+    logp -= np.log(np.exp(logp).sum())
+    best = np.argsort(-logp, kind="stable")[:count]
+    return float(logp[token_id]), tuple((int(id_), float(logp[id_])) for id_ in best if np.isfinite(logp[id_]))
+
+
+def _best(scores: NDArray[np.floating[Any]]) -> tuple[int, float]:
+    """Returns the index of the largest score, and its distance from the next."""
+    best = int(scores.argmax())
+    others = max(scores[:best].max(initial=-np.inf), scores[best + 1 :].max(initial=-np.inf))
+    return best, float(scores[best]) - float(others)
+
+
+def _truncate(scores: Logits, parameters: SamplingParameters) -> tuple[Int64, NDArray[np.float64]]:
+    """Returns the ids that may be chosen, ascending, and their scores by temperature, of which the best is 0.
+
+    In the order of Hugging Face's warpers: temperature, top_k, top_p, min_p, each over what the previous one left.
+    """
+    best = float(scores.max())
+    # No noise can make anything below this the best.
+    floor = np.nextafter(np.float32(best - GUMBEL_RANGE * parameters.temperature), np.float32(-np.inf))
+    if parameters.top_k and parameters.top_k < len(scores):
+        # Temperature does not change the order. Ids that equal the last one kept stay too, as in Hugging Face's.
+        floor = max(floor, np.partition(scores, -parameters.top_k)[-parameters.top_k])
+    kept = np.flatnonzero(scores >= floor)
+    # Subtracting the best first keeps a tiny temperature from overflowing where it matters.
+    with np.errstate(over="ignore"):
+        scaled = (scores[kept].astype(np.float64) - best) / parameters.temperature
+    if parameters.top_p is not None and parameters.top_p < 1.0:
+        inside = _nucleus(scaled, parameters.top_p)
+        kept, scaled = kept[inside], scaled[inside]
+    if parameters.min_p:
+        inside = np.flatnonzero(scaled >= math.log(parameters.min_p))
+        kept, scaled = kept[inside], scaled[inside]
+    return kept, scaled
+
+
+def _nucleus(scores: NDArray[np.float64], top_p: float) -> Int64:
+    """Returns the indices, ascending, of the fewest best scores whose probabilities add up to `top_p`.
+
+    The best score is 0.
+    """
+    total = float(np.exp(scores).sum())
+    depth = _FIRST_DEPTH_NATS
+    while True:
+        near = np.flatnonzero(scores >= -depth)
+        # Of equal scores the later one is taken first, as in Hugging Face's stable sort from the worst up.
+        ordered = near[np.argsort(scores[near], kind="stable")[::-1]]
+        probabilities = np.exp(scores[ordered]) / total
+        better = np.cumsum(probabilities) - probabilities
+        inside = better < top_p
+        if not inside.all() or len(near) == len(scores):
+            inside[0] = True
+            return np.sort(ordered[inside])
+        depth *= 2

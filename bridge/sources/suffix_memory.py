@@ -1,0 +1,60 @@
+"""Earlier outputs, from which later requests of the same tenant are drafted, within a memory budget."""
+
+from functools import partial
+
+from cachetools import LRUCache
+
+from bridge.sources.suffix_index import MIN_MATCH_BYTES, Match, SuffixDrafter, max_memory_bytes
+
+_MAX_TENANT_BITS = 20  # at most 2**20 bytes of output are kept for a tenant
+
+
+class SuffixMemory:
+    """Outputs by tenant, in at most `byte_limit` bytes of memory altogether.
+
+    The tenant that has gone longest without a request is forgotten first. Not for several threads: requests that run at
+    the same time take turns.
+    """
+
+    def __init__(self, byte_limit: int) -> None:
+        self.byte_limit = byte_limit
+        self._tenants: LRUCache[str, SuffixDrafter] = LRUCache(byte_limit, lambda held: max_memory_bytes(held.length))
+        sizes = (1 << bits for bits in range(_MAX_TENANT_BITS, 0, -1))
+        self._max_text_bytes = next((size for size in sizes if max_memory_bytes(size) <= byte_limit), 0)
+
+    @property
+    def byte_count(self) -> int:
+        """An upper bound of the memory held."""
+        return int(self._tenants.currsize)
+
+    @property
+    def tenant_count(self) -> int:
+        """Tenants of whom something is kept."""
+        return len(self._tenants)
+
+    def match(self, tenant: str, end: bytes) -> Match | None:
+        """Returns the longest match of a text's end in the tenant's outputs."""
+        held = self._tenants.get(tenant)
+        found = held.match_of(end) if held else None
+        return found if found and found.data else None
+
+    def remember(self, tenant: str, output: bytes | bytearray) -> None:
+        """Keeps an output, or the end of a long one, unless it is too short to be matched."""
+        output = output[-self._max_text_bytes :]
+        if not MIN_MATCH_BYTES < len(output) <= self._max_text_bytes:
+            return
+        held = self._tenants.pop(tenant, None) or SuffixDrafter(limit=self._max_text_bytes)
+        # Others are forgotten first, so that the budget is never exceeded.
+        needed = max_memory_bytes(min(held.length + len(output), self._max_text_bytes))
+        while self._tenants.currsize + needed > self.byte_limit:
+            self._tenants.popitem()
+        held.start_text()
+        held.append(output)
+        self._tenants[tenant] = held
+
+
+def suffix_drafter(text: bytes, memory: SuffixMemory | None, tenant: str) -> SuffixDrafter:
+    """Returns a drafter for a text and, if there is a memory and a tenant, for that tenant's earlier outputs."""
+    if memory is None or not tenant:
+        return SuffixDrafter(text)
+    return SuffixDrafter(text, elsewhere=partial(memory.match, tenant))

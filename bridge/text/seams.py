@@ -1,0 +1,163 @@
+"""Finds where a text can be split so that its parts have the tokens that the whole has.
+
+A text that grows, or that begins like an earlier one, is therefore encoded only from such a place before its new part.
+"""
+
+import unicodedata
+from bisect import bisect_right
+from collections.abc import Callable, MutableSequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from bridge.text.token_table import TokenTable
+from bridge.text.tokenizer_json import Spec, changes_characters, components, splits_by_context
+
+# A boundary is final once this many bytes follow it. Pre-tokenizers look ahead by a few characters (a contraction, a
+# group of digits); runs that they look at as a whole are treated separately.
+_LOOKAHEAD_BYTES = 32
+# After a boundary, this many tokens must come out as before, except for those that end close to the new bytes.
+_COMPARED_TOKENS = 8
+_UNDECIDED_BYTES = 12
+# Pre-tokenizers that decide where to split by the characters there, wherever the text began.
+_LOCAL_PRE_TOKENIZERS = {"ByteLevel", "Split", "Metaspace", "Digits", "Punctuation"}
+# Letters that split patterns keep together: they only tell capital letters from others.
+_LETTERS = ("Lo", "Lm", "Ll")
+
+
+class Boundary(IntEnum):
+    """What is known of the boundary between two tokens."""
+
+    CLOSED = 0  # nothing: the text is not split here
+    SEAM = 1  # nothing on one side takes part in how the other side is encoded
+    IN_WORD = 2  # the model made both tokens of one word
+
+
+@dataclass
+class Tokens:
+    """The tokens of a text.
+
+    `ends[i]` is the offset in bytes after token i, `boundaries[i]` the kind of `Boundary` there, and `consumed` the
+    number of bytes that were encoded.
+    """
+
+    ids: MutableSequence[int] = field(default_factory=list)
+    ends: MutableSequence[int] = field(default_factory=list)
+    boundaries: MutableSequence[int] = field(default_factory=list)
+    consumed: int = 0
+
+    def add(self, more: "Tokens") -> None:
+        """Appends the tokens of the text that follows."""
+        self.ids.extend(more.ids)
+        self.ends.extend([self.consumed + end for end in more.ends] if self.consumed else more.ends)
+        self.boundaries.extend(more.boundaries)
+        self.consumed += more.consumed
+
+    def end(self, count: int) -> int:
+        """Returns the offset in bytes after the first `count` tokens."""
+        return self.ends[count - 1] if count else 0
+
+    def cut(self, count: int) -> None:
+        """Drops all but the first `count` tokens."""
+        self.consumed = self.end(count)
+        del self.ids[count:], self.ends[count:], self.boundaries[count:]
+
+
+class Seams:
+    """Finds where the texts of one tokenizer can be split.
+
+    `adds_to_words`: the tokenizer puts something in front of a part of a word that it encodes by itself.
+    """
+
+    def __init__(self, spec: Spec, table: TokenTable, adds_to_words: bool) -> None:
+        self._splits_by_context = splits_by_context(spec)
+        self._changes_characters = changes_characters(spec)
+        pre_tokenizers = {part["type"] for part in components(spec.get("pre_tokenizer"))}
+        is_bpe = spec["model"].get("type", "BPE") == "BPE"
+        self._cuts_words = is_bpe and pre_tokenizers <= _LOCAL_PRE_TOKENIZERS and not adds_to_words
+        # Which of some added tokens are found depends on where a text begins: those that must stand alone, and those
+        # that a normalizer puts the same space before as before a text. Then no boundary is ever final.
+        prepends = any(part["type"] == "Prepend" for part in components(spec.get("normalizer")))
+        added = table.added.values()
+        self._never_final = any(token.single_word or (prepends and token.normalized) for token in added)
+        # Long enough for any added token that a text may be about to spell.
+        self._lookahead = max([_LOOKAHEAD_BYTES, *(len(token.content.encode()) for token in added)])
+
+    def reuse(
+        self, data: bytes | bytearray, known: Tokens, common: int, encode: Callable[[int], Tokens]
+    ) -> tuple[int, Tokens]:
+        """Encodes `data`, whose first `common` bytes are those of a text with the tokens `known`.
+
+        `encode` encodes `data` from an offset on. Returns how many of the known tokens to keep and those that follow.
+        """
+        count = self.settled(data, known, common)
+        tokens = encode(known.end(count))
+        # The next tokens must come out as before, except those that the new bytes may change; in a word, one must.
+        in_word = count > 0 and known.boundaries[count - 1] == Boundary.IN_WORD
+        decided = min(bisect_right(known.ends, common - _UNDECIDED_BYTES), count + _COMPARED_TOKENS)
+        expected = list(known.ids[count : max(decided, count + in_word)])
+        if count and tokens.ids[: len(expected)] != expected:
+            return 0, encode(0)
+        return count, tokens
+
+    def settled(self, data: bytes | bytearray, tokens: Tokens, known: int) -> int:
+        """Returns how many of the tokens of `data` stay, whatever follows its first `known` bytes."""
+        if self._never_final:
+            return 0
+        count = min(
+            bisect_right(tokens.ends, known - self._lookahead), bisect_right(tokens.ends, known) - _COMPARED_TOKENS
+        )
+        # The dummy space in front of a text is not settled without the text.
+        first = bisect_right(tokens.ends, 0)
+        return next((found for found in range(count, first, -1) if self._may_split(data, tokens, found)), 0)
+
+    def _may_split(self, data: bytes | bytearray, tokens: Tokens, count: int) -> bool:
+        """Returns whether the text may be encoded in two parts, of which the first has `count` tokens.
+
+        In BPE a sequence of tokens is the encoding of a word if and only if every two neighbours in it are that of
+        theirs (van Antwerpen and Neubeck, "So many tokens, so little time", GitHub Blog, December 2024). So a word may
+        be split between two tokens if they meet again, and if pre-tokenizers take each part for a word.
+        """
+        boundary = tokens.boundaries[count - 1]
+        before, after = _characters_around(data, tokens.ends[count - 1])
+        if boundary == Boundary.SEAM:
+            return self.lasts(before, after)
+        if boundary == Boundary.CLOSED or not self._cuts_words:
+            return False
+        if not self._splits_by_context:
+            return self.lasts(before, after)
+        left, right = unicodedata.category(before), unicodedata.category(after)
+        return left == right == "Lu" or (left in (*_LETTERS, "Mn", "Mc") and right in _LETTERS)
+
+    def lasts(self, before: str, after: str) -> bool:
+        """Returns whether a seam between two characters stays a seam, whatever follows the bytes looked ahead.
+
+        It does not inside a run that pre-tokenizers look at as a whole, or where a normalizer may join the two.
+        """
+        if not before or not after:
+            return True  # next to a byte that is not part of a character
+        if before.isspace() and after.isspace():
+            return False
+        if self._splits_by_context and _same_run(before, after):
+            return False
+        return not self._changes_characters or _stands_alone(before, after)
+
+
+def _characters_around(data: bytes | bytearray, offset: int) -> tuple[str, str]:
+    """Returns the characters before and after an offset: empty where there is none, spaces inside a character."""
+    if 0 < offset < len(data) and data[offset] & 0xC0 == 0x80:
+        return " ", " "
+    before = data[max(offset - 4, 0) : offset].decode(errors="ignore")
+    after = data[offset : offset + 4].decode(errors="ignore")
+    return before[-1:], after[:1]
+
+
+def _same_run(before: str, after: str) -> bool:
+    """Returns whether both are letters, or marks on letters, or both are digits."""
+    kinds = {unicodedata.category(character)[0] for character in (before, after)}
+    return kinds <= {"L", "M"} or kinds == {"N"}
+
+
+def _stands_alone(before: str, after: str) -> bool:
+    """Returns whether no Unicode normalization joins or reorders the two characters."""
+    extends = unicodedata.combining(after) != 0 or unicodedata.category(after) in ("Mn", "Mc", "Me", "Cf")
+    return not extends and unicodedata.is_normalized("NFC", before + after)

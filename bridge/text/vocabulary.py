@@ -1,0 +1,278 @@
+"""A tokenizer's two directions: bytes to ids, and ids to bytes.
+
+Text arrives in pieces, and what was encoded before is not encoded again: see `seams` and `prefix_cache`.
+"""
+
+import hashlib
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from tokenizers import Encoding, Tokenizer
+
+from bridge.errors import TokenizerNotUnderstood
+from bridge.text import tokenizer_json
+from bridge.text.prefix_cache import PrefixCache
+from bridge.text.seams import Boundary, Seams, Tokens
+from bridge.text.string_matcher import StringMatcher
+from bridge.text.token_table import TokenTable
+
+# The library holds the interpreter's lock while it encodes a single text, but not while it encodes a batch.
+_MIN_BATCH_CHARACTERS = 8192
+# Where words end.
+_WORD_END = re.compile(r"(?<=\S)(?=[ \t\n])|(?<=[。，、！？；：])(?=\w)")
+# The smallest chunk of a changed text that is encoded by itself, and how many ends are tried for one.
+_MIN_CHUNK_CHARACTERS = 24
+_MAX_CHUNK_TRIES = 4
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Two characters that a text does not contain otherwise, and that are left out of it.
+
+    The text before and after `split` is encoded separately. The character after `literal` is text, not a control token.
+    """
+
+    split: str
+    literal: str
+
+    def out_of(self, data: bytes) -> bytes:
+        """Returns UTF-8 text without the marks."""
+        return data.replace(self.split.encode(), b"").replace(self.literal.encode(), b"")
+
+    def parts(self, text: str) -> Iterator[tuple[int, str, bool]]:
+        """Yields the parts to encode separately: the offset in bytes, the text, and whether it is literal."""
+        offset = 0
+        for piece in re.split(f"({self.split}|{self.literal}[^{self.split}{self.literal}]?)", text):
+            literal = piece.startswith(self.literal)
+            part = piece[1:] if literal or piece == self.split else piece
+            end = offset + len(piece.encode())
+            if part:
+                yield end - len(part.encode()), part, literal
+            offset = end
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A prompt in one model's tokens.
+
+    The first `settled` of `ids` stay whatever follows, and all control tokens are among them. `text` holds the bytes
+    after those; the tokens at its end may change when more text follows.
+    """
+
+    ids: list[int]
+    settled: int
+    text: bytes
+
+
+class Vocabulary(TokenTable):
+    """Encodes texts, besides what a `TokenTable` does. Threads may share it.
+
+    Raises `TokenizerNotUnderstood` for a file that is not a tokenizer, or whose ids do not stand for fixed bytes.
+
+    >>> vocabulary = Vocabulary(path.read_bytes())
+    >>> vocabulary.spell(vocabulary.pieces("naïve".encode()).ids)
+    b'na\\xc3\\xafve'
+    """
+
+    def __init__(self, content: bytes) -> None:
+        spec, library = tokenizer_json.read(content)
+        super().__init__(spec, library)
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        prefixes_words = tokenizer_json.prefixes_text(spec, "pre_tokenizer")
+        # Whether the tokenizer puts a dummy space in front of a text.
+        self.dummy_prefix = prefixes_words or tokenizer_json.prefixes_text(spec, "normalizer")
+        self._variants = {
+            (start, plain): tokenizer_json.variant(spec, library, middle=not start, plain=plain)
+            for start in {self.dummy_prefix, False}
+            for plain in (True, False)
+        }
+        # Whether some added tokens are only found in what the normalizer makes of a text.
+        normalized = {id_ for id_, token in self.added.items() if token.normalized}
+        self.normalizes_added = bool(normalized) and tokenizer_json.changes_characters(spec)
+        # Added tokens after which a text starts again, with a dummy space, and those after which white space is lost.
+        restarting = set(self.added if prefixes_words else self.added.keys() - normalized)
+        self._restarting = restarting if self.dummy_prefix else set()
+        self._stripping = {id_ for id_, token in library.get_added_tokens_decoder().items() if token.rstrip}
+        # Added tokens that divide a text into sections.
+        trimming = {id_ for id_, token in self.added.items() if token.lstrip or token.rstrip}
+        self._dividing = self.control | self._restarting | trimming
+        adds_to_words = self.spell(self._encode("x", False, plain=True).ids) != b"x"
+        self.seams = Seams(spec, self, adds_to_words)
+        self.prefixes = PrefixCache()
+
+    def spans(self, text: str, wanted: StringMatcher) -> list[tuple[int, int]]:
+        """Returns the starts and ends, in characters, of the `wanted` added tokens that `text` spells.
+
+        They may overlap.
+        """
+        spans = wanted.find(text)
+        if self.normalizes_added:  # the library finds more, except for overlapping ones
+            encoding = self._encode(text, False, plain=False)
+            spans |= {
+                span
+                for id_, span in zip(encoding.ids, encoding.offsets, strict=True)
+                if id_ in self.added and self.added[id_].content in wanted.strings
+            }
+        return sorted(spans)
+
+    def prompt(self, text: str, marks: Marks | None = None, *, framed: bool) -> Rendering:
+        """Returns the tokenizer's own encoding of a whole text, reusing that of earlier texts that began alike.
+
+        Control tokens that it spells are control tokens, unless `marks` say otherwise. `framed`: with the control
+        tokens that the tokenizer puts in front.
+        """
+        data, salt = text.encode(), str(marks).encode()
+        known, common = self.prefixes.find(data, salt)
+        count, tokens = self.seams.reuse(data, known, common, lambda start: self._marked(data, start, marks))
+        self.prefixes.keep(data, salt, known, count, tokens)
+        rest = data[known.end(count) :]
+        # Only text follows the last control token, so everything up to it is settled.
+        after_control = (i + 1 for i in range(len(tokens.ids) - 1, -1, -1) if tokens.ids[i] in self.control)
+        settled = max(self.seams.settled(rest, tokens, len(rest)), next(after_control, 0))
+        rest = rest[tokens.end(settled) :]
+        head = [*(self.frame if framed else ()), *known.ids[:count]]
+        return Rendering([*head, *tokens.ids], len(head) + settled, marks.out_of(rest) if marks else rest)
+
+    def _marked(self, data: bytes, start: int, marks: Marks | None) -> Tokens:
+        """Returns the tokens of UTF-8 text from `start` on."""
+        tokens, text = Tokens(), data[start:].decode()
+        for offset, part, literal in marks.parts(text) if marks else [(0, text, False)]:
+            tokens.consumed = offset
+            tokens.add(self._read(part, start + offset == 0, plain=literal))
+        return tokens
+
+    def pieces(self, data: bytes | bytearray, *, whole: bool = False) -> Tokens:
+        """Returns tokens of any bytes as the middle of a text, or from its start if `whole`.
+
+        Control tokens that it spells are text. Bytes that are not UTF-8 become single-byte tokens where the
+        vocabulary has them. A character whose last bytes are missing at the end is not consumed.
+        """
+        tokens = Tokens()
+        while tokens.consumed < len(data):
+            rest = data[tokens.consumed :] if tokens.consumed else data
+            try:
+                text, invalid = rest.decode(), b""
+            except UnicodeDecodeError as error:
+                text, invalid = rest[: error.start].decode(), bytes(rest[error.start : error.end])
+                if error.reason == "unexpected end of data":  # more bytes may complete the character
+                    invalid = b""
+            if text:
+                tokens.add(self._read(text, whole and not tokens.consumed, plain=True))
+            if not invalid:
+                break
+            tokens.add(self.single_bytes(invalid, Boundary.SEAM))
+        return tokens
+
+    def single_bytes(self, data: bytes | bytearray, boundary: Boundary = Boundary.CLOSED) -> Tokens:
+        """Returns a token for each byte that has a single-byte token, and none for the others."""
+        found = [(self.byte_ids[byte], end) for end, byte in enumerate(data, start=1) if byte in self.byte_ids]
+        return Tokens([id_ for id_, _ in found], [end for _, end in found], [boundary] * len(found), len(data))
+
+    def _read(self, text: str, start: bool, *, plain: bool) -> Tokens:
+        """Returns the tokenizer's tokens for `text`; without control tokens if `plain`.
+
+        `start`: as the start of a text, so perhaps with a dummy space in front.
+        """
+        encoding = self._encode(text, start, plain=plain)
+        ids, words = encoding.ids, encoding.word_ids
+        if plain and not self.control.isdisjoint(ids):
+            return self._read_literally(text, start)
+        if plain or (self._dividing.isdisjoint(ids) and not (self.unknown_text and self.unknown_text in text)):
+            return self._section(text, ids, words, start)
+        tokens, first, character, prefixed = Tokens(), 0, 0, start
+        for index, (id_, (begin, end)) in enumerate(zip(ids, encoding.offsets, strict=True)):
+            unknown = id_ == self.unknown and self.unknown_text == text[begin:end]
+            if id_ not in self._dividing and not unknown:
+                continue
+            restarts = id_ in self._restarting or (unknown and self.dummy_prefix)
+            if restarts and not start:  # what follows needs the other variant of the tokenizer
+                tokens = self._read(text[:begin], False, plain=False)
+                tokens.add(self._read(text[begin:], True, plain=False))
+                return tokens
+            tokens.add(self._section(text[character:begin], ids[first:index], words[first:index], prefixed))
+            # The text after this token loses its white space, or gains a space, only because the token is there.
+            boundary = Boundary.CLOSED if restarts or id_ in self._stripping else Boundary.SEAM
+            length = len(text[begin:end].encode())
+            tokens.add(Tokens([id_], [length], [boundary], length))
+            first, character, prefixed = index + 1, end, restarts
+        tokens.add(self._section(text[character:], ids[first:], words[first:], prefixed))
+        return tokens
+
+    def _section(self, text: str, ids: list[int], words: list[int | None], start: bool) -> Tokens:
+        """Returns the tokens `ids` of a text without dividing tokens. `start`: they may begin with a dummy space."""
+        raw = text.encode()
+        spelled = [self._spelled[id_] for id_ in ids]
+        written = b"".join(spelled)
+        dummy = b" " if start and len(written) > len(raw) else b""
+        if written != dummy + raw:
+            return self._changed_section(text, ids, start)
+        ends = list(accumulate(map(len, spelled), initial=-len(dummy)))[1:]
+        seam, in_word = Boundary.SEAM, Boundary.IN_WORD
+        # An added token has no word.
+        boundaries: list[int] = [seam if a != b or a is None else in_word for a, b in pairwise([*words, None])]
+        return Tokens(ids, ends, boundaries, len(raw))
+
+    def _changed_section(self, text: str, ids: list[int], start: bool) -> Tokens:
+        """Returns the tokens `ids` of a text that a normalizer changed, or that the vocabulary lacks a part of.
+
+        The library's offsets are not always right then. So a seam is where the text, cut before a word, gives the same
+        ids.
+        """
+        cuts = [0]
+        for match_ in _WORD_END.finditer(text):
+            place = match_.start()
+            if place - cuts[-1] >= _MIN_CHUNK_CHARACTERS and self.seams.lasts(text[place - 1], text[place]):
+                cuts.append(place)
+        tokens, begin = Tokens(), 0
+        while begin < len(text):
+            done = len(tokens.ids)
+            # Where a cut changes the ids, one further on may not.
+            for end in [*cuts[bisect_right(cuts, begin) :][:_MAX_CHUNK_TRIES], len(text)]:
+                part = self._encode(text[begin:end], start and begin == 0, plain=True).ids
+                same = part == ids[done : done + len(part)] and (end < len(text) or done + len(part) == len(ids))
+                if same:
+                    break
+            else:
+                part = ids[done:]
+            # One unknown token looks like any other, so next to it equal ids prove nothing.
+            if tokens.ids and (not same or part[:1] == [self.unknown]):
+                tokens.boundaries[-1] = Boundary.CLOSED
+            boundaries: list[int] = [Boundary.CLOSED] * len(part)
+            if same and part and part[-1] != self.unknown:
+                boundaries[-1] = Boundary.SEAM
+            length = len(text[begin:end].encode())
+            tokens.add(Tokens(part, [length] * len(part), boundaries, length))
+            begin = end
+        return tokens
+
+    def _read_literally(self, text: str, start: bool) -> Tokens:
+        """Returns tokens for a text in which the model itself finds control tokens, as Unigram models do.
+
+        The text is cut after the first character of each. A control token of one character is spelled byte by byte.
+        """
+        places = {0, len(text)}
+        for begin, end in self.spans(text, self.controls):
+            places |= {begin, end} if end - begin == 1 else {begin + 1}
+        tokens = Tokens()
+        for begin, end in pairwise(sorted(places)):
+            part, at_start = text[begin:end], start and begin == 0
+            if self.control.isdisjoint(self._encode(part, at_start, plain=True).ids):
+                tokens.add(self._read(part, at_start, plain=True))
+            else:
+                tokens.add(self.single_bytes(part.encode()))
+        return tokens
+
+    def _encode(self, text: str, start: bool, *, plain: bool) -> Encoding:
+        tokenizer: Tokenizer = self._variants[start and self.dummy_prefix, plain]
+        try:
+            return tokenizer.encode(text) if len(text) < _MIN_BATCH_CHARACTERS else tokenizer.encode_batch([text])[0]
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # the library's panics are not an Exception
+                raise
+            raise TokenizerNotUnderstood(
+                f"the tokenizer broke down over a text ({error}): serve this model with another tokenizer.json",
+                component="pre_tokenizer",
+            ) from error

@@ -1,1 +1,0 @@
-"""The draft service: proposes tokens ahead of the target."""

@@ -1,1 +1,0 @@
-"""A model's weights and KV cache: ids in, logits out. Knows nothing of gRPC, text or sampling."""

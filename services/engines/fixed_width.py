@@ -1,0 +1,54 @@
+"""Forwards of one shape, so that what a model says of a text depends on nothing but the text, bit for bit.
+
+A matrix product over one row rounds in another order than one over eight, so a logit depends a little on how many
+tokens went through the model with it. Here each position is only ever computed in one way: alone in the batch, in the
+block of `WIDTH` tokens that begins at a multiple of it, with the cache ending where the block does. What a block lacks
+is filled up, and what it had before is computed again; neither can be seen by the positions before it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from bridge.sampling.sampler import Logits
+from services.engines.engine import Engine, Row
+
+WIDTH = 16
+
+
+class FixedWidthEngine:
+    """Another engine, used so. Rows go one after the other: a batch is another shape."""
+
+    logit_tolerance = 0.0
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._held: list[list[int]] = [[] for _ in range(engine.slot_count)]
+        self.name, self.device, self.dtype = engine.name, engine.device, engine.dtype
+        self.vocabulary_size, self.slot_count = engine.vocabulary_size, engine.slot_count
+        self.context_length = engine.context_length // WIDTH * WIDTH
+        self.cache_byte_count = engine.cache_byte_count
+
+    def forward(self, rows: Sequence[Row]) -> list[Logits]:
+        """See `Engine.forward`."""
+        return [self._run(row) for row in rows]
+
+    def copy(self, source: int, target: int, token_count: int) -> None:
+        """See `Engine.copy`."""
+        self._engine.copy(source, target, token_count)
+        self._held[target] = self._held[source][:token_count]
+
+    def _run(self, row: Row) -> Logits:
+        ids = self._held[row.slot]
+        ids[row.keep :] = row.token_ids
+        first = row.keep + row.logits_from
+        found = [np.empty((0, self.vocabulary_size), np.float32)]
+        for start in range(row.keep // WIDTH * WIDTH, len(ids), WIDTH):
+            block = ids[start : start + WIDTH]
+            filled = (*block, *[block[-1]] * (WIDTH - len(block)))
+            # All of a block's logits or none: the output's matrix product has a shape as well.
+            wanted = first < start + len(block)
+            logits = self._engine.forward([Row(row.slot, start, filled, 0 if wanted else WIDTH)])[0]
+            if wanted:
+                found.append(logits[max(first - start, 0) : len(block)].copy())
+        return np.concatenate(found)

@@ -1,0 +1,1 @@
+"""The `llamacpp` engine: GGUF files through llama-cpp-python."""

@@ -1,0 +1,235 @@
+"""llama.cpp: a GGUF model, through its batch interface.
+
+Each slot is one of llama.cpp's sequences. Rolling back is removing the end of a sequence, sharing a prefix is copying
+one, and a batch holds tokens of any sequences, with logits where they are asked for.
+"""
+
+import ctypes
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import LlamaFileType
+
+from bridge.errors import UnusableModel
+from bridge.sampling.sampler import Logits
+from services.engines.engine import Row, by_row, check, check_copy, core_count, slot_room
+
+try:
+    import llama_cpp
+except ImportError as error:
+    raise UnusableModel(
+        "the llamacpp engine is not installed: pip install 'draftbridge[llamacpp]', or use --engine torch"
+    ) from error
+
+_log = logging.getLogger(__name__)
+
+# Tokens that go through the model at a time; a larger forward is cut.
+_BATCH = 1024
+_UBATCH = 512
+_SLOTS = 256
+# Slots so far apart still share a forward: a token for each in between costs less than another forward.
+_GAP = 4
+# Keys and values are float16.
+_CACHE_BYTES = 2
+# Measured on SmolLM2-135M (Q4_1) and Gemma-3-270M (Q4_K_M), widths 1 to 16: how far the best two logits of a position
+# moved against each other. Other kernels run for one token than for several, and round the activations to 8 bits.
+_TOLERANCE = 0.5
+_REMEDY = "Build llama-cpp-python anew as the Makefile's target llamacpp does"
+
+
+class LlamaCppEngine:
+    """A GGUF file on the CPU, or on the GPU that llama.cpp was built for.
+
+    `threads`: CPU threads. `cache_byte_limit`: memory for the keys and values of all slots. Raises `UnusableModel`
+    for a file that llama.cpp cannot read, or whose state cannot be cut back to a length.
+    """
+
+    name = "llamacpp"
+    logit_tolerance = _TOLERANCE
+
+    def __init__(
+        self,
+        gguf: Path,
+        *,
+        device: str = "auto",
+        threads: int | None = None,
+        slot_count: int = 8,
+        cache_byte_limit: int = 2 << 30,
+    ) -> None:
+        _start()
+        if slot_count > _SLOTS:
+            raise UnusableModel(f"llama.cpp holds at most {_SLOTS} sequences: use fewer --slots")
+        offload = device not in ("auto", "cpu") or (device == "auto" and llama_cpp.llama_supports_gpu_offload())
+        if offload and not llama_cpp.llama_supports_gpu_offload():
+            raise UnusableModel(
+                f"this llama.cpp was built for the CPU only, not for {device}: use --device cpu, or install a build "
+                "of llama-cpp-python for it"
+            )
+        self.device = "gpu" if offload else "cpu"
+        self.slot_count = slot_count
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(gguf), model_options(gguf, offload))
+        if not self._model:
+            raise UnusableModel(
+                f"llama.cpp cannot read {gguf}: check that the file is whole, and that this version of "
+                "llama-cpp-python knows its architecture",
+                model=gguf,
+            )
+        self.dtype = LlamaFileType(int(self._meta("general.file_type") or 0)).name.removeprefix("MOSTLY_")
+        self.vocabulary_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        if llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model):
+            raise UnusableModel(
+                f"{gguf.name} keeps a state that cannot be cut back to a length, and speculation has to: choose a "
+                "model with attention layers only",
+                model=gguf,
+            )
+        token_bytes = self._token_byte_count()
+        limit = llama_cpp.llama_model_n_ctx_train(self._model)
+        length = slot_room(token_bytes, slot_count, cache_byte_limit, limit)
+        self.context_length = min(limit, length)
+        self.cache_byte_count = length * slot_count * token_bytes
+        self._context = self._open(length, threads)
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = llama_cpp.llama_batch_init(_BATCH, 0, 1)
+
+    def forward(self, rows: Sequence[Row]) -> list[Logits]:
+        """See `Engine.forward`."""
+        check(self, rows)
+        ordered = sorted(rows, key=lambda row: row.slot)
+        fillers = self._fillers([row.slot for row in ordered])
+        tokens: list[tuple[int, int, int, bool]] = []
+        for row in sorted(ordered + fillers, key=lambda row: row.slot):
+            self._cut(row.slot, row.keep)
+            for index, id_ in enumerate(row.token_ids):
+                tokens.append((id_, row.keep + index, row.slot, index >= row.logits_from))
+        parts = [self._decode(tokens[start : start + _BATCH]) for start in range(0, len(tokens), _BATCH)]
+        for filler in fillers:
+            self._cut(filler.slot, filler.keep)
+        found = by_row(np.concatenate(parts) if len(parts) > 1 else parts[0], ordered)
+        tables = {row.slot: table for row, table in zip(ordered, found, strict=True)}
+        return [tables[row.slot] for row in rows]
+
+    def copy(self, source: int, target: int, token_count: int) -> None:
+        """See `Engine.copy`."""
+        check_copy(self, source, target, token_count)
+        llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
+        # Between two buffers only the whole of one can be copied.
+        llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
+        llama_cpp.llama_memory_seq_rm(self._memory, target, token_count, -1)
+
+    def _fillers(self, slots: Sequence[int]) -> list[Row]:
+        """A token for each slot that lies between those of a forward, to be cut off again.
+
+        llama.cpp runs sequences together only if their numbers follow one another; each gap would cost a forward more.
+        """
+        fillers = []
+        for slot, after in pairwise(slots):
+            for idle in range(slot + 1, after) if after - slot <= _GAP else ():
+                length = llama_cpp.llama_memory_seq_pos_max(self._memory, idle) + 1
+                if length < self.context_length:
+                    fillers.append(Row(idle, length, (0,), 1))
+        return fillers
+
+    def _cut(self, slot: int, length: int) -> None:
+        if not llama_cpp.llama_memory_seq_rm(self._memory, slot, length, -1):
+            raise RuntimeError(f"llama.cpp could not cut a sequence back to {length} tokens")
+
+    def _decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> Logits:
+        """Runs (id, position, slot, whether logits are wanted); logits of those that want them, in order."""
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for index, (id_, position, slot, wanted) in enumerate(tokens):
+            batch.token[index] = id_
+            batch.pos[index] = position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = slot
+            batch.logits[index] = wanted
+        if code := llama_cpp.llama_decode(self._context, batch):
+            raise RuntimeError(f"llama.cpp failed in a forward (code {code})")
+        count = sum(wanted for *_, wanted in tokens)
+        if count == 0:
+            return np.empty((0, self.vocabulary_size), np.float32)
+        table = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (count, self.vocabulary_size))
+        # A part of a larger forward is copied, because the next part's are written there too.
+        return table.copy() if len(tokens) == _BATCH else table
+
+    def _open(self, length: int, threads: int | None) -> Any:
+        options = llama_cpp.llama_context_default_params()
+        options.n_ctx = length * self.slot_count
+        options.n_seq_max = self.slot_count
+        options.n_batch, options.n_ubatch = _BATCH, _UBATCH
+        # By itself it takes four, whatever the machine has.
+        options.n_threads = options.n_threads_batch = threads or core_count()
+        # The whole text also where a layer looks at a window only: what was cut back to must still be there.
+        options.swa_full = True
+        # A buffer for each sequence, or attention would go over those of all.
+        options.kv_unified = False
+        options.no_perf = True
+        # On CPUs its kernel is quick only with heads of such sizes. Behind 800 tokens the next takes 1.5 ms less on
+        # Gemma-3-270M (256), 7 ms more on SmolLM2-135M (64), and eight take 39 ms instead of 14 with heads of 96.
+        if self.device == "cpu" and any(size % 128 for size in self._head_sizes()):
+            options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        context = llama_cpp.llama_init_from_model(self._model, options)
+        if not context:
+            raise UnusableModel(
+                "llama.cpp could not set its memory aside: allow less with --kv-memory, or fewer --slots"
+            )
+        return context
+
+    def _token_byte_count(self) -> int:
+        """Memory of one token's keys and values in all layers."""
+        layers, heads = (
+            int(of(self._model)) for of in (llama_cpp.llama_model_n_layer, llama_cpp.llama_model_n_head_kv)
+        )
+        return layers * heads * sum(self._head_sizes()) * _CACHE_BYTES
+
+    def _head_sizes(self) -> list[int]:
+        """Of keys and of values."""
+        architecture = self._meta("general.architecture")
+        usual = llama_cpp.llama_model_n_embd(self._model) // llama_cpp.llama_model_n_head(self._model)
+        return [int(self._meta(f"{architecture}.attention.{part}_length") or usual) for part in ("key", "value")]
+
+    def _meta(self, key: str) -> str:
+        buffer = ctypes.create_string_buffer(256)
+        found = llama_cpp.llama_model_meta_val_str(self._model, key.encode(), buffer, len(buffer))
+        return buffer.value.decode(errors="replace") if found >= 0 else ""
+
+
+def model_options(gguf: Path, offload: bool = False) -> Any:
+    """How a model is loaded: on the GPU or not, and with weights rearranged for the CPU where that is safe."""
+    options = llama_cpp.llama_model_default_params()
+    options.n_gpu_layers = -1 if offload else 0
+    if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info() and not _survives(gguf):
+        _log.warning("llama.cpp crashes in its AMX kernels here; without them it runs at half the speed. %s", _REMEDY)
+        options.use_extra_bufts = False
+    return options
+
+
+def _survives(gguf: Path) -> bool:
+    probe = [sys.executable, "-m", "services.engines.llamacpp.probe", str(gguf)]
+    try:
+        done = subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, timeout=120)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+@cache
+def _start() -> None:
+    """Once in a process: llama.cpp's own tables, and what it says into our log."""
+    llama_cpp.llama_log_set(_hear, ctypes.c_void_p(0))
+    llama_cpp.llama_backend_init()
+
+
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]  # the package is not typed
+def _hear(level: int, text: bytes, _: Any) -> None:
+    # Its errors; it has much to say besides.
+    if level == 4:
+        _log.error("%s", text.decode(errors="replace").strip())

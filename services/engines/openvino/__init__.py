@@ -1,0 +1,1 @@
+"""The `openvino` engine: converted models on Intel devices."""

@@ -1,0 +1,1 @@
+"""The `torch` engine: any transformers model on CPU or CUDA."""

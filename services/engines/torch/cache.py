@@ -1,0 +1,157 @@
+"""Keys and values of all slots, and attention over them for rows of any lengths in one forward.
+
+The tokens of all rows stand behind one another, as one text would. Everything in a model but attention treats each
+token by itself, so nothing is masked out. Attention goes row by row, over the row's own slot.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from services.engines.engine import Row
+from services.engines.torch.attention import Scoring
+
+
+class SlotCaches:
+    """Memory for keys and values by layer, [slots, heads, capacity, head size], set aside when one is first seen."""
+
+    def __init__(self, slot_count: int, capacity: int) -> None:
+        self._slot_count, self.capacity = slot_count, capacity
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those of a layer; `keys` and `values` [1, heads, tokens, head size] are like what they will hold."""
+        if index not in self._layers:
+            shapes = [(self._slot_count, like.shape[1], self.capacity, like.shape[3]) for like in (keys, values)]
+            # Not filled with zeros: memory that no token has reached is not taken from the system.
+            self._layers[index] = (keys.new_empty(shapes[0]), values.new_empty(shapes[1]))
+        return self._layers[index]
+
+    def copy(self, source: int, target: int, token_count: int) -> None:
+        """Puts the beginning of one slot into another."""
+        for tensor in (tensor for pair in self._layers.values() for tensor in pair):
+            tensor[target, :, :token_count] = tensor[source, :, :token_count]
+
+
+class RaggedBatch:
+    """Attention for one forward over the given rows; tokens behind those of the rows only fill it up."""
+
+    def __init__(self, caches: SlotCaches, rows: Sequence[Row]) -> None:
+        self._caches, self._rows = caches, rows
+        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """See `Attention.attend`. Writes keys and values into the slots, and reads them there."""
+        keys, values = self._caches.layer(layer, key, value)
+        outputs, start = [], 0
+        for index, row in enumerate(self._rows):
+            end, count = row.keep + len(row.token_ids), len(row.token_ids)
+            own = slice(start, start + count)
+            keys[row.slot, :, row.keep : end] = key[0, :, own]
+            values[row.slot, :, row.keep : end] = value[0, :, own]
+            first = max(0, row.keep + 1 - scoring.window) if scoring.window else 0
+            part = slice(first, end)
+            mask = self._mask(index, query, keys.shape[1], first, scoring.window)
+            outputs.append(
+                _attend(query[:, :, own], keys[row.slot, None, :, part], values[row.slot, None, :, part], mask, scoring)
+            )
+            start += count
+        if start < query.shape[2]:
+            outputs.append(query.new_zeros(1, query.shape[2] - start, query.shape[1], value.shape[3]))
+        # The operator's result is its own, in the order in which it is said to be.
+        return torch.cat(outputs, dim=1)
+
+    def _mask(self, index: int, query: torch.Tensor, heads: int, first: int, window: int) -> torch.Tensor | None:
+        """What is added to scores [queries of all heads that share keys, keys from `first` on]; None adds nothing."""
+        row = self._rows[index]
+        count = len(row.token_ids)
+        if count == 1:
+            return None
+        group = query.shape[1] // heads
+        key = (index, window, group)
+        if key not in self._masks:
+            end = row.keep + count
+            seen = torch.arange(first, end, device=query.device)[None, :]
+            own = torch.arange(row.keep, end, device=query.device)[:, None]
+            hidden = seen > own
+            if window:
+                hidden |= seen <= own - window
+            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+            mask.masked_fill_(hidden, float("-inf"))
+            self._masks[key] = mask.repeat(group, 1)
+        return self._masks[key]
+
+
+class TokenBatch:
+    """Attention for one forward over tokens, each by itself: shapes say nothing of rows, and nothing waits for the CPU.
+
+    `slots`, `positions`: of each token, [tokens]; of all slots the first `length` places are looked at.
+    """
+
+    def __init__(self, caches: SlotCaches, slots: torch.Tensor, positions: torch.Tensor, length: int) -> None:
+        self._caches, self._slots, self._positions, self._length = caches, slots, positions, length
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """See `Attention.attend`. Writes keys and values into the slots, and reads them there."""
+        keys, values = self._caches.layer(layer, key, value)
+        keys[self._slots, :, self._positions] = key[0].transpose(0, 1)
+        values[self._slots, :, self._positions] = value[0].transpose(0, 1)
+        own = self._positions[:, None]
+        seen = torch.arange(self._length, device=query.device)[None, :]
+        hidden = seen > own
+        if scoring.window:
+            hidden = hidden | (seen <= own - scoring.window)
+        # What no token has reached yet may be anything, also what is no number.
+        held = [
+            tensor[self._slots, :, : self._length].masked_fill(hidden[:, None, :, None], 0.0)
+            for tensor in (keys, values)
+        ]
+        mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill(hidden, float("-inf"))
+        single = query[0].transpose(0, 1)[:, :, None]
+        out = _attend(single, held[0], held[1], mask[:, None, None], scoring)
+        return out.transpose(0, 1)
+
+
+class ByteCounter:
+    """Attention that only looks at what would be kept: bytes of the keys and values of a token, in all layers."""
+
+    def __init__(self) -> None:
+        self.byte_count = 0
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """See `Attention.attend`; the result has the right shape only."""
+        self.byte_count += (key.nbytes + value.nbytes) // key.shape[2]
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
+) -> torch.Tensor:
+    """Rows of as many tokens: query [rows, heads, count, size] over [rows, key heads, length, size].
+
+    Returns [rows, count, heads, size].
+
+    Heads that share keys stand below one another as if they were further queries, so that no key is copied.
+    """
+    rows, heads, count, key_heads = *query.shape[:3], keys.shape[1]
+    folded = query.reshape(rows, key_heads, heads // key_heads * count, query.shape[3])
+    if scoring.softcap is None and scoring.sinks is None:
+        out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scoring.scaling)
+    else:
+        scores = folded @ keys.transpose(2, 3) * scoring.scaling
+        if scoring.softcap is not None:
+            scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+        scores = scores if mask is None else scores + mask
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.reshape(1, key_heads, -1).repeat_interleave(count, dim=2)[..., None]
+            scores = torch.cat([scores, sinks.to(scores.dtype).expand(rows, -1, -1, -1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        out = weights[..., : keys.shape[2]] @ values
+    return out.reshape(rows, heads, count, values.shape[3]).transpose(1, 2)

@@ -1,0 +1,1 @@
+"""DraftService: proposes tokens ahead of the target."""

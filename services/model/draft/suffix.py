@@ -1,0 +1,125 @@
+"""A draft without a model, for any bridge: its tokens are bytes, and it proposes how the text went on before."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from time import perf_counter_ns
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bridge.errors import PromptTooLong, SlotsExhausted
+from bridge.ports import Proposal
+from bridge.sources.suffix_index import SuffixDrafter
+from bridge.text.models import Model
+from bridge.text.vocabulary import Vocabulary
+from services.model.draft.credit import CreditedSession
+
+# As many bytes as a `SuffixDrafter` knows.
+_CONTEXT = 1 << 20
+# Bytes that take so long to read that others want to go on meanwhile.
+_MANY = 1 << 14
+
+
+class SuffixModel:
+    """What a server of it says of itself, and its sessions, of which `slot_count` at a time have been told a text."""
+
+    def __init__(self, name: str, slot_count: int) -> None:
+        self.tokenizer_json = _tokenizer_json()
+        vocabulary = Vocabulary(self.tokenizer_json)
+        self.model = Model(name, _CONTEXT, vocabulary.size, vocabulary)
+        self.slot_count = slot_count
+        self._taken_count = 0
+
+    def open(self) -> "SuffixSession":
+        """A session, to be closed. `proposals` raises `SlotsExhausted` where there is no room for its text."""
+        return SuffixSession(self.model, self._take, self._give_back)
+
+    def _take(self) -> None:
+        if self._taken_count == self.slot_count:
+            raise SlotsExhausted(self.slot_count, 0)
+        self._taken_count += 1
+
+    def _give_back(self) -> None:
+        self._taken_count -= 1
+
+
+class SuffixSession(CreditedSession):
+    """Implements `bridge.ports.Drafter`: in each epoch, what followed the longest match of the text's end.
+
+    It has nothing more to say where there is no match, or when that is said. How sure it is it cannot tell.
+    """
+
+    def __init__(
+        self, model: Model, take: Callable[[], None] = lambda: None, give_back: Callable[[], None] = lambda: None
+    ) -> None:
+        """`take`: called once there is a text to hold; `give_back`: when there is none any more."""
+        super().__init__(model)
+        self._take, self._give_back = take, give_back
+        self._holds = False
+        self._drafter = SuffixDrafter(limit=model.context_length)
+        # The whole sequence, and how much of it the drafter knows; what was only proposed it need not know.
+        self._text = bytearray()
+        self._known = 0
+        # What is still to be said in this epoch, once a match was looked for.
+        self._ahead: bytes | None = None
+
+    def close(self) -> None:
+        """Lets another have its place."""
+        if self._holds:
+            self._holds = False
+            self._give_back()
+
+    @property
+    def _held(self) -> int:
+        return len(self._text)
+
+    def _replace(self, keep: int, token_ids: Sequence[int], byte_offset: int) -> None:
+        # A little beyond the context there is nothing to say; far beyond it, nothing to keep.
+        if keep + len(token_ids) > 2 * self._model.context_length:
+            raise PromptTooLong(keep + len(token_ids), self._model.context_length, self._model.name)
+        if not self._holds:
+            self._take()
+            self._holds = True
+        self._text[keep:] = bytes(token_ids)
+        self._known = min(self._known, keep)
+        self._ahead = None
+
+    async def _propose(self) -> Proposal:
+        started = perf_counter_ns()
+        if self._ahead is None:
+            await self._learn()
+            match = self._drafter.match()
+            self._ahead = match.data if match else b""
+        count = min(self._credit, self._model.context_length - self._held)
+        said, self._ahead = self._ahead[:count], self._ahead[count:]
+        self._text += said
+        return Proposal(
+            self._epoch,
+            tuple(said),
+            (),
+            done=not self._ahead,
+            forward_ns=perf_counter_ns() - started,
+            read_token_count=1,
+        )
+
+    async def _learn(self) -> None:
+        """Lets the drafter know the whole sequence. Each byte is read once, and taken back once at most."""
+        self._drafter.cut(self._known)
+        news = self._text[self._known :]
+        self._known = len(self._text)
+        if len(news) < _MANY:
+            self._drafter.append(news)
+        else:
+            await asyncio.to_thread(self._drafter.append, news)
+
+
+def _tokenizer_json() -> bytes:
+    """A token for each byte, whose id is the byte."""
+    # The format writes bytes as characters: most Latin ones for themselves, the rest, in order, as those from 256 on.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    others = iter([byte for byte in range(256) if chr(byte) not in alphabet])
+    ids = {char: ord(char) if ord(char) < 256 else next(others) for char in alphabet}
+    tokenizer = Tokenizer(models.BPE(ids, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    text: str = tokenizer.to_str()
+    return text.encode()

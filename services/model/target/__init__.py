@@ -1,0 +1,1 @@
+"""TargetService: decodes, and verifies candidates on the way."""

@@ -1,0 +1,48 @@
+"""TargetService: one stream, one `TargetSession`."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import closing
+from typing import Any
+
+from grpc import aio
+
+from bridge.errors import ProtocolViolation
+from bridge.sampling.sampler import SamplingParameters
+from draftbridge.v1 import target_pb2, target_pb2_grpc
+from services.model.target.session import TargetSession
+from services.rpc import codec, limits
+from services.rpc.streams import RoleServicer, check_model, first_message, listening
+
+# A session for sampling parameters, a seed and how many log probabilities to tell.
+OpenSession = Callable[[SamplingParameters, int, int | None], TargetSession]
+
+
+class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceServicer):
+    """Verifies for anyone who opens a stream; see `RoleServicer`. gRPC asks for this method name."""
+
+    role = "target"
+
+    async def Verify(  # noqa: N802
+        self, request_iterator: AsyncIterator[target_pb2.VerifyRequest], context: "aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        """See the contract."""
+        open_session = self.opener
+        requests = aiter(request_iterator)
+        opening = (await first_message(requests)).open
+        check_model(opening.model, opening.tokenizer_sha256, self._model)
+        sampling = limits.read_sampling(opening.sampling, self._model)
+        with closing(open_session(sampling, opening.seed, limits.read_logprobs(opening))) as session:
+
+            async def hear(request: target_pb2.VerifyRequest) -> None:
+                match request.WhichOneof("kind"):
+                    case "run":
+                        await session.run(limits.read_run(request.run, self._model))
+                    case "candidates":
+                        await session.candidates(limits.read_candidates(request.candidates, self._model))
+                    case "grant":
+                        await session.grant(limits.read_grant(request.grant))
+                    case kind:
+                        raise ProtocolViolation(f"{kind or 'nothing'} came in the middle of a stream: open only once")
+
+            async for result in listening(requests, hear, session.no_more, session.passes()):
+                yield codec.write_pass(result)

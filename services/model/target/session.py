@@ -1,0 +1,242 @@
+"""A target's side of one stream: decodes under credit, and takes candidates along when they come in time."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from time import perf_counter_ns
+
+from bridge.errors import BaseMismatch, PromptTooLong, ProtocolViolation
+from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Run
+from bridge.sampling.sampler import Choice, History, Logits, Sampler
+from bridge.text.common_prefix import common_prefix_length
+from bridge.text.models import Model
+from services.engines.scheduler import Scheduler
+from services.engines.sequence import CachedSequence, check_ids
+from services.model.inbox import Inbox
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    choices: list[Choice]
+    candidate_token_count: int
+    ended: bool
+
+
+class TargetSession:
+    """Implements `bridge.ports.Verifier` over a model in this process.
+
+    What it is told waits in an inbox; `passes` reads it between forwards, and runs them.
+    """
+
+    def __init__(
+        self, model: Model, scheduler: Scheduler, sampler: Sampler, clock: Callable[[], int] = perf_counter_ns
+    ) -> None:
+        self._model = model
+        self._clock = clock
+        self._sampler = sampler
+        self._sequence = CachedSequence(scheduler)
+        self._inbox: Inbox[Run | Candidates | Grant] = Inbox()
+        self._news = asyncio.Event()
+        self._pending: list[int] = []
+        self._credit = 0
+        self._patience_us = 0
+        self._width = 0
+        self._offer_id = 0
+        self._offset = 0
+        self._empty_tokens = 0
+        self._history = History(())
+        self._go = False  # an empty offer came: the next forward need not wait
+        self._prefilled = False
+        self._ended = False  # the text is over, whatever credit there is
+        self._last = False  # nothing more will be told
+        self._running: asyncio.Task[Pass | None] | None = None
+
+    async def run(self, run: Run) -> None:
+        """See `VerifyRun`."""
+        await self._tell(run)
+
+    async def candidates(self, candidates: Candidates) -> None:
+        """See `VerifyCandidates`."""
+        await self._tell(candidates)
+
+    async def grant(self, grant: Grant) -> None:
+        """See `VerifyGrant`."""
+        await self._tell(grant)
+
+    def no_more(self) -> None:
+        """Nothing more will be told: `passes` ends when the credit does."""
+        self._last = True
+        self._news.set()
+
+    async def passes(self) -> AsyncGenerator[Pass, None]:
+        """One for each forward that yielded tokens.
+
+        Raises `BaseMismatch`, `TokenOutOfRange`, `PromptTooLong` or `ProtocolViolation` for a bad message,
+        `SlotsExhausted` or `EngineFailure`.
+        """
+        while True:
+            if self._running is None:
+                self._read()
+                if self._credit == 0 or self._ended:
+                    if self._last:
+                        return
+                    await self._news.wait()
+                    continue
+                waited_ns = await self._wait_for_candidates()
+                if not self._credit:
+                    continue
+                result = await self._forward(waited_ns)
+            else:
+                result = await self._running
+            # Where there is nothing to wait for, the next one begins before this one is told.
+            ready = self._credit and not self._ended and not self._waits and not self._inbox
+            self._running = asyncio.create_task(self._forward(0)) if ready else None
+            if result:
+                yield result
+
+    async def _tell(self, message: Run | Candidates | Grant) -> None:
+        await self._inbox.put(message)
+        self._news.set()
+
+    def _read(self) -> None:
+        """Takes over what came; only between forwards, which read the ids."""
+        while self._inbox:
+            match self._inbox.popleft():
+                case Run() as run:
+                    self._begin(run)
+                case Candidates() as candidates:
+                    self._take(candidates)
+                case Grant() as grant:
+                    self._credit += grant.credit
+                    self._patience_us = self._patience_us if grant.patience_us is None else grant.patience_us
+        self._news.clear()
+
+    def _begin(self, run: Run) -> None:
+        held = len(self._sequence.ids)
+        if run.base_token_count > held:
+            raise BaseMismatch(run.base_token_count, held)
+        length = run.base_token_count + len(run.token_ids)
+        if length == 0:
+            raise ProtocolViolation("a run needs at least one token: send the prompt's ids")
+        if length >= self._model.context_length:
+            raise PromptTooLong(length, self._model.context_length, self._model.name)
+        check_ids(run.token_ids, self._model)
+        self._sequence.replace(run.base_token_count, run.token_ids)
+        self._pending.clear()
+        self._go = self._ended = False
+        self._prefilled &= run.base_token_count > 0
+        self._credit, self._patience_us = run.credit, run.patience_us
+        self._offset, self._empty_tokens = run.byte_offset, run.empty_token_count
+        prompt_length = max(length - run.generated_token_count, 0)
+        self._history = History(self._sequence.ids[:prompt_length], self._sequence.ids[prompt_length:])
+
+    def _take(self, candidates: Candidates) -> None:
+        """Takes over an offer that continues the sequence; one that disagrees or leaves a gap is dropped."""
+        produced = self._sequence.ids[candidates.base_token_count :]
+        if candidates.base_token_count > len(self._sequence.ids):
+            return
+        if not candidates.token_ids:
+            if not produced:  # one for an earlier pass says nothing about this one
+                self._pending.clear()
+                self._go = True
+            return
+        size = self._model.vocabulary_size
+        ids = list(takewhile(lambda id_: id_ < size, candidates.token_ids))
+        if common_prefix_length(produced, ids) == min(len(produced), len(ids)):
+            self._pending, self._offer_id, self._width = ids[len(produced) :], candidates.offer_id, candidates.width
+
+    def close(self) -> None:
+        """Ends the forward that is under way, and frees the slot."""
+        if self._running:
+            self._running.cancel()
+        self._sequence.close()
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the next forward would be one without candidates, and may wait for some."""
+        if self._patience_us == 0 or self._pending or self._go or self._last or not self._credit:
+            return False
+        # The first forward reads the whole prompt: that gives the draft all the time that it needs.
+        return self._prefilled
+
+    async def _wait_for_candidates(self) -> int:
+        """Waits for candidates as long as patience says; nanoseconds waited."""
+        started = self._clock()
+        while self._waits:
+            left_ns = started + self._patience_us * 1000 - self._clock()
+            if left_ns <= 0:
+                break
+            try:
+                async with asyncio.timeout(left_ns / 1e9):
+                    await self._news.wait()
+            except TimeoutError:
+                break
+            self._read()
+        self._go = False
+        return self._clock() - started
+
+    async def _forward(self, waited_ns: int) -> Pass | None:
+        sequence = self._sequence
+        base = len(sequence.ids)
+        room = min(self._width, self._credit - 1, self._model.context_length - base - 1)
+        extra, offer_id = tuple(self._pending[: max(room, 0)]), self._offer_id
+        offset, empty, history = self._offset, self._empty_tokens, self._history.copy()
+        done = await sequence.forward(extra, lambda logits: self._verify(logits, extra, offset, empty, history))
+        if any(isinstance(message, Run) for message in self._inbox):
+            return None  # it is of a sequence that is no longer wanted
+        verdict = done.value
+        ids = tuple(choice.token_id for choice in verdict.choices)
+        accepted = common_prefix_length(extra[: verdict.candidate_token_count], ids)
+        sequence.accept(ids, accepted)
+        self._prefilled = True
+        self._history.extend(ids)
+        agreed = common_prefix_length(self._pending, ids) == len(ids)
+        self._pending = self._pending[len(ids) :] if agreed else []
+        self._credit -= len(ids)
+        for id_ in ids:
+            data = self._model.vocabulary.token_bytes(id_)
+            self._offset += len(data)
+            self._empty_tokens = 0 if data else self._empty_tokens + 1
+        finish_reason = None
+        if verdict.ended:
+            finish_reason = FinishReason.STOP
+        elif len(sequence.ids) >= self._model.context_length:
+            finish_reason = FinishReason.CONTEXT_FULL
+        self._ended = finish_reason is not None
+        return Pass(
+            base_token_count=base,
+            token_ids=ids,
+            accepted_token_count=accepted,
+            candidate_token_count=verdict.candidate_token_count,
+            offer_id=offer_id if verdict.candidate_token_count else 0,
+            logprobs=tuple(
+                Logprob(choice.logprob, choice.top_logprobs) for choice in verdict.choices if choice.logprob is not None
+            ),
+            finish_reason=finish_reason,
+            cached_token_count=done.cached_token_count,
+            queue_ns=done.queue_ns,
+            forward_ns=done.forward_ns,
+            waited_ns=waited_ns,
+            near_tie_count=sum(choice.near_tie for choice in verdict.choices),
+        )
+
+    def _verify(self, logits: Logits, extra: tuple[int, ...], offset: int, empty: int, history: History) -> _Verdict:
+        """Chooses the target's own token at each position, as long as candidates agree.
+
+        logits [1 + candidates, ids], for as many of `extra` as there was room for.
+        """
+        count = len(logits) - 1
+        choices: list[Choice] = []
+        for position, row in enumerate(logits):
+            choice = self._sampler.choose(row, offset, empty, history)
+            choices.append(choice)
+            history.extend((choice.token_id,))
+            if choice.token_id in self._sampler.ends:
+                return _Verdict(choices, count, ended=True)
+            if position == count or choice.token_id != extra[position]:
+                break
+            data = self._model.vocabulary.token_bytes(choice.token_id)
+            offset += len(data)
+            empty = 0 if data else empty + 1
+        return _Verdict(choices, count, ended=False)

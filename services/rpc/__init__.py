@@ -1,0 +1,1 @@
+"""gRPC: servers, streams, status codes, limits and the codec. Protocol buffers stop here."""

@@ -1,0 +1,77 @@
+"""What a message on a stream may ask for, checked against the model before anything is made of it.
+
+A peer may send any number that a field can hold, and millions of ids in one message. Ids are counted before they are
+converted, so that a message which is refused costs no more than it took to parse it.
+"""
+
+from collections.abc import Sized
+from dataclasses import replace
+
+from bridge.errors import InvalidField, PromptTooLong
+from bridge.ports import Candidates, Grant, Run, Sync
+from bridge.sampling.sampler import SamplingParameters
+from bridge.text.models import Model
+from draftbridge.v1 import draft_pb2, sampling_pb2, target_pb2
+from services.rpc import codec
+
+MAX_LOGPROBS = 100
+# A bridge that wants to wait longer than this for a draft has lost it; a larger number is as good as this one.
+MAX_PATIENCE_US = 60_000_000
+
+
+def read_sampling(message: sampling_pb2.SamplingParameters, model: Model) -> SamplingParameters:
+    """Parameters that the model can be sampled with. Raises `InvalidField`."""
+    for field, ids in (("logit_bias", message.logit_bias), ("stop_token_ids", message.stop_token_ids)):
+        _check_count(f"sampling.{field}", ids, model.vocabulary_size)
+    return codec.read_sampling(message).checked(model.has)
+
+
+def read_logprobs(opening: target_pb2.VerifyOpen) -> int | None:
+    """How many log probabilities to report. Raises `InvalidField`."""
+    if not opening.HasField("logprobs"):
+        return None
+    if opening.logprobs > MAX_LOGPROBS:
+        raise InvalidField("open.logprobs", f"at most {MAX_LOGPROBS}", opening.logprobs)
+    return opening.logprobs
+
+
+def read_run(message: target_pb2.VerifyRun, model: Model) -> Run:
+    """A run of a sequence that fits into the model's context. Raises `PromptTooLong` or `InvalidField`."""
+    length = message.base_token_count + len(message.token_ids)
+    if len(message.token_ids) >= model.context_length:
+        raise PromptTooLong(length, model.context_length, model.name)
+    for field in ("generated_token_count", "empty_token_count"):
+        if (count := getattr(message, field)) > length:
+            raise InvalidField(f"run.{field}", f"at most the {length} tokens of the sequence", count)
+    run = codec.read_run(message)
+    return replace(run, patience_us=min(run.patience_us, MAX_PATIENCE_US))
+
+
+def read_candidates(message: target_pb2.VerifyCandidates, model: Model) -> Candidates:
+    """Candidates that there may be room for. Raises `InvalidField`."""
+    _check_count("candidates.token_ids", message.token_ids, model.context_length)
+    return codec.read_candidates(message)
+
+
+def read_grant(message: target_pb2.VerifyGrant) -> Grant:
+    """A grant, its patience limited."""
+    grant = codec.read_grant(message)
+    if grant.patience_us is None:
+        return grant
+    return replace(grant, patience_us=min(grant.patience_us, MAX_PATIENCE_US))
+
+
+def read_sync(message: draft_pb2.DraftSync, model: Model) -> Sync:
+    """A sync of a sequence that a draft can have. Raises `PromptTooLong`.
+
+    A sequence that is a little too long for the draft is none to be refused: the draft then has nothing to add.
+    """
+    if len(message.token_ids) > 2 * model.context_length:
+        length = message.keep_token_count + len(message.token_ids)
+        raise PromptTooLong(length, model.context_length, model.name)
+    return codec.read_sync(message)
+
+
+def _check_count(field: str, ids: Sized, limit: int) -> None:
+    if len(ids) > limit:
+        raise InvalidField(field, f"at most {limit} ids", f"{len(ids)} ids")

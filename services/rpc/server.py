@@ -1,0 +1,98 @@
+"""A gRPC server as every process of ours runs it: health, reflection, errors mapped, drained at the end."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from bridge.errors import DraftBridgeError, InvalidField
+from services.rpc.status import StatusInterceptor
+
+_GRACE_SECONDS = 2.0
+_HEALTH_INTERVAL_SECONDS = 1.0
+_MESSAGE_LIMIT_BYTES = 64 << 20
+
+
+class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):
+    """A server cannot listen on its address."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(
+            f"{address} cannot be listened on: another program has the port, or the address is not this "
+            "machine's; choose another, or port 0 for a free one",
+            address=address,
+        )
+
+
+class Server:
+    """Takes the port at `listen`, HOST:PORT, at once (port 0: a free one); answers once it is run.
+
+    `receive_limit_bytes`: the largest message that it takes. Nothing else is served while a message is parsed, which
+    takes up to 20 ms for each MiB of ids. Raises `InvalidField` or `PortTaken`.
+    """
+
+    def __init__(self, listen: str, receive_limit_bytes: int = _MESSAGE_LIMIT_BYTES) -> None:
+        self._names: list[str] = []
+        self._server = aio.server(
+            interceptors=[StatusInterceptor()],
+            options=[
+                # Without this a second process would silently share the port.
+                ("grpc.so_reuseport", 0),
+                # Bridges ask every 20 seconds whether we are still there, also while we think.
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                ("grpc.http2.max_ping_strikes", 0),
+                ("grpc.max_receive_message_length", receive_limit_bytes),
+                ("grpc.max_send_message_length", _MESSAGE_LIMIT_BYTES),
+            ],
+        )
+        host, _, port = listen.rpartition(":")
+        if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+            raise InvalidField("listen", "HOST:PORT with a port from 0 to 65535", listen)
+        try:
+            bound = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise PortTaken(listen) from error
+        if bound == 0:
+            raise PortTaken(listen)
+        self.address = f"{host}:{bound}"
+
+    def register(self, add: Callable[[Any, Any], None], servicer: object, descriptor: ServiceDescriptor | None) -> None:
+        """Adds a service; without a descriptor, health and reflection do not speak of it."""
+        add(servicer, self._server)
+        if descriptor is not None:
+            self._names.append(descriptor.full_name)
+
+    async def run_until(
+        self, stop: asyncio.Event, on_start: Callable[[str], None], alive: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Serves until `stop`, then lets running calls end for a moment.
+
+        `alive` is asked every second; while it says no, health says NOT_SERVING.
+        """
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        await self._server.start()
+        await self._tell_health(alive())
+        on_start(self.address)
+        while not stop.is_set():
+            try:
+                async with asyncio.timeout(_HEALTH_INTERVAL_SECONDS):
+                    await stop.wait()
+            except TimeoutError:
+                await self._tell_health(alive())
+        await self._health.enter_graceful_shutdown()
+        await self.stop()
+
+    async def stop(self, grace: float = _GRACE_SECONDS) -> None:
+        """Takes no more calls, gives running ones `grace` seconds."""
+        await self._server.stop(grace)
+
+    async def _tell_health(self, alive: bool) -> None:
+        serving = health_pb2.HealthCheckResponse.ServingStatus
+        for name in ("", *self._names):
+            await self._health.set(name, serving.SERVING if alive else serving.NOT_SERVING)

@@ -1,0 +1,59 @@
+"""A process that runs one chat template, again and again.
+
+    python -m services.sandbox.template_process SECONDS < socket
+
+It sends `ready` and receives the template. For each chat it receives `(variables, marks)` and sends a line with the
+outcome, followed by the text. Before that, for each use of `tojson`, it sends a line `shield`, followed by the text to
+shield, and receives the shielded text. It sends bytes and no Python values, because a process that a template might
+have taken over must not choose what the bridge unpickles.
+"""
+
+import os
+import select
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from services.sandbox.jinja import MEMORY_LIMIT_BYTES, attempt
+from services.sandbox.process import confine
+
+READY = "ready"
+SHIELD = "shield"
+
+
+def _main(time_limit: float) -> None:
+    confine(MEMORY_LIMIT_BYTES)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bridge, which may want to finish its requests
+    threading.Thread(target=_end_with_the_bridge, daemon=True).start()
+    connection: Connection[Any, Any] = Connection(os.dup(0))
+
+    def send(kind: str, text: str = "") -> None:
+        connection.send_bytes(f"{kind}\n{text}".encode("utf-8", "surrogatepass"))
+
+    def shield(text: str) -> str:
+        send(SHIELD, text)
+        return connection.recv_bytes().decode("utf-8", "surrogatepass")
+
+    send(READY)
+    template = connection.recv()
+    while True:
+        variables, marks = connection.recv()
+        # The bridge keeps the time. This is for when the bridge has ended and the interpreter is inside a function
+        # that lets no other thread run: the system ends the process then.
+        signal.setitimer(signal.ITIMER_REAL, time_limit)
+        outcome, text = attempt(template, variables, marks, shield)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        send(outcome, text)
+
+
+def _end_with_the_bridge() -> None:
+    poll = select.poll()
+    poll.register(0, 0)  # no event but the other side's hanging up
+    poll.poll()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main(float(sys.argv[1]))

@@ -1,0 +1,206 @@
+"""Chat templates run in the sandbox: each in a process of its own, which is kept for the next chat."""
+
+import os
+import socket
+import struct
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from time import monotonic
+from typing import Any
+
+from bridge.errors import SandboxBusy, TemplateLimitExceeded
+from services.sandbox.jinja import MAX_TEXT_CHARACTERS, Outcome, text_of
+from services.sandbox.process import command, environment
+from services.sandbox.template_process import READY, SHIELD
+
+# Templates in use take about a millisecond.
+TIME_LIMIT_SECONDS = 3.0
+# Python and Jinja start in 0.2 s, but not on a machine that is busy loading models.
+_START_LIMIT_SECONDS = 30.0
+# The bridge keeps the time limit; a process ends itself this much later, in case the bridge has gone.
+_OWN_LIMIT_SECONDS = 1.0
+# A character has up to 4 bytes in UTF-8.
+_MAX_MESSAGE_BYTES = 4 * MAX_TEXT_CHARACTERS + 1000
+
+
+class TemplateSandbox:
+    """Runs chat templates in processes with limits. Implements `bridge.text.models.TemplateRunner`.
+
+    Each template renders one chat at a time, so one that hangs delays no other template, and its own chats no longer
+    than it may run. Any thread may call.
+    """
+
+    def __init__(self, time_limit: float = TIME_LIMIT_SECONDS) -> None:
+        self._time_limit = time_limit
+        self._lock = threading.Lock()
+        self._workers: dict[str, _Worker] = {}
+        self._closed = False
+
+    def __call__(self, template: str, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> str:
+        """Returns what the template writes.
+
+        Raises `InvalidField`, `UnusableModel` or `TemplateLimitExceeded` for what the template does, and `SandboxBusy`
+        if its turn does not come.
+        """
+        with self._lock:
+            if self._closed:
+                raise _stopping()
+            worker = self._workers.get(template)
+            if worker is None:
+                worker = self._workers[template] = _Worker(template, self._time_limit)
+        return text_of(*worker.run(variables, marks, shield))
+
+    def close(self) -> None:
+        """Ends the processes, also those of templates that are running, and starts no more."""
+        with self._lock:
+            self._closed = True
+        for worker in self._workers.values():
+            worker.close()
+
+
+class _Worker:
+    """A template, and its process while there is one."""
+
+    def __init__(self, template: str, time_limit: float) -> None:
+        self._template, self._time_limit = template, time_limit
+        self._turn = threading.Lock()
+        self._process: _Process | None = None
+        self._hung = self._closed = False
+
+    def run(self, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> tuple[Outcome, str]:
+        """Returns how the template ended; see `TemplateSandbox`."""
+        # A call that waits keeps a thread of the bridge from other work. A template that hung in its last chat may
+        # have one thread, not more.
+        if not self._turn.acquire(timeout=0 if self._hung else self._time_limit):
+            raise SandboxBusy("it is running for other chats")
+        try:
+            # A process may end for no fault of the template's, for instance when the system is out of memory.
+            for _attempt in range(2):
+                process = self._started()
+                try:
+                    return self._ask(process, variables, marks, shield)
+                except BlockingIOError:
+                    self._hung = True
+                    raise TemplateLimitExceeded("time", f"{self._time_limit:g} s") from None
+                except (EOFError, OSError):
+                    continue
+            return Outcome.FAILED, f"its process ended with status {process.status}"
+        finally:
+            self._turn.release()
+
+    def _ask(
+        self, process: "_Process", variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]
+    ) -> tuple[Outcome, str]:
+        with ExitStack() as stack:
+            stack.callback(self._discard)
+            outcome, text = process.ask(variables, marks, shield)
+            self._hung = False
+            if outcome in (Outcome.TEXT, Outcome.REFUSED, Outcome.FAILED):
+                stack.pop_all()  # it is fit for the next chat
+            return outcome, text
+
+    def _started(self) -> "_Process":
+        if self._process is not None and self._process.status is None:
+            return self._process
+        self._discard()
+        if self._closed:
+            raise _stopping()
+        try:
+            self._process = _Process(self._time_limit)
+            self._process.prepare(self._template)
+        except (EOFError, OSError) as error:
+            self._discard()
+            raise SandboxBusy(f"its process does not start, {type(error).__name__} {error}") from error
+        return self._process
+
+    def close(self) -> None:
+        """Ends the process; `run` fails from now on."""
+        self._closed = True
+        if (process := self._process) is not None:
+            process.kill()
+        with self._turn:
+            self._discard()
+
+    def _discard(self) -> None:
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+
+def _stopping() -> SandboxBusy:
+    return SandboxBusy("the bridge is stopping")
+
+
+class _Process:
+    """A process that runs one template. All methods but `kill` are for one thread at a time.
+
+    Raises `BlockingIOError` if the process takes too long, `EOFError` or another `OSError` if it has ended.
+    """
+
+    def __init__(self, time_limit: float) -> None:
+        self._time_limit = time_limit
+        self._socket, theirs = socket.socketpair()
+        self._connection: Connection[Any, Any] = Connection(os.dup(self._socket.fileno()))
+        with theirs, ExitStack() as stack:
+            stack.callback(self._disconnect)
+            self._popen = subprocess.Popen(
+                command("services.sandbox.template_process", str(time_limit + _OWN_LIMIT_SECONDS)),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment(),
+            )
+            stack.pop_all()
+
+    @property
+    def status(self) -> int | None:
+        """What the process ended with; None while it runs."""
+        return self._popen.poll()
+
+    def prepare(self, template: str) -> None:
+        """Waits until the process can run the template."""
+        kind, _ = self._receive(monotonic() + _START_LIMIT_SECONDS)
+        assert kind == READY
+        self._connection.send(template)
+
+    def ask(self, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> tuple[Outcome, str]:
+        """Returns how the template ended."""
+        deadline = monotonic() + self._time_limit
+        shielded_characters = 0
+        self._limit(socket.SO_SNDTIMEO, self._time_limit)
+        self._connection.send((dict(variables), marks))
+        while True:
+            kind, text = self._receive(deadline)
+            if kind != SHIELD:
+                return Outcome(kind), text
+            shielded_characters += len(text)
+            if shielded_characters > MAX_TEXT_CHARACTERS:
+                return Outcome.TOO_LONG, ""
+            self._connection.send_bytes(shield(text).encode("utf-8", "surrogatepass"))
+
+    def _receive(self, deadline: float) -> tuple[str, str]:
+        self._limit(socket.SO_RCVTIMEO, deadline - monotonic())
+        kind, _, text = self._connection.recv_bytes(_MAX_MESSAGE_BYTES).decode("utf-8", "surrogatepass").partition("\n")
+        return kind, text
+
+    def _limit(self, option: int, seconds: float) -> None:
+        """Sets how long one system call may wait, at least a microsecond, because 0 is without a limit."""
+        interval = divmod(max(1, int(seconds * 1e6)), 1_000_000)
+        self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *interval))
+
+    def kill(self) -> None:
+        """Ends the process; whoever waits for it learns that it has ended."""
+        self._popen.kill()
+
+    def close(self) -> None:
+        """Ends the process and frees what it had."""
+        self._popen.kill()
+        self._popen.wait()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._connection.close()
+        self._socket.close()

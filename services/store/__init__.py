@@ -1,0 +1,1 @@
+"""Models on disk: found by name or path, downloaded, checked, converted."""

@@ -1,0 +1,87 @@
+"""A model directory, read: who the model is and what its tokenizer is."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import UnusableModel
+from bridge.text.models import Model, SpecialIds
+from bridge.text.vocabulary import Vocabulary
+from services.sandbox.jinja import run_template
+from services.store.resolve import fingerprint
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model server tells of itself beside its weights."""
+
+    tokenizer_json: bytes
+    vocabulary: Vocabulary
+    special_ids: SpecialIds
+    chat_template: str
+    revision: str
+
+    def describe(self, name: str, context_length: int, vocabulary_size: int) -> Model:
+        """Returns the model as bridge and sessions know it, with the limits of the engine that runs it."""
+        return Model(
+            name=name,
+            context_length=context_length,
+            vocabulary_size=vocabulary_size,
+            vocabulary=self.vocabulary,
+            special_ids=self.special_ids,
+            chat_template=self.chat_template,
+            # A bridge does not trust it so far; this is for whoever has the files.
+            run_template=run_template,
+        )
+
+
+def read_model_files(directory: Path) -> ModelFiles:
+    """Reads everything but the weights. Raises `UnusableModel` or `TokenizerNotUnderstood`."""
+    tokenizer_json = (directory / "tokenizer.json").read_bytes()
+    vocabulary = Vocabulary(tokenizer_json)
+    settings = _json(directory / "tokenizer_config.json")
+    return ModelFiles(
+        tokenizer_json=tokenizer_json,
+        vocabulary=vocabulary,
+        special_ids=_special_ids(directory, vocabulary, settings),
+        chat_template=_chat_template(directory, settings),
+        revision=fingerprint(directory),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UnusableModel(f"{path} is no JSON ({error}): save the model again with save_pretrained") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _special_ids(directory: Path, vocabulary: Vocabulary, settings: dict[str, Any]) -> SpecialIds:
+    """From the tokenizer's settings, and the ends of text that generation stops at besides."""
+
+    def written(key: str) -> int | None:
+        token = settings.get(key)
+        text = token.get("content") if isinstance(token, dict) else token
+        return vocabulary.control_id(text) if isinstance(text, str) else None
+
+    config, generation = _json(directory / "config.json"), _json(directory / "generation_config.json")
+    ends = [written("eos_token")]
+    for source in (generation, config):
+        named = source.get("eos_token_id")
+        ends += named if isinstance(named, list) else [named]
+    eos = tuple(dict.fromkeys(id_ for id_ in ends if isinstance(id_, int) and 0 <= id_ < vocabulary.size))
+    return SpecialIds(bos=written("bos_token"), eos=eos, pad=written("pad_token"))
+
+
+def _chat_template(directory: Path, settings: dict[str, Any]) -> str:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    template = settings.get("chat_template") or ""
+    if isinstance(template, list):
+        template = next((one["template"] for one in template if one.get("name") == "default"), "")
+    return str(template)

@@ -1,1 +1,0 @@
-"""The target service: decodes, and takes candidates along."""

@@ -1,0 +1,1 @@
+"""Tests of the algorithm, without processes and mostly without models."""

@@ -1,0 +1,107 @@
+"""The noise: as written down, never 0 or 1, never the same twice, and an exact sample."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bridge.errors import EngineFailure
+from bridge.sampling.noise import gumbel, gumbel_of, position_state, signed, token_key, token_keys, uniform
+from bridge.sampling.sampler import Sampler, SamplingParameters
+from tests.support import tiny
+
+VECTORS = json.loads((Path(__file__).parents[2] / "docs" / "noise-vectors.json").read_text())
+
+
+def test_the_code_gives_the_vectors_of_the_specification() -> None:
+    for one in VECTORS["keys"]:
+        assert token_key(bytes.fromhex(one["data"]), one["kind"], one["ordinal"]) == signed(int(one["key"], 16))
+    for one in VECTORS["noise"]:
+        keys = np.array([signed(int(one["key"], 16))])
+        state = position_state(int(one["seed"], 16), one["offset"], one["counter"])
+        assert uniform(state, keys)[0] == float.fromhex(one["uniform"])
+        assert gumbel(int(one["seed"], 16), one["offset"], one["counter"], keys)[0] == pytest.approx(
+            one["gumbel"], rel=1e-12
+        )
+
+
+def test_torch_gives_the_same_uniforms_bit_for_bit_and_nearly_the_same_noise() -> None:
+    import torch
+
+    keys = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 100_000)
+    for offset in (0, 1, 1 << 40):
+        state = position_state(3, offset, 2)
+        assert np.array_equal(uniform(state, torch.from_numpy(keys), torch).numpy(), uniform(state, keys))
+        theirs = gumbel_of(state, torch.from_numpy(keys), torch).numpy()
+        # The logarithm of the one may round the other way than that of the other: a few units in the last place.
+        np.testing.assert_allclose(theirs, gumbel_of(state, keys), rtol=4e-15, atol=4e-15)
+    states = torch.tensor([position_state(3, offset) for offset in range(4)])
+    block = uniform(states[:, None], torch.from_numpy(keys)[None], torch)
+    assert np.array_equal(block[2].numpy(), uniform(position_state(3, 2), keys))
+
+
+def test_uniforms_are_uniform_and_never_0_or_1() -> None:
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 200_000)
+    u = uniform(position_state(1, 2, 3), keys)
+    assert u.min() > 0.0
+    assert u.max() < 1.0
+    counts, _ = np.histogram(u, 64, (0.0, 1.0))
+    expected = len(keys) / 64
+    assert ((counts - expected) ** 2 / expected).sum() < 120  # chi square of 63 degrees: 1e-5 beyond 118
+    # The ends of the range of 64-bit words give the ends of the range of numbers.
+    state = position_state(5, 6, 7)
+    extremes = uniform(state, np.array([state, ~state]))
+    assert np.all((extremes > 0) & (extremes < 1))
+
+
+def test_every_argument_matters() -> None:
+    keys = np.arange(5)
+    draws = [gumbel(seed, offset, counter, keys) for seed in (0, 1) for offset in (0, 1) for counter in (0, 1)]
+    assert len({draw.tobytes() for draw in draws}) == len(draws)
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_no_two_tokens_share_a_key(kind: str) -> None:
+    keys = token_keys(tiny.vocabulary(kind), (2,))
+    assert len(set(keys.tolist())) == len(keys)
+    assert keys[2] == token_key(b"eos", "role")
+
+
+def test_tokens_with_the_same_bytes_have_the_same_key_in_every_vocabulary() -> None:
+    one, other = tiny.vocabulary("byte_level"), tiny.vocabulary("unigram")
+    id_, twin = one.tokens.index(b"e"), other.tokens.index(b"e")
+    assert token_keys(one, (2,))[id_] == token_keys(other, (2,))[twin]
+
+
+def test_samples_follow_the_softmax_and_the_test_would_notice_if_not() -> None:
+    """Chi square over 20,000 offsets; the same with a biased scheme must fail."""
+    logits = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
+    sampler = Sampler(SamplingParameters(temperature=1.0), 9, np.arange(5) * 7919, np.empty(0, np.int64))
+    counts = np.zeros(5)
+    biased = np.zeros(5)
+    for offset in range(20_000):
+        counts[sampler.choose(logits, offset, 0).token_id] += 1
+        # Of `traps.md`'s kind: a noise that has seen only a few bits.
+        coarse = np.round(gumbel(9, offset, 0, sampler.keys))
+        biased[int((logits + coarse).argmax())] += 1
+    expected = np.exp(logits) * 20_000
+
+    def chi_square(found: np.ndarray) -> float:
+        return float(((found - expected) ** 2 / expected).sum())
+
+    assert chi_square(counts) < 25  # 4 degrees: 5e-5 beyond
+    assert chi_square(biased) > 25
+
+
+def test_extreme_temperatures_and_broken_logits() -> None:
+    logits = np.array([1.0, 5.0, 3.0, -80.0, 4.9], np.float32)
+    for temperature in (1e-308, 1e-9):
+        sampler = Sampler(
+            SamplingParameters(temperature=temperature), 1, np.arange(5), np.empty(0, np.int64), confident=True
+        )
+        choice = sampler.choose(logits, 0, 0)
+        assert (choice.token_id, choice.probability) == (1, 1.0)
+    for broken in (np.full(5, np.nan, np.float32), np.full(5, np.inf, np.float32)):
+        with pytest.raises(EngineFailure, match="float32"):
+            sampler.choose(broken, 0, 0)

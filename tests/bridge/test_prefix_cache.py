@@ -1,0 +1,169 @@
+"""What was encoded once is not encoded again, within bounds, whoever asks."""
+
+import gc
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.text.chat import Chat, Message, render_chat, render_text
+from bridge.text.prefix_cache import PrefixCache
+from bridge.text.seams import Tokens
+from bridge.text.vocabulary import Marks, Vocabulary
+from tests.support import tiny
+from tests.support.families import library, vocabulary
+from tests.support.texts import MARKED_TEXTS
+from tests.support.tiny import CORPUS, tokenizer_json
+
+SYSTEM = " ".join(CORPUS) * 20
+
+
+def encoded(words: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of all texts that are encoded from now on."""
+    lengths: list[int] = []
+    encode = words._encode
+
+    def counting(text: str, start: bool, *, plain: bool) -> object:
+        lengths.append(len(text))
+        return encode(text, start, plain=plain)
+
+    monkeypatch.setattr(words, "_encode", counting)
+    return lengths
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_thousand_requests_with_one_system_prompt_encode_what_is_new(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = Vocabulary(tokenizer_json(kind))
+    render_text(words, SYSTEM)
+    lengths = encoded(words, monkeypatch)
+    asked = [f"{SYSTEM} What is {number} plus {number}?" for number in range(100)]
+    for text in asked:
+        render_text(words, text)
+    # Where the texts part, little of what is common is encoded again.
+    assert sum(lengths) < 100 * 120 * 2 + len(SYSTEM)
+    cache = words.prefixes
+    assert cache.query_byte_count == len(SYSTEM.encode()) + sum(len(text.encode()) for text in asked)
+    assert cache.hit_byte_count > 0.95 * 100 * len(SYSTEM.encode())
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_conversations_next_turn_encodes_what_is_new(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ bos_token }}{% for m in messages %}<turn>{{ m.content }}<eos>\n{% endfor %}<turn>"
+    of = tiny.model(kind, chat_template=template)
+    of.vocabulary.prefixes = PrefixCache()
+    messages = [Message("user", SYSTEM), Message("assistant", "It is 12, isn't it?")]
+    render_chat(of, Chat(tuple(messages)))
+    with monkeypatch.context() as patch:
+        lengths = encoded(of.vocabulary, patch)
+        for _ in range(5):
+            messages += [Message("user", "The quick brown fox jumps."), Message("assistant", "Over the lazy dog!")]
+            rendering = render_chat(of, Chat(tuple(messages)))
+    assert sum(lengths) < 5 * 400
+    of.vocabulary.prefixes = PrefixCache()
+    assert rendering.ids == render_chat(of, Chat(tuple(messages))).ids
+
+
+@pytest.mark.parametrize("family", ["gpt-2", "gemma", "llama-2", "unigram"])
+@settings(max_examples=60)
+@given(
+    texts=st.lists(st.tuples(MARKED_TEXTS, st.integers(0, 1000)), min_size=2, max_size=12),
+    limit=st.sampled_from([3_000, 8_000, 20_000]),
+)
+def test_it_is_bounded_in_bytes_and_right_when_it_is_full(
+    family: str, texts: list[tuple[str, int]], limit: int
+) -> None:
+    words = vocabulary(family)
+    words.prefixes = PrefixCache(limit_bytes=limit)
+    text = ""
+    for more, share in texts:
+        text = text[: len(text) * share // 700] + more * 3
+        expected = [*words.frame, *library(family).encode(text, add_special_tokens=False).ids]
+        assert list(render_text(words, text).ids) == expected
+        assert words.prefixes.held_byte_count <= limit
+
+
+def test_the_beginning_is_the_last_to_go() -> None:
+    words = Vocabulary(tokenizer_json("byte_level"))
+    words.prefixes = PrefixCache(limit_bytes=30_000)
+    render_text(words, SYSTEM[:4000])
+    for number in range(100):  # more than there is room for
+        render_text(words, SYSTEM[:2000] + f"{number} " * 300)
+    before = words.prefixes.hit_byte_count
+    render_text(words, SYSTEM[:2000] + "?")
+    assert words.prefixes.hit_byte_count - before > 1600
+
+
+def test_threads_share_it() -> None:
+    words = Vocabulary(tokenizer_json("byte_level"))
+    words.prefixes = PrefixCache(limit_bytes=50_000)
+    texts = [SYSTEM[: 100 * number] + f"{number}" for number in range(60)] * 4
+    expected = [library("gpt-2").encode(text).ids for text in texts]
+    barrier = threading.Barrier(4)
+
+    def work(part: int) -> bool:
+        barrier.wait()
+        return all(list(render_text(words, texts[i]).ids) == expected[i] for i in range(part, len(texts), 4))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+    cache = words.prefixes
+    assert cache.query_byte_count == sum(len(text.encode()) for text in texts)
+    assert 0 < cache.hit_byte_count < cache.query_byte_count
+
+
+@settings(max_examples=200)
+@given(texts=st.lists(st.tuples(st.integers(0, 9), st.binary(max_size=6), st.sampled_from([b"", b"x"])), max_size=30))
+def test_a_text_finds_the_prompt_that_begins_most_like_it(texts: list[tuple[int, bytes, bytes]]) -> None:
+    """Compared with a search among all prompts."""
+    cache, text = PrefixCache(), b""
+    kept: list[tuple[bytes, bytes]] = []
+    for keep, more, salt in texts:
+        text = text[:keep] + more
+        known, common = cache.find(text, salt + b":")
+        alike = [zip(text, other, strict=False) for other_salt, other in kept if other_salt == salt]
+        assert common == max(
+            (sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], one)) for one in alike), default=0
+        )
+        assert bytes(list(known.ids))[:common] == text[:common]
+        ends = list(range(1, len(text) + 1))
+        cache.keep(text, salt + b":", known, 0, Tokens(list(text), ends, [1] * len(text), len(text)))
+        kept.append((salt, text))
+
+
+def test_it_holds_no_more_memory_than_it_says() -> None:
+    words = Vocabulary(tokenizer_json("byte_level"))
+    texts = [f"{number} {SYSTEM[: number * 7]}" for number in range(400)]
+    for warm in texts[:20]:
+        render_text(words, warm)
+    words.prefixes = PrefixCache()
+    gc.collect()
+    tracemalloc.start()
+    for text in texts:
+        render_text(words, text)
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert words.prefixes.prompt_count == len(texts)
+    assert 0.5 * words.prefixes.held_byte_count < held <= words.prefixes.held_byte_count
+
+
+def test_a_conversation_that_goes_on_is_held_once() -> None:
+    words = Vocabulary(tokenizer_json("byte_level"))
+    for number in range(1, 20):
+        render_text(words, SYSTEM[: 100 * number])
+    assert words.prefixes.prompt_count == 1
+
+
+def test_texts_that_are_read_in_different_ways_are_told_apart() -> None:
+    words = Vocabulary(tokenizer_json("byte_level"))
+    text = "<turn>" + SYSTEM
+    marked = text.replace("<", "<\ufdd0")
+    for _ in range(2):
+        assert words.prompt(text, framed=False).ids[0] == 3
+        assert words.prompt(marked, Marks("\ufdd0", "\ufdd1"), framed=False).ids[0] != 3

@@ -1,0 +1,252 @@
+"""Choosing a token: penalties and truncation as Hugging Face has them, samples as the softmax has them."""
+
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from bridge.errors import EngineFailure, InvalidField
+from bridge.sampling.noise import gumbel
+from bridge.sampling.sampler import History, Sampler, SamplingParameters, _truncate
+
+SIZE = 40
+ENDS = frozenset((2, 5))
+
+
+def sampler(seed: int = 0, size: int = SIZE, **parameters: object) -> Sampler:
+    keys = np.random.default_rng(7).integers(-(2**63), 2**63 - 1, size)
+    return Sampler(SamplingParameters(**parameters), seed, keys, np.empty(0, np.int64), ENDS, confident=True)  # type: ignore[arg-type]
+
+
+def distribution(one: Sampler, logits: np.ndarray, history: History) -> tuple[np.ndarray, np.ndarray]:
+    """Ids that may be chosen and their log probabilities."""
+    kept, scaled = _truncate(one._adjusted(logits, history), one.parameters)
+    return kept, scaled - np.log(np.exp(scaled).sum())
+
+
+@settings(max_examples=300)
+@given(
+    logits=st.lists(st.floats(-30, 30, width=32), min_size=SIZE, max_size=SIZE),
+    prompt=st.lists(st.integers(0, SIZE - 1), min_size=1, max_size=10),
+    generated=st.lists(st.integers(0, SIZE - 1), max_size=10),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.5]),
+    top_k=st.sampled_from([None, 1, 5, 30]),
+    top_p=st.sampled_from([None, 0.1, 0.5, 0.95]),
+    min_p=st.sampled_from([None, 0.02, 0.3]),
+    penalty=st.sampled_from([None, 0.5, 1.3]),
+    min_tokens=st.sampled_from([0, 6]),
+    bias=st.dictionaries(st.integers(0, SIZE - 1), st.floats(-5, 5, width=32), max_size=3),
+)
+def test_each_parameter_means_what_it_means_to_hugging_face(
+    logits: list[float],
+    prompt: list[int],
+    generated: list[int],
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    penalty: float | None,
+    min_tokens: int,
+    bias: dict[int, float],
+) -> None:
+    processors = LogitsProcessorList()
+    if bias:
+        processors.append(SequenceBiasLogitsProcessor([[[id_], float(value)] for id_, value in bias.items()]))
+    if penalty is not None:
+        processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+    if min_tokens:
+        processors.append(MinNewTokensLengthLogitsProcessor(len(prompt), min_tokens, sorted(ENDS)))
+    processors.append(TemperatureLogitsWarper(temperature))
+    if top_k is not None:
+        processors.append(TopKLogitsWarper(top_k))
+    if top_p is not None:
+        processors.append(TopPLogitsWarper(top_p))
+    if min_p is not None:
+        processors.append(MinPLogitsWarper(min_p))
+    # Equal logits are cut at the border of top_p in whatever order a sort leaves them.
+    scores = np.array(logits, np.float32) + np.linspace(0, 1e-3, SIZE, dtype=np.float32)
+    theirs = processors(torch.tensor([prompt + generated]), torch.tensor(scores)[None].clone())[0].double()
+    expected = torch.softmax(theirs, 0).numpy()
+    one = sampler(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=penalty,
+        logit_bias=bias,
+        min_tokens=min_tokens,
+    )
+    kept, logp = distribution(one, scores, History(prompt, generated))
+    mine = np.zeros(SIZE)
+    mine[kept] = np.exp(logp)
+    border = np.isclose(np.sort(np.cumsum(np.sort(expected))), 1 - (top_p or 1), atol=1e-5).any()
+    if not border:  # rounding decides there, in either
+        np.testing.assert_allclose(mine, expected, atol=2e-5)
+
+
+def test_presence_and_frequency_count_what_was_generated() -> None:
+    one = sampler(presence_penalty=1.5, frequency_penalty=0.25)
+    adjusted = one._adjusted(np.zeros(SIZE, np.float32), History([3, 3, 4], [4, 6, 6, 6]))
+    assert adjusted[[3, 4, 6, 7]].tolist() == [0.0, -1.75, -2.25, 0.0]
+
+
+def test_a_penalty_looks_at_every_token_of_a_block_as_if_decoded_one_by_one() -> None:
+    """A copy goes on by itself; what is thrown away has never been."""
+    history = History([1], [2])
+    ahead = history.copy()
+    ahead.extend([3, 3])
+    assert sorted(history.seen()) == [1, 2]
+    assert dict(zip(*(part.tolist() for part in ahead.generated()), strict=True)) == {2: 1, 3: 2}
+    assert (history.generated_token_count, ahead.generated_token_count) == (1, 3)
+
+
+@pytest.mark.parametrize("top_p", [0.001, 0.3, 0.9, 0.999999])
+@pytest.mark.parametrize("sharpness", [0.01, 1.0, 8.0])
+def test_a_large_vocabulary_is_cut_as_if_it_had_been_sorted(top_p: float, sharpness: float) -> None:
+    scores = np.random.default_rng(3).standard_normal(50_000).astype(np.float32) * np.float32(sharpness)
+    theirs = TopPLogitsWarper(top_p)(torch.zeros(1, 1, dtype=torch.long), torch.tensor(scores).double()[None])[0]
+    kept, _ = _truncate(scores, SamplingParameters(temperature=1.0, top_p=top_p))
+    expected = np.flatnonzero(np.isfinite(theirs.numpy()))
+    # The sum of fifty thousand probabilities is rounded in another order.
+    assert len(np.setxor1d(kept, expected)) <= max(1, len(expected) // 10_000)
+
+
+def chi_square(counts: Counter[int], expected: dict[int, float]) -> tuple[float, int]:
+    """The statistic and its degrees of freedom; rare ones counted together."""
+    cells = sorted(expected.items(), key=lambda item: -item[1])
+    statistic, rest_found, rest_expected, degrees = 0.0, 0, 0.0, -1
+    for id_, mean in cells:
+        if mean >= 10:
+            statistic += (counts[id_] - mean) ** 2 / mean
+            degrees += 1
+        else:
+            rest_found, rest_expected = rest_found + counts[id_], rest_expected + mean
+    if rest_expected >= 5:
+        statistic += (rest_found - rest_expected) ** 2 / rest_expected
+        degrees += 1
+    assert sum(counts.values()) == sum(counts[id_] for id_ in expected), "what may not be chosen never is"
+    return statistic, degrees
+
+
+def beyond(statistic: float, degrees: int) -> bool:
+    """Whether chance gives so much less than once in some ten thousand times (Wilson and Hilferty, 1931)."""
+    cube = (statistic / degrees) ** (1 / 3)
+    spread = 2 / (9 * degrees)
+    return (cube - (1 - spread)) / math.sqrt(spread) > 3.9
+
+
+CASES = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 12},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.5, "min_p": 0.05},
+    {"temperature": 1.0, "repetition_penalty": 1.4, "presence_penalty": 0.5, "logit_bias": {3: 2.0}, "top_k": 20},
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_thousand_samples_follow_the_exact_softmax(case: dict[str, object]) -> None:
+    logits = np.random.default_rng(11).standard_normal(SIZE).astype(np.float32) * 2
+    history = History([1, 2], [3, 3, 9])
+    one = sampler(seed=5, **case)
+    kept, logp = distribution(one, logits, history)
+    expected = {int(id_): 20_000 * math.exp(p) for id_, p in zip(kept, logp, strict=True)}
+    counts = Counter(one.choose(logits, offset, 0, history).token_id for offset in range(20_000))
+    assert not beyond(*chi_square(counts, expected))
+
+
+def test_the_test_would_notice_every_biased_scheme() -> None:
+    """Those of systems that this one is meant to be better than."""
+    logits = np.random.default_rng(11).standard_normal(SIZE) * 2
+    probabilities = np.exp(logits) / np.exp(logits).sum()
+    draft = np.roll(probabilities, 1)
+    expected = {id_: 20_000 * p for id_, p in enumerate(probabilities)}
+    keys = sampler().keys
+    chance = np.random.default_rng(2)
+    schemes: dict[str, Counter[int]] = {"coarse": Counter(), "noise and then u < p/q": Counter(), "wrong q": Counter()}
+    for offset in range(20_000):
+        noise = gumbel(5, offset, 0, keys)
+        # Noise of a few bits only.
+        schemes["coarse"][int((logits + np.round(noise)).argmax())] += 1
+        # A draft with the same noise, verified by rejection sampling on top, and the noise used once more.
+        proposed = int((np.log(draft) + noise).argmax())
+        accepted = chance.random() < probabilities[proposed] / draft[proposed]
+        residual = np.maximum(probabilities - draft, 0)
+        again = int(chance.choice(SIZE, p=residual / residual.sum()))
+        with np.errstate(divide="ignore"):
+            same = int((np.log(residual) + noise).argmax())
+        schemes["noise and then u < p/q"][proposed if accepted else same] += 1
+        # A draft that was sampled at another temperature than it says.
+        sharp = draft**2 / (draft**2).sum()
+        proposed = int(chance.choice(SIZE, p=sharp))
+        accepted = chance.random() < probabilities[proposed] / draft[proposed]
+        schemes["wrong q"][proposed if accepted else again] += 1
+    for name, counts in schemes.items():
+        assert beyond(*chi_square(counts, expected)), name
+
+
+@pytest.mark.parametrize(
+    ("parameters", "field"),
+    [
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_p": math.nan}, "top_p"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": math.nan}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"repetition_penalty": math.nan}, "repetition_penalty"),
+        ({"presence_penalty": math.inf}, "presence_penalty"),
+        ({"frequency_penalty": math.nan}, "frequency_penalty"),
+        ({"logit_bias": {SIZE: 1.0}}, "logit_bias"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias"),
+        ({"stop_token_ids": (1, SIZE)}, "stop_token_ids"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name_with_its_range(parameters: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidField, match=rf"sampling\.{field}.* must be "):
+        SamplingParameters(**parameters).checked(lambda id_: id_ < SIZE)  # type: ignore[arg-type]
+
+
+def test_a_top_k_of_0_is_off() -> None:
+    logits = np.zeros(SIZE, np.float32)
+    one, off = sampler(temperature=1.0), sampler(temperature=1.0, top_k=0)
+    assert [one.choose(logits, i, 0) for i in range(50)] == [off.choose(logits, i, 0) for i in range(50)]
+
+
+def test_where_nothing_may_be_chosen_nothing_is() -> None:
+    one = sampler(min_tokens=3, stop_token_ids=tuple(range(SIZE)))
+    one = replace(one, ends=frozenset(range(SIZE)))
+    with pytest.raises(EngineFailure, match="every id ends the text"):
+        one.choose(np.zeros(SIZE, np.float32), 0, 0, History([1]))
+
+
+def test_extremes_of_what_is_allowed_stay_numbers() -> None:
+    for penalty in (0.001, 100.0):
+        for bias in (-1e9, 1e9):
+            for temperature in (0.0, 1.0):
+                one = sampler(repetition_penalty=penalty, logit_bias={4: bias, 5: bias}, temperature=temperature)
+                choice = one.choose(np.full(SIZE, -3e3, np.float32), 0, 0, History([4, 99_999], [6]))
+                assert 0.0 <= choice.probability <= 1.0
+
+
+def test_ids_that_cannot_be_chosen_are_no_alternatives() -> None:
+    one = replace(sampler(), missing=np.arange(3, SIZE), logprobs=10)
+    assert [id_ for id_, _ in one.choose(np.zeros(SIZE, np.float32), 0, 0).top_logprobs] == [0, 1, 2]

@@ -1,0 +1,383 @@
+"""Where candidates come from: each source, what they offer together, and that adding one takes a file and a line."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from time import perf_counter_ns
+from typing import ClassVar
+
+import pytest
+
+from bridge.errors import InvalidField, ProtocolViolation, Unreachable
+from bridge.planning.estimates import DraftEstimates
+from bridge.planning.planner import SpeculationParameters
+from bridge.ports import Pass, Proposal, Sync
+from bridge.request import Request, render
+from bridge.sources import SOURCES
+from bridge.sources.chain import SourceChain
+from bridge.sources.draft import DraftEpoch, DraftSource
+from bridge.sources.source import (
+    MAX_OFFERED_BYTES,
+    CandidateSource,
+    Continuation,
+    Draft,
+    Offer,
+    Opening,
+    Outcome,
+    Pace,
+    offer_of,
+)
+from bridge.sources.suffix import SuffixSource
+from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, SuffixDrafter
+from bridge.tape import Tape
+from bridge.text.models import Model
+from services.cli.demo import _by_source
+from services.model.draft.session import DraftSession
+from services.rpc.codec import write_delta
+from tests.support import tiny
+from tests.support.alone import PROMPT, QueuedDrafter, answer, did, oracle
+
+MODEL = tiny.model("byte_level")
+WORDS = MODEL.vocabulary
+
+
+class RecordingDrafter(QueuedDrafter):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.syncs: list[Sync] = []
+        self.grants: list[tuple[int, int]] = []
+        self.closed = False
+
+    async def sync(self, sync: Sync) -> None:
+        self.syncs.append(sync)
+
+    async def grant(self, epoch: int, credit: int) -> None:
+        self.grants.append((epoch, credit))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def draft_source(prompt: str = PROMPT, threshold: float = 0.0) -> tuple[DraftSource, RecordingDrafter, Tape]:
+    drafter, rendering = RecordingDrafter(), render(Request(prompt), MODEL, MODEL)
+    source = DraftSource(Draft(MODEL, drafter, DraftEstimates()), rendering, threshold, perf_counter_ns)
+    return source, drafter, Tape(WORDS, rendering.ids)
+
+
+def commit(tape: Tape, source: DraftSource, text: str, *, timed_out: bool = False) -> None:
+    ids = tuple(WORDS.pieces(text.encode()).ids)
+    base = len(tape.ids)
+    source.observe(Outcome(Pass(base, ids, 0, 0), Offer(), tape.commit(ids), timed_out=timed_out))
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(WORDS.pieces(text.encode()).ids)
+
+
+async def propose(source: DraftSource, drafter: RecordingDrafter, text: str, done: bool = False) -> None:
+    """Lets the draft propose a text in the newest epoch, and the source take it."""
+    ids = ids_of(text)
+    news = asyncio.Event()
+    source.start(news.set)
+    drafter.queue.put_nowait(Proposal(drafter.syncs[-1].epoch, ids, (0.5,) * len(ids), done))
+    async with asyncio.timeout(5):
+        await news.wait()
+    assert source._reader is not None and source._error is None
+    source._reader.cancel()
+
+
+async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is_not() -> None:
+    source, drafter, tape = draft_source()
+    await source.advance(tape, Pace(8))
+    assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (8, 1)
+    await propose(source, drafter, " fox jumps")
+    commit(tape, source, " fox")
+    await source.advance(tape, Pace(8))
+    assert len(drafter.syncs) == 1
+    assert drafter.grants and drafter.grants[0][0] == 1, "it may stay as far ahead as before"
+    ahead = source.propose(tape)
+    assert ahead is not None and ahead.data == b" jumps"
+    commit(tape, source, " sleeps")
+    assert source.propose(tape) is None
+    assert source.state.stale
+    await source.advance(tape, Pace(8))
+    second = drafter.syncs[1]
+    assert second.epoch == 2
+    held = [*drafter.syncs[0].token_ids, *ids_of(" fox jumps")][: second.keep_token_count]
+    assert WORDS.spell([*held, *second.token_ids]).endswith(b" fox sleeps")
+    assert not source.state.stale
+
+
+async def test_a_turn_is_waited_for_until_it_is_late() -> None:
+    source, drafter, tape = draft_source()
+    await source.advance(tape, Pace(3, 3, True))
+    assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (3, 3)
+    assert source.state.awaited
+    await source.advance(tape, Pace(3, 3, True))
+    assert len(drafter.syncs) == 1, "it is asked once"
+    commit(tape, source, " a", timed_out=True)
+    assert source.state.overdue and not source.state.awaited
+    await source.advance(tape, Pace(3, 3, True))
+    assert len(drafter.syncs) == 1, "nor is it asked again before it has answered"
+    await propose(source, drafter, " fox", done=True)
+    assert not source.state.overdue
+    assert source.state.stale
+    await source.advance(tape, Pace(3, 3, True))
+    assert len(drafter.syncs) == 2
+
+
+async def test_what_a_draft_reads_next_is_its_lag() -> None:
+    source, drafter, tape = draft_source("The quick brown fox jumps over the lazy dog, again and again")
+    assert source.state.lag_token_count > 10
+    await source.advance(tape, Pace(3, 3, True))
+    await propose(source, drafter, " fox", done=True)
+    commit(tape, source, " fox")
+    assert source.state.lag_token_count == 1
+    commit(tape, source, " jumps over the lazy dog")
+    assert source.state.lag_token_count > 4
+
+
+@pytest.mark.parametrize(
+    "proposals",
+    [
+        [Proposal(1, ids_of(" fox jumps over the lazy dog"), ())],  # more than its credit at once
+        [Proposal(1, (50,), ())] * 5,  # more than its credit bit by bit
+        [Proposal(1, (), ())] * 9,  # messages without end
+        [Proposal(1, (50, 60), (0.5,))],
+        [Proposal(1, (MODEL.vocabulary_size,), ())],
+        [Proposal(1, (-1,), ())],
+        [Proposal(7, (50,), ())],  # an epoch that never was
+        [Proposal(1, (50,), (), forward_ns=2**63)],
+        [Proposal(1, (50,), (), queue_ns=2**63)],
+        [Proposal(1, (50, 60), (), forward_ns=1000, read_ns=2000)],
+    ],
+    ids=[
+        "over its credit",
+        "bit by bit",
+        "empty",
+        "half a confidence",
+        "an id too large",
+        "negative",
+        "epoch",
+        "takes centuries",
+        "waits centuries",
+        "reads longer than it computes",
+    ],
+)
+async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Proposal]) -> None:
+    source, drafter, tape = draft_source()
+    chain, news = SourceChain([source], MODEL, tape, None), asyncio.Event()
+    chain.start(news.set)
+    await chain.advance(Pace(4))
+    for proposal in proposals:
+        drafter.queue.put_nowait(proposal)
+    async with asyncio.timeout(5):
+        while not chain.empty:
+            await news.wait()
+            news.clear()
+            assert chain.offers() is not None
+    assert drafter.closed, "its slot is free at once"
+    assert "PROTOCOL_VIOLATION" in chain.note
+
+
+async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogCaptureFixture) -> None:
+    source, drafter, tape = draft_source()
+    chain = SourceChain([source], MODEL, tape, None)
+
+    def broken(tape: Tape, after: bytes = b"") -> Continuation:
+        raise KeyError("a bug")
+
+    source.propose = broken  # type: ignore[method-assign]
+    with caplog.at_level(logging.ERROR):
+        assert chain.offers() == []
+    assert "Traceback" in caplog.text and "KeyError" in caplog.text
+    assert "lost" not in chain.note and "INTERNAL" in chain.note
+    assert drafter.closed
+
+
+async def test_a_bug_in_one_source_does_not_cost_another() -> None:
+    source, drafter, tape = draft_source()
+    suffix = SuffixSource(SuffixDrafter())
+    chain = SourceChain([source, suffix], MODEL, tape, None)
+    await chain.advance(Pace(8))
+    await propose(source, drafter, " fox")
+
+    def broken(tape: Tape, after: bytes = b"") -> Continuation:
+        raise KeyError("a bug")
+
+    suffix.propose = broken  # type: ignore[method-assign]
+    assert [offer.sources[0] for offer in chain.offers()] == ["draft"]
+    assert "suffix" in chain.note and not drafter.closed
+
+
+async def test_the_first_fault_is_the_one_that_is_noted() -> None:
+    source, _, tape = draft_source()
+    chain = SourceChain([source], MODEL, tape, None)
+    source._error = Unreachable("host:1", "gone")
+    assert chain.offers() == [] and chain.empty
+    later, _, _ = draft_source()
+    later._error = ProtocolViolation("later")
+    chain._sources.append(later)
+    assert chain.offers() == []
+    assert chain.note == "the draft was lost (SERVICE_UNREACHABLE); the target went on without it"
+
+
+def test_the_text_goes_on_after_what_the_draft_proposes() -> None:
+    """Also in the middle of a word."""
+    drafted = Continuation("draft", b"the small ho", starts=(0, 3, 9), confidences=(0.9, 0.8, 0.7))
+    offer = offer_of(WORDS, [drafted, Continuation("suffix", b"use on the hill", 20.0)])
+    assert WORDS.spell(offer.token_ids) == b"the small house on the hill"
+    count = offer.sources.count("draft")
+    assert offer.sources == ("draft",) * count + ("suffix",) * (len(offer.sources) - count)
+    begins = len(WORDS.spell(offer.token_ids[: count - 1]))
+    assert begins < len("the small ho") <= begins + len(WORDS.token_bytes(offer.token_ids[count - 1]))
+    assert set(offer.evidence[count:]) == {20.0}
+
+
+def test_a_candidate_is_as_sure_as_the_draft_tokens_that_start_in_it() -> None:
+    one = Continuation("draft", b"aabbcc", starts=(0, 2, 4), confidences=(0.9, 0.8, 0.5))
+    assert [one.evidence_of(*span) for span in ((0, 1), (1, 2), (2, 6))] == [0.9, 1.0, pytest.approx(0.4)]
+    assert [one.evidence_of(*span) for span in ((0, 3), (3, 6))] == [pytest.approx(0.72), 0.5]
+
+
+def test_a_match_is_surer_the_longer_it_has_been_right() -> None:
+    offer = offer_of(WORDS, [Continuation("suffix", b"use on the hill", 20.0, gain=1.0)])
+    begins = [len(WORDS.spell(offer.token_ids[:count])) for count in range(len(offer.token_ids))]
+    assert list(offer.evidence) == [20.0 + begin for begin in begins]
+
+
+def test_what_is_cut_off_is_no_candidate() -> None:
+    """Where data ends in the middle of a word, its last token is left out; where it ends by itself, it stays."""
+    long = b"use on the hill and " * 13
+    cut = offer_of(WORDS, [Continuation("suffix", long[:MAX_PROPOSAL_BYTES], 20.0, cut=True)])
+    spelled = WORDS.spell(cut.token_ids)
+    assert long.startswith(spelled) and len(spelled) < MAX_PROPOSAL_BYTES
+    whole = offer_of(WORDS, [Continuation("suffix", b"use on the", 20.0)])
+    assert WORDS.spell(whole.token_ids) == b"use on the"
+    endless = offer_of(WORDS, [Continuation("draft", b"use on the hill and " * 1000)])
+    spelled = WORDS.spell(endless.token_ids)
+    assert len(spelled) <= MAX_OFFERED_BYTES and (b"use on the hill and " * 1000).startswith(spelled)
+
+
+def test_a_proposed_end_of_text_is_the_targets_own_end() -> None:
+    closing_ = Continuation("draft", b"so.", starts=(0, 3), confidences=(0.9, 0.6), closes=True)
+    offer = offer_of(WORDS, [closing_], end_id=2)
+    assert offer.token_ids[-1] == 2
+    assert (offer.sources[-1], offer.evidence[-1]) == ("draft", 0.6)
+    assert offer_of(WORDS, [closing_]).token_ids == offer.token_ids[:-1]
+    assert offer_of(WORDS, [Continuation("draft", b"", starts=(0,), confidences=(0.7,), closes=True)], 2) == Offer(
+        (2,), ("draft",), (0.7,)
+    )
+
+
+def test_a_short_match_does_not_continue_another_source() -> None:
+    tape = Tape(WORDS, [])
+    source = SuffixSource(SuffixDrafter(b"the small house. the small "))
+    after = source.propose(tape, b"ho")
+    assert after is not None and after.data.startswith(b"use.")
+    assert SuffixSource(SuffixDrafter(b"xx hose yy ")).propose(tape, b"ho") is None
+    assert SuffixSource(SuffixDrafter(b"nothing twice")).propose(tape) is None
+
+
+def test_a_control_token_other_than_an_end_closes_an_epoch() -> None:
+    source, _, _ = draft_source()
+    epoch = DraftEpoch(1, 8, False, b"")
+    for id_ in (*ids_of(" fox"), 3, *ids_of(" never")):
+        source._add(epoch, id_, 0.9)
+    assert epoch.done and not epoch.ended
+    assert bytes(epoch.unconfirmed) == b" fox"
+
+
+def test_half_a_character_is_proposed_before_what_follows() -> None:
+    """The prompt ended in half of it: what the draft adds first is its other half, which is committed already."""
+    epoch = DraftEpoch(1, 8, False, "é".encode()[1:])
+    assert epoch.ahead("draft") is None
+    epoch.add(1, "é".encode()[1:] + b"t", 0.9)
+    ahead = epoch.ahead("draft")
+    assert ahead is not None and ahead.data == b"t"
+    assert (ahead.starts, ahead.confidences) == ((), ()), "the token starts before the text's end"
+    other = DraftEpoch(1, 1, True, "é".encode()[1:])
+    other.add(1, b"x", 0.9)
+    assert other.parted and other.ahead("draft") is None
+    assert not other.stale, "asking again would bring the same"
+
+
+class Oracle(CandidateSource):
+    """A toy: proposes what it was told beforehand, wherever the text stands. All of it is this class and one line."""
+
+    name: ClassVar[str] = "oracle"
+    evidence_edges: ClassVar[tuple[float, ...]] = ()
+    prior_chances: ClassVar[tuple[float, ...]] = (0.9,)
+    answer: ClassVar[bytes] = b""
+
+    @classmethod
+    def open(cls, opening: Opening) -> "Oracle":
+        return cls()
+
+    def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
+        rest = self.answer.removeprefix(bytes(tape.data) + after)
+        return Continuation(self.name, rest) if rest != self.answer or not tape.data else None
+
+    def observe(self, outcome: Outcome) -> None: ...
+
+
+@pytest.mark.parametrize("with_draft", [False, True])
+async def test_a_new_source_is_one_class_and_one_line(with_draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = tiny.HashEngine(MODEL)
+    expected = oracle(MODEL, engine, 0.0, 60)
+    monkeypatch.setitem(SOURCES, "oracle", Oracle)
+    monkeypatch.setattr(Oracle, "answer", WORDS.spell(expected))
+    scheduler = tiny.scheduler(tiny.HashEngine(MODEL, seed=5))
+    names = ("draft", "oracle") if with_draft else ("oracle",)
+    request = Request(PROMPT, max_tokens=60, speculation=SpeculationParameters(sources=names))
+    with closing(DraftSession(MODEL, scheduler, tiny.sampler(MODEL))) as session:
+        _, ids, finished = await answer(
+            MODEL, engine, session if with_draft else None, MODEL if with_draft else None, request, 0.0
+        )
+    scheduler.close()
+    assert ids == expected
+    assert "oracle" in finished.statistics.sources
+    oracled = did(finished.statistics, "oracle")
+    assert oracled.num_accepted_tokens > 20
+    assert oracled.accepted_byte_count > 0
+    assert "oracle" in finished.statistics.plans
+
+
+async def test_a_delta_names_whoever_proposed_it_and_the_demo_shows_every_byte_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from bridge.generation import Delta, generate
+    from services.model.target.session import TargetSession
+
+    engine = tiny.HashEngine(MODEL)
+    expected = oracle(MODEL, engine, 0.0, 60)
+    monkeypatch.setitem(SOURCES, "oracle", Oracle)
+    monkeypatch.setattr(Oracle, "answer", WORDS.spell(expected))
+    scheduler, text, by_source = tiny.scheduler(engine), "", {"": 0, "oracle": 0}
+    with closing(TargetSession(MODEL, scheduler, tiny.sampler(MODEL))) as session:
+        request = Request(PROMPT, max_tokens=60, speculation=SpeculationParameters(sources=("oracle",)))
+        async for event in generate(request, MODEL, session):
+            if isinstance(event, Delta):
+                assert sum(span.byte_count for span in event.spans) == len(event.text.encode())
+                parts = list(_by_source(write_delta(event)))
+                assert "".join(part for part, _ in parts) == event.text
+                text += event.text
+                for span in event.spans:
+                    by_source[span.source] += span.byte_count
+    scheduler.close()
+    assert text == WORDS.spell(expected).decode(errors="replace")
+    assert by_source["oracle"] > 20 and by_source[""] > 0
+
+
+async def test_a_source_that_nobody_knows_is_refused() -> None:
+    request = Request(PROMPT, speculation=SpeculationParameters(sources=("draft", "oracle")))
+    with pytest.raises(InvalidField, match="made of draft, suffix, got oracle"):
+        await answer(MODEL, tiny.HashEngine(MODEL), None, None, request, 0.0)
+
+
+def test_models_are_told_apart_by_name_only() -> None:
+    assert isinstance(MODEL, Model)
+    assert list(SOURCES) == ["draft", "suffix"]

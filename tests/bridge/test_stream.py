@@ -1,0 +1,48 @@
+"""Stop strings and half characters, wherever the cuts fall."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.text.stream import TextStream
+
+ALPHABET = st.sampled_from(["a", "b", "ab", "é", "東", "🎉"])
+
+
+@settings(max_examples=300)
+@given(
+    data=st.one_of(st.lists(ALPHABET, max_size=30).map(lambda parts: "".join(parts).encode()), st.binary(max_size=30)),
+    stop=st.lists(st.lists(ALPHABET, min_size=1, max_size=3).map("".join), max_size=3),
+    cuts=st.lists(st.integers(1, 4), min_size=1, max_size=30),
+)
+def test_pieces_give_the_text_before_the_stop_that_is_complete_first(
+    data: bytes, stop: list[str], cuts: list[int]
+) -> None:
+    whole = data.decode(errors="replace")
+    ends = sorted((whole.find(one) + len(one), whole.find(one)) for one in stop if one in whole)
+    expected = whole[: ends[0][1]] if ends else whole
+    stream, sent, position, index = TextStream(stop), "", 0, 0
+    while position < len(data) and not stream.stopped:
+        size = cuts[index % len(cuts)]
+        sent += stream.push(data[position : position + size])
+        assert expected.startswith(sent)
+        position, index = position + size, index + 1
+    if not stream.stopped:
+        sent += stream.push(b"", final=True)
+    assert sent == expected
+    assert stream.stopped == bool(ends)
+
+
+def test_text_that_might_be_a_stop_is_held_only_as_long_as_it_might() -> None:
+    stream = TextStream(["###"])
+    assert stream.push(b"a#") == "a"
+    assert stream.push(b"#") == ""
+    assert stream.push(b"b") == "##b"
+    assert stream.push(b"c###d") == "c"
+    assert stream.stopped
+
+
+def test_characters_are_never_sent_in_halves() -> None:
+    stream = TextStream()
+    assert [stream.push(bytes([byte])) for byte in "é🎉".encode()] == ["", "é", "", "", "", "🎉"]
+    assert stream.push("東".encode()[:2]) == ""
+    assert stream.push(b"", final=True) == "\ufffd"

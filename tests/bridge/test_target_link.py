@@ -1,0 +1,189 @@
+"""What the target is told, and what it may answer: a target that answers anything else is an error of the target."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from bridge.errors import TargetFault
+from bridge.generation import generate
+from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Run
+from bridge.request import Request
+from bridge.sources.source import Offer
+from bridge.tape import Tape
+from bridge.target_link import TargetLink
+from services.rpc.status import code_of
+from tests.support import tiny
+
+MODEL = tiny.model("byte_level")
+
+
+class Target:
+    """Keeps what it is told, and answers what it is given."""
+
+    def __init__(self, answers: Sequence[Pass] = ()) -> None:
+        self.told: list[Run | Candidates | Grant] = []
+        self._answers = answers
+
+    async def run(self, run: Run) -> None:
+        self.told.append(run)
+
+    async def candidates(self, candidates: Candidates) -> None:
+        self.told.append(candidates)
+
+    async def grant(self, grant: Grant) -> None:
+        self.told.append(grant)
+
+    async def passes(self) -> AsyncIterator[Pass]:
+        for one in self._answers:
+            yield one
+
+
+def offered(*ids: int) -> Offer:
+    return Offer(ids, ("draft",) * len(ids), (0.5,) * len(ids))
+
+
+def link(target: Target, max_tokens: int = 20) -> tuple[TargetLink, Tape]:
+    tape = Tape(MODEL.vocabulary, [10, 11])
+    return TargetLink(target, MODEL, tape, max_tokens), tape
+
+
+async def test_offers_are_numbered_and_a_pass_names_the_one_it_took() -> None:
+    target = Target()
+    one, tape = link(target)
+    await one.start(0)
+    await one.offer(offered(20, 21, 22), 2, 0, awaited=False)
+    await one.offer(offered(30, 31), 2, 0, awaited=False)
+    assert [(told.offer_id, told.base_token_count, told.token_ids) for told in target.told[1:]] == [  # type: ignore[union-attr]
+        (1, 2, (20, 21, 22)),
+        (2, 2, (30, 31)),
+    ]
+    # The target had begun with the first one when the second came.
+    outcome = one.commit(Pass(2, (20, 21, 7), 2, 2, offer_id=1))
+    assert outcome.tried == offered(20, 21)
+    assert outcome.data == tuple(MODEL.vocabulary.token_bytes(id_) for id_ in (20, 21, 7))
+    assert list(tape.ids) == [10, 11, 20, 21, 7]
+    await one.offer(offered(40, 41, 42), 3, 0, awaited=False)
+    outcome = one.commit(Pass(5, (40, 8), 1, 3, offer_id=3))
+    assert outcome.tried.token_ids == (40, 41, 42)
+
+
+async def test_the_rest_of_an_offer_is_taken_later() -> None:
+    target = Target()
+    one, _ = link(target)
+    await one.offer(offered(20, 21, 22, 23, 24), 2, 0, awaited=False)
+    assert one.commit(Pass(2, (20, 21, 22), 2, 2, offer_id=1)).tried == offered(20, 21)
+    assert one.commit(Pass(5, (23, 9), 1, 2, offer_id=1)).tried == offered(23, 24)
+
+
+async def test_nothing_new_is_not_sent_again() -> None:
+    target = Target()
+    one, _ = link(target, 100)
+    await one.offer(offered(*range(20, 40)), 4, 0, awaited=False)
+    await one.offer(offered(*range(20, 44)), 4, 0, awaited=False)
+    assert len(target.told) == 1, "it has more than two forwards need"
+    one.commit(Pass(2, tuple(range(20, 34)), 13, 13, offer_id=1))
+    await one.offer(offered(*range(34, 60)), 4, 0, awaited=False)
+    assert len(target.told) == 2, "it is about to run out"
+    one.commit(Pass(16, (99,), 0, 0))
+    await one.offer(offered(*range(34, 60)), 4, 0, awaited=False)
+    assert len(target.told) == 3, "what it had was wrong, and is gone"
+
+
+async def test_fewer_candidates_replace_more() -> None:
+    """A target that still holds some does not wait."""
+    target = Target()
+    one, _ = link(target, 100)
+    await one.offer(offered(*range(20, 60)), 8, 0, awaited=False)
+    await one.offer(offered(*range(20, 28)), 8, 0, awaited=False)
+    assert target.told == [Candidates(1, 2, tuple(range(20, 60)), 8), Candidates(2, 2, tuple(range(20, 28)), 8)]
+
+
+async def test_no_candidates_are_sent_that_could_not_be_used() -> None:
+    target = Target()
+    one, _ = link(target, 3)
+    await one.offer(offered(*range(20, 60)), 8, 0, awaited=False)
+    assert target.told == [Candidates(1, 2, (20, 21), 8)], "the target adds a token of its own"
+
+
+async def test_it_is_told_to_go_on_only_if_it_waits_for_nobody() -> None:
+    target = Target()
+    one, _ = link(target)
+    await one.start(0)
+    await one.offer(Offer(), 0, 0, awaited=False)
+    assert len(target.told) == 1, "it does not wait"
+    await one.offer(Offer(), 0, 5_000_000, awaited=True)
+    assert target.told[1:] == [Grant(patience_us=5000)]
+    await one.offer(Offer(), 0, 4_000_000, awaited=False)
+    assert target.told[2:] == [Candidates(0, 2, (), 1)], "the new patience is not worth a message"
+    await one.offer(Offer(), 0, 0, awaited=False)
+    assert target.told[3:] == [Candidates(0, 2, (), 1), Grant(patience_us=0)]
+
+
+async def test_a_target_is_told_to_wait_before_it_is_told_to_go_on() -> None:
+    """The other way round it would wait in vain, if it has not begun its pass."""
+    target = Target()
+    one, _ = link(target)
+    await one.start(0)
+    await one.offer(Offer(), 0, 300_000_000, awaited=False)
+    assert target.told[1:] == [Grant(patience_us=300_000), Candidates(0, 2, (), 1)]
+
+
+FAULTS = {
+    "starts elsewhere": Pass(3, (20,), 0, 0),
+    "starts earlier": Pass(1, (20,), 0, 0),
+    "has no token": Pass(2, (), 0, 0),
+    "exceeds the credit": Pass(2, tuple(range(20, 45)), 0, 0),
+    "an id of no token": Pass(2, (MODEL.vocabulary.size,), 0, 0),
+    "a huge id": Pass(2, (2**31,), 0, 0),
+    "takes an offer that was never made": Pass(2, (20,), 0, 1, offer_id=9),
+    "takes candidates of no offer": Pass(2, (20, 21), 1, 1),
+    "takes more than it was offered": Pass(2, (20,), 0, 4, offer_id=1),
+    "accepts more than it took": Pass(2, (20, 21, 22), 2, 1, offer_id=1),
+    "accepts what was not offered": Pass(2, (20, 99, 22), 2, 3, offer_id=1),
+    "accepts more than it says": Pass(2, (20,), 2, 3, offer_id=1),
+    "has a log probability too many": Pass(2, (20,), 0, 0, logprobs=(Logprob(-1.0), Logprob(-1.0))),
+    "has an alternative that is no token": Pass(2, (20,), 0, 0, logprobs=(Logprob(-1.0, ((2**31, -2.0),)),)),
+    "ends at a limit that is not reached": Pass(2, (20,), 0, 0, finish_reason=FinishReason.LENGTH),
+    "takes two hours": Pass(2, (20,), 0, 0, forward_ns=7_200_000_000_000),
+    "has more near ties than tokens": Pass(2, (20,), 0, 0, near_tie_count=2),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_what_the_contract_rules_out_is_an_error_of_the_target(fault: str) -> None:
+    one, tape = link(Target())
+    await one.offer(offered(20, 21, 22), 3, 0, awaited=False)
+    with pytest.raises(TargetFault, match="the target breaks the protocol"):
+        one.commit(FAULTS[fault])
+    assert list(tape.ids) == [10, 11], "none of it becomes text"
+
+
+async def test_an_end_of_text_may_be_a_candidate() -> None:
+    one, _ = link(Target())
+    await one.offer(offered(20, 2), 3, 0, awaited=False)
+    assert one.commit(Pass(2, (20, 2), 2, 2, offer_id=1)).tried.token_ids == (20, 2)
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([Pass(99, (20,), 0, 0)], "TARGET_FAULT"),
+        ([Pass(2, (20,), 0, 0)], "SERVICE_UNREACHABLE"),  # its stream ends without a reason
+        ([], "SERVICE_UNREACHABLE"),
+    ],
+)
+async def test_a_client_is_told_that_the_target_is_at_fault(answers: list[Pass], reason: str) -> None:
+    request = Request((10, 11), max_tokens=5)
+    async with asyncio.timeout(5):
+        with pytest.raises(Exception) as caught:
+            async for _ in generate(request, MODEL, Target(answers)):
+                pass
+    assert getattr(caught.value, "reason", "") == reason
+    assert code_of(caught.value).name in ("INTERNAL", "UNAVAILABLE")  # type: ignore[arg-type]
+
+
+async def test_an_endless_target_is_cut_off_by_its_credit() -> None:
+    answers = [Pass(2 + place, (20,), 0, 0) for place in range(1000)]
+    events = [event async for event in generate(Request((10, 11), max_tokens=5), MODEL, Target(answers))]
+    assert sum(len(getattr(event, "token_ids", ())) for event in events) == 5

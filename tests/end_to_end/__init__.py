@@ -1,0 +1,1 @@
+"""Tests with real processes, real gRPC and real models."""

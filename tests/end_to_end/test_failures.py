@@ -1,0 +1,195 @@
+"""Services that go away, hang and come back under a running bridge."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from draftbridge import CallError, Client
+from draftbridge.v1 import bridge_pb2
+from services.cli.processes import READY, Fleet, fleet, launched, stop
+from tests.support.alone import did
+from tests.support.waiting import eventually
+
+PROMPT = "The quick brown fox"
+OPTIONS = ("--dtype", "float32", "--threads", "1")
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@contextmanager
+def served(model: Path | str, address: str, *options: str) -> Iterator[None]:
+    """The model at a given address, again."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.cli", "serve", str(model), "--listen", address, *OPTIONS, *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert READY in process.stdout.readline()
+        yield
+    finally:
+        stop(process)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see when signals are handled")
+@pytest.mark.parametrize("signal_", [signal.SIGTERM, signal.SIGINT])
+def test_a_bridge_that_waits_for_its_models_can_be_stopped(signal_: signal.Signals) -> None:
+    command = ["bridge", "--target", free_address(), "--connect-timeout", "600", "--listen", "127.0.0.1:0"]
+    process = subprocess.Popen([sys.executable, "-m", "services.cli", *command], stderr=subprocess.PIPE, text=True)
+
+    def handles() -> bool:
+        caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+        return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+    with process:
+        try:
+            eventually(handles)
+            process.send_signal(signal_)
+            assert process.communicate(timeout=10)[1] == ""
+            assert process.returncode == 0
+        finally:
+            process.kill()
+
+
+def bridge_of(target: str, draft: str) -> AbstractContextManager[tuple[str, "subprocess.Popen[str]"]]:
+    """A bridge whose draft need not be there, and its process."""
+    addresses = ("--target", target, "--draft", draft, "--listen", "127.0.0.1:0")
+    return launched("bridge", "bridge", *addresses, "--connect-timeout", "60", "--until-stdin-closes")
+
+
+def test_a_bridge_starts_without_its_draft_and_takes_it_in(
+    tiny_fleet: Fleet, tiny_models: tuple[Path, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    at = free_address()
+    started = time.monotonic()
+    with bridge_of(tiny_fleet.target, at) as (address, _), Client(address) as client:
+        assert time.monotonic() - started < 55
+        alone = client.generate(PROMPT, max_tokens=60, speculation="lockstep")
+        assert alone.started.draft == ""
+        assert at in alone.finished.speculation.note
+        assert client.generate(PROMPT, max_tokens=5, speculation="off").finished.speculation.note == ""
+        with pytest.raises(CallError, match=f"configured at {at}") as caught:
+            client.generate(PROMPT, draft="tiny-draft")
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAFT_AWAY")
+        assert [(one.address, one.reachable) for one in client.status().endpoints] == [
+            (tiny_fleet.target, True),
+            (at, False),
+        ]
+        assert f"nothing usable answers at {at}" in client.status().endpoints[1].problem
+        assert [model.name for model in client.models()] == ["tiny-target"]
+        with served(tiny_models[1], at):
+            eventually(lambda: client.status().endpoints[1].reachable, 60)
+            result = client.generate(PROMPT, max_tokens=60, speculation="lockstep", draft="tiny-draft")
+            assert result.text == alone.text
+            assert did(result.finished.speculation, "draft").proposed_token_count > 0
+            assert result.finished.speculation.note == ""
+            with pytest.raises(CallError) as caught:
+                client.generate(PROMPT, draft="nobody")
+            assert caught.value.reason == "MODEL_NOT_FOUND"
+        # Another model at the same address, with another tokenizer, takes its place.
+        with served("suffix", at, "--role", "draft"):
+
+            def replaced() -> bool:
+                result = client.generate(PROMPT, max_tokens=60, speculation="lockstep")
+                assert result.text == alone.text
+                return result.started.draft == "suffix" and result.finished.speculation.note == ""
+
+            eventually(replaced, 60)
+    lines = [line for line in capfd.readouterr().err.splitlines() if at in line]
+    assert len(lines) == 3, lines
+    assert "requests go on without the draft" in lines[0]
+    assert "can be used now: it is tiny-draft" in lines[1]
+    assert "can be used now: it is suffix" in lines[2]
+
+
+def test_a_bridge_goes_on_without_a_draft_that_it_cannot_use(
+    tiny_fleet: Fleet, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = tiny_fleet.target
+    with bridge_of(target, target) as (address, process), Client(address) as client:
+        assert client.generate(PROMPT, max_tokens=5).started.draft == ""
+        problems = [one.problem for one in client.status().endpoints]
+        assert problems[0] == ""
+        assert "--role draft" in problems[1]
+        # What is there has another name than the one that is asked for, or is of no use.
+        for name, reason in (("nobody", "MODEL_NOT_FOUND"), ("tiny-target", "DRAFT_AWAY")):
+            with pytest.raises(CallError) as caught:
+                client.generate(PROMPT, draft=name)
+            assert caught.value.reason == reason
+        # It still asks for it, and can be stopped.
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "--role draft" in line
+
+
+def test_services_come_and_go(tiny_models: tuple[Path, Path]) -> None:
+    target, draft = tiny_models
+    at, at_draft = free_address(), free_address()
+    with (
+        fleet(
+            str(target),
+            str(draft),
+            target_options=("--listen", at, *OPTIONS),
+            draft_options=("--listen", at_draft, *OPTIONS),
+        ) as running,
+        Client(running.bridge) as client,
+    ):
+        expected = client.generate(PROMPT, max_tokens=100, speculation="off")
+
+        # A draft that hangs changes nothing, and holds nothing up for long.
+        os.kill(running.processes["draft"].pid, signal.SIGSTOP)
+        for mode in ("opportunistic", "lockstep"):
+            assert client.generate(PROMPT, max_tokens=100, speculation=mode).text == expected.text
+        os.kill(running.processes["draft"].pid, signal.SIGCONT)
+
+        # Killed, it changes nothing; back again, it is used again.
+        running.processes["draft"].kill()
+        running.processes["draft"].wait()
+        result = client.generate(PROMPT, max_tokens=100, speculation="lockstep")
+        assert result.text == expected.text
+        assert "SERVICE_UNREACHABLE" in result.finished.speculation.note
+        assert [one.reachable for one in client.status().endpoints] == [True, False]
+        with served(draft, at_draft):
+            for _ in range(50):  # the channel finds it at its next try
+                result = client.generate(PROMPT, max_tokens=100, speculation="lockstep")
+                assert result.text == expected.text
+                if did(result.finished.speculation, "draft").proposed_token_count:
+                    break
+            assert result.finished.speculation.note == ""
+
+        # Without its target a generation fails, and says so, also half-way.
+        with pytest.raises(CallError) as caught:
+            for event in client.stream(PROMPT, speculation="off"):
+                if isinstance(event, bridge_pb2.GenerateDelta):
+                    running.processes["target"].kill()
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVICE_UNREACHABLE")
+        assert at in str(caught.value)
+        running.processes["target"].wait()
+        with pytest.raises(CallError, match=at):
+            client.generate(PROMPT, max_tokens=5)
+        with served(target, at):
+            for _ in range(50):
+                try:
+                    result = client.generate(PROMPT, max_tokens=100)
+                    break
+                except CallError as error:
+                    assert error.reason == "SERVICE_UNREACHABLE"
+            assert result.text == expected.text
+        assert client.status().failed_count >= 2

@@ -1,0 +1,58 @@
+"""A client in another language, with the .proto files alone."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftbridge import Client
+from services.cli.processes import Fleet
+
+HERE = Path(__file__).parent
+PROTOS = HERE.parents[1] / "protos"
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script beside its installed packages. npm and Node.js are of the development environment."""
+    place = tmp_path_factory.mktemp("node")
+    shutil.copytree(HERE / "node", place, dirs_exist_ok=True)
+    command = [BIN / "npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--silent"]
+    subprocess.run(command, cwd=place, timeout=200, check=True)
+    return place / "generate.js"
+
+
+def run(script: Path, address: str, prompt: str) -> tuple[int, dict]:
+    done = subprocess.run(
+        [str(BIN / "node"), str(script), str(PROTOS), address, prompt, "24"],
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_node_streams_the_same_text(script: Path, tiny_fleet: Fleet) -> None:
+    with Client(tiny_fleet.bridge) as client:
+        expected = client.generate("The quick brown fox", max_tokens=24)
+    code, result = run(script, tiny_fleet.bridge, "The quick brown fox")
+    assert code == 0
+    assert result["text"] == expected.text
+    assert result["token_ids"] == list(expected.token_ids)
+    assert result["started"]["target"] == "tiny-target"
+    assert result["finished"]["usage"]["generated_token_count"] == 24
+    assert result["deltas"] > 1
+
+
+def test_node_sees_the_status_of_a_refusal(script: Path, tiny_fleet: Fleet) -> None:
+    code, result = run(script, tiny_fleet.bridge, "")
+    assert code == 1
+    assert result["code"] == 3  # INVALID_ARGUMENT
+    assert "nothing to continue" in result["message"]

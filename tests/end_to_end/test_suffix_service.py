@@ -1,0 +1,322 @@
+"""The draft that needs no model: its side of a stream, and what a bridge makes of it, over real processes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.errors import DraftBridgeError, PromptTooLong, ProtocolViolation, SlotsExhausted, TokenOutOfRange
+from bridge.ports import Proposal, Sync
+from bridge.sources.suffix_index import MIN_MATCH_BYTES, SuffixDrafter
+from draftbridge import CallError, Client
+from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2_grpc
+from services.cli.processes import Fleet, fleet, serve
+from services.model.draft.suffix import SuffixModel, SuffixSession
+from tests.services.test_cli import command, refused
+from tests.support.alone import did
+
+MODEL = SuffixModel("suffix", 2).model
+
+
+def test_its_ids_are_bytes() -> None:
+    assert MODEL.vocabulary.tokens == [bytes([byte]) for byte in range(256)]
+    text = "naïve 東京 🎉\x00\x7f\xa0\xad"
+    assert MODEL.vocabulary.pieces(text.encode()).ids == list(text.encode())
+
+
+@asynccontextmanager
+async def session() -> AsyncIterator[tuple[SuffixSession, AsyncIterator[Proposal]]]:
+    with closing(SuffixSession(MODEL)) as opened:
+        async with asyncio.timeout(10):
+            yield opened, aiter(opened.proposals())
+
+
+async def test_it_says_what_followed_as_far_as_its_credit_goes() -> None:
+    async with session() as (draft, proposals):
+        await draft.sync(Sync(1, 0, tuple(b"one two three, one t"), 0, 3))
+        said = await anext(proposals)
+        assert (said.epoch, bytes(said.token_ids), said.done) == (1, b"wo ", False)
+        waiting = asyncio.ensure_future(anext(proposals))
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+        await draft.grant(7, 5)  # of another epoch
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+        await draft.grant(1, 4)
+        assert bytes((await waiting).token_ids) == b"thre"
+        # Sent back into what it said, behind which the text went on in another way.
+        await draft.sync(Sync(2, 23, tuple(b"one tw"), 9, 3))
+        said = await anext(proposals)
+        assert (said.epoch, bytes(said.token_ids)) == (2, b"o o")
+
+
+async def test_it_is_done_where_it_has_nothing_to_say() -> None:
+    async with session() as (draft, proposals):
+        await draft.sync(Sync(1, 0, tuple(b"nothing is said twice"), 0, 8))
+        said = await anext(proposals)
+        assert (said.epoch, said.token_ids, said.done) == (1, (), True)
+        await draft.sync(Sync(2, 21, tuple(b", nothing"), 0, 1000))
+        said = await anext(proposals)
+        assert said.done
+        assert bytes(said.token_ids).startswith(b" is said twice, nothing is said")
+        await draft.grant(2, 9)
+        draft.no_more()
+        assert [one async for one in proposals] == []
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 100), st.text("ab", max_size=20).map(str.encode), st.integers(1, 9)), max_size=12
+    )
+)
+def test_however_it_is_sent_back_it_says_what_a_new_one_would(steps: list[tuple[int, bytes, int]]) -> None:
+    async def run() -> None:
+        held = b""
+        async with session() as (draft, proposals):
+            for epoch, (keep, news, credit) in enumerate(steps, start=1):
+                held = held[: min(keep, len(held))]
+                news = news or b"a"
+                await draft.sync(Sync(epoch, len(held), tuple(news), 0, credit))
+                held += news
+                match = SuffixDrafter(held).match()
+                said = await anext(proposals)
+                assert (said.epoch, bytes(said.token_ids)) == (epoch, match.data[:credit] if match else b"")
+                assert said.done == (match is None)
+                held += bytes(said.token_ids)
+
+    asyncio.run(run())
+
+
+async def test_each_byte_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it was wrong, and however long the text is."""
+    read = 0
+    append = SuffixDrafter.append
+
+    def counted(self: SuffixDrafter, data: bytes) -> None:
+        nonlocal read
+        read += len(data)
+        append(self, data)
+
+    monkeypatch.setattr(SuffixDrafter, "append", counted)
+    text = bytes(range(256)) * 200
+    async with session() as (draft, proposals):
+        await draft.sync(Sync(1, 0, tuple(text), 0, 50))
+        held, synced = len(text), len(text)
+        for epoch in range(2, 102):
+            assert len((await anext(proposals)).token_ids) == 50
+            # Two of what it said were right, then came another.
+            await draft.sync(Sync(epoch, held + 2, (*b"x", *range(epoch, epoch + 9)), 0, 50))
+            held, synced = held + 12, synced + 12
+        await anext(proposals)
+        assert read == synced
+
+
+@pytest.mark.parametrize(
+    ("sync", "error"),
+    [
+        (Sync(0, 0, (5,), 0, 1), ProtocolViolation),
+        (Sync(1, 5, (5,), 0, 1), ProtocolViolation),
+        (Sync(1, 0, (), 0, 1), ProtocolViolation),
+        (Sync(1, 0, (256,), 0, 1), TokenOutOfRange),
+    ],
+)
+async def test_bad_syncs_are_refused(sync: Sync, error: type[DraftBridgeError]) -> None:
+    async with session() as (draft, proposals):
+        await draft.sync(sync)
+        with pytest.raises(error):
+            await anext(proposals)
+
+
+async def test_a_context_that_is_full_ends_it() -> None:
+    size = MODEL.context_length
+    async with session() as (draft, proposals):
+        await draft.sync(Sync(1, 0, (5,) * (size - 3), 0, 9))
+        assert len((await anext(proposals)).token_ids) == 3
+        said = await anext(proposals)
+        assert (said.token_ids, said.done) == ((), True)
+        await draft.sync(Sync(2, 0, (5,) * (size + 10), 0, 9))
+        assert (await anext(proposals)).done
+        await draft.sync(Sync(3, 100, (5,), 0, 9))
+        assert (await anext(proposals)).token_ids == (5,) * 9
+        await draft.sync(Sync(4, 0, (5,) * (2 * size + 1), 0, 9))
+        with pytest.raises(PromptTooLong):
+            await anext(proposals)
+
+
+async def test_so_many_texts_at_a_time() -> None:
+    """A session that was told none yet takes no place, nor gives one back."""
+
+    async def told(session: SuffixSession) -> None:
+        await session.sync(Sync(1, 0, tuple(b"aaaaaaaa"), 0, 3))
+        assert (await anext(session.proposals())).token_ids == tuple(b"aaa")
+
+    suffix = SuffixModel("suffix", 2)
+    sessions = [suffix.open() for _ in range(5)]
+    await told(sessions[0])
+    await told(sessions[1])
+    for late in sessions[2:4]:
+        with pytest.raises(SlotsExhausted, match="--slots"):
+            await told(late)
+        late.close()
+    for _ in range(2):
+        sessions[0].close()
+    await sessions[0].sync(Sync(2, 0, (5,) * (2 * MODEL.context_length + 1), 0, 9))
+    with pytest.raises(PromptTooLong):  # it takes no place
+        await anext(sessions[0].proposals())
+    await told(sessions[4])
+    with pytest.raises(SlotsExhausted):
+        await told(suffix.open())
+
+
+@contextmanager
+def remembering(target: Path) -> Iterator[Fleet]:
+    """A tiny target, the suffix draft, and a bridge that remembers."""
+    options = ("--dtype", "float32", "--threads", "1")
+    bridge_options = ("--suffix-memory", "1")
+    with fleet(
+        str(target), "suffix", target_options=options, draft_options=options, bridge_options=bridge_options
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def suffix_fleet(tiny_models: tuple[Path, Path]) -> Iterator[Fleet]:
+    """For all tests here that do not ask what a bridge has found out before."""
+    with remembering(tiny_models[0]) as running:
+        yield running
+
+
+PROMPT = "The quick brown fox. The quick brown dog. The quick"
+# A text of two digits, so that it repeats itself.
+NARROW = {id_: 100.0 for id_ in (14, 15)}
+
+
+@pytest.mark.parametrize("mode", ["lockstep", "opportunistic", "auto"])
+@pytest.mark.parametrize("options", [{}, {"logit_bias": NARROW}, {"logit_bias": NARROW, "temperature": 0.8, "seed": 3}])
+def test_a_bridge_uses_it_and_the_text_is_the_targets_own(suffix_fleet: Fleet, mode: str, options: dict) -> None:
+    with Client(suffix_fleet.bridge) as client:
+        alone = client.generate(PROMPT, max_tokens=100, speculation="off", **options)
+        together = client.generate(PROMPT, max_tokens=100, speculation=mode, **options)
+    assert together.token_ids == alone.token_ids
+    assert together.text == alone.text
+    assert together.started.draft == "suffix"
+    speculation = together.finished.speculation
+    assert not speculation.note
+    if options and mode == "lockstep":  # where the target waits for it, however fast it is
+        assert [one.name for one in speculation.sources] == ["draft"]
+        # How many depends on the text, and so on the tokenizer, whose training breaks ties as it likes: 17 to 47.
+        assert speculation.num_accepted_tokens > 5
+
+
+def test_a_chat_has_it_too(suffix_fleet: Fleet) -> None:
+    messages = [{"role": "user", "content": "a rose is a rose <eos> is a rose"}]
+    with Client(suffix_fleet.bridge) as client:
+        alone, together = (
+            client.generate(messages=messages, max_tokens=60, speculation=mode, logit_bias=NARROW)
+            for mode in ("off", "lockstep")
+        )
+    assert together.text == alone.text
+    assert together.finished.speculation.num_accepted_tokens > 0
+
+
+def test_it_says_who_it_is_and_has_no_torch(suffix_fleet: Fleet) -> None:
+    with Client(suffix_fleet.bridge) as client:
+        (model,) = [one for one in client.models() if one.name == "suffix"]
+    assert (model.role, model.engine, model.vocabulary_size) == (model_pb2.ROLE_DRAFT, "suffix", 256)
+    maps = psutil.Process(suffix_fleet.processes["draft"].pid).memory_maps()
+    assert not [one.path for one in maps if "torch" in one.path]
+    with grpc.insecure_channel(suffix_fleet.draft) as channel:
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert "draftbridge.v1.DraftService" in services
+        assert "draftbridge.v1.TargetService" not in services
+        pieces = list(model_pb2_grpc.ModelServiceStub(channel).GetTokenizer(model_pb2.GetTokenizerRequest(), timeout=9))
+    assert pieces[-1].sha256 == model.tokenizer_sha256
+
+
+async def test_it_is_no_target(suffix_fleet: Fleet) -> None:
+    async with grpc.aio.insecure_channel(suffix_fleet.draft) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=10).read()
+    assert CallError.from_rpc(caught.value, "").reason == "ROLE_NOT_SERVED"
+    assert "does not serve suffix as a target" in refused(command("bridge", "--target", suffix_fleet.draft))
+    for role in ("target", "both"):
+        assert "--role must be draft with suffix" in refused(command("serve", "suffix", "--role", role))
+    assert "serve it with --role draft" in refused(command("up", "--target", "suffix", "--draft", "none"))
+    assert "serve it with --role draft" in refused(command("pull", "suffix"))
+
+
+async def test_more_sessions_than_slots_are_told_to_come_again() -> None:
+    opening = draft_pb2.DraftRequest(open=draft_pb2.DraftOpen(model="echo"))
+    syncing = draft_pb2.DraftRequest(sync=draft_pb2.DraftSync(epoch=1, token_ids=b"aaaaaaaa", credit=2))
+    with serve("suffix", "--role", "draft", "--slots", "1", "--name", "echo") as (address, _):
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = draft_pb2_grpc.DraftServiceStub(channel)
+            first, second = stub.Draft(timeout=10), stub.Draft(timeout=10)
+            for call in (first, second):
+                await call.write(opening)
+                await call.write(syncing)
+                if call is first:
+                    assert bytes((await call.read()).token_ids) == b"aa"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await second.read()
+            assert CallError.from_rpc(caught.value, "").reason == "SLOTS_EXHAUSTED"
+            # A client that closes its side has its say, then its place is another's.
+            await first.done_writing()
+            assert await first.read() == grpc.aio.EOF
+            third = stub.Draft(timeout=10)
+            await third.write(opening)
+            await third.write(syncing)
+            assert bytes((await third.read()).token_ids) == b"aa"
+            third.cancel()
+
+
+def says_nothing_twice(text: str) -> bool:
+    data = text.encode()
+    return not any(
+        data[at : at + MIN_MATCH_BYTES] in data[: at + MIN_MATCH_BYTES - 1]
+        for at in range(len(data) - MIN_MATCH_BYTES + 1)
+    )
+
+
+def test_what_a_tenant_was_told_before_is_a_draft(tiny_models: tuple[Path, Path]) -> None:
+    """A bridge of its own: one that has seen other requests may have found that no candidate pays."""
+    with remembering(tiny_models[0]) as running:
+        check_what_tenants_are_told(running)
+
+
+def check_what_tenants_are_told(running: Fleet) -> None:
+    prompt = "She sells"
+    with Client(running.bridge) as client:
+
+        def ask(tenant: str, seed: int) -> tuple[str, int]:
+            got = client.generate(prompt, max_tokens=40, seed=seed, temperature=1.0, tenant=tenant)
+            return got.text, did(got.finished.speculation, "suffix").num_draft_tokens
+
+        seed = next(seed for seed in range(50) if says_nothing_twice(prompt + ask("", seed)[0]))
+        text, nothing = ask("", seed)
+        assert nothing == 0
+        assert ask("ann", seed) == ask("bob", seed) == (text, 0)
+        # The bridge may find, by the times that it measures, that candidates do not pay, and tries them seldom then.
+        for _ in range(300):
+            again, count = ask("ann", seed)
+            assert again == text
+            if count:
+                break
+        assert count
+        assert ask("cid", seed) == ask("", seed) == (text, 0)
+        kept = client.status().suffix_memory
+        assert kept.tenant_count == 3
+        assert len(text) < kept.held_byte_count < kept.limit_byte_count == 1 << 20
+        with pytest.raises(CallError, match="at most 256") as caught:
+            ask("a" * 257, seed)
+        assert caught.value.reason == "INVALID_FIELD"
+    done = command("generate", prompt, "--tenant", "ann", "--server", running.bridge, "--max-tokens", "5")
+    assert done.returncode == 0, done.stderr
+    assert "--suffix-memory" in refused(command("bridge", "--target", "x:1", "--suffix-memory", "-1"))

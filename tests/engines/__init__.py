@@ -1,0 +1,1 @@
+"""Tests of engines against transformers, one contract for all."""

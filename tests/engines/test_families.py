@@ -1,0 +1,153 @@
+"""Every family of tokenizers, every ordered pair of them: what translation promises, on any text at any cuts."""
+
+from itertools import product
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from bridge.text.chat import render_text
+from bridge.text.prefix_cache import PrefixCache
+from bridge.text.translation import DraftContext, candidates
+from tests.support.families import EXACT, NAMES, SPACED, library, vocabulary
+from tests.support.texts import MARKED_TEXTS, PLACES, TEXTS, cut
+
+
+def oracle(family: str, text: str) -> list[int]:
+    """The library's ids for a whole text, without an end of text behind it."""
+    words = vocabulary(family)
+    return [*words.frame, *library(family).encode(text, add_special_tokens=False).ids]
+
+
+def sayable(family: str, text: str) -> str:
+    """Without the one character that tokenizers of SentencePiece's kind cannot tell from a space."""
+    text = text.replace("<0x", "0x") if family == "unigram" else text  # a piece like any other, for the library
+    return text.replace("▁", "_") if family in SPACED else text
+
+
+def without_control(family: str, text: str) -> str:
+    """With nothing in it that a control token is written as."""
+    while spans := vocabulary(family).spans(text, vocabulary(family).controls):
+        text = text[: spans[0][0]] + text[spans[0][1] :]
+    return text
+
+
+def is_text(data: bytes) -> bool:
+    """Whether no character in it is cut."""
+    return data.decode(errors="replace").encode() == data
+
+
+@pytest.mark.parametrize("family", EXACT)
+@settings(max_examples=100)
+@given(text=TEXTS)
+def test_bytes_of_ids_equal_the_text(family: str, text: str) -> None:
+    words, data = vocabulary(family), sayable(family, text).encode()
+    pieces = words.pieces(data)
+    assert words.spell(pieces.ids) == data
+    assert pieces.consumed == len(data)
+    assert pieces.ends == [len(words.spell(pieces.ids[: count + 1])) for count in range(len(pieces.ids))]
+    assert words.control.isdisjoint(pieces.ids)
+
+
+@pytest.mark.parametrize("family", NAMES)
+@settings(max_examples=100)
+@given(text=TEXTS, places=PLACES)
+def test_the_middle_of_a_text_spells_what_the_library_decodes(family: str, text: str, places: list[int]) -> None:
+    if family.startswith("bert"):
+        return  # its decoder takes spaces away by what stands beside them; see the self-test
+    words = vocabulary(family)
+    ids = library(family).encode("x" + without_control(family, text), add_special_tokens=False).ids
+    start, end = sorted([*places, 0, 0][:2])
+    part = ids[start % (len(ids) + 1) :][: end % 20]
+    if not is_text(words.spell(part)):
+        return  # byte fallback drops a whole run of bytes for one that is wrong
+    anchor = library(family).encode("x", add_special_tokens=False).ids
+    decoded = library(family).decode([*anchor, *part, *anchor]).lstrip(" ")
+    assert words.spell([*anchor, *part, *anchor]).decode().lstrip(" ") == decoded
+
+
+@pytest.mark.parametrize("family", NAMES)
+@settings(max_examples=150)
+@given(prompt=TEXTS, text=TEXTS, places=PLACES)
+@example(prompt="a", text="a" * 10_000, places=[3, 5_000, 9_990])
+@example(prompt="|---", text="|---|---|\n" * 200, places=list(range(0, 2000, 7)))
+@example(prompt=" ", text=" " * 2000 + "x", places=[1000])
+@example(prompt="\x1b", text="0, ", places=[])
+def test_the_draft_reads_what_a_whole_encoding_reads(family: str, prompt: str, text: str, places: list[int]) -> None:
+    words = vocabulary(family)
+    words.prefixes = PrefixCache()
+    prompt, text = without_control(family, prompt) or "x", without_control(family, text)
+    if without_control(family, prompt + text) != prompt + text:
+        return
+    context = DraftContext(words, render_text(words, prompt))
+    ids, data = list(context.ids), text.encode()
+    for piece in cut(data, places):
+        keep, new = context.append(piece)
+        ids[keep:] = new
+        assert ids == context.ids
+    assert ids == oracle(family, prompt + text)
+    assert context.byte_offset == len(data)
+
+
+@pytest.mark.parametrize("family", EXACT)
+@settings(max_examples=60)
+@given(prompt=TEXTS, text=TEXTS, places=PLACES, proposed=st.lists(st.integers(4, 90), max_size=5))
+@example(prompt="", text="a <think> b<think>", places=[3], proposed=[5])
+def test_after_every_round_the_draft_holds_the_committed_bytes(
+    family: str, prompt: str, text: str, places: list[int], proposed: list[int]
+) -> None:
+    words = vocabulary(family)
+    prompt, data = "x" + without_control(family, sayable(family, prompt)), sayable(family, text).encode()
+    context = DraftContext(words, render_text(words, prompt))
+    held, said = list(context.ids), prompt.encode()
+    for piece in cut(data, places):
+        held += proposed  # by the draft, right or wrong
+        keep, new = context.append(piece, proposed)
+        held[keep:] = new
+        said += piece
+        spelled = words.spell(held).removeprefix(b" ")
+        assert said.startswith(spelled)
+        # Less only the beginning of a character.
+        assert len(said) - len(spelled) <= 3
+        assert said[len(spelled) :].decode(errors="ignore") == ""
+    assert words.spell(held).removeprefix(b" ") == said
+
+
+@pytest.mark.parametrize(("draft", "target"), list(product(NAMES, NAMES)))
+@settings(max_examples=15)
+@given(text=TEXTS, start=st.integers(0, 100), count=st.integers(1, 16))
+def test_candidates_spell_what_the_draft_said(draft: str, target: str, text: str, start: int, count: int) -> None:
+    said = vocabulary(draft).pieces(text.encode()).ids
+    start %= len(said) + 1
+    data = vocabulary(draft).spell(said[start : start + count])  # may begin and end inside a character
+    words = vocabulary(target)
+    ids = candidates(words, data)
+    spelled = words.spell(ids)
+    assert data.startswith(spelled)
+    for id_ in ids:
+        assert words.tokens[id_], "a candidate has bytes: it is no control token and no padding"
+    if target in EXACT and sayable(target, text) == text:
+        assert len(data) - len(spelled) <= 3
+        assert len(spelled) == len(data) or data[len(spelled) :].decode(errors="ignore") == ""
+
+
+@pytest.mark.parametrize("family", NAMES)
+@settings(max_examples=60)
+@given(
+    texts=st.lists(st.tuples(MARKED_TEXTS, st.integers(0, 1000)), min_size=1, max_size=6),
+    times=st.integers(1, 40),
+)
+def test_a_prompt_that_goes_on_from_another_is_encoded_as_a_whole(
+    family: str, texts: list[tuple[str, int]], times: int
+) -> None:
+    words = vocabulary(family)
+    words.prefixes = PrefixCache()
+    text = ""
+    for more, share in texts:
+        # From its end, or from somewhere before, as requests with one system prompt do.
+        text = text[: len(text) * share // 500] + more * times
+        # Twice: the second time from what the first left.
+        for _ in range(2):
+            assert list(render_text(words, text).ids) == oracle(family, text)
+        # What is said to be settled is what any continuation begins with.
+        assert list(render_text(words, text + "xyz").ids) == oracle(family, text + "xyz")

@@ -1,0 +1,171 @@
+"""OpenVINO, by the same contract as every engine, and with the real models."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from bridge.errors import UnusableModel
+from services.engines.engine import Row
+from services.engines.openvino.engine import OpenVinoEngine
+from services.engines.openvino.export import export
+from services.store.resolve import resolve_openvino
+from tests.support.engine_contract import (
+    FAMILIES,
+    EngineContract,
+    check_that_every_mode_says_the_same,
+    expected,
+    family,
+    saved,
+)
+
+# The others have attention, or routing to experts, that OpenVINO has no operators for.
+EXPORTED = [name for name in FAMILIES if name not in ("gemma2", "gpt_oss", "phimoe")]
+
+
+@pytest.fixture(scope="module", params=EXPORTED)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    model, directory = family(request.param, tmp_path_factory)
+    export(directory, directory / "openvino", "full")
+    return model, OpenVinoEngine(directory / "openvino" / "model.xml", dtype="float32", threads=1, slot_count=3)
+
+
+class TestOpenVino(EngineContract):
+    """Over all families that can be exported."""
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_smaller_weights_are_close(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    model = saved(FAMILIES["llama"], tmp_path)
+    path = resolve_openvino(tmp_path, "tiny", weights)
+    engine = OpenVinoEngine(path, slot_count=1)
+    logits = engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])[0]
+    reference = expected(model, [1, 2, 3, 4])
+    assert engine.dtype == weights
+    assert np.linalg.norm(logits - reference) < (0.05 if weights == "int8" else 0.3) * np.linalg.norm(reference)
+    assert resolve_openvino(tmp_path, "tiny", weights, pytest.fail) == path
+
+
+def test_one_thread_goes_without_bfloat16(tmp_path: Path) -> None:
+    """In which OpenVINO crashes with one thread."""
+    model = saved(FAMILIES["llama"], tmp_path)
+    export(tmp_path, tmp_path / "openvino", "full")
+    path = tmp_path / "openvino" / "model.xml"
+    engine = OpenVinoEngine(path, threads=1, slot_count=1)
+    logits = engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])[0]
+    np.testing.assert_allclose(logits, expected(model, [1, 2, 3, 4]), atol=0.05)
+    assert engine.dtype == "float32"
+    for dtype in ("bfloat16", "float16"):
+        with pytest.raises(UnusableModel, match="--threads 2"):
+            OpenVinoEngine(path, dtype=dtype, threads=1)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not tie processes to cores")
+def test_a_process_that_may_use_one_core_goes_without_bfloat16_too(tmp_path: Path) -> None:
+    """In a process of its own, which would not live to tell."""
+    saved(FAMILIES["llama"], tmp_path)
+    export(tmp_path, tmp_path / "openvino", "full")
+    script = (
+        "import os, sys; from pathlib import Path; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from services.engines.openvino.engine import OpenVinoEngine, Row\n"
+        "engine = OpenVinoEngine(Path(sys.argv[1]), slot_count=1)\n"
+        "print(engine.forward([Row(0, 0, (1, 2, 3), 0)])[0].shape, engine.dtype)"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "openvino" / "model.xml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.split(maxsplit=2)[-1].strip() == "float32", done.stderr
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_attention_that_the_device_does_not_have_is_refused(family: str, tmp_path: Path) -> None:
+    saved(FAMILIES[family], tmp_path)
+    with pytest.raises(UnusableModel, match="use torch"):
+        export(tmp_path, tmp_path / "openvino", "full")
+
+
+@pytest.mark.parametrize(("device", "remedy"), [("npu", "use --device cpu or gpu"), ("gpu.7", "name one of them")])
+def test_a_device_that_cannot_be_used_is_refused(device: str, remedy: str, tmp_path: Path) -> None:
+    saved(FAMILIES["llama"], tmp_path)
+    export(tmp_path, tmp_path / "openvino", "full")
+    with pytest.raises(UnusableModel, match=remedy):
+        OpenVinoEngine(tmp_path / "openvino" / "model.xml", device=device)
+
+
+@pytest.mark.parametrize(("weights", "filled"), [("full", 4), ("int8", 1)])
+def test_a_forward_has_as_many_tokens_as_the_one_before_for_a_while(weights: str, filled: int, tmp_path: Path) -> None:
+    """In float32 those filled in change nothing."""
+    model = saved(FAMILIES["llama"], tmp_path)
+    export(tmp_path, tmp_path / "openvino", weights)
+    engine, sizes = sized(tmp_path / "openvino" / "model.xml")
+    ids: list[int] = []
+    for width in (1, 1, 5, *12 * (1,), 17, 5, 5, 5, 5, 5, 1):
+        news = tuple(1 + (len(ids) + place) % 7 for place in range(width))
+        [logits] = engine.forward([Row(1, len(ids), news, 0)])
+        ids += news
+        if weights == "full":
+            np.testing.assert_allclose(logits, expected(model, ids)[-width:], atol=1e-4)
+    behind = [5] * 12 if weights == "full" else [*4 * [5], *8 * [1]]
+    assert sizes == [1, 1, 5, *behind, 17, *filled * [17], *(6 - filled) * [5]]
+
+
+def test_what_a_sequence_gets_does_not_depend_on_those_before_it(tmp_path: Path) -> None:
+    """A forward is filled up only for the sequences that had the one before, and not behind their prompts."""
+    saved(FAMILIES["llama"], tmp_path)
+    export(tmp_path, tmp_path / "openvino", "full")
+    engine, sizes = sized(tmp_path / "openvino" / "model.xml")
+    engine.forward([Row(0, 0, (1, 2, 3, 4, 5), 0)])
+    engine.forward([Row(0, 3, (4,), 0)])  # of the last five, three were accepted
+    assert sizes[-2:] == [5, 5]
+    for rows in (
+        [Row(1, 5, (1,), 0)],  # another sequence
+        [Row(0, 1, (2, 3, 4), 2)],  # the rest of a prompt
+        [Row(0, 4, (5,), 0)],  # the first behind it
+        [Row(0, 5, (6, 7, 8), 0)],
+        [Row(0, 3, (4,), 0)],  # the same slot, whose cache another sequence has found
+        [Row(0, engine.context_length - 4, (1,) * 4, 0)],
+        [Row(0, engine.context_length - 1, (1,), 0)],  # no room
+    ):
+        engine.forward(rows)
+        assert sizes[-1] == len(rows[0].token_ids)
+    engine.forward([Row(0, 6, (1, 2, 3), 0), Row(1, 6, (1,), 0)])
+    engine.forward([Row(1, 7, (1,), 0), Row(0, 7, (1,), 0)])
+    assert sizes[-2:] == [4, 4]
+    engine.forward([Row(0, 8, (1,), 0), Row(1, 8, (1, 2, 3), 2)])  # a prompt beside it
+    engine.forward([Row(0, 9, (1,), 0)])
+    assert sizes[-2:] == [4, 1]
+    engine.forward([Row(0, 8, (1,), 0)])  # the other has ended
+    engine.forward([Row(1, 8, (1,), 0), Row(0, 9, (1,), 0)])
+    assert sizes[-2:] == [1, 2]
+
+
+def sized(path: Path) -> tuple[OpenVinoEngine, list[int]]:
+    """An engine, and of each forward how many tokens it had."""
+    engine = OpenVinoEngine(path, dtype="float32", threads=1, slot_count=2)
+    request, sizes = engine._request, []
+
+    def infer(inputs: dict, **options: bool) -> None:
+        sizes.append(len(inputs["token_ids"]))
+        request.infer(inputs, **options)
+
+    engine._request = SimpleNamespace(infer=infer, get_output_tensor=request.get_output_tensor)
+    return engine, sizes
+
+
+def test_memory_is_a_budget(tmp_path: Path) -> None:
+    saved(FAMILIES["llama"], tmp_path)
+    export(tmp_path, tmp_path / "openvino", "full")
+    path = tmp_path / "openvino" / "model.xml"
+    token_bytes = OpenVinoEngine(path, slot_count=3).cache_byte_count // 3 // 256
+    with pytest.raises(UnusableModel, match="--kv-memory"):
+        OpenVinoEngine(path, slot_count=3, cache_byte_limit=3 * 255 * token_bytes)
+
+
+@pytest.mark.models
+def test_the_real_pair_says_the_same_in_every_mode() -> None:
+    """In float32 no width moves a logit by more than a hair."""
+    check_that_every_mode_says_the_same("openvino", target_options=("--dtype", "float32", "--weights", "full"))

@@ -1,0 +1,124 @@
+"""The self-test that an engine passes before it is served: right engines do, in any dtype, and broken ones do not."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from bridge.errors import UnusableModel
+from bridge.sampling.sampler import Logits
+from services.engines.engine import Row
+from services.engines.selftest import Proof
+from services.engines.torch import cache as torch_cache
+from services.engines.torch.engine import TorchEngine
+from services.engines.torch.model import load_model
+from tests.support.engine_contract import LLAMA_LIKE, saved
+
+DTYPES = ("float32", "bfloat16")
+# Weights so large that it matters what is attended to, as in a trained model.
+CONFIG = transformers.MistralConfig(**LLAMA_LIKE, initializer_range=0.3, sliding_window=6)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("proof")
+    saved(CONFIG, path)
+    return path
+
+
+def _mask(change: Callable[[torch.Tensor, Row], Any]) -> Any:
+    own = torch_cache.RaggedBatch._mask
+
+    def changed(self: Any, index: int, *others: Any) -> torch.Tensor | None:
+        mask = own(self, index, *others)
+        if mask is not None:
+            mask = mask.clone()
+            change(mask, self._rows[index])
+        return mask
+
+    return torch_cache.RaggedBatch, "_mask", changed
+
+
+def _scoring(change: Callable[[Any], Any]) -> Any:
+    own = torch_cache.RaggedBatch.attend
+
+    def changed(self: Any, layer: int, query: Any, key: Any, value: Any, scoring: Any) -> torch.Tensor:
+        return own(self, layer, query, key, value, change(scoring))
+
+    return torch_cache.RaggedBatch, "attend", changed
+
+
+def _keep(more: int) -> Any:
+    own = TorchEngine.forward
+
+    def changed(self: Any, rows: Sequence[Row]) -> list[Logits]:
+        # Only after a rejected token: row 0, the second time.
+        return own(self, [replace(row, keep=row.keep + more) if row.slot == 0 and row.keep else row for row in rows])
+
+    return TorchEngine, "forward", changed
+
+
+def _positions(change: Callable[[int], int]) -> Any:
+    own = TorchEngine._tensors
+
+    def changed(self: Any, ids: list[int], positions: list[int], wanted: list[int]) -> list[torch.Tensor]:
+        return own(self, ids, [change(position) for position in positions], wanted)
+
+    return TorchEngine, "_tensors", changed
+
+
+def _copy(source_of: Callable[[int], int]) -> Any:
+    own = TorchEngine.copy
+
+    def changed(self: Any, source: int, target: int, token_count: int) -> None:
+        # What was in the slot before.
+        self.forward([Row(target, 0, tuple(range(1, 1 + token_count)), token_count)])
+        if source_of(token_count):
+            own(self, source, target, source_of(token_count))
+
+    return TorchEngine, "copy", changed
+
+
+MUTANTS = {
+    "later tokens are seen": _mask(lambda mask, row: mask.zero_()),
+    "the last cached token is not seen": _mask(
+        lambda mask, row: mask[:, : -len(row.token_ids)][:, -1:].fill_(-torch.inf)
+    ),
+    "no window": _scoring(lambda scoring: replace(scoring, window=0)),
+    "a window of one more": _scoring(lambda scoring: replace(scoring, window=scoring.window + 1)),
+    "scores a fifth too large": _scoring(lambda scoring: replace(scoring, scaling=1.2 * scoring.scaling)),
+    "a rejected token stays": _keep(1),
+    "one token too few is kept": _keep(-1),
+    "positions from the cache on are one too high": _positions(lambda position: position + (position > 7)),
+    "no positions": _positions(lambda position: 0),
+    "a copied slot lacks a token": _copy(lambda token_count: token_count - 1),
+    "nothing is copied": _copy(lambda token_count: 0),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_right_engine_is_far_from_refused(directory: Path, dtype: str) -> None:
+    """Also at half the tolerance."""
+    proof = Proof.of(load_model(directory, getattr(torch, dtype)).eval())
+    replace(proof, tolerance=proof.tolerance / 2).check(TorchEngine(directory, dtype=dtype, slot_count=2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_broken_engine_is_refused(directory: Path, dtype: str, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*MUTANTS[mutant])
+    with pytest.raises(UnusableModel, match="logits differ"):
+        TorchEngine(directory, dtype=dtype, slot_count=2)
+
+
+def test_a_proof_leaves_the_model_as_it_was(directory: Path) -> None:
+    model = load_model(directory, torch.bfloat16).eval()
+    first, second = Proof.of(model), Proof.of(model)
+    assert first.texts == second.texts
+    assert first.tolerance == second.tolerance
+    assert (first.expected == second.expected).all()
+    assert not any(part._forward_hooks for part in model.modules())

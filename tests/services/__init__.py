@@ -1,0 +1,1 @@
+"""Tests of servers, streams, the sandbox, the store and the command."""

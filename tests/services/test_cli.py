@@ -1,0 +1,333 @@
+"""The command as a user meets it: what it prints, how it refuses, what it leaves behind."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from draftbridge import Client
+from services import launch
+from services.cli.app import app
+from services.cli.processes import READY, Fleet, StopSignals
+from services.launch import Dtype, EngineName, ModelServerConfig, Weights, fastest_engine
+from services.store import resolve as store
+
+COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version"]
+
+
+def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        env=os.environ | environment,
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The message of a command that failed as it should: no stack trace, not a zero status."""
+    said = done.stdout + done.stderr
+    assert done.returncode not in (0, -signal.SIGSEGV), said
+    assert "Traceback" not in said
+    return " ".join(said.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help(name: str) -> None:
+    result = CliRunner().invoke(app, [name, "--help"])
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_version() -> None:
+    assert command("version").stdout.strip() == "0.1.0"
+
+
+def test_generate_streams_text_and_json(tiny_fleet: Fleet) -> None:
+    done = command("generate", "The quick", "--server", tiny_fleet.bridge, "--max-tokens", "12")
+    assert done.returncode == 0, done.stderr
+    assert "12 tokens in" in done.stderr
+    done_json = command("generate", "The quick", "--server", tiny_fleet.bridge, "--max-tokens", "12", "--json")
+    events = [json.loads(line) for line in done_json.stdout.splitlines()]
+    assert [event["event"] for event in events][:1] == ["started"]
+    assert events[-1]["event"] == "finished"
+    assert "".join(event["text"] for event in events if event["event"] == "delta") + "\n" == done.stdout
+    assert events[-1]["usage"]["generated_token_count"] == 12
+
+
+def test_generate_takes_a_chat_and_all_its_options(tiny_fleet: Fleet) -> None:
+    done = command(
+        "generate", "hello", "--chat", "--server", tiny_fleet.bridge, "--max-tokens", "8", "--temperature", "0.8",
+        "--top-p", "0.9", "--top-k", "20", "--seed", "5", "--stop", "zzz", "--speculation", "lockstep",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_models_lists_what_is_there(tiny_fleet: Fleet) -> None:
+    done = command("models", "--server", tiny_fleet.bridge, COLUMNS="200")
+    assert "tiny-target" in done.stdout
+    assert "tiny-draft" in done.stdout
+    assert "gemma-3-270m" in done.stderr
+
+
+TEXT = "The quick\tbrown 東京 🎉\n"
+
+
+def test_translate_shows_two_segmentations_aligned(tiny_models: tuple[Path, Path]) -> None:
+    target, draft = (str(path) for path in tiny_models)
+    done = command("translate", "--from", target, "--to", draft, TEXT, COLUMNS="60", NO_COLOR="1")
+    assert done.returncode == 0, done.stderr
+    rows = [line[4:] for line in done.stdout.splitlines() if "│" in line]
+    assert len(rows) % 2 == 0
+    for above, below in zip(rows[::2], rows[1::2], strict=True):
+        # What differs is only where a token ends.
+        assert above.replace("│", " ").rstrip() == below.replace("│", " ").rstrip()
+        assert len(above) <= 60
+    assert f"{len(TEXT.encode())} bytes" in done.stdout
+    assert done.stdout.count("tokens") == 2
+
+
+def test_translate_as_json_is_the_same_with_a_bridge_and_without(
+    tiny_fleet: Fleet, tiny_models: tuple[Path, Path]
+) -> None:
+    target, draft = tiny_models
+    local = command("translate", "--from", str(target / "tokenizer.json"), "--to", str(draft), "--json", TEXT)
+    asked = command(
+        "translate", "--from", target.name, "--to", draft.name, "--server", tiny_fleet.bridge, "--json", TEXT
+    )
+    assert local.stdout == asked.stdout
+    for tokens in json.loads(local.stdout).values():
+        assert b"".join(bytes.fromhex(token["bytes"]) for token in tokens) == TEXT.encode()
+
+
+def test_wrong_translations_are_refused(tiny_fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for arguments, said in (
+        (("--from", "nowhere", "--to", "tiny-draft", "--server", tiny_fleet.bridge, "x"), "no model 'nowhere'"),
+        (("--from", str(tmp_path / "tokenizer.json"), "x"), "cannot read this as a tokenizer.json"),
+        (("--from", str(tmp_path / "none.json"), "x"), "there is no model at"),
+    ):
+        assert said in refused(command("translate", *arguments))
+
+
+def test_wrong_generations_are_refused(tiny_fleet: Fleet) -> None:
+    at = ("--server", tiny_fleet.bridge)
+    assert "nothing to continue" in refused(command("generate", "", *at))
+    assert "256" in refused(command("generate", "a b " * 300, *at))
+    assert "does not fit" in refused(command("generate", "x", "--max-tokens", "1000", *at))
+    assert "sampling.top_p must be" in refused(command("generate", "x", "--top-p", "7", *at))
+    assert "opportunistic" in refused(command("generate", "x", "--speculation", "no", *at))
+    assert "is no bridge" in refused(command("generate", "x", "--server", tiny_fleet.target))
+    assert "--max-tokens" in refused(command("generate", "x", "--max-tokens", "-3", *at))
+    assert "HOST:PORT" in refused(command("generate", "x", "--server", ""))
+    assert "valid Unicode" in refused(
+        subprocess.run(
+            [sys.executable.encode(), b"-m", b"services.cli", b"generate", b"\xff\xfe", b"--server", at[1].encode()],
+            capture_output=True, text=True, timeout=60, check=False,
+        )
+    )  # fmt: skip
+
+
+def test_nobody_there_is_said_so() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+    assert "nothing answers at" in refused(command("generate", "x", "--server", address))
+    assert "nothing answers at" in refused(command("models", "--server", address))
+    message = refused(command("bridge", "--target", address, "--connect-timeout", "0.3", "--listen", "127.0.0.1:0"))
+    assert f"nothing usable answers at {address}" in message
+
+
+def test_a_bridge_refuses_a_server_in_the_wrong_role(tiny_fleet: Fleet) -> None:
+    message = refused(command("bridge", "--target", tiny_fleet.draft, "--listen", "127.0.0.1:0"))
+    assert "--role target" in message
+    message = refused(command("bridge", "--target", tiny_fleet.target, "--draft", "nowhere"))
+    assert "HOST:PORT" in message
+
+
+def test_a_taken_port_is_said_so(tiny_fleet: Fleet, tiny_models: tuple[Path, Path]) -> None:
+    message = refused(command("bridge", "--target", tiny_fleet.target, "--listen", tiny_fleet.draft))
+    assert f"{tiny_fleet.draft} cannot be listened on" in message
+    message = refused(command("serve", str(tiny_models[0]), "--listen", tiny_fleet.draft))
+    assert f"{tiny_fleet.draft} cannot be listened on" in message
+    assert "HOST:PORT" in refused(command("bridge", "--target", tiny_fleet.target, "--listen", "nonsense"))
+
+
+def test_what_is_no_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
+    cache = {"DRAFTBRIDGE_CACHE": str(tmp_path / "cache")}
+    assert "gemma-3-270m" in refused(command("pull", "/nowhere/at/all", **cache))
+    assert "gemma-3-270m" in refused(command("serve", "nobody/nothing", **cache))
+    (tmp_path / "empty").mkdir()
+    assert "config.json, tokenizer.json, *.safetensors" in refused(command("pull", str(tmp_path / "empty"), **cache))
+    text = tmp_path / "notes.txt"
+    text.write_text("not a model")
+    assert "is no GGUF file" in refused(command("pull", str(text), **cache))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(64))
+    assert "could not be converted" in refused(command("serve", str(broken), **cache))
+    assert "--role must be one of" in refused(command("serve", str(tiny_models[0]), "--role", "king"))
+    assert "--dtype must be one of" in refused(command("serve", str(tiny_models[0]), "--dtype", "int3"))
+    assert "--device cpu" in refused(command("serve", str(tiny_models[0]), "--device", "cuda:77"))
+
+
+def test_a_damaged_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
+    def damaged(name: str, content: bytes) -> str:
+        place = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(tiny_models[0], place)
+        (place / name).write_bytes(content)
+        return str(place)
+
+    config = (tiny_models[0] / "config.json").read_bytes()
+    weights = (tiny_models[0] / "model.safetensors").read_bytes()
+    at = ("--listen", "127.0.0.1:0")
+    for model in (
+        damaged("config.json", b"{nope"),
+        damaged("config.json", config.replace(b'"llama"', b'"zebra"')),
+        damaged("config.json", config.replace(b'"hidden_size": 32', b'"hidden_size": 48')),
+        damaged("model.safetensors", weights[: len(weights) // 2]),
+    ):
+        assert "cannot be loaded" in (said := refused(command("serve", model, *at))) or "is no JSON" in said
+    assert "tokenizer.json" in refused(command("serve", damaged("tokenizer.json", b"{}"), *at))
+
+
+def test_a_cache_that_cannot_be_is_said_so(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert "DRAFTBRIDGE_CACHE" in refused(command("pull", "gemma-3-270m", DRAFTBRIDGE_CACHE=str(file)))
+    (tmp_path / "models" / "gemma-3-270m").mkdir(parents=True)
+    assert "delete it" in refused(command("pull", "gemma-3-270m", DRAFTBRIDGE_CACHE=str(tmp_path)))
+
+
+def test_a_directory_is_a_model_as_it_is(tiny_models: tuple[Path, Path]) -> None:
+    assert command("pull", str(tiny_models[0])).stdout.strip() == str(tiny_models[0])
+
+
+def test_a_download_with_a_broken_checksum_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(store, "_fetch", lambda model, scratch, gguf: gguf.write_bytes(b"GGUF and then some"))
+    with pytest.raises(store.ChecksumMismatch, match="run the same command again") as caught:
+        store.resolve("gemma-3-270m")
+    assert caught.value.metadata["expected"] == store.BUILT_IN["gemma-3-270m"].sha256
+    assert not list((tmp_path / "models").iterdir()), "nothing of it stays behind"
+
+
+@pytest.fixture
+def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """`draftbridge up` on tiny models, ready, and its children."""
+    target, draft = (str(path) for path in tiny_models)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.cli", "up", "--target", target, "--draft", draft, "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    reader = threading.Thread(target=process.stderr.read, daemon=True)
+    reader.start()
+    for line in process.stdout:
+        if READY in line:
+            break
+    yield process, psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    reader.join()
+    process.stdout.close()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_up_leaves_nothing_behind(
+    up: tuple[subprocess.Popen[str], list[psutil.Process]], signal_: signal.Signals
+) -> None:
+    process, children = up
+    assert len(children) == 3
+    process.send_signal(signal_)
+    process.wait(30)
+    if signal_ is not signal.SIGKILL:
+        assert process.returncode == 0
+    # Killed outright, it cannot stop them; they see their standard input end.
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], "children outlived their parent"
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
+def test_up_is_stopped_while_it_starts(tiny_models: tuple[Path, Path], signal_: signal.Signals) -> None:
+    models = [
+        word for role, path in zip(("--target", "--draft"), tiny_models, strict=True) for word in (role, str(path))
+    ]
+    command = [sys.executable, "-m", "services.cli", "up", *models, "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        while not (children := psutil.Process(process.pid).children()):
+            assert process.poll() is None
+        process.send_signal(signal_)
+        assert process.wait(30) == 0
+    assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_whose_exception_is_lost_is_still_known() -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        stop = StopSignals()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+        stop.asked = False
+        Interrupted()  # the exception goes no further than the destructor
+        assert stop.asked
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def test_the_fastest_engine_is_one_that_is_installed_and_runs_the_model(
+    tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = {"llama_cpp", "openvino", "nncf"}
+    monkeypatch.setattr(launch, "find_spec", lambda name: name in installed or None)
+    directory = ModelServerConfig(str(tiny_models[0]), device="cpu")
+    built_in = ModelServerConfig("gemma-3-270m", device="cpu")
+    assert fastest_engine(built_in) is EngineName.LLAMACPP
+    assert fastest_engine(directory) is EngineName.OPENVINO
+    assert fastest_engine(replace(built_in, dtype=Dtype.FLOAT32)) is EngineName.OPENVINO
+    assert fastest_engine(replace(built_in, weights=Weights.INT8)) is EngineName.TORCH
+    assert fastest_engine(replace(built_in, compiled=True)) is EngineName.TORCH
+    assert fastest_engine(replace(built_in, device="cuda")) is EngineName.TORCH
+    installed.clear()
+    assert fastest_engine(built_in) is EngineName.TORCH
+
+
+def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "suffix"]
+    command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        said = ""
+        for line in process.stdout:
+            said += line
+            if READY in line:
+                break
+        assert "draft   suffix at " in said
+        with Client(said.split(READY)[1].strip()) as client:
+            assert client.generate("The quick", max_tokens=5).started.draft == "suffix"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0

@@ -1,0 +1,101 @@
+"""Drafts that die, hang or break the contract change nothing."""
+
+import asyncio
+
+import pytest
+
+from bridge.errors import Unreachable
+from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.ports import Proposal, Sync
+from bridge.request import Request
+from bridge.sampling.sampler import SamplingParameters
+from tests.support import tiny
+from tests.support.alone import PROMPT, QueuedDrafter, answer, oracle
+
+
+class DyingDrafter(QueuedDrafter):
+    """Proposes nonsense, and dies at a given epoch, as a killed service does."""
+
+    def __init__(self, dies_at: int, error: Exception) -> None:
+        super().__init__()
+        self._dies_at = dies_at
+        self._error = error
+
+    async def sync(self, sync: Sync) -> None:
+        nonsense = Proposal(sync.epoch, (70, 71, 72)[: sync.credit], (0.5, 0.5, 0.5)[: sync.credit], done=True)
+        self.queue.put_nowait(self._error if sync.epoch >= self._dies_at else nonsense)
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+@pytest.mark.parametrize("dies_at", [1, 2, 5])
+@pytest.mark.parametrize("error", [Unreachable("host:1", "gone"), ValueError("a bug of ours")])
+async def test_a_draft_that_dies_changes_nothing(mode: Mode, dies_at: int, error: Exception) -> None:
+    target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
+    engine = tiny.HashEngine(target)
+    expected = oracle(target, engine, 1.0, 40)
+    request = Request(
+        PROMPT,
+        sampling=SamplingParameters(temperature=1.0),
+        seed=0,
+        max_tokens=40,
+        speculation=SpeculationParameters(mode),
+    )
+    async with asyncio.timeout(10):  # a target that waited for the dead draft would take longer
+        _, ids, finished = await answer(target, engine, DyingDrafter(dies_at, error), draft, request, 1.0)
+    assert ids == expected
+    assert ("a bug in the bridge" if type(error) is ValueError else "SERVICE_UNREACHABLE") in finished.statistics.note
+
+
+class HangingDrafter(QueuedDrafter):
+    """Takes everything and says nothing, as a stopped process does."""
+
+    async def sync(self, sync: Sync) -> None:
+        pass
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+async def test_a_draft_that_hangs_is_waited_for_once(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.planning.planner._LOCKSTEP_PATIENCE_NS", 2e8)
+    target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
+    engine = tiny.HashEngine(target)
+    request = Request(PROMPT, max_tokens=40, speculation=SpeculationParameters(mode))
+    async with asyncio.timeout(3):
+        _, ids, finished = await answer(target, engine, HangingDrafter(), draft, request, 0.0)
+    assert ids == oracle(target, engine, 0.0, 40)
+    assert ("no longer waits" in finished.statistics.note) == (mode is Mode.LOCKSTEP)
+
+
+class StrangeDrafter(QueuedDrafter):
+    """Breaks the contract in a way of its own: says what nobody asked for, or cannot even be told."""
+
+    def __init__(self, proposals: list[Proposal], error: Exception | None = None) -> None:
+        super().__init__()
+        self._error = error
+        for proposal in proposals:
+            self.queue.put_nowait(proposal)
+
+    async def sync(self, sync: Sync) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        StrangeDrafter([Proposal(1, (50, 60), ())]),  # does not say how sure it is
+        StrangeDrafter([Proposal(1, (50, 60), (0.5,))]),
+        StrangeDrafter([Proposal(1, (10_000_000,), (0.5,)), Proposal(99, (5,), (0.5,))]),
+        StrangeDrafter([], RuntimeError("a bug of ours")),
+    ],
+)
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+async def test_a_strange_draft_changes_nothing(
+    drafter: StrangeDrafter, mode: Mode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bridge.planning.planner._LOCKSTEP_PATIENCE_NS", 2e8)
+    target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
+    engine = tiny.HashEngine(target)
+    request = Request(PROMPT, max_tokens=30, speculation=SpeculationParameters(mode))
+    async with asyncio.timeout(3):
+        _, ids, _ = await answer(target, engine, drafter, draft, request, 0.0)
+    assert ids == oracle(target, engine, 0.0, 30)

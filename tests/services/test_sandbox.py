@@ -1,0 +1,377 @@
+"""Chat templates from model servers run in processes with limits: what they ask for too much of, nobody pays for."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.errors import DraftBridgeError, SandboxBusy, TemplateLimitExceeded, UnusableModel
+from bridge.text.chat import Chat, Message, end_of_turn, render_chat
+from draftbridge import Client
+from draftbridge.errors import read_report
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
+from services.cli.processes import Fleet, fleet, launched, serve
+from services.sandbox.jinja import run_template
+from services.sandbox.templates import TIME_LIMIT_SECONDS, TemplateSandbox
+from tests.conftest import CHAT_TEMPLATE
+from tests.support import tiny
+from tests.support.waiting import eventually
+
+Workers = Callable[[], list[psutil.Process]]
+
+MARKS = "\ufdd0\ufdd1"
+VARIABLES = {"messages": [{"role": "user", "content": "hello"}], "bos_token": "<s>"}
+
+MEMORY_BOMBS = {
+    "times": "{{ ('a' * 100000) * 100000 }}",
+    "times of a long text": "{{ messages[0].content * 1000000000 }}",
+    "ljust": "{{ 'x'.ljust(10 ** 9) | length }}",
+    "center": "{{ 'x'.center(10 ** 9) | length }}",
+    "center, the filter": "{{ 'x' | center(1000000000) | length }}",
+    "percent": "{{ ('%1000000000d' % 1) | length }}",
+    "tilde": "{% set text = namespace(s='aaaaaaaaaa') %}"
+    "{% for i in range(27) %}{% set text.s = text.s ~ text.s %}{% endfor %}{{ text.s | length }}",
+    "tojson": "{{ messages | tojson(indent=1000000000) | length }}",
+}
+TIME_BOMBS = {
+    "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops over texts": "{% for a in 'x' * 99999 %}{% for b in 'x' * 99999 %}{% endfor %}{% endfor %}",
+    # The interpreter lets no other thread run until it has the number.
+    "power": "{{ (messages | length + 8) ** 999999999 % 7 }}",
+    "lipsum": "{{ lipsum(n=10000000) | length }}",
+}
+TEXT_BOMBS = {
+    "100 MB in pieces": "{% for i in range(100) %}{{ 'x' * 1000000 }}{% endfor %}",
+    "100 MB at once": "{{ messages[0].content * 20000000 }}",
+    "to be shielded": "{% for i in range(100) %}{{ ('x' * 1000000) | tojson | length }}{% endfor %}",
+}
+
+# As templates of the hub are written.
+TEMPLATES = {
+    "chat": CHAT_TEMPLATE,
+    "trimmed": "{% for m in messages %}{{ m.role | upper }}: {{ m.content | trim }}{{ m.content[1:3] }}\n{% endfor %}",
+    "tools": "{% for m in messages %}{{ m | tojson }}{{ m | tojson(indent=2, ensure_ascii=True) }}{% endfor %}",
+    "json that is cut": "{% set out = messages | tojson %}{{ out[:-1] ~ ', \"id\": ' ~ messages | length ~ out[-1:] }}",
+    "macros": "{% macro say(m) %}<{{ m.content | replace('a', 'b') }}>{% endmacro %}"
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% if m.content is none %}{% continue %}{% endif %}"
+    "{{ say(m) }}{% set ns.n = ns.n + m.content | length %}{% endfor %}{{ ns.n }}",
+    "refusing": "{% if messages | length > 1 %}{{ raise_exception('not ' ~ messages[0].content) }}{% endif %}",
+    "broken": "{{ messages[0].content + 1 }}",
+    "surrogate": "{{ messages[0].content }}{{ '\\ud800' }}",
+}
+
+ANY_TEXT = st.text(st.one_of(st.characters(), st.characters(categories=["Cs"]), st.sampled_from("<>a" + MARKS)))
+ANY_VALUE = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), ANY_TEXT),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(ANY_TEXT, inner, max_size=3)),
+    max_leaves=5,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": ANY_TEXT, "content": ANY_TEXT}, optional={"tool_calls": ANY_VALUE}), max_size=3
+)
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[TemplateSandbox]:
+    """One for all tests that leave it as it was."""
+    with closing(TemplateSandbox()) as sandbox:
+        yield sandbox
+
+
+def shield(text: str) -> str:
+    """Sets a mark wherever a control token may begin."""
+    return text.replace("<", "<" + MARKS[0])
+
+
+def run(sandbox: Callable[..., str], template: str, variables: Any = VARIABLES) -> str:
+    return sandbox(template, variables, MARKS, shield)
+
+
+def outcome(runner: Callable[..., str], template: str, variables: Any) -> tuple[type, str]:
+    try:
+        return str, run(runner, template, variables)
+    except DraftBridgeError as error:
+        return type(error), str(error)
+
+
+@pytest.fixture
+def workers() -> Workers:
+    """The processes that this one has started since the test began and that still run."""
+    children = psutil.Process().children
+    before = children()
+    return lambda: [one for one in children() if one not in before and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
+@given(messages=MESSAGES, bos=ANY_TEXT)
+def test_a_template_writes_the_same_in_the_sandbox(
+    sandbox: TemplateSandbox, template: str, messages: list[dict[str, Any]], bos: str
+) -> None:
+    variables = {"messages": messages, "bos_token": bos, "add_generation_prompt": True}
+    assert outcome(sandbox, template, variables) == outcome(run_template, template, variables)
+
+
+@pytest.mark.parametrize("kind", tiny.EXACT_KINDS)
+@given(
+    contents=st.lists(
+        st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("<eos>turn"))),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_a_chat_has_the_same_ids_from_the_sandbox(sandbox: TemplateSandbox, kind: str, contents: list[str]) -> None:
+    chat = Chat(tuple(Message("user", content, {"calls": [content]}) for content in contents))
+    template = CHAT_TEMPLATE + "{{ messages | tojson }}"
+    outside = tiny.model(kind, chat_template=template)
+    inside = replace(outside, run_template=sandbox)
+    assert render_chat(inside, chat).ids == render_chat(outside, chat).ids
+    assert end_of_turn(inside) == 2
+
+
+@pytest.mark.parametrize("template", MEMORY_BOMBS.values(), ids=MEMORY_BOMBS)
+def test_a_template_that_would_fill_the_memory_is_stopped(sandbox: TemplateSandbox, template: str) -> None:
+    with pytest.raises(TemplateLimitExceeded, match=r"512 MiB of memory.*mend the template.*send a prompt") as caught:
+        run(sandbox, template)
+    assert caught.value.metadata["limit"] == "memory"
+
+
+@pytest.mark.parametrize("template", TIME_BOMBS.values(), ids=TIME_BOMBS)
+def test_a_template_that_would_run_forever_is_stopped(template: str) -> None:
+    with closing(TemplateSandbox(time_limit=0.5)) as sandbox:
+        started = monotonic()
+        with pytest.raises(TemplateLimitExceeded, match=r"more than 0\.5 s.*mend the template") as caught:
+            run(sandbox, template)
+        assert caught.value.metadata["limit"] == "time"
+        assert monotonic() - started < 10
+
+
+@pytest.mark.parametrize("template", TEXT_BOMBS.values(), ids=TEXT_BOMBS)
+def test_a_template_that_writes_too_much_is_stopped(sandbox: TemplateSandbox, template: str) -> None:
+    with pytest.raises(TemplateLimitExceeded, match="8000000 characters") as caught:
+        run(sandbox, template)
+    assert caught.value.metadata["limit"] == "text"
+
+
+@pytest.mark.parametrize("template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% nothing %}"])
+def test_a_template_that_fails_fails_there_as_it_does_here(sandbox: TemplateSandbox, template: str) -> None:
+    with pytest.raises(UnusableModel, match="chat template failed"):
+        run(sandbox, template)
+
+
+def test_json_of_values_in_the_template_has_the_marks_of_this_chat(sandbox: TemplateSandbox) -> None:
+    template = "{{ {'a': '<b>'} | tojson }}"
+    for mark in "12":
+        assert sandbox(template, VARIABLES, mark, lambda text, mark=mark: mark + text) == mark + '{"a": "<b>"}'
+
+
+def test_the_next_chat_works_after_every_limit(sandbox: TemplateSandbox) -> None:
+    """All in one template, so that one process after the other has to take its turn."""
+    cases = {**MEMORY_BOMBS, "loops": TIME_BOMBS["loops in loops"], **TEXT_BOMBS}
+    template = "{{ bos_token }}" + "".join(
+        f"{{% if name == '{name}' %}}{bomb}{{% endif %}}" for name, bomb in cases.items()
+    )
+    with closing(TemplateSandbox(time_limit=1.0)) as sandbox:
+        for name in cases:
+            with pytest.raises(TemplateLimitExceeded):
+                run(sandbox, template, VARIABLES | {"name": name})
+            assert run(sandbox, template, VARIABLES | {"name": ""}) == "<s>"
+
+
+def test_a_process_that_is_killed_is_replaced_also_in_the_middle(workers: Workers) -> None:
+    template, kills = "{{ messages | tojson }}", 0
+
+    def kill_and_shield(text: str) -> str:
+        nonlocal kills
+        if kills:
+            kills -= 1
+            (process,) = workers()
+            process.kill()
+        return text
+
+    with closing(TemplateSandbox()) as sandbox:
+        expected = sandbox(template, VARIABLES, "", kill_and_shield)
+        (process,) = workers()
+        process.kill()
+        assert sandbox(template, VARIABLES, "", kill_and_shield) == expected
+        kills = 1
+        assert sandbox(template, VARIABLES, "", kill_and_shield) == expected
+        kills = 2
+        with pytest.raises(UnusableModel, match="its process ended with status -9"):
+            sandbox(template, VARIABLES, "", kill_and_shield)
+        assert sandbox(template, VARIABLES, "", kill_and_shield) == expected
+        assert len(workers()) == 1
+    assert workers() == []
+
+
+def test_what_goes_wrong_with_shielding_is_not_the_templates_fault(sandbox: TemplateSandbox) -> None:
+    def fail(text: str) -> str:
+        raise RuntimeError("ours")
+
+    template = "{{ messages | tojson }}"
+    with pytest.raises(RuntimeError, match="ours"):
+        sandbox(template, VARIABLES, "", fail)
+    assert sandbox(template, VARIABLES, "", str.upper) == '[{"ROLE": "USER", "CONTENT": "HELLO"}]'
+
+
+def test_a_template_that_hangs_delays_no_other(workers: Workers) -> None:
+    hanging, other = TIME_BOMBS["loops in loops"], "{{ bos_token }}"
+    with closing(TemplateSandbox(time_limit=4.0)) as sandbox, ThreadPoolExecutor() as threads:
+        assert run(sandbox, other) == "<s>"
+        hung = threads.submit(run, sandbox, hanging)
+        eventually(lambda: len(workers()) == 2)
+        assert run(sandbox, other) == "<s>"
+        assert not hung.done()
+        assert isinstance(hung.exception(), TemplateLimitExceeded)
+
+
+def test_a_template_that_hung_before_keeps_no_second_chat_waiting() -> None:
+    template = "{% if hang %}" + TIME_BOMBS["loops in loops"] + "{% endif %}{{ [bos_token] | tojson }}"
+    shielding, go_on = threading.Event(), threading.Event()
+
+    def wait_and_shield(text: str) -> str:
+        shielding.set()
+        assert go_on.wait(10)
+        return text
+
+    with closing(TemplateSandbox(time_limit=2.0)) as sandbox, ThreadPoolExecutor() as threads:
+        with pytest.raises(TemplateLimitExceeded):
+            run(sandbox, template, VARIABLES | {"hang": True})
+        running = threads.submit(sandbox, template, VARIABLES, "", wait_and_shield)
+        assert shielding.wait(10)
+        with pytest.raises(SandboxBusy, match=r"running for other chats.*try again") as caught:
+            run(sandbox, template)
+        assert caught.value.metadata["retry_seconds"]
+        go_on.set()
+        assert running.result() == '["<s>"]'
+        # It did not hang this time, so that chats wait for one another again.
+        assert list(threads.map(lambda _: sandbox(template, VARIABLES, "", str), range(8))) == ['["<s>"]'] * 8
+
+
+def test_a_sandbox_that_is_closed_stops_what_is_running(workers: Workers) -> None:
+    with ThreadPoolExecutor() as threads:
+        with closing(TemplateSandbox(time_limit=60.0)) as sandbox:
+            hung = threads.submit(run, sandbox, TIME_BOMBS["loops in loops"])
+            eventually(lambda: any(one.cpu_times().user > 0.5 for one in workers()))
+        assert isinstance(hung.exception(10), SandboxBusy)
+        assert workers() == []
+        with pytest.raises(SandboxBusy, match="stopping"):
+            run(sandbox, "x")
+
+
+def test_a_process_of_the_sandbox_gets_none_of_the_environments_secrets(
+    monkeypatch: pytest.MonkeyPatch, workers: Workers
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    with closing(TemplateSandbox()) as sandbox:
+        assert run(sandbox, "{{ bos_token }}") == "<s>"
+        (process,) = workers()
+        environment = process.environ()
+    assert environment["TZ"] == "Asia/Tokyo"
+    assert environment.keys() <= {"TZ", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "RAYON_NUM_THREADS", "LC_CTYPE"}
+
+
+BOMBS = {
+    "memory": MEMORY_BOMBS["times"],
+    "ljust": MEMORY_BOMBS["ljust"],
+    "time": TIME_BOMBS["loops over texts"],
+    "text": TEXT_BOMBS["100 MB in pieces"],
+    "surrogate": TEMPLATES["surrogate"],
+}
+
+
+def served_with(template: str, model: Path, directory: Path) -> str:
+    """A copy of the model with another chat template."""
+    shutil.copytree(model, directory)
+    file = directory / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def hostile(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Target and draft whose templates are bombs, each of which goes off at its name."""
+    target, draft = tiny_models
+    root = tmp_path_factory.mktemp("hostile")
+    bombs = "".join(f"{{% if messages[0].content == '{name}' %}}{bomb}{{% endif %}}" for name, bomb in BOMBS.items())
+    of_draft = f"{{% if messages[0].content == 'draft' %}}{BOMBS['time']}{{% endif %}}"
+    options = ("--dtype", "float32", "--threads", "1")
+    with fleet(
+        served_with(bombs + CHAT_TEMPLATE, target, root / "target"),
+        served_with(of_draft + CHAT_TEMPLATE, draft, root / "draft"),
+        target_options=options,
+        draft_options=options,
+    ) as running:
+        yield running
+
+
+def asking(content: str) -> bridge_pb2.GenerateRequest:
+    chat = bridge_pb2.Chat(messages=[bridge_pb2.ChatMessage(role="user", content=content)])
+    return bridge_pb2.GenerateRequest(chat=chat, max_tokens=5)
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_bridge_outlives_every_template(hostile: Fleet, name: str) -> None:
+    with grpc.insecure_channel(hostile.bridge) as channel, Client(hostile.bridge) as client:
+        call = bridge_pb2_grpc.BridgeServiceStub(channel).Generate(asking(name), timeout=5 * TIME_LIMIT_SECONDS)
+        # A prompt needs no template, and does not wait for one.
+        assert client.generate("The quick brown fox", max_tokens=5).text
+        if name == "time":
+            assert not call.done()
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+        report = read_report(caught.value.trailing_metadata())
+        assert report is not None
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert report.reason == ("UNUSABLE_MODEL" if name == "surrogate" else "TEMPLATE_LIMIT_EXCEEDED")
+        assert "mend the template" in report.message
+        # The same template works with another chat.
+        assert client.generate(messages=[{"role": "user", "content": "hello"}], max_tokens=5).text
+
+
+def test_a_target_goes_on_without_a_draft_whose_template_hangs(hostile: Fleet) -> None:
+    with Client(hostile.bridge) as client:
+        result = client.generate(messages=[{"role": "user", "content": "draft"}], max_tokens=5)
+        assert result.text
+        assert "template takes more than 3 s" in result.finished.speculation.note
+
+
+@pytest.fixture(scope="module")
+def hanging(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a target whose template hangs for some chats."""
+    bombs = "".join(
+        f"{{% if messages[0].content == '{name}' %}}{TIME_BOMBS[name]}{{% endif %}}"
+        for name in ("loops in loops", "power")
+    )
+    model = served_with(bombs + CHAT_TEMPLATE, tiny_models[0], tmp_path_factory.mktemp("hanging") / "model")
+    with serve(model, "--dtype", "float32", "--threads", "1") as (address, _):
+        yield address
+
+
+@pytest.mark.parametrize("content", ["hello", "loops in loops", "power"])
+def test_no_process_of_the_sandbox_outlives_its_bridge(hanging: str, content: str) -> None:
+    """Neither one that waits for a chat, nor one in a template, nor one in a function that lets no thread run."""
+    arguments = ("bridge", "--target", hanging, "--listen", "127.0.0.1:0", "--until-stdin-closes")
+    with launched("bridge", *arguments) as (address, process), grpc.insecure_channel(address) as channel:
+        call = bridge_pb2_grpc.BridgeServiceStub(channel).Generate(asking(content), timeout=60)
+        children = psutil.Process(process.pid).children
+        eventually(lambda: len(children()) == 1)
+        (child,) = children()
+        if content == "hello":
+            list(call)
+        else:
+            eventually(lambda: child.cpu_times().user > 0.5)
+        process.kill()
+        assert not psutil.wait_procs([child], timeout=10)[1]

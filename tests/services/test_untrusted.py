@@ -1,0 +1,308 @@
+"""Model services that cannot be trusted: wrong tokenizers are refused by name, hostile ones do no harm."""
+
+import asyncio
+import hashlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from time import perf_counter
+
+import grpc
+import pytest
+from tokenizers import Tokenizer, decoders
+
+from bridge.errors import ChecksumMismatch, DraftAway, ModelNotFound, TokenizerNotUnderstood, Unreachable, UnusableModel
+from bridge.text.vocabulary import Vocabulary
+from draftbridge.v1 import bridge_pb2, model_pb2, model_pb2_grpc
+from services.bridge import zoo
+from services.bridge.servicer import BridgeServicer
+from services.bridge.zoo import Zoo
+from services.sandbox.tokenizer_selftest import self_test
+from services.sandbox.tokenizers import flaw_of
+from tests.support import families
+from tests.support.families import NAMES
+from tests.support.tiny import tokenizer_json
+from tests.support.waiting import eventually
+
+
+class Server(model_pb2_grpc.ModelServiceServicer):
+    """Says of itself what it is told to, and counts how often it is asked."""
+
+    def __init__(self, content: bytes, role: int, sha256: str = "", name: str = "stranger") -> None:
+        self._content, self.role, self._name = content, role, name
+        self._sha256 = sha256 or hashlib.sha256(content).hexdigest()
+        self.model_count = self.tokenizer_count = 0
+
+    async def GetModel(  # noqa: N802
+        self, request: model_pb2.GetModelRequest, context: object
+    ) -> model_pb2.GetModelResponse:
+        self.model_count += 1
+        return model_pb2.GetModelResponse(
+            model=model_pb2.Model(
+                name=self._name,
+                role=self.role,  # type: ignore[arg-type]
+                context_length=100,
+                vocabulary_size=5000,
+                tokenizer_sha256=self._sha256,
+            )
+        )
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: model_pb2.GetTokenizerRequest, context: object
+    ) -> AsyncIterator[model_pb2.GetTokenizerResponse]:
+        self.tokenizer_count += 1
+        for start in range(0, len(self._content), 1 << 16):
+            yield model_pb2.GetTokenizerResponse(chunk=self._content[start : start + (1 << 16)])
+        yield model_pb2.GetTokenizerResponse(sha256=self._sha256)
+
+
+@asynccontextmanager
+async def served(servicer: Server, address: str = "127.0.0.1:0") -> AsyncIterator[str]:
+    """The server's address."""
+    server = grpc.aio.server()
+    port = server.add_insecure_port(address)
+    model_pb2_grpc.add_ModelServiceServicer_to_server(servicer, server)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def stranger(content: bytes, role: int = model_pb2.ROLE_BOTH, sha256: str = "") -> AsyncIterator[str]:
+    """The address of a server with that tokenizer."""
+    async with served(Server(content, role, sha256)) as address:
+        yield address
+
+
+async def connect(address: str, *, as_target: bool) -> Zoo:
+    known = Zoo([address] if as_target else [], [] if as_target else [address])
+    try:
+        await known.connect()
+        return known
+    finally:
+        await known.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_of_every_tokenizer_passes_the_self_test(name: str) -> None:
+    flaw = self_test(families.vocabulary(name))
+    assert bool(flaw) == name.startswith("bert"), flaw
+
+
+def _fused(step: decoders.Decoder) -> bytes:
+    """A tokenizer whose decoder does something to the whole text, not to a token."""
+    tokenizer = Tokenizer.from_str(tokenizer_json("sentencepiece").decode())
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), step])
+    return tokenizer.to_str().encode()
+
+
+@pytest.mark.parametrize(("pattern", "content"), [(" ,", ","), ("wo", "WO"), (" '", "'")])
+def test_a_decoder_that_changes_the_whole_text_is_for_drafts_only(pattern: str, content: str) -> None:
+    # Whether a text of the self-test meets it depends on where its tokens end.
+    try:
+        assert self_test(Vocabulary(_fused(decoders.Replace(pattern, content))))
+    except TokenizerNotUnderstood as error:
+        assert "byte table" in str(error)
+
+
+def test_a_wrong_table_is_found_out() -> None:
+    words = Vocabulary(tokenizer_json("byte_level"))
+    some = next(id_ for id_, data in enumerate(words.tokens) if data == b"the")
+    words._spelled[some] = b"teh"
+    with pytest.raises(TokenizerNotUnderstood, match="the"):
+        self_test(words)
+
+
+async def test_a_wordpiece_model_is_a_draft_and_no_target() -> None:
+    async with stranger(tokenizer_json("wordpiece")) as address:
+        known = await connect(address, as_target=False)
+        assert known.draft("stranger") is not None
+        with pytest.raises(TokenizerNotUnderstood, match=r"stranger .* can be a draft but no target.*moves spaces"):
+            await connect(address, as_target=True)
+
+
+async def test_a_component_that_is_not_understood_is_named_with_its_model() -> None:
+    spec = json.loads(tokenizer_json("byte_level"))
+    spec["decoder"] = {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True}
+    async with stranger(json.dumps(spec).encode()) as address:
+        with pytest.raises(TokenizerNotUnderstood, match=r"stranger at .*'CTC'") as caught:
+            await connect(address, as_target=True)
+        assert caught.value.metadata == {"component": "decoder", "type": "CTC", "model": "stranger"}
+        known = await connect(address, as_target=False)
+        assert known.draft("") is None
+        (status,) = await known.check()
+        assert "'CTC'" in status.problem
+        assert not status.reachable
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that were refused are asked again at once."""
+    monkeypatch.setattr(zoo, "_RETRY_SECONDS", 0.01)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_refused_draft_is_read_again_when_it_has_changed(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(tokenizer_json("byte_level"), model_pb2.ROLE_TARGET)
+    async with served(server) as address:
+        known = Zoo([], [address])
+        try:
+            await known.connect()
+            assert known.draft("") is None
+            with pytest.raises(DraftAway, match=f"configured at {address} .*--role draft"):
+                known.draft("stranger")
+            with pytest.raises(ModelNotFound):
+                known.draft("another")
+            await asyncio.to_thread(eventually, lambda: server.model_count > 5)
+            assert len(caplog.records) == 1
+            server.role = model_pb2.ROLE_BOTH
+            await asyncio.to_thread(eventually, lambda: known.draft("") is not None)
+            assert server.tokenizer_count == 1
+            assert len(caplog.records) == 2
+        finally:
+            await known.close()
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_tokenizer_that_was_refused_is_not_fetched_again_before_its_server_goes_away() -> None:
+    content = tokenizer_json("byte_level")
+    wrong = Server(content, model_pb2.ROLE_BOTH, "0" * 64)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(served(wrong))
+        known = Zoo([], [server])
+        stack.push_async_callback(known.close)
+        await known.connect()
+        await asyncio.to_thread(eventually, lambda: wrong.model_count > 5)
+        assert wrong.tokenizer_count == 1
+        (status,) = await known.check()
+        assert "not 0000" in status.problem
+
+
+@pytest.mark.parametrize("name", ["", "x" * 1000, "red\x1b[31m", "two\nlines"])
+async def test_a_name_that_would_garble_a_log_is_refused(name: str) -> None:
+    async with served(Server(tokenizer_json("byte_level"), model_pb2.ROLE_BOTH, name=name)) as address:
+        with pytest.raises(UnusableModel, match="printable characters"):
+            await connect(address, as_target=True)
+
+
+@pytest.mark.parametrize("method", ["GetModel", "GetTokenizer"])
+async def test_what_is_no_message_is_refused(method: str) -> None:
+    async def garbage_stream(request: bytes, context: object) -> AsyncIterator[bytes]:
+        yield b"\xff" * 9
+
+    async def model(request: bytes, context: object) -> bytes:
+        if method == "GetModel":
+            return b"\xff" * 9
+        described = await Server(b"", model_pb2.ROLE_BOTH).GetModel(model_pb2.GetModelRequest(), None)
+        return described.SerializeToString()
+
+    handlers = {
+        "GetModel": grpc.unary_unary_rpc_method_handler(model),
+        "GetTokenizer": grpc.unary_stream_rpc_method_handler(garbage_stream),
+    }
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("draftbridge.v1.ModelService", handlers),))
+    await server.start()
+    try:
+        with pytest.raises(Unreachable, match="no message of the contract"):
+            await connect(f"127.0.0.1:{port}", as_target=True)
+        known = await connect(f"127.0.0.1:{port}", as_target=False)
+        assert known.draft("") is None
+    finally:
+        await server.stop(None)
+
+
+async def test_services_that_hang_are_asked_side_by_side() -> None:
+    count, content = 4, tokenizer_json("byte_level")
+    known = Zoo([], [])
+    async with AsyncExitStack() as stack:
+        async with AsyncExitStack() as healthy:
+            servers = [Server(content, model_pb2.ROLE_BOTH) for _ in range(count)]
+            addresses = [await healthy.enter_async_context(served(server)) for server in servers]
+            known = Zoo(addresses[:2], addresses[2:])
+            stack.push_async_callback(known.close)
+            await known.connect()
+            assert all(one.reachable for one in await known.check())
+
+        for address in addresses:
+            host, port = address.split(":")
+            # The system accepts connections for it, and nobody ever reads them.
+            stack.enter_context(socket.create_server((host, int(port))))
+        started = perf_counter()
+        answers = await BridgeServicer(known).GetStatus(bridge_pb2.GetStatusRequest(), None)
+        assert perf_counter() - started < 2 * zoo._CHECK_SECONDS
+        assert [one.address for one in answers.endpoints] == addresses
+        assert not any(one.reachable for one in answers.endpoints)
+
+
+async def test_a_checksum_that_is_not_the_contents_is_refused() -> None:
+    async with stranger(tokenizer_json("byte_level"), sha256="0" * 64) as address:
+        with pytest.raises(ChecksumMismatch, match="not 0000"):
+            await connect(address, as_target=True)
+
+
+async def test_a_tokenizer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo, "_TOKENIZER_LIMIT_BYTES", 1 << 20)
+    async with stranger(b" " * (2 << 20)) as address:
+        with pytest.raises(ChecksumMismatch, match="more than 1048576 bytes"):
+            await connect(address, as_target=True)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00" * 1000,
+        b"[" * 200_000,  # deeper than any parser likes
+        b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}',
+        b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 4000000000}, "unk_token": "a"}}',
+    ],
+    ids=["nothing", "zeros", "depth", "merges of nothing", "an id of billions"],
+)
+async def test_what_is_made_to_break_a_reader_is_refused(content: bytes) -> None:
+    with pytest.raises(TokenizerNotUnderstood):
+        await flaw_of(content)
+
+
+async def test_a_tokenizer_that_takes_for_ever_is_given_up() -> None:
+    with pytest.raises(TokenizerNotUnderstood, match=r"more than 0\.01 s"):
+        await flaw_of(tokenizer_json("byte_level"), time_limit=0.01)
+
+
+def test_dropout_of_a_training_run_is_left_out() -> None:
+    spec = json.loads(tokenizer_json("byte_level"))
+    spec["model"]["dropout"] = 0.9
+    words = Vocabulary(json.dumps(spec).encode())
+    text = b"The quick brown fox jumps over the lazy dog"
+    assert words.pieces(text).ids == families.vocabulary("gpt-2").pieces(text).ids
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Replace", "pattern": {"String": "z"}, "content": "z" * 1000}] * 3}}, "normalizer can make"),
+        ({"added_tokens": [
+            {"id": 1000 + n, "content": "<" * n + "x", "single_word": False, "lstrip": False, "rstrip": False,
+             "normalized": False, "special": True} for n in range(600)]}, "added tokens of"),
+    ],
+    ids=["growth", "lengths"],
+)  # fmt: skip
+async def test_a_tokenizer_that_would_take_the_bridge_down_later_is_refused_now(change: dict, said: str) -> None:
+    spec = json.loads(tokenizer_json("byte_level")) | change
+    with pytest.raises(TokenizerNotUnderstood, match=said):
+        await flaw_of(json.dumps(spec).encode())
+
+
+def test_a_library_that_panics_over_a_text_is_an_error_like_others() -> None:
+    spec = json.loads(tokenizer_json("byte_level"))
+    split = {"type": "Split", "pattern": {"Regex": "(?:z|zz)+q|."}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, level]}
+    words = Vocabulary(json.dumps(spec).encode())
+    with pytest.raises(TokenizerNotUnderstood, match="broke down over a text"):
+        words.pieces(b"z" * 40 + b"! q")

@@ -1,0 +1,1 @@
+"""What tests share: tiny models, tokenizer families, real models, reference loops."""

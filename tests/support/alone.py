@@ -1,0 +1,72 @@
+"""What the target says by itself, and what it says in a generation with a draft."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import closing
+from typing import Any
+
+from bridge.generation import Delta, Finished, generate
+from bridge.ports import Proposal
+from bridge.request import Request, render
+from bridge.sources.suffix_memory import SuffixMemory
+from bridge.text.models import Model
+from services.model.target.session import TargetSession
+from tests.support import tiny
+
+PROMPT = "The quick brown"
+
+
+class QueuedDrafter:
+    """A draft that says what stands in its queue, and fails with an error that stands there. It needs `sync`."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[Proposal | Exception] = asyncio.Queue()
+
+    async def grant(self, epoch: int, credit: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        while True:
+            said = await self.queue.get()
+            if isinstance(said, Exception):
+                raise said
+            yield said
+
+
+def did(statistics: Any, source: str) -> Any:
+    """What a source did, in the bridge's statistics or in the contract's."""
+    sources = statistics.sources
+    return sources[source] if isinstance(sources, dict) else next(one for one in sources if one.name == source)
+
+
+def oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: int, **options: object) -> list[int]:
+    prompt = render(Request(PROMPT), target, target)
+    return tiny.decode_alone(target, engine, tiny.sampler(target, temperature, **options), prompt.ids, count)
+
+
+async def answer(
+    target: Model,
+    engine: tiny.HashEngine,
+    drafter: object,
+    draft: Model | None,
+    request: Request,
+    temperature: float,
+    memory: SuffixMemory | None = None,
+    **options: object,
+) -> tuple[str, list[int], Finished]:
+    scheduler = tiny.scheduler(engine)
+    text, ids = "", []
+    try:
+        with closing(TargetSession(target, scheduler, tiny.sampler(target, temperature, **options))) as session:
+            async for event in generate(request, target, session, draft, drafter, None, memory):  # type: ignore[arg-type]
+                if isinstance(event, Delta):
+                    text += event.text
+                    ids += event.token_ids
+        assert scheduler.free_slot_count == engine.slot_count
+    finally:
+        scheduler.close()
+    assert isinstance(event, Finished)
+    return text, ids, event
