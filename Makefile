@@ -1,44 +1,55 @@
-# Two commands do everything: `make demo` and `make test`. Both create the environment if it is not there.
-# PYTHON=python3.12 takes another interpreter; PIP_ARGS="..." goes to pip.
+# `make` lists the targets. PYTHON=python3.12 takes another interpreter; PIP_ARGS="..." goes to pip.
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 
-.PHONY: demo test test-engines llamacpp lint types layers protos stubs-fresh clean
+.PHONY: help demo test test-quick test-engines llamacpp lint format types layers protos stubs-fresh hooks clean
 
-demo: .venv/demo
+help: ## List the targets.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: .venv/demo ## Generate with and without a draft, side by side. PROMPT="..." takes another prompt.
 	@$(BIN)/draftbridge demo $(if $(PROMPT),"$$PROMPT")
 
 export PROMPT
 
-test: .venv/dev
+test: .venv/dev ## Run all tests.
 	$(BIN)/pytest
 
-# Engines that are extras, by the contract that all engines are tested by. The first run builds llama.cpp, ten minutes.
-test-engines: .venv/llamacpp
+test-quick: .venv/dev ## Run the tests of the algorithm, without processes: for the edit loop.
+	$(BIN)/pytest -m "not slow" tests/bridge tests/services/test_config.py
+
+# Engines that are extras, by the contract that all engines are tested by.
+test-engines: .venv/llamacpp ## Run the engines' tests, with llama.cpp; the first time it is compiled for ten minutes.
 	$(BIN)/pytest tests/engines/test_engine.py tests/engines/test_llamacpp.py
 
-lint: .venv/dev
+lint: .venv/dev ## Check code style and the contract's style.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	cd protos && ../$(BIN)/buf lint
 
-types: .venv/dev
+format: .venv/dev ## Format the code.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: .venv/dev ## Check types.
 	$(BIN)/mypy
 
-layers: .venv/dev
+layers: .venv/dev ## Check which package imports which.
 	$(BIN)/lint-imports
 
-# Stubs and their types, from the contract.
-protos: .venv/dev
+protos: .venv/dev ## Generate the stubs and their types from the contract.
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos \
 		--python_out=protos --grpc_python_out=protos --mypy_out=quiet:protos --mypy_grpc_out=quiet:protos $(PROTOS)
 
-stubs-fresh: protos
+stubs-fresh: protos ## Check that the committed stubs are those of the contract.
 	@test -z "$$(git status --porcelain protos)" || \
 		{ git status --short protos; echo "the committed stubs are not those of the contract: run make protos and commit"; exit 1; }
+
+hooks: .venv/dev ## Lint and format before each commit, with pre-commit.
+	$(BIN)/pre-commit install
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -53,10 +64,10 @@ stubs-fresh: protos
 
 # GCC 12 leaves out stores that llama.cpp's AMX kernels need, and they crash (llama.cpp issue 20824).
 LLAMACPP_FLAGS := -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'
-llamacpp: .venv/llamacpp
+llamacpp: .venv/llamacpp ## Compile llama.cpp for the llamacpp engine: about ten minutes.
 .venv/llamacpp: .venv/dev
 	CMAKE_ARGS="$(LLAMACPP_FLAGS) $$CMAKE_ARGS" $(PIP) --editable '.[dev,llamacpp]'
 	@touch $@
 
-clean:
+clean: ## Delete the environment and all caches of tools.
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -31,7 +31,8 @@ from rich.table import Table
 from draftbridge.v1 import target_pb2, target_pb2_grpc
 from services.cli.processes import serve
 from services.engines.engine import Engine, Row
-from services.store.resolve import resolve, resolve_gguf, resolve_openvino
+from services.engines.openvino.spec import convert
+from services.store.resolve import resolve, resolve_gguf
 
 # What `serve` is told; compiling takes minutes.
 OPTIONS = {
@@ -118,7 +119,7 @@ def _engine(name: str, model: str, threads: int, device: str) -> Engine:
     if name.startswith("openvino"):
         from services.engines.openvino.engine import OpenVinoEngine
 
-        path = resolve_openvino(resolve(model), model, name.partition("-")[2] or "int8")
+        path = convert(resolve(model), model, name.partition("-")[2] or "int8")
         return OpenVinoEngine(path, device=device, threads=threads, slot_count=max(SESSIONS))
     from services.engines.torch.engine import TorchEngine
 

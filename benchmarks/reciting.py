@@ -19,11 +19,12 @@ from bridge.sampling.sampler import Logits
 from bridge.text.models import Model, SpecialIds
 from bridge.text.vocabulary import Vocabulary
 from services.cli.processes import READY
+from services.config import Role
 from services.engines.engine import Row
 from services.engines.scheduler import Scheduler
-from services.launch import Role, register, stop_event
 from services.model.host import LoadedModel
-from services.rpc.server import Server
+from services.model.server import register
+from services.rpc.server import Server, stop_event
 from services.store.files import ModelFiles
 
 SLOTS, CONTEXT = 4, 1 << 17

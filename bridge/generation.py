@@ -8,7 +8,7 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,7 +74,7 @@ async def generate(
     estimates: TargetEstimates | None = None,
     memory: SuffixMemory | None = None,
     clock: Callable[[], int] = perf_counter_ns,
-) -> AsyncIterator[Started | Delta | Finished]:
+) -> AsyncGenerator[Started | Delta | Finished, None]:
     """Yields the target's own continuation of the request; the draft, if any, only makes it faster.
 
     `estimates`: what other requests have learned about the target, to which this one adds. `memory`: earlier outputs

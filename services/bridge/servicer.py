@@ -1,136 +1,67 @@
-"""BridgeService: requests to `bridge.generation`, its results to responses."""
+"""BridgeService: requests to values of `bridge`, the gateway's events to responses."""
 
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, closing
+from contextlib import aclosing
 from time import perf_counter_ns
 from typing import Any
 
 from grpc import aio
 
-from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField, TokenOutOfRange
-from bridge.generation import Delta, Finished, Started, generate
-from bridge.planning.planner import Mode, SpeculationParameters
-from bridge.ports import Proposal
-from bridge.request import Request, check
-from bridge.sampling.sampler import SamplingParameters
-from bridge.sources.suffix_memory import SuffixMemory
+from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
+from bridge.generation import Delta, Finished
+from bridge.planning.planner import SpeculationParameters
+from bridge.request import Request
 from bridge.text.chat import Chat
 from bridge.text.translation import segment, translate
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
-from services.bridge.remote import RemoteDrafter, RemoteVerifier
-from services.bridge.zoo import Endpoint, Zoo
+from services.bridge.gateway import Gateway, Opened
 from services.rpc import codec
 from services.version import VERSION
 
 
-class _ZooDrafter(RemoteDrafter):
-    """A draft of the zoo, which learns if another model has taken its place."""
-
-    def __init__(self, zoo: Zoo, endpoint: Endpoint, sampling: SamplingParameters, seed: int) -> None:
-        super().__init__(endpoint.channel, endpoint.address, endpoint.model, sampling, seed)
-        self._zoo, self._endpoint = zoo, endpoint
-
-    async def proposals(self) -> AsyncIterator[Proposal]:
-        """See `Drafter`."""
-        try:
-            async for proposal in super().proposals():
-                yield proposal
-        except DraftBridgeError as error:
-            self._zoo.on_draft_error(self._endpoint, error)
-            raise
-
-
 class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
-    """What applications talk to. gRPC asks for these method names."""
+    """The gRPC door of the gateway. gRPC prescribes the names of the methods."""
 
-    def __init__(self, zoo: Zoo, memory: SuffixMemory | None = None) -> None:
-        self._zoo, self._memory = zoo, memory
-        self._started_ns = perf_counter_ns()
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway, self._zoo = gateway, gateway.zoo
         self._totals = bridge_pb2.SpeculationStatistics()
-        self._active = self._finished = self._failed = self._cancelled = 0
+        gateway.observers.append(
+            lambda event: codec.add_statistics(self._totals, codec.write_finished(event).speculation)
+        )
 
     async def Generate(  # noqa: N802
         self, request: bridge_pb2.GenerateRequest, context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[bridge_pb2.GenerateResponse]:
         """See the contract."""
-        self._active += 1
-        try:
-            async for response in self._generate(request):
-                yield response
-            self._finished += 1
-        except Exception:
-            self._failed += 1
-            raise
-        except BaseException:  # the client has gone
-            self._cancelled += 1
-            raise
-        finally:
-            self._active -= 1
-
-    async def _generate(self, message: bridge_pb2.GenerateRequest) -> AsyncIterator[bridge_pb2.GenerateResponse]:
-        request = _read_request(message)
-        check(request)
-        target = self._zoo.target(message.target)
-        off = request.speculation.mode is Mode.OFF
-        draft = None if off else self._zoo.draft(message.draft)
-        note = "" if off or draft else self._zoo.note_on_drafts
-        with ExitStack() as stack:
-            stack.enter_context(target.estimates.request())
-            verifier = stack.enter_context(
-                closing(
-                    RemoteVerifier(
-                        target.channel,
-                        target.address,
-                        target.model,
-                        request.sampling,
-                        request.seed,
-                        request.logprobs,
-                    )
-                )
-            )
-            drafter = None
-            if draft is not None:
-                sampling = request.sampling.for_draft(request.speculation.draft_temperature)
-                drafter = stack.enter_context(closing(_ZooDrafter(self._zoo, draft, sampling, request.seed)))
-            draft_model = draft.model if draft else None
-            events = generate(request, target.model, verifier, draft_model, drafter, target.estimates, self._memory)
+        events = self._gateway.generate(_read_request(request), request.target, request.draft)
+        async with aclosing(events):
             async for event in events:
                 match event:
-                    case Started(prompt_token_count):
-                        yield bridge_pb2.GenerateResponse(
-                            started=bridge_pb2.GenerateStarted(
-                                target=target.model.name,
-                                draft=draft_model.name if draft_model else "",
-                                seed=request.seed,
-                                prompt_token_count=prompt_token_count,
-                            )
-                        )
+                    case Opened():
+                        yield bridge_pb2.GenerateResponse(started=bridge_pb2.GenerateStarted(**vars(event)))
                     case Delta():
                         yield bridge_pb2.GenerateResponse(delta=codec.write_delta(event))
                     case Finished():
-                        finished = codec.write_finished(event)
-                        finished.speculation.note = finished.speculation.note or note
-                        codec.add_statistics(self._totals, finished.speculation)
-                        yield bridge_pb2.GenerateResponse(finished=finished)
+                        yield bridge_pb2.GenerateResponse(finished=codec.write_finished(event))
 
     async def GetStatus(  # noqa: N802
         self, request: bridge_pb2.GetStatusRequest, context: "aio.ServicerContext[Any, Any]"
     ) -> bridge_pb2.GetStatusResponse:
         """See the contract."""
-        endpoints = await self._zoo.check()
+        endpoints, counts = await self._zoo.check(), self._gateway.counts
         return bridge_pb2.GetStatusResponse(
             version=VERSION,
-            uptime_ns=perf_counter_ns() - self._started_ns,
-            active_count=self._active,
-            finished_count=self._finished,
-            failed_count=self._failed,
-            cancelled_count=self._cancelled,
+            uptime_ns=perf_counter_ns() - self._gateway.started_ns,
+            active_count=counts.active,
+            finished_count=counts.finished,
+            failed_count=counts.failed,
+            cancelled_count=counts.cancelled,
             endpoints=endpoints,
             speculation=self._totals,
             prefix_caches=[codec.write_prefix_cache(vocabulary) for vocabulary in self._zoo.vocabularies()],
-            suffix_memory=codec.write_suffix_memory(self._memory),
+            suffix_memory=codec.write_suffix_memory(self._gateway.memory),
         )
 
     async def ListModels(  # noqa: N802

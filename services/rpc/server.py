@@ -1,8 +1,11 @@
 """A gRPC server as every process of ours runs it: health, reflection, errors mapped, drained at the end."""
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc import aio
@@ -11,6 +14,8 @@ from grpc_reflection.v1alpha import reflection
 
 from bridge.errors import DraftBridgeError, InvalidField
 from services.rpc.status import StatusInterceptor
+
+T = TypeVar("T")
 
 _GRACE_SECONDS = 2.0
 _HEALTH_INTERVAL_SECONDS = 1.0
@@ -96,3 +101,36 @@ class Server:
         serving = health_pb2.HealthCheckResponse.ServingStatus
         for name in ("", *self._names):
             await self._health.set(name, serving.SERVING if alive else serving.NOT_SERVING)
+
+
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """Returns the work's result, or None if `stop` is set first; the work is cancelled then."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for one in (task, stopped):
+            one.cancel()
+
+
+def stop_event(watch_stdin: bool) -> asyncio.Event:
+    """Returns an event that SIGINT and SIGTERM set; with `watch_stdin` also the end of standard input.
+
+    Standard input ends when the process that started this one is gone, even if it was killed.
+    """
+    event = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_ in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_, event.set)
+
+    def wait() -> None:
+        # Not through sys.stdin, whose lock a thread must not hold when the interpreter ends.
+        while os.read(0, 1 << 16):
+            pass
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(event.set)
+
+    if watch_stdin:
+        threading.Thread(target=wait, name="stdin", daemon=True).start()
+    return event

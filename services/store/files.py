@@ -9,7 +9,7 @@ from bridge.errors import UnusableModel
 from bridge.text.models import Model, SpecialIds
 from bridge.text.vocabulary import Vocabulary
 from services.sandbox.jinja import run_template
-from services.store.resolve import fingerprint
+from services.store.cache import fingerprint
 
 
 @dataclass(frozen=True)

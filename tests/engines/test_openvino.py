@@ -13,7 +13,7 @@ from bridge.errors import UnusableModel
 from services.engines.engine import Row
 from services.engines.openvino.engine import OpenVinoEngine
 from services.engines.openvino.export import export
-from services.store.resolve import resolve_openvino
+from services.engines.openvino.spec import convert
 from tests.support.engine_contract import (
     FAMILIES,
     EngineContract,
@@ -42,13 +42,13 @@ class TestOpenVino(EngineContract):
 def test_smaller_weights_are_close(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
     model = saved(FAMILIES["llama"], tmp_path)
-    path = resolve_openvino(tmp_path, "tiny", weights)
+    path = convert(tmp_path, "tiny", weights)
     engine = OpenVinoEngine(path, slot_count=1)
     logits = engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])[0]
     reference = expected(model, [1, 2, 3, 4])
     assert engine.dtype == weights
     assert np.linalg.norm(logits - reference) < (0.05 if weights == "int8" else 0.3) * np.linalg.norm(reference)
-    assert resolve_openvino(tmp_path, "tiny", weights, pytest.fail) == path
+    assert convert(tmp_path, "tiny", weights, pytest.fail) == path
 
 
 def test_one_thread_goes_without_bfloat16(tmp_path: Path) -> None:

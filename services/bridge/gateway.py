@@ -1,0 +1,116 @@
+"""The gateway: runs a request on the models of the zoo, for every door that requests come through."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, aclosing, closing, contextmanager
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+from bridge.errors import DraftBridgeError
+from bridge.generation import Delta, Finished, Started, generate
+from bridge.planning.planner import Mode
+from bridge.ports import Proposal
+from bridge.request import Request, check
+from bridge.sampling.sampler import SamplingParameters
+from bridge.sources.suffix_memory import SuffixMemory
+from services.bridge.remote import RemoteDrafter, RemoteVerifier
+from services.bridge.zoo import Endpoint, Zoo
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A request has begun. `draft` is empty if there is none; `seed` repeats the request's sampling."""
+
+    target: str
+    draft: str
+    seed: int
+    prompt_token_count: int
+
+
+@dataclass
+class RequestCounts:
+    """Requests by how they ended; `cancelled`: the client was gone before the end."""
+
+    active: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Counts what happens inside as one request."""
+        self.active += 1
+        try:
+            yield
+            self.finished += 1
+        except Exception:
+            self.failed += 1
+            raise
+        except BaseException:  # cancelled, or closed before its end
+            self.cancelled += 1
+            raise
+        finally:
+            self.active -= 1
+
+
+class _ZooDrafter(RemoteDrafter):
+    """A draft of the zoo. Tells the zoo if its stream fails, because another model may be served there now."""
+
+    def __init__(self, zoo: Zoo, endpoint: Endpoint, sampling: SamplingParameters, seed: int) -> None:
+        super().__init__(endpoint.channel, endpoint.address, endpoint.model, sampling, seed)
+        self._zoo, self._endpoint = zoo, endpoint
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        """See `Drafter`."""
+        try:
+            async for proposal in super().proposals():
+                yield proposal
+        except DraftBridgeError as error:
+            self._zoo.on_draft_error(self._endpoint, error)
+            raise
+
+
+class Gateway:
+    """Generates on the models of a zoo. `memory`: earlier outputs of tenants. `observers` receive every result."""
+
+    def __init__(self, zoo: Zoo, memory: SuffixMemory | None = None) -> None:
+        self.zoo, self.memory = zoo, memory
+        self.started_ns = perf_counter_ns()
+        self.counts = RequestCounts()
+        self.observers: list[Callable[[Finished], None]] = []
+
+    async def generate(
+        self, request: Request, target_name: str = "", draft_name: str = ""
+    ) -> AsyncGenerator[Opened | Delta | Finished, None]:
+        """Yields `Opened`, then deltas, then `Finished`. An empty name lets the bridge choose.
+
+        Raises a `DraftBridgeError`, at any point.
+        """
+        with self.counts.request(), ExitStack() as stack:
+            check(request)
+            target = self.zoo.target(target_name)
+            draft = None if request.speculation.mode is Mode.OFF else self.zoo.draft(draft_name)
+            stack.enter_context(target.estimates.request())
+            verifier = RemoteVerifier(
+                target.channel, target.address, target.model, request.sampling, request.seed, request.logprobs
+            )
+            stack.enter_context(closing(verifier))
+            drafter = None
+            if draft:
+                sampling = request.sampling.for_draft(request.speculation.draft_temperature)
+                drafter = stack.enter_context(closing(_ZooDrafter(self.zoo, draft, sampling, request.seed)))
+            draft_model = draft.model if draft else None
+            note = "" if draft or request.speculation.mode is Mode.OFF else self.zoo.note_on_drafts
+            events = generate(request, target.model, verifier, draft_model, drafter, target.estimates, self.memory)
+            async with aclosing(events):
+                async for event in events:
+                    match event:
+                        case Started(prompt_token_count):
+                            name = draft_model.name if draft_model else ""
+                            yield Opened(target.model.name, name, request.seed, prompt_token_count)
+                        case Finished():
+                            event.statistics.note = event.statistics.note or note
+                            for observer in self.observers:
+                                observer(event)
+                            yield event
+                        case Delta():
+                            yield event

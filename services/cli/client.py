@@ -1,0 +1,186 @@
+"""Commands that ask a bridge: `generate`, `models`, `translate`."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from google.protobuf.message import Message
+from rich.table import Table
+
+from bridge.errors import InvalidField
+from draftbridge import Client, Event
+from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
+from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, err, out, report
+from services.config import DEFAULT_BRIDGE, MODEL_HELP
+
+_TOKENIZER_HELP = f"{MODEL_HELP[:-1]}, or a tokenizer.json; with --server, a name that the bridge knows."
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, what the user says.")],
+    server: Annotated[str, typer.Option(help="HOST:PORT of a bridge.")] = DEFAULT_BRIDGE,
+    max_tokens: Annotated[int, typer.Option(min=1, max=2**32 - 1, help="The most tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Sample from this much of the probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many tokens.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Leave out tokens less probable than this part of the best.")
+    ] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: fewer tokens that were there.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Subtracted for a token that was generated.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="Subtracted each time that it was.")] = None,
+    min_tokens: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The fewest tokens to generate.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the model's end of text.")] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text; unset draws one.")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Take the prompt as a chat message, by the models' templates.")
+    ] = False,
+    speculation: Annotated[str, typer.Option(help="off, lockstep, opportunistic or auto.")] = "auto",
+    num_assistant_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, max=64, help="Tokens of a draft's turn, or of its lead; chosen if unset."),
+    ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="Take candidates only from this source, draft or suffix; may be given several times."),
+    ] = None,
+    target: Annotated[str, typer.Option(help="Name of the target, if the bridge has several.")] = "",
+    draft: Annotated[str, typer.Option(help="Name of the draft, if the bridge has several.")] = "",
+    tenant: Annotated[str, typer.Option(help="Use and keep outputs of requests with the same tenant as drafts.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
+) -> None:
+    """Ask a bridge for text, and print it as it comes."""
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "min_tokens": min_tokens,
+        "ignore_eos": ignore_eos,
+        "seed": seed,
+        "stop": stop or (),
+        "speculation": speculation,
+        "num_assistant_tokens": num_assistant_tokens,
+        "sources": source or (),
+        "target": target,
+        "draft": draft,
+        "tenant": tenant,
+    }
+    if chat:
+        options["messages"] = [{"role": "user", "content": prompt}]
+    with Client(server) as client:
+        for event in client.stream(None if chat else prompt, **options):
+            if as_json:
+                print(json.dumps(_as_dict(event), ensure_ascii=False), flush=True)
+            elif isinstance(event, bridge_pb2.GenerateDelta):
+                print(event.text, end="", flush=True)
+            elif isinstance(event, bridge_pb2.GenerateFinished):
+                print()
+                err.print(f"[dim]{_summary(event)}[/]", highlight=False)
+
+
+def models(server: Annotated[str, typer.Option(help="HOST:PORT of a bridge.")] = DEFAULT_BRIDGE) -> None:
+    """List the models that a bridge reaches, and the built-in ones."""
+    from services.store.built_in import BUILT_IN
+
+    with Client(server) as client:
+        found = client.models()
+    table = Table("model", "role", "engine", "device", "dtype", "context", "vocabulary", "tokenizer", title=server)
+    for model in found:
+        role = model_pb2.Role.Name(model.role).removeprefix("ROLE_").lower()
+        table.add_row(
+            model.name, role, model.engine, model.device, model.dtype, str(model.context_length),
+            str(model.vocabulary_size), model.tokenizer_sha256[:8],
+        )  # fmt: skip
+    out.print(table)
+    err.print(f"[dim]built in, for pull, serve and up: {', '.join(BUILT_IN)}[/]", highlight=False)
+
+
+def translate(
+    text: Annotated[str, typer.Argument(help="The text to be said in both models' tokens.")],
+    source: Annotated[str, typer.Option("--from", help=f"A model. {_TOKENIZER_HELP}")] = DEFAULT_TARGET,
+    target: Annotated[str, typer.Option("--to", help="The other model.")] = DEFAULT_DRAFT,
+    server: Annotated[str, typer.Option(help="HOST:PORT of a bridge to ask; without it no service is needed.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print ids, offsets and bytes (in hex) as JSON.")] = False,
+) -> None:
+    """Show how two models cut the same text into tokens."""
+    from bridge.text.translation import segment
+    from services.cli.segmentation import Segmentation, show
+    from services.rpc.codec import write_spans
+    from services.store.resolve import read_vocabulary
+
+    if server:
+        with Client(server) as client:
+            answer = client.translate(text, source=source, target=target)
+        rows: dict[str, Sequence[Any]] = {"from": answer.source_tokens, "to": answer.target_tokens}
+    else:
+        data = _utf_8(text)
+        vocabularies = {"from": read_vocabulary(source, report), "to": read_vocabulary(target, report)}
+        rows = {row: write_spans(one, segment(one, data)) for row, one in vocabularies.items()}
+    if as_json:
+        for row, tokens in rows.items():
+            rows[row] = [
+                {"token_id": one.token_id, "byte_offset": one.byte_offset, "bytes": one.data.hex()} for one in tokens
+            ]
+        print(json.dumps(rows))
+    else:
+        above, below = ([one.data for one in tokens] for tokens in rows.values())
+        show(out, Segmentation(source, above), Segmentation(target, below))
+
+
+def _utf_8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise InvalidField("TEXT", "valid UTF-8", "bytes that are none") from None
+
+
+def _as_dict(event: Event) -> dict[str, Any]:
+    match event:
+        case bridge_pb2.GenerateStarted():
+            return {
+                "event": "started",
+                "target": event.target,
+                "draft": event.draft,
+                "seed": event.seed,
+                "prompt_token_count": event.prompt_token_count,
+            }
+        case bridge_pb2.GenerateDelta():
+            spans = [{"source": span.source, "byte_count": span.byte_count} for span in event.spans]
+            return {"event": "delta", "text": event.text, "token_ids": list(event.token_ids), "spans": spans}
+        case _:
+            usage, speculation = event.usage, event.speculation
+            return {
+                "event": "finished",
+                "finish_reason": sampling_pb2.FinishReason.Name(event.finish_reason),
+                "usage": _fields(usage),
+                "speculation": _fields(speculation),
+            }
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    """All fields of a message, also those that are not set."""
+    return {field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Message):
+        return _fields(value)
+    return [_plain(one) for one in value] if isinstance(value, Sequence) and not isinstance(value, str) else value
+
+
+def _summary(event: bridge_pb2.GenerateFinished) -> str:
+    usage, speculation = event.usage, event.speculation
+    seconds = speculation.elapsed_ns / 1e9
+    text = f"{usage.generated_token_count} tokens in {seconds:.2f} s, {speculation.target_pass_count} target passes"
+    if speculation.num_draft_tokens:
+        text += f", {speculation.num_accepted_tokens} of {speculation.num_draft_tokens} candidates accepted"
+    return f"{text}; {speculation.note}" if speculation.note else text

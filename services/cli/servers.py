@@ -1,0 +1,137 @@
+"""Commands that start processes or prepare them: `serve`, `bridge`, `up`, `pull`, `engines`, `config`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from services.cli.options import CONFIG_HELP
+from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, err, fail, report
+from services.config import DEFAULT_BRIDGE, MODEL_HELP, SECTIONS, BridgeServerConfig, ModelServerConfig, check, load
+from services.engines.registry import engines, prepare
+from services.engines.spec import Weights
+
+
+def serve(config: ModelServerConfig, until_stdin_closes: bool) -> None:
+    """Serve one model until stopped."""
+    from services.model.server import run
+
+    run(config, report, _announce, until_stdin_closes)
+
+
+def bridge(config: BridgeServerConfig, until_stdin_closes: bool) -> None:
+    """Run a bridge between model services until stopped."""
+    from services.bridge.server import run
+
+    run(config, _announce, until_stdin_closes)
+
+
+def _announce(address: str) -> None:
+    from services.cli.processes import READY
+
+    print(f"{READY}{address}", flush=True)
+
+
+def up(
+    target: Annotated[str, typer.Option(help=f"The model whose text you want. {MODEL_HELP}")] = DEFAULT_TARGET,
+    draft: Annotated[
+        str, typer.Option(help="The model that guesses ahead of it; as for --target, or suffix. none for no draft.")
+    ] = DEFAULT_DRAFT,
+    listen: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE,
+    engine: Annotated[str, typer.Option(help="As for serve, for both.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="As for serve, for both.")] = "auto",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="As for serve, for the target.")] = False,
+) -> None:
+    """Start a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
+    from services.cli.processes import StopSignals, draft_threads, fleet
+    from services.store.resolve import SUFFIX, resolve
+
+    stop = StopSignals()
+    drafted = None if draft == "none" else draft
+    for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
+        resolve(model, report)
+    options = ("--engine", engine, "--dtype", dtype)
+    try:
+        target_options = (*options, "--deterministic") if deterministic else options
+        draft_options = (*options, "--threads", str(draft_threads()))
+        with fleet(
+            target, drafted, listen=listen, target_options=target_options, draft_options=draft_options
+        ) as running:
+            stop.started = True
+            print(f"target  {target} at {running.target}")
+            if drafted:
+                print(f"draft   {draft} at {running.draft}")
+            _announce(running.bridge)
+            err.print(f'[dim]try: draftbridge generate "Once upon a time" --server {running.bridge}    stop: Ctrl-C[/]')
+            # Without its draft the target goes on alone.
+            needed = {name: process for name, process in running.processes.items() if name != "draft"}
+            stop.wait(needed.values())
+            if not stop.asked:
+                ended = next(name for name, process in needed.items() if process.poll() is not None)
+                fail(f"the {ended} has ended; its own message is above")
+    except KeyboardInterrupt:
+        pass
+
+
+def pull(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP)],
+    engine: Annotated[str, typer.Option(help="The engine to prepare the model for.")] = "torch",
+    weights: Annotated[Weights, typer.Option(help="How weights are stored; see `draftbridge engines`.")] = Weights.AUTO,
+) -> None:
+    """Download a model and convert it if need be, so that serving it starts at once. Prints the path of its files."""
+    print(prepare(engine, model, weights, report))
+
+
+def list_engines(
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the rows of a Markdown table.")] = False,
+) -> None:
+    """List the engines: what each runs, where, and whether it is installed."""
+    for spec in engines().values():
+        facts = {
+            "runs": spec.runs,
+            "on": spec.devices,
+            "--dtype": ", ".join(("auto", *spec.dtypes)),
+            "--weights": ", ".join(("auto", *spec.weights)),
+            "install": spec.install,
+        }
+        if markdown:
+            print(f"| `{spec.name}` | {' | '.join(facts.values())} |")
+            continue
+        print(spec.name if spec.installed else f"{spec.name} (not installed)")
+        for name, value in facts.items():
+            print(f"  {name:9} {value}")
+
+
+config_app = typer.Typer(no_args_is_help=True, help="Show or check the configuration of serve and bridge.")
+
+
+@config_app.command()
+def show(
+    process: Annotated[str, typer.Argument(help=f"The kind of process: {' or '.join(SECTIONS)}.")],
+    config: Annotated[Path | None, typer.Option(help=CONFIG_HELP)] = None,
+) -> None:
+    """Print the effective configuration of a process as TOML, and where each value comes from."""
+    if process not in SECTIONS:
+        fail(f"there is no process {process!r}: use {' or '.join(SECTIONS)}")
+    loaded = load(SECTIONS[process], {}, config, partial=True)
+    print(f"[{process}]")
+    for name, origin in loaded.origins.items():
+        key, value = name.replace("_", "-"), getattr(loaded.values, name, None)
+        # TOML has no null: what is not set is left out, or must be given.
+        line = f"{key} = {_toml(value)}" if value is not None else f"# {key} ="
+        print(f"{line:40}  # {origin}")
+
+
+@config_app.command("check")
+def check_file(path: Annotated[Path, typer.Argument(help="The TOML file.")]) -> None:
+    """Check a configuration file; an error names the line, the key and the remedy."""
+    print(f"{path} is valid: it configures {', '.join(check(path)) or 'nothing'}")
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return str(value) if isinstance(value, int | float) else json.dumps(str(value))

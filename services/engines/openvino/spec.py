@@ -1,0 +1,84 @@
+"""The `openvino` engine's entry in the registry, and the conversion of models for it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from bridge.errors import UnusableModel
+from services.engines.engine import Engine
+from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
+from services.store.cache import Report, cache_directory, fingerprint, scratch_directory, settle
+from services.store.resolve import default_name, resolve
+
+# Version of the converted files. Files of an older version are not used.
+_FORMAT = 2
+
+
+def convert(directory: Path, name: str, weights: str, report: Report = lambda text: None) -> Path:
+    """Returns `model.xml` of a transformers directory, with weights "full", "int8" or "int4".
+
+    Converts once, in a process of its own, and keeps the result in the cache. Raises `UnusableModel`.
+    """
+    final = cache_directory() / f"{name}-{fingerprint(directory)}-openvino{_FORMAT}-{weights}"
+    if not (final / "model.xml").is_file():
+        report(f"converting {name} for OpenVINO, weights {weights} (once)")
+        with scratch_directory() as scratch:
+            converted = scratch / "converted"
+            program = [sys.executable, "-m", "services.engines.openvino.export"]
+            done = subprocess.run(
+                [*program, str(directory), str(converted), weights],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                reason = done.stderr.strip().splitlines()[-1:] or ["the process was killed"]
+                raise UnusableModel(
+                    f"{name} could not be converted for OpenVINO ({reason[0][:500]}): use --engine torch",
+                    model=directory,
+                )
+            settle(converted, final)
+    return final / "model.xml"
+
+
+def _prepare(model: str, weights: Weights, report: Report) -> Path:
+    # Weights in 8 bits are the fastest on Intel's devices and cost next to no quality.
+    chosen = Weights.INT8 if weights is Weights.AUTO else weights
+    return convert(resolve(model, report), default_name(model), chosen.value, report)
+
+
+def _open(path: Path, options: EngineOptions) -> Engine:
+    from services.engines.openvino.engine import OpenVinoEngine  # the library may not be installed
+
+    return OpenVinoEngine(
+        path,
+        device=options.device,
+        dtype=options.dtype.value,
+        threads=options.threads,
+        slot_count=options.slot_count,
+        cache_byte_limit=options.cache_byte_limit,
+    )
+
+
+def _passed_over(model: str, options: EngineOptions) -> str:
+    if options.compile or options.weights is Weights.INT8 or not options.on_cpu:
+        return "torch is chosen for --compile, for --weights int8 and for devices other than the CPU"
+    from services.engines.openvino.engine import refuses
+
+    return "this CPU cannot compute in that type" if refuses(options.dtype.value, options.threads) else ""
+
+
+OPENVINO = EngineSpec(
+    name="openvino",
+    runs="models of transformers that can be exported, converted once",
+    devices="Intel CPU, Intel GPU",
+    prepare=_prepare,
+    open=_open,
+    dtypes=(Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16),
+    weights=(Weights.FULL, Weights.INT8, Weights.INT4),
+    modules=("openvino", "nncf"),
+    install="pip install 'draftbridge[openvino]'",
+    passed_over=_passed_over,
+    auto_weights=Weights.FULL,
+)

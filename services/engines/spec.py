@@ -1,0 +1,97 @@
+"""What an engine declares about itself, and the options that it is opened with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+
+from bridge.errors import InvalidField, UnusableModel
+from services.engines.engine import Engine
+from services.store.cache import Report
+
+
+class Dtype(StrEnum):
+    """Type that a model computes in; `auto` lets the engine choose."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Weights(StrEnum):
+    """How weights are stored; `auto` lets the engine choose, `full` keeps them as the model has them."""
+
+    AUTO = "auto"
+    FULL = "full"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How to run a model, for every engine. `threads`: CPU threads, None for all cores. `cache_byte_limit`: memory for
+    the keys and values of all `slot_count` sequences."""
+
+    device: str = "auto"
+    dtype: Dtype = Dtype.AUTO
+    weights: Weights = Weights.AUTO
+    compile: bool = False
+    threads: int | None = None
+    slot_count: int = 8
+    cache_byte_limit: int = 2 << 30
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the device is the CPU; "auto" is where torch finds no GPU."""
+        from torch.cuda import is_available  # takes seconds to import
+
+        return self.device == "cpu" or (self.device == "auto" and not is_available())
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine: what it runs, what it needs, how a model is prepared and opened.
+
+    `runs`, `devices`: for readers of help and documentation. `dtypes`, `weights`: values of `--dtype` and `--weights`
+    besides `auto`. `modules`: what must be installed; `install`: how. `prepare` fetches and converts what a reference
+    names and returns what `open` reads. `passed_over` returns why `--engine auto` does not take this engine for a
+    model, or "". `auto_weights`: what `--weights auto` means if the engine was chosen automatically.
+    """
+
+    name: str
+    runs: str
+    devices: str
+    prepare: Callable[[str, Weights, Report], Path]
+    open: Callable[[Path, EngineOptions], Engine]
+    dtypes: tuple[Dtype, ...] = ()
+    weights: tuple[Weights, ...] = ()
+    modules: tuple[str, ...] = ()
+    install: str = ""
+    compiles: bool = False
+    passed_over: Callable[[str, EngineOptions], str] = lambda model, options: ""
+    auto_weights: Weights = Weights.AUTO
+
+    @property
+    def installed(self) -> bool:
+        """Whether all modules that the engine needs can be imported."""
+        return all(find_spec(module) for module in self.modules)
+
+    def check(self, options: EngineOptions) -> None:
+        """Raises `InvalidField` for options that the engine does not have, `UnusableModel` if it is not installed."""
+        by = f"with --engine {self.name}"
+        if options.dtype not in (Dtype.AUTO, *self.dtypes):
+            raise InvalidField("--dtype", f"{_either(Dtype.AUTO, *self.dtypes)} {by}", options.dtype.value)
+        if options.weights not in (Weights.AUTO, *self.weights):
+            raise InvalidField("--weights", f"{_either(Weights.AUTO, *self.weights)} {by}", options.weights.value)
+        if options.compile and not self.compiles:
+            raise InvalidField("--compile", f"left out {by}, which does not compile", "--compile")
+        if not self.installed:
+            raise UnusableModel(
+                f"the {self.name} engine is not installed: {self.install}, or use --engine torch", engine=self.name
+            )
+
+
+def _either(*values: str) -> str:
+    return " or ".join((", ".join(values[:-1]), values[-1])) if len(values) > 1 else values[0]

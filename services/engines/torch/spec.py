@@ -1,0 +1,41 @@
+"""The `torch` engine's entry in the registry."""
+
+from pathlib import Path
+
+from services.engines.engine import Engine
+from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
+from services.store.cache import Report
+from services.store.resolve import resolve
+
+
+def _prepare(model: str, weights: Weights, report: Report) -> Path:
+    return resolve(model, report)  # quantization takes place in memory
+
+
+def _open(path: Path, options: EngineOptions) -> Engine:
+    from services.engines.torch.engine import TorchEngine  # takes seconds to import
+
+    return TorchEngine(
+        path,
+        device=options.device,
+        dtype=options.dtype.value,
+        threads=options.threads,
+        slot_count=options.slot_count,
+        cache_byte_limit=options.cache_byte_limit,
+        int8=options.weights is Weights.INT8,
+        compiled=options.compile,
+    )
+
+
+TORCH = EngineSpec(
+    name="torch",
+    runs="any causal language model of transformers, with a fast tokenizer; GGUF files are converted",
+    devices="CPU, CUDA",
+    prepare=_prepare,
+    open=_open,
+    dtypes=(Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16),
+    weights=(Weights.FULL, Weights.INT8),
+    modules=("torch", "transformers"),
+    install="pip install draftbridge",
+    compiles=True,
+)

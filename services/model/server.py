@@ -1,0 +1,144 @@
+"""A model server: loads one model and serves it until stopped."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from bridge.errors import InvalidField
+from bridge.sampling.sampler import SamplingParameters
+from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2, target_pb2_grpc
+from services.config import ModelServerConfig, Role
+from services.engines.engine import Engine, compute_units, measure, warm
+from services.engines.fixed_width import FixedWidthEngine
+from services.engines.registry import AUTO, choose_engine
+from services.engines.spec import EngineOptions, EngineSpec
+from services.model.draft.servicer import DraftServicer
+from services.model.draft.session import DraftSession
+from services.model.draft.suffix import SuffixModel
+from services.model.host import LoadedModel, load
+from services.model.servicer import ModelServicer, describe
+from services.model.target.servicer import TargetServicer
+from services.model.target.session import TargetSession
+from services.rpc import codec
+from services.rpc.server import Server, stop_event, unless
+from services.store.cache import Report
+from services.store.resolve import SUFFIX, default_name, resolve
+
+# Widths of passes that a target runs once before it serves: as many candidates as a bridge sends, and one more.
+_WARMED_WIDTHS = range(1, 26)
+# The largest message that a model server accepts: more than two million ids.
+_RECEIVE_LIMIT_BYTES = 8 << 20
+
+
+def run(
+    config: ModelServerConfig, report: Report, on_start: Callable[[str], None], until_stdin_closes: bool = False
+) -> None:
+    """Loads a model and serves it until stopped. `report` receives each step, `on_start` the address."""
+    if config.model == SUFFIX:
+        _run_suffix_server(config, on_start, until_stdin_closes)
+        return
+    spec, options = choose_engine(config.engine, config.model, config.options)
+    directory = resolve(config.model, report)
+    if config.engine == AUTO:
+        report(f"engine: {spec.name}")
+
+    async def serve() -> None:
+        server = Server(config.listen, _RECEIVE_LIMIT_BYTES)
+        stop = stop_event(until_stdin_closes)
+        # In a thread, so that a signal is handled meanwhile.
+        loaded = await unless(stop, asyncio.to_thread(_load, config, spec, options, directory, report))
+        if loaded is None:
+            # A thread cannot be cancelled; it would keep the process until the model is read.
+            os._exit(0)
+        register(server, loaded, config.role)
+        await server.run_until(stop, on_start, lambda: loaded.scheduler.alive)
+        loaded.scheduler.close()
+
+    asyncio.run(serve())
+
+
+def _load(
+    config: ModelServerConfig, spec: EngineSpec, options: EngineOptions, directory: Path, report: Report
+) -> LoadedModel:
+    costs: list[tuple[int, int]] = []
+
+    def open_engine() -> Engine:
+        engine = spec.open(spec.prepare(config.model, options.weights, report), options)
+        if config.deterministic:  # all its forwards have one shape
+            engine = FixedWidthEngine(engine)
+        elif config.role is not Role.DRAFT:
+            warm(engine, _WARMED_WIDTHS)
+        costs.extend(measure(engine, all_logits=config.role is not Role.DRAFT))
+        return engine
+
+    loaded = load(directory, config.name or default_name(config.model), open_engine, config.queue)
+    units, unit_count = compute_units(loaded.engine.device, config.threads)
+    model = replace(loaded.model, forward_costs=tuple(costs), compute_units=units, compute_unit_count=unit_count)
+    return replace(loaded, model=model)
+
+
+def _run_suffix_server(config: ModelServerConfig, on_start: Callable[[str], None], until_stdin_closes: bool) -> None:
+    """Serves prompt lookup as a draft. The configuration of engines does not apply to it."""
+    if config.role is not Role.DRAFT:
+        raise InvalidField("--role", f"draft with {SUFFIX}, which has no text of its own", config.role.value)
+    suffix = SuffixModel(config.name or SUFFIX, config.slots)
+    description = codec.write_model(
+        suffix.model,
+        revision="1",
+        role=model_pb2.ROLE_DRAFT,
+        engine="suffix",
+        device="cpu",
+        slot_count=suffix.slot_count,
+        deterministic=True,
+    )
+
+    async def serve() -> None:
+        server = Server(config.listen, _RECEIVE_LIMIT_BYTES)
+        _register(
+            server,
+            ModelServicer(description, suffix.tokenizer_json),
+            DraftServicer(suffix.model, lambda sampling, seed: suffix.open()),
+            TargetServicer(suffix.model, None),
+        )
+        await server.run_until(stop_event(until_stdin_closes), on_start)
+
+    asyncio.run(serve())
+
+
+def register(server: Server, loaded: LoadedModel, role: Role) -> None:
+    """Adds a loaded model's services; see `_register`."""
+
+    def draft(sampling: SamplingParameters, seed: int) -> DraftSession:
+        return DraftSession(loaded.model, loaded.scheduler, loaded.sampler(sampling, seed, confident=True))
+
+    def target(sampling: SamplingParameters, seed: int, logprobs: int | None) -> TargetSession:
+        return TargetSession(loaded.model, loaded.scheduler, loaded.sampler(sampling, seed, logprobs))
+
+    number = {Role.DRAFT: model_pb2.ROLE_DRAFT, Role.TARGET: model_pb2.ROLE_TARGET, Role.BOTH: model_pb2.ROLE_BOTH}
+    _register(
+        server,
+        ModelServicer(describe(loaded, number[role]), loaded.files.tokenizer_json),
+        DraftServicer(loaded.model, draft if role in (Role.DRAFT, Role.BOTH) else None),
+        TargetServicer(loaded.model, target if role in (Role.TARGET, Role.BOTH) else None),
+    )
+
+
+def _register(server: Server, model: ModelServicer, draft: DraftServicer, target: TargetServicer) -> None:
+    """Adds all services; one whose role is not served refuses, and is in no list of services."""
+    server.register(
+        model_pb2_grpc.add_ModelServiceServicer_to_server,
+        model,
+        model_pb2.DESCRIPTOR.services_by_name["ModelService"],
+    )
+    server.register(
+        draft_pb2_grpc.add_DraftServiceServicer_to_server,
+        draft,
+        draft_pb2.DESCRIPTOR.services_by_name["DraftService"] if draft.serves else None,
+    )
+    server.register(
+        target_pb2_grpc.add_TargetServiceServicer_to_server,
+        target,
+        target_pb2.DESCRIPTOR.services_by_name["TargetService"] if target.serves else None,
+    )

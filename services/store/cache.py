@@ -1,0 +1,72 @@
+"""The cache of models: a directory where only complete files appear, each made in a scratch directory first."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+from bridge.errors import NotReady
+
+# Is told each step that takes a while, as a line of text.
+Report = Callable[[str], None]
+# A scratch directory that is older was left by a process that was killed.
+_STALE_SECONDS = 24 * 3600
+
+
+class CacheUnusable(NotReady, reason="CACHE_UNUSABLE"):
+    """The directory for models cannot be written to."""
+
+    def __init__(self, directory: object, detail: object) -> None:
+        super().__init__(
+            f"models cannot be stored in {directory} ({detail}): set DRAFTBRIDGE_CACHE in the environment to a "
+            "directory that can be written to",
+            directory=directory,
+        )
+
+
+def cache_directory() -> Path:
+    """Returns where models are kept: below DRAFTBRIDGE_CACHE if that is set, else in the user's cache directory."""
+    return Path(os.environ.get("DRAFTBRIDGE_CACHE") or user_cache_path("draftbridge")) / "models"
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """Yields a directory beside the models, so that a finished one moves into place in one step.
+
+    Raises `CacheUnusable`.
+    """
+    parent = cache_directory()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for stale in parent.glob(".scratch-*"):
+            if time.time() - stale.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(stale, ignore_errors=True)
+        scratch = tempfile.TemporaryDirectory(dir=parent, prefix=".scratch-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise CacheUnusable(parent, error.strerror) from error
+    with scratch as path:
+        yield Path(path)
+
+
+def settle(finished: Path, final: Path) -> None:
+    """Moves a finished directory to its place. Another process may have put the same one there meanwhile."""
+    try:
+        finished.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+
+
+def fingerprint(directory: Path) -> str:
+    """Returns a hash of a model directory's configuration and weights. Reads all of them, at 1 to 2 GB a second."""
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,126 @@
+"""The registry of engines: which one `auto` takes, what an engine refuses, and that adding one takes a spec."""
+
+import os
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from bridge.errors import InvalidField, UnusableModel
+from draftbridge import Client
+from services.cli.processes import fleet
+from services.engines import spec as specs
+from services.engines.registry import choose_engine, engine_spec, engines, prepare
+from services.engines.spec import Dtype, EngineOptions, Weights
+
+DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
+
+# An engine in a package of its own: the torch engine under another name, installed by an entry point.
+TOY = '''
+from dataclasses import replace
+from services.engines.torch.spec import TORCH
+
+class Toy:
+    """Counts its forwards; everything else is the torch engine's."""
+    name = "toy"
+
+    def __init__(self, engine):
+        self._engine, self.forward_count = engine, 0
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+    def forward(self, rows):
+        self.forward_count += 1
+        return self._engine.forward(rows)
+
+TOY = replace(TORCH, name="toy", runs="what torch runs", open=lambda path, options: Toy(TORCH.open(path, options)))
+'''
+
+
+@pytest.fixture
+def toy_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Installs a package with the toy engine for processes that are started from here."""
+    (tmp_path / "toy_engine.py").write_text(TOY)
+    information = tmp_path / "toy_engine-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: toy-engine\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[draftbridge.engines]\ntoy = toy_engine:TOY\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    return tmp_path
+
+
+def test_an_engine_of_another_package_serves_a_generation(toy_on_path: Path, tiny_models: tuple[Path, Path]) -> None:
+    target, draft = map(str, tiny_models)
+    options = ("--dtype", "float32", "--threads", "1")
+    with (
+        fleet(target, draft, target_options=("--engine", "toy", *options), draft_options=options) as running,
+        Client(running.bridge) as client,
+    ):
+        served = {model.name: model.engine for model in client.models()}
+        assert served[Path(target).name] == "toy"
+        assert client.generate("The quick", max_tokens=6).finished.usage.generated_token_count == 6
+
+
+def test_auto_takes_the_first_installed_engine_that_runs_the_model(
+    tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing: set[str] = set()
+    monkeypatch.setattr(specs, "find_spec", lambda name: None if name in missing else find_spec("json"))
+    monkeypatch.setattr("services.engines.openvino.engine.core_count", lambda: 2, raising=False)
+
+    def chosen(model: str, **options: object) -> str:
+        return choose_engine("auto", model, replace(EngineOptions(device="cpu"), **options))[0].name
+
+    directory, built_in = str(tiny_models[0]), "gemma-3-270m"
+    assert chosen(built_in) == "llamacpp"
+    assert chosen(directory) == "openvino"
+    assert chosen(built_in, dtype=Dtype.FLOAT32) == "openvino"
+    assert chosen(built_in, weights=Weights.INT8) == "torch"
+    assert chosen(built_in, compile=True) == "torch"
+    assert chosen(built_in, device="cuda") == "torch"
+    missing |= {"llama_cpp", "nncf"}
+    assert chosen(built_in) == "torch"
+
+
+def test_a_model_that_auto_converts_keeps_its_weights(tiny_models: tuple[Path, Path]) -> None:
+    _, options = choose_engine("auto", str(tiny_models[0]), EngineOptions(device="cpu", dtype=Dtype.FLOAT32))
+    assert options.weights is Weights.FULL
+    _, options = choose_engine("openvino", str(tiny_models[0]), EngineOptions())
+    assert options.weights is Weights.AUTO
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("torhc", EngineOptions(), "--engine must be one of auto, llamacpp, openvino, torch, got 'torhc'"),
+        ("torch", EngineOptions(weights=Weights.INT4), "--weights must be auto, full or int8 with --engine torch"),
+        ("llamacpp", EngineOptions(dtype=Dtype.FLOAT32), "--dtype must be auto with --engine llamacpp, got float32"),
+        ("openvino", EngineOptions(compile=True), "--compile must be left out with --engine openvino"),
+    ],
+)
+def test_options_that_an_engine_does_not_have_are_refused(name: str, options: EngineOptions, words: str) -> None:
+    with pytest.raises(InvalidField, match=words):
+        choose_engine(name, "gemma-3-270m", options)
+
+
+def test_an_engine_that_is_not_installed_names_the_command_that_installs_it() -> None:
+    absent = replace(engine_spec("llamacpp"), modules=("a_module_that_nobody_has",))
+    with pytest.raises(UnusableModel, match=r"pip install 'draftbridge\[llamacpp\]'"):
+        absent.check(EngineOptions())
+
+
+def test_a_model_is_prepared_for_one_engine() -> None:
+    with pytest.raises(InvalidField, match="--engine must be one engine"):
+        prepare("auto", "gemma-3-270m", Weights.AUTO, pytest.fail)
+
+
+def test_the_documentation_has_the_table_of_the_registry() -> None:
+    """`draftbridge engines --markdown` prints these rows."""
+    text = DOCS.read_text()
+    for spec in engines().values():
+        row = next(line for line in text.splitlines() if line.startswith(f"| `{spec.name}` |"))
+        for fact in (spec.runs, spec.devices, *spec.dtypes, *spec.weights):
+            assert fact in row, (spec.name, fact)

@@ -1,0 +1,124 @@
+"""The configuration: which place wins, and errors that name place, key and remedy."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.config import (
+    SECTIONS,
+    BridgeServerConfig,
+    InvalidConfiguration,
+    ModelServerConfig,
+    Role,
+    check,
+    load,
+)
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "draftbridge.toml"
+    path.write_text(text)
+    return path
+
+
+def test_flags_win_over_the_environment_over_the_file_over_defaults(tmp_path: Path) -> None:
+    path = written(tmp_path, "[serve]\nmodel = 'from-file'\nslots = 2\nqueue = 3\nkv-memory = 0.5\n")
+    environment = {"DRAFTBRIDGE_SERVE_SLOTS": "4", "DRAFTBRIDGE_SERVE_QUEUE": "5", "DRAFTBRIDGE_BRIDGE_TARGET": "x:1"}
+    loaded = load(ModelServerConfig, {"slots": "6"}, path, environment)
+    config = loaded.values
+    assert (config.slots, config.queue, config.kv_memory, config.model) == (6, 5, 0.5, "from-file")
+    assert config.role is Role.BOTH
+    assert loaded.origins["slots"] == "--slots"
+    assert loaded.origins["queue"] == "DRAFTBRIDGE_SERVE_QUEUE"
+    assert loaded.origins["kv_memory"] == f"{path}, line 5: [serve] kv-memory"
+    assert loaded.origins["role"] == "default"
+    with pytest.raises(ValueError, match="frozen"):
+        config.slots = 1
+
+
+def test_the_environment_names_the_file_and_lists_have_commas(tmp_path: Path) -> None:
+    path = written(tmp_path, "[bridge]\ntarget = ['a:1']\n")
+    environment = {"DRAFTBRIDGE_CONFIG": str(path), "DRAFTBRIDGE_BRIDGE_DRAFT": "b:2, c:3"}
+    config = load(BridgeServerConfig, {}, None, environment).values
+    assert (config.target, config.draft) == (("a:1",), ("b:2", "c:3"))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[serve]\nmodel = 'm'\nslots = 0\n", r"line 3: \[serve\] slots must be greater than or equal to 1, got 0"),
+        ("[serve]\nmodel = 'm'\nrole = 'x'\n", r"line 3: \[serve\] role must be 'draft', 'target' or 'both', got 'x'"),
+        ("[serve]\nmodle = 'm'\n", r"line 2: \[serve\] modle: there is no such setting: did you mean model\?"),
+        ("[bridge]\ntarget = 'a:1'\n", r"line 2: \[bridge\] target must be a valid tuple, got 'a:1'"),
+        ("\n[briddge]\n", r"line 2: \[briddge\]: there is no such table: use serve or bridge"),
+        ("slots = 3\n", r"slots stands outside a table: put it under \[serve\] or \[bridge\]"),
+        ("[serve\n", "cannot be read"),
+    ],
+)
+def test_an_error_names_file_line_key_and_remedy(tmp_path: Path, text: str, words: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(InvalidConfiguration, match=words) as caught:
+        check(path)
+    assert str(path) in str(caught.value)
+
+
+def test_all_errors_are_told_at_once_and_what_is_missing_with_three_ways_to_give_it() -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        load(ModelServerConfig, {"threads": "many", "queue": "-1"}, None, {})
+    text = str(caught.value)
+    assert "--threads must be a valid integer" in text and "--queue must be greater than or equal to 0" in text
+    assert "MODEL is missing: give it on the command line, as DRAFTBRIDGE_SERVE_MODEL or as model under [serve]" in text
+
+
+def test_a_file_may_leave_out_what_the_command_line_gives(tmp_path: Path) -> None:
+    assert check(written(tmp_path, "[serve]\nslots = 2\n[bridge]\n")) == ["serve", "bridge"]
+
+
+def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfiguration, match="No such file"):
+        load(ModelServerConfig, {"model": "m"}, tmp_path / "none.toml", {})
+
+
+@given(st.text())
+def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.mktemp("any") / "any.toml"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    try:
+        check(path)
+    except InvalidConfiguration as error:
+        assert str(path) in str(error)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_what_show_prints_is_a_file_with_the_same_values(tmp_path: Path) -> None:
+    path = written(tmp_path, "[bridge]\ntarget = ['a:1', 'b:\"2']\nsuffix-memory = 7\n")
+    shown = run("config", "show", "bridge", "--config", str(path))
+    assert shown.returncode == 0, shown.stderr
+    assert "line 3" in shown.stdout and "default" in shown.stdout
+    again = written(tmp_path, shown.stdout)
+    assert load(BridgeServerConfig, {}, again, {}).values == load(BridgeServerConfig, {}, path, {}).values
+    checked = run("config", "check", str(again))
+    assert checked.returncode == 0 and "valid" in checked.stdout
+
+
+def test_a_bad_value_ends_a_server_with_one_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "[bridge]\ntarget = ['a:1']\nconnect-timeout = 'soon'\n")
+    done = run("bridge", "--config", str(path))
+    assert done.returncode == 1
+    assert "line 3: [bridge] connect-timeout must be a valid number" in done.stderr.replace("\n", "")
+
+
+def test_help_has_every_setting() -> None:
+    for section, kind in SECTIONS.items():
+        text = run(section, "--help").stdout
+        for name in kind.model_fields:
+            assert (name.upper() if name == "model" else f"--{name.replace('_', '-')}") in text, name
