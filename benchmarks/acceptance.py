@@ -24,7 +24,7 @@ from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat
-from services.cli.app import DEFAULT_DRAFT, DEFAULT_TARGET
+from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET
 from services.engines.torch.engine import TorchEngine
 from services.model.draft.session import DraftSession
 from services.model.host import LoadedModel, load

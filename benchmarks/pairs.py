@@ -38,8 +38,8 @@ from benchmarks.report import ALONE, BRIDGED, Sample, plot, table
 from benchmarks.rivals import Entry, Rival, RivalFailed, started
 from draftbridge import Client, Generation
 from draftbridge.v1 import model_pb2
-from services.cli.app import DEFAULT_DRAFT, DEFAULT_TARGET
 from services.cli.processes import fleet
+from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET
 from services.store.resolve import has_gguf, resolve, resolve_gguf
 
 MODES = (ALONE, *BRIDGED)

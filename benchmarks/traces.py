@@ -27,7 +27,7 @@ from bridge.sampling.sampler import Logits, SamplingParameters
 from bridge.text.chat import Chat
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.translation import DraftContext
-from services.cli.app import DEFAULT_DRAFT, DEFAULT_TARGET
+from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET
 from services.engines.engine import Engine
 from services.engines.sequence import CachedSequence
 from services.model.host import LoadedModel, load

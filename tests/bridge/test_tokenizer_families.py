@@ -1,6 +1,4 @@
-"""Every family of tokenizers, every ordered pair of them: what translation promises, on any text at any cuts."""
-
-from itertools import product
+"""Every family of tokenizers as target and as draft: what translation promises, on any text at any cuts."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -113,10 +111,11 @@ def test_after_every_round_the_draft_holds_the_committed_bytes(
     assert words.spell(held).removeprefix(b" ") == said
 
 
-@pytest.mark.parametrize(("draft", "target"), list(product(NAMES, NAMES)))
-@settings(max_examples=15)
-@given(text=TEXTS, start=st.integers(0, 100), count=st.integers(1, 16))
-def test_candidates_spell_what_the_draft_said(draft: str, target: str, text: str, start: int, count: int) -> None:
+@pytest.mark.parametrize("target", NAMES)
+@settings(max_examples=100)
+@given(draft=st.sampled_from(NAMES), text=TEXTS, start=st.integers(0, 100), count=st.integers(1, 16))
+def test_candidates_spell_what_the_draft_proposed(target: str, draft: str, text: str, start: int, count: int) -> None:
+    """The draft decides only where the bytes are cut, so that every target with any draft stands for all pairs."""
     said = vocabulary(draft).pieces(text.encode()).ids
     start %= len(said) + 1
     data = vocabulary(draft).spell(said[start : start + count])  # may begin and end inside a character

@@ -1,0 +1,66 @@
+"""The gateway: a door of its own kind, without protocol buffers, gets what the gRPC door gets."""
+
+from contextlib import aclosing
+
+import pytest
+
+from bridge.errors import InvalidField, ModelNotFound
+from bridge.generation import Delta, Finished
+from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request
+from bridge.sampling.sampler import SamplingParameters
+from draftbridge import Client
+from services.bridge.gateway import Gateway, Opened
+from services.bridge.zoo import Zoo
+from services.cli.processes import Fleet
+
+PROMPT = "The quick brown"
+
+
+@pytest.fixture
+async def gateway(tiny_fleet: Fleet):  # type: ignore[no-untyped-def]
+    zoo = await Zoo([tiny_fleet.target], [tiny_fleet.draft]).connect()
+    yield Gateway(zoo)
+    await zoo.close()
+
+
+def asked(**changes: object) -> Request:
+    return Request(PROMPT, **({"sampling": SamplingParameters(), "seed": 3, "max_tokens": 12} | changes))  # type: ignore[arg-type]
+
+
+async def test_its_text_is_that_of_the_grpc_door(gateway: Gateway, tiny_fleet: Fleet) -> None:
+    seen: list[Finished] = []
+    gateway.observers.append(seen.append)
+    async with aclosing(gateway.generate(asked())) as events:
+        got = [event async for event in events]
+    assert isinstance(got[0], Opened) and got[0].seed == 3 and got[0].draft
+    assert isinstance(got[-1], Finished) and seen == [got[-1]]
+    with Client(tiny_fleet.bridge) as client:
+        expected = client.generate(PROMPT, max_tokens=12, temperature=1.0, seed=3)
+    assert "".join(event.text for event in got if isinstance(event, Delta)) == expected.text
+    assert got[0].target == expected.started.target
+    assert vars(gateway.counts) == {"active": 0, "finished": 1, "failed": 0, "cancelled": 0}
+
+
+async def test_a_request_without_speculation_opens_no_draft(gateway: Gateway) -> None:
+    request = asked(speculation=SpeculationParameters(mode=Mode.OFF))
+    async with aclosing(gateway.generate(request)) as events:
+        opened = await anext(events)
+    assert isinstance(opened, Opened) and opened.draft == ""
+
+
+async def test_a_door_that_leaves_early_is_counted_as_cancelled(gateway: Gateway) -> None:
+    async with aclosing(gateway.generate(asked(max_tokens=200))) as events:
+        async for event in events:
+            if isinstance(event, Delta):
+                assert gateway.counts.active == 1
+                break
+    assert vars(gateway.counts) == {"active": 0, "finished": 0, "failed": 0, "cancelled": 1}
+
+
+async def test_what_is_refused_is_counted_as_failed(gateway: Gateway) -> None:
+    for changes, name, error in (({"max_tokens": 0}, "", InvalidField), ({}, "nobody", ModelNotFound)):
+        with pytest.raises(error):
+            async with aclosing(gateway.generate(asked(**changes), name)) as events:
+                await anext(events)
+    assert gateway.counts.failed == 2
