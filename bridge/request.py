@@ -1,4 +1,4 @@
-"""What a user asks for: its form, what is checked before anything runs, and its prompt in the tokens of a model."""
+"""Defines a user's request, checks it before anything runs, and renders its prompt in a model's tokens."""
 
 import re
 import secrets
@@ -20,7 +20,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks. `input`: a text, a chat, or ids of the target. `tenant`: who may know the output."""
+    """Holds what a user asks for.
+
+    `input` is a text, a chat, or ids of the target. Later requests of the same `tenant` may be drafted from the output.
+    """
 
     input: str | Chat | tuple[int, ...]
     sampling: SamplingParameters = SamplingParameters()
@@ -33,7 +36,7 @@ class Request:
 
 
 def check(request: Request) -> None:
-    """Raises `InvalidField` or `EmptyPrompt` for what no target could do."""
+    """Raises `InvalidField` or `EmptyPrompt` for a request that no target could serve."""
     request.sampling.checked()
     if not (request.input.messages if isinstance(request.input, Chat) else request.input):
         raise EmptyPrompt
@@ -64,17 +67,17 @@ def check(request: Request) -> None:
     if not 0.0 <= threshold <= 1.0:
         raise InvalidField("speculation.assistant_confidence_threshold", "between 0 and 1", threshold)
     if unknown := set(request.speculation.sources) - set(SOURCES):
-        raise InvalidField("speculation.sources", f"made of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
+        raise InvalidField("speculation.sources", f"a selection of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
     mode, named = request.speculation.mode, request.speculation.sources
     used = [name for name in named if request.speculation.allows(name, takes_time=SOURCES[name].takes_time)]
     if named and not used and mode is not Mode.OFF:
-        raise InvalidField("speculation.sources", f"made of some that {mode.value} uses", ", ".join(named))
+        raise InvalidField("speculation.sources", f"names of sources that mode {mode.value} uses", ", ".join(named))
     if len(request.tenant) > MAX_TENANT_LENGTH:
         raise InvalidField("tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(request.tenant))
 
 
 def render(request: Request, model: Model, source: Model) -> Rendering:
-    """Returns the request's input in `model`'s tokens. `source` is the target, whose ids an input of ids is in."""
+    """Returns the request's input in `model`'s tokens. `source` is the target; an input of ids is in its vocabulary."""
     match request.input:
         case str(text):
             return render_text_for(model, text, source)
@@ -85,7 +88,7 @@ def render(request: Request, model: Model, source: Model) -> Rendering:
 
 
 def token_room(request: Request, model: Model, prompt_ids: Sequence[int]) -> int:
-    """Returns how many tokens to generate; raises `InvalidRequest` where the prompt and these do not fit."""
+    """Returns the limit on generated tokens. Raises `InvalidRequest` if prompt and limit exceed the model's context."""
     count, context = len(prompt_ids), model.context_length
     for id_ in prompt_ids:
         if not model.has(id_):
