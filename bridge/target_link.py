@@ -129,7 +129,7 @@ class TargetLink:
             raise TargetFault(f"a pass reports {result.near_tie_count} near ties among {len(ids)} tokens")
         if result.offer_id not in self._offers:
             if result.offer_id or count or accepted:
-                raise TargetFault(f"a pass has candidates of offer {result.offer_id}, which was never sent or is outdated")
+                raise TargetFault(f"a pass has candidates of offer {result.offer_id}, which is unknown or outdated")
             tried = Offer()
         else:
             base, offer = self._offers[result.offer_id]

@@ -23,7 +23,7 @@ _OUTLIER = 3.0
 
 @dataclass
 class Ewma:
-    """An exponentially weighted moving average that starts at the prior `value`. The first observations weigh equally."""
+    """An exponentially weighted moving average, initially the prior `value`. The first observations weigh equally."""
 
     value: float
     count: int = 0

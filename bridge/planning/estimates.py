@@ -67,7 +67,7 @@ class DraftEstimates:
 
     @property
     def round_trip_ns(self) -> float:
-        """Returns the nanoseconds of a message to the draft and its answer, without the draft's computation."""
+        """Returns the nanoseconds of a message to the draft and its answer, without the draft's forwards."""
         return self.round_trip.value
 
     @property
@@ -178,7 +178,7 @@ class TargetEstimates:
     def draft(
         self, name: str, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False
     ) -> DraftEstimates:
-        """Returns the estimates of the draft `name`. `competes`: it shares too few cores with the target."""
+        """Returns the estimates of the draft `name`. `competes`: draft and target need more cores than they have."""
         if name not in self.drafts:
             self.drafts[name] = DraftEstimates(forward_costs, competes=competes)
         return self.drafts[name]
@@ -187,7 +187,7 @@ class TargetEstimates:
 class RequestEstimates:
     """Estimates for one request, which also updates `shared` and `draft`.
 
-    `draft` has the estimates of the source that takes time to propose, whose name is `drafting_source`, if there is one.
+    `draft` holds the estimates of the source that takes time to propose, named `drafting_source`; None without one.
     """
 
     def __init__(
