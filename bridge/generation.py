@@ -90,9 +90,8 @@ async def generate(
     draft: Draft | None = None
     draft_estimates: DraftEstimates | None = None
     if draft_model and drafter:
-        draft_estimates = estimates.draft(
-            draft_model.name, draft_model.forward_costs, competes=draft_model.competes_with(model)
-        )
+        competes = draft_model.competes_with(model)
+        draft_estimates = estimates.draft(draft_model.name, draft_model.forward_costs, competes=competes)
         draft = Draft(draft_model, drafter, draft_estimates)
     opening = Opening(
         prompt=model.vocabulary.spell(prompt.ids),

@@ -57,21 +57,20 @@ def check(request: Request) -> None:
         raise InvalidField("stop", "made of non-empty strings", "an empty one")
     if request.logprobs is not None and request.logprobs > 100:
         raise InvalidField("logprobs", "at most 100", request.logprobs)
-    assistant_tokens = request.speculation.num_assistant_tokens
-    if assistant_tokens is not None and not 1 <= assistant_tokens <= 64:
-        raise InvalidField("speculation.num_assistant_tokens", "between 1 and 64", assistant_tokens)
-    temperature = request.speculation.draft_temperature
+    speculation, named = request.speculation, request.speculation.sources
+    count, temperature = speculation.num_assistant_tokens, speculation.draft_temperature
+    if count is not None and not 1 <= count <= 64:
+        raise InvalidField("speculation.num_assistant_tokens", "between 1 and 64", count)
     if temperature is not None and not 0.0 <= temperature <= 100.0:
         raise InvalidField("speculation.draft_temperature", "between 0 and 100", temperature)
-    threshold = request.speculation.assistant_confidence_threshold
-    if not 0.0 <= threshold <= 1.0:
+    if not 0.0 <= (threshold := speculation.assistant_confidence_threshold) <= 1.0:
         raise InvalidField("speculation.assistant_confidence_threshold", "between 0 and 1", threshold)
-    if unknown := set(request.speculation.sources) - set(SOURCES):
+    if unknown := set(named) - set(SOURCES):
         raise InvalidField("speculation.sources", f"a selection of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
-    mode, named = request.speculation.mode, request.speculation.sources
-    used = [name for name in named if request.speculation.allows(name, takes_time=SOURCES[name].takes_time)]
-    if named and not used and mode is not Mode.OFF:
-        raise InvalidField("speculation.sources", f"names of sources that mode {mode.value} uses", ", ".join(named))
+    used = any(speculation.allows(name, takes_time=SOURCES[name].takes_time) for name in named)
+    if named and not used and speculation.mode is not Mode.OFF:
+        allowed = f"names of sources that mode {speculation.mode.value} uses"
+        raise InvalidField("speculation.sources", allowed, ", ".join(named))
     if len(request.tenant) > MAX_TENANT_LENGTH:
         raise InvalidField("tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(request.tenant))
 

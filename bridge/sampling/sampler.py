@@ -156,7 +156,7 @@ class Sampler:
             )
         adjusted = self._adjusted(scores, history)
         if adjusted is not scores and not np.isfinite(adjusted.max()):
-            raise EngineFailure("no token may be chosen: every id ends the text, and min_tokens does not allow that yet")
+            raise EngineFailure("no token may be chosen: every id ends the text, which min_tokens does not allow yet")
         sampled: NDArray[np.floating[Any]] = adjusted
         if temperature := self.parameters.temperature:
             kept, sampled = _truncate(adjusted, self.parameters)
@@ -226,7 +226,7 @@ def _truncate(scores: Logits, parameters: SamplingParameters) -> tuple[Int64, ND
     # No noise can make an id below this floor the best.
     floor = np.nextafter(np.float32(best - GUMBEL_RANGE * parameters.temperature), np.float32(-np.inf))
     if parameters.top_k and parameters.top_k < len(scores):
-        # Temperature does not change the order. Ids that tie with the last one kept are kept, too, as in Hugging Face's.
+        # Temperature does not change the order. Ids that tie with the last one kept stay too, as in Hugging Face's.
         floor = max(floor, np.partition(scores, -parameters.top_k)[-parameters.top_k])
     kept = np.flatnonzero(scores >= floor)
     # With the best subtracted first, a tiny temperature overflows only for scores far below the best.

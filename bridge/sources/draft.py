@@ -190,7 +190,7 @@ class DraftSource(CandidateSource):
             await self._drafter.grant(epoch.number, added)
 
     async def _sync(self, tape: Tape, pace: Pace) -> None:
-        """Starts an epoch at the end of the tape, before an incomplete character, unless the draft would have no ids."""
+        """Starts an epoch at the end of the tape, before an incomplete character, if the draft would have any ids."""
         before, context = self._epoch, self._context
         keep, ids = context.append(tape.data[context.appended_byte_count :], before.token_ids if before else ())
         if not ids:
