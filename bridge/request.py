@@ -45,12 +45,11 @@ def check(request: Request) -> None:
         texts = [text for one in request.input.messages for text in (one.role, one.content)]
     if any(_SURROGATE.search(text) for text in texts):
         raise InvalidField("the prompt", "Unicode text", "a lone surrogate")
-    if request.max_tokens is not None and request.max_tokens < 1:
-        raise InvalidField("max_tokens", "at least 1", request.max_tokens)
-    if request.max_tokens is not None and request.sampling.min_tokens > request.max_tokens:
-        raise InvalidField(
-            "sampling.min_tokens", f"at most max_tokens, {request.max_tokens}", request.sampling.min_tokens
-        )
+    max_tokens, min_tokens = request.max_tokens, request.sampling.min_tokens
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidField("max_tokens", "at least 1", max_tokens)
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise InvalidField("sampling.min_tokens", f"at most max_tokens, {max_tokens}", min_tokens)
     if len(request.stop) > MAX_STOP_STRINGS:
         raise InvalidField("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(request.stop)} strings")
     if "" in request.stop:

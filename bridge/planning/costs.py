@@ -15,7 +15,7 @@ MAX_WIDTH = 25
 _PRIOR_STEP = 0.05
 # A wide forward updates the cost of its width only if a 1-token forward was seen at most this many forwards earlier.
 _RECENT_FORWARDS = 16
-# The weight of a 1-token forward if there was none in that many forwards.
+# The weight of a 1-token forward that is the first in more than `_RECENT_FORWARDS` forwards.
 _FRESH_RARE = 0.5
 # Other work on the machine sometimes slows down a forward: its time is capped at this multiple of the expected time.
 _OUTLIER = 3.0

@@ -24,7 +24,7 @@ _PRIOR_ROUND_TRIP_NS = 1_000_000.0
 _PRIOR_TOKEN_BYTES, _TOKEN_BYTES_FRESH = 4.0, 0.02
 # The hop is measured only in passes that waited at least this long for candidates.
 _MIN_WAITED_NS = 20_000
-# A draft that reads more tokens than this reads a prompt, and its time tells nothing about its turns.
+# A draft that reads more tokens than this reads a prompt, which does not measure its turns.
 _MAX_READ_TOKENS = 64
 # The assumed factor by which a forward is slower while another model computes on the same cores. On two cores it was
 # 3 to 9; measuring it takes seconds.

@@ -123,7 +123,7 @@ class Planner:
         found = self._widths(offers, costs)
         if not found:
             return Offer(), 0
-        best, width = max(found, key=lambda one: self._prediction(*one, costs).tokens_per_ns)
+        best, width = max(found, key=lambda one: self._prediction(one[0], one[1], costs).tokens_per_ns)
         if plan.holds_back:
             return best.part(0, width), width
         drafted = best.sources.count(self._estimates.drafting_source)

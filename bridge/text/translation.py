@@ -35,7 +35,7 @@ class DraftContext:
 
     @property
     def ids(self) -> list[int]:
-        """All ids."""
+        """Returns all ids."""
         return [*self._head, *self._tokens.ids]
 
     @property

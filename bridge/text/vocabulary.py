@@ -21,7 +21,6 @@ from bridge.text.token_table import TokenTable
 
 # From this length, a text is encoded as a batch of one, for which the library releases the interpreter's lock.
 _MIN_BATCH_CHARACTERS = 8192
-# Where words end.
 _WORD_END = re.compile(r"(?<=\S)(?=[ \t\n])|(?<=[。，、！？；：])(?=\w)")
 # The smallest chunk of a changed text that is encoded separately, and the number of ends that are tried for it.
 _MIN_CHUNK_CHARACTERS = 24
