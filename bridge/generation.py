@@ -79,6 +79,7 @@ async def generate(
 
     `estimates` holds what other requests have learned about the target, and this request adds to it. `memory` holds
     earlier outputs of tenants; a request with a tenant uses it and adds to it. `clock` returns nanoseconds.
+    Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock()
     check(request)

@@ -48,7 +48,7 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
     """
     for name in chat.variables:
         if name in _RESERVED:
-            raise InvalidField("chat.template_variables", f"without {name!r}, which the bridge sets itself", "it")
+            raise InvalidField("chat.template_variables", f"without the reserved name {name!r}", "it")
     text, marks = _rendered(model, chat, add_generation_prompt=True)
     # A template writes the initial control tokens itself; for a plain transcript the tokenizer adds them.
     return model.vocabulary.prompt(text, marks, framed=not model.chat_template)

@@ -285,7 +285,7 @@ def test_dropout_of_a_training_run_is_left_out() -> None:
     ("change", "said"),
     [
         ({"normalizer": {"type": "Sequence", "normalizers": [
-            {"type": "Replace", "pattern": {"String": "z"}, "content": "z" * 1000}] * 3}}, "normalizer can make"),
+            {"type": "Replace", "pattern": {"String": "z"}, "content": "z" * 1000}] * 3}}, "normalizer can turn"),
         ({"added_tokens": [
             {"id": 1000 + n, "content": "<" * n + "x", "single_word": False, "lstrip": False, "rstrip": False,
              "normalized": False, "special": True} for n in range(600)]}, "added tokens of"),
