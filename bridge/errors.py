@@ -1,9 +1,9 @@
-"""Defines one tree of errors, for every failure that a user, a client or a peer can cause.
+"""Defines the errors that a user, a client or a peer can cause, as one tree.
 
 ::
 
     DraftBridgeError
-    ├── InvalidRequest          the request is invalid; a retry fails, too
+    ├── InvalidRequest          the request is invalid, and a retry cannot succeed
     │   └── InvalidField, EmptyPrompt, PromptTooLong, MaxTokensTooLarge, TokenOutOfRange, ProtocolViolation
     ├── ModelNotFound
     ├── NotReady                the request is valid, but the other side cannot serve it in its present state
@@ -39,7 +39,7 @@ class DraftBridgeError(Exception):
 
 
 class InvalidRequest(DraftBridgeError, reason="INVALID_REQUEST"):
-    """The request is invalid; a retry fails, too."""
+    """The request is invalid, and a retry cannot succeed."""
 
 
 class InvalidField(InvalidRequest, reason="INVALID_FIELD"):
@@ -49,9 +49,7 @@ class InvalidField(InvalidRequest, reason="INVALID_FIELD"):
 
 class EmptyPrompt(InvalidRequest, reason="EMPTY_PROMPT"):
     def __init__(self) -> None:
-        super().__init__(
-            "there is nothing to continue: send a prompt, chat messages or token ids that make at least one token"
-        )
+        super().__init__("there is nothing to continue: send a prompt, chat or token ids of at least one token")
 
 
 class PromptTooLong(InvalidRequest, reason="PROMPT_TOO_LONG"):
@@ -117,9 +115,7 @@ class RoleNotServed(NotReady, reason="ROLE_NOT_SERVED"):
 
 class ModelChanged(NotReady, reason="MODEL_CHANGED"):
     def __init__(self, model: str) -> None:
-        super().__init__(
-            f"the tokenizer of {model} has changed since the bridge loaded it: restart the bridge", model=model
-        )
+        super().__init__(f"{model}'s tokenizer has changed since the bridge loaded it: restart the bridge", model=model)
 
 
 class UnusableModel(NotReady, reason="UNUSABLE_MODEL"):

@@ -20,10 +20,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Request:
-    """Holds what a user asks for.
-
-    `input` is a text, a chat, or ids of the target. Later requests of the same `tenant` may be drafted from the output.
-    """
+    """A user's request. `input`: text, chat or target ids. Later requests of `tenant` may be drafted from it."""
 
     input: str | Chat | tuple[int, ...]
     sampling: SamplingParameters = SamplingParameters()

@@ -94,8 +94,7 @@ def position_state(seed: int, offset: int, counter: int = 0) -> int:
 def uniform(state: Any, keys: Array, xp: ModuleType = np) -> Array:
     """Returns a number for each key, strictly between 0 and 1, in steps of 2**-52, bit for bit the same everywhere.
 
-    `keys`: an int64 array of the namespace `xp` (NumPy or torch), any shape; `state`: an int, or an array that
-    broadcasts with `keys`.
+    `keys`: an int64 array of `xp` (NumPy or torch), any shape; `state`: an int, or one that broadcasts with `keys`.
     """
     bits = _shift_right(_mix(keys ^ state), 12)
     return (xp.asarray(bits, dtype=xp.float64) + 0.5) * 2.0**-52

@@ -80,10 +80,9 @@ class SuffixDrafter:
             self._starts.append(len(self._text))
 
     def match(self, ahead: bytes = b"") -> Match | None:
-        """Returns the longest match of the text's end followed by `ahead`.
+        """Returns the longest match of the text's end followed by `ahead`; a tie goes to its own text, then the latest.
 
-        Among equally long matches, it prefers those in its own text, and among these the latest. If its own text ends
-        soon after the match, the proposal is extended by repetition.
+        If its own text ends soon after the match, the proposal is extended by repetition.
         """
         end = bytes(self._text[-MAX_MATCH_BYTES:]) + ahead
         own, other = self.match_of(end), self._elsewhere(end)

@@ -60,9 +60,8 @@ def render_text_for(model: Model, text: str, source: Model) -> Rendering:
         return render_text(model.vocabulary, text)
     parts: list[str | int] = []
     done = 0
-    for start, end in sorted(
-        source.vocabulary.spans(text, source.vocabulary.controls), key=lambda span: (span[0], -span[1])
-    ):
+    spans = source.vocabulary.spans(text, source.vocabulary.controls)
+    for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
         id_ = source.vocabulary.control_id(text[start:end])
         if start >= done and id_ is not None:
             parts += [text[done:start], id_]

@@ -54,7 +54,7 @@ class Model:
 
     @cached_property
     def markup(self) -> StringMatcher:
-        """Finds the tokens that structure a chat, which messages must not contain.
+        """Finds the tokens that structure a chat, which text in a message must never become.
 
         These are special tokens, eos ids, and the added tokens that the chat template writes, special or not.
         """

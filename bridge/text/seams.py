@@ -103,11 +103,10 @@ class Seams:
         """Returns how many of the tokens of `data` remain the same whatever follows its first `known` bytes."""
         if self._never_final:
             return 0
-        count = min(
-            bisect_right(tokens.ends, known - self._lookahead), bisect_right(tokens.ends, known) - _COMPARED_TOKENS
-        )
+        ends = tokens.ends
+        count = min(bisect_right(ends, known - self._lookahead), bisect_right(ends, known) - _COMPARED_TOKENS)
         # The tokens of a dummy space, which end at offset 0, are settled only together with text.
-        first = bisect_right(tokens.ends, 0)
+        first = bisect_right(ends, 0)
         return next((found for found in range(count, first, -1) if self._may_split(data, tokens, found)), 0)
 
     def _may_split(self, data: bytes | bytearray, tokens: Tokens, count: int) -> bool:
