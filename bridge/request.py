@@ -20,7 +20,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Request:
-    """A user's request. `input`: text, chat or target ids. `tenant`: whose later requests may be drafted from the output."""
+    """A user's request. `input`: text, chat or target ids. `tenant`: whose requests may be drafted from the output."""
 
     input: str | Chat | tuple[int, ...]
     sampling: SamplingParameters = SamplingParameters()
