@@ -1,31 +1,31 @@
-"""Everything that a user, a client or a peer can cause to fail, as one tree.
+"""Defines the errors that a user, a client or a peer can cause, as one tree.
 
 ::
 
     DraftBridgeError
-    ├── InvalidRequest          the request is wrong, and would be wrong again
+    ├── InvalidRequest          the request is invalid, and a retry cannot succeed
     │   └── InvalidField, EmptyPrompt, PromptTooLong, MaxTokensTooLarge, TokenOutOfRange, ProtocolViolation
     ├── ModelNotFound
-    ├── NotReady                the request is right, but the other side cannot serve it as it is now
+    ├── NotReady                the request is valid, but the other side cannot serve it in its present state
     │   ├── BaseMismatch, RoleNotServed, ModelChanged
-    │   └── UnusableModel       a model's files are there, but are broken or not supported
+    │   └── UnusableModel       a model's files exist, but are broken or not supported
     │       └── TokenizerNotUnderstood, TemplateLimitExceeded, ChecksumMismatch
     ├── Exhausted               the same request may succeed a moment later
     │   └── SlotsExhausted, SandboxBusy
-    ├── Unreachable             a service does not answer, or no longer
+    ├── Unreachable             a service does not answer, or has stopped answering
     │   └── DraftAway
     ├── EngineFailure           a forward failed
-    └── TargetFault             a target answers what the contract rules out
+    └── TargetFault             a target's answer violates the contract
 
-An error's text names the remedy. `reason` names the error for programs and travels over gRPC as `ErrorInfo.reason`;
-`metadata` travels as `ErrorInfo.metadata`. Errors of a process's start are defined where they are raised.
+An error's text names the remedy. `reason` identifies the error for programs and is sent over gRPC as
+`ErrorInfo.reason`; `metadata` is sent as `ErrorInfo.metadata`. Startup errors are defined where they are raised.
 """
 
 from typing import ClassVar
 
 
 class DraftBridgeError(Exception):
-    """Base of all errors. `metadata` holds the values that the text mentions."""
+    """The base of all errors. `metadata` holds the values that the text mentions."""
 
     reason: ClassVar[str] = "INTERNAL"
 
@@ -39,7 +39,7 @@ class DraftBridgeError(Exception):
 
 
 class InvalidRequest(DraftBridgeError, reason="INVALID_REQUEST"):
-    """The request is wrong, and would be wrong again."""
+    """The request is invalid, and a retry cannot succeed."""
 
 
 class InvalidField(InvalidRequest, reason="INVALID_FIELD"):
@@ -49,16 +49,14 @@ class InvalidField(InvalidRequest, reason="INVALID_FIELD"):
 
 class EmptyPrompt(InvalidRequest, reason="EMPTY_PROMPT"):
     def __init__(self) -> None:
-        super().__init__(
-            "there is nothing to continue: give a prompt, chat messages or token ids that make at least one token"
-        )
+        super().__init__("there is nothing to continue: send a prompt, chat or token ids of at least one token")
 
 
 class PromptTooLong(InvalidRequest, reason="PROMPT_TOO_LONG"):
     def __init__(self, prompt: int, context: int, model: str) -> None:
         super().__init__(
-            f"the prompt has {prompt} tokens, {model} has a context of {context}, and one must be left "
-            f"to generate: shorten the prompt to {context - 1} tokens or choose a model with a longer context",
+            f"the prompt has {prompt} tokens, and {model}'s context of {context} tokens must leave one to "
+            f"generate: shorten the prompt to {context - 1} tokens or choose a model with a longer context",
             prompt_token_count=prompt,
             context_length=context,
         )
@@ -68,7 +66,7 @@ class MaxTokensTooLarge(InvalidRequest, reason="MAX_TOKENS_TOO_LARGE"):
     def __init__(self, max_tokens: int, prompt: int, context: int, model: str) -> None:
         super().__init__(
             f"max_tokens {max_tokens} does not fit after {prompt} prompt tokens in {model}'s context of "
-            f"{context}: ask for at most {context - prompt}, or leave max_tokens unset",
+            f"{context} tokens: request at most {context - prompt}, or leave max_tokens unset",
             max_tokens=max_tokens,
             prompt_token_count=prompt,
             context_length=context,
@@ -78,28 +76,28 @@ class MaxTokensTooLarge(InvalidRequest, reason="MAX_TOKENS_TOO_LARGE"):
 class TokenOutOfRange(InvalidRequest, reason="TOKEN_OUT_OF_RANGE"):
     def __init__(self, token_id: int, size: int, model: str) -> None:
         super().__init__(
-            f"token id {token_id} is outside {model}'s vocabulary: its {size} ids go from 0 to {size - 1}",
+            f"token id {token_id} is not in {model}'s vocabulary: use ids from 0 to {size - 1} that have a token",
             token_id=token_id,
             vocabulary_size=size,
         )
 
 
 class ProtocolViolation(InvalidRequest, reason="PROTOCOL_VIOLATION"):
-    """A peer sent messages in an order, or with contents, that the contract rules out."""
+    """A peer's messages violate the contract by their order or content."""
 
 
 class ModelNotFound(DraftBridgeError, reason="MODEL_NOT_FOUND"):
-    """Nothing has a model of that name."""
+    """No model has that name."""
 
 
 class NotReady(DraftBridgeError, reason="NOT_READY"):
-    """The request is right, but the other side cannot serve it as it is now."""
+    """The request is valid, but the other side cannot serve it in its present state."""
 
 
 class BaseMismatch(NotReady, reason="BASE_MISMATCH"):
     def __init__(self, base: int, held: int) -> None:
         super().__init__(
-            f"the run keeps {base} tokens, the target holds {held}: send it again with base_token_count 0 and all ids",
+            f"the run keeps {base} tokens, but the target holds {held}: resend it with base_token_count 0 and all ids",
             base_token_count=base,
             held_token_count=held,
         )
@@ -117,25 +115,23 @@ class RoleNotServed(NotReady, reason="ROLE_NOT_SERVED"):
 
 class ModelChanged(NotReady, reason="MODEL_CHANGED"):
     def __init__(self, model: str) -> None:
-        super().__init__(
-            f"{model} now has another tokenizer than when the bridge asked for it: restart the bridge", model=model
-        )
+        super().__init__(f"{model}'s tokenizer has changed since the bridge loaded it: restart the bridge", model=model)
 
 
 class UnusableModel(NotReady, reason="UNUSABLE_MODEL"):
-    """A model's files are there, but cannot be served."""
+    """A model's files exist, but are broken or not supported."""
 
 
 class TokenizerNotUnderstood(UnusableModel, reason="TOKENIZER_NOT_UNDERSTOOD"):
-    """A tokenizer is broken, hostile, or of a kind that no byte table can be made of."""
+    """A tokenizer is broken or hostile, or its ids do not stand for fixed bytes."""
 
 
 class ChecksumMismatch(UnusableModel, reason="CHECKSUM_MISMATCH"):
-    """A file's content is not what was announced."""
+    """A file's content does not match what was announced."""
 
 
 class TemplateLimitExceeded(UnusableModel, reason="TEMPLATE_LIMIT_EXCEEDED"):
-    """A chat template takes more time, memory or text than a template may take."""
+    """A chat template exceeds a limit on time, memory or text."""
 
     def __init__(self, limit: str, allowed: str) -> None:
         super().__init__(
@@ -147,7 +143,7 @@ class TemplateLimitExceeded(UnusableModel, reason="TEMPLATE_LIMIT_EXCEEDED"):
 
 
 class Exhausted(DraftBridgeError, reason="EXHAUSTED"):
-    """The same request may succeed a moment later. `retry_seconds`: when to try again."""
+    """The same request may succeed a moment later. `retry_seconds` is the delay before the next attempt."""
 
     retry_seconds: ClassVar[float] = 1.0
 
@@ -157,7 +153,7 @@ class SlotsExhausted(Exhausted, reason="SLOTS_EXHAUSTED"):
 
     def __init__(self, count: int, waiting: int) -> None:
         super().__init__(
-            f"all {count} sequences that this model server holds at a time are in use, and {waiting} wait for a place: "
+            f"all {count} slots of this model server are in use, and its queue of {waiting} requests is full: "
             f"try again in {self.retry_seconds} s, or start it with more --slots or a longer --queue",
             slot_count=count,
             queue_limit=waiting,
@@ -168,41 +164,41 @@ class SlotsExhausted(Exhausted, reason="SLOTS_EXHAUSTED"):
 class Unreachable(DraftBridgeError, reason="SERVICE_UNREACHABLE"):
     def __init__(self, address: str, detail: str) -> None:
         super().__init__(
-            f"nothing usable answers at {address} ({detail}): check the address and that the service is running",
+            f"no usable service answers at {address} ({detail}): check the address and that the service is running",
             address=address,
         )
 
 
 class SandboxBusy(Exhausted, reason="SANDBOX_BUSY"):
-    """The model's chat template cannot be run now."""
+    """The sandbox cannot run the model's chat template now."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(
-            f"the model's chat template cannot be run now ({detail}): try again in {self.retry_seconds} s, or send a "
-            "prompt instead of a chat",
+            f"the sandbox cannot run the model's chat template now ({detail}): try again in {self.retry_seconds} s, "
+            "or send a prompt instead of a chat",
             retry_seconds=self.retry_seconds,
         )
 
 
 class DraftAway(Unreachable, reason="DRAFT_AWAY"):
-    """A request names a draft that may be the one that the bridge waits for."""
+    """A request names an unknown draft, which may be the one whose service the bridge cannot reach."""
 
     def __init__(self, name: str, address: str, problem: str) -> None:
         DraftBridgeError.__init__(
             self,
-            f"the bridge cannot use a draft {name!r} now, but waits for one that is configured at {address} "
-            f"({problem}): start it there, or name no draft to go on without",
+            f"draft {name!r} is not available; the bridge is still waiting for the draft configured at {address} "
+            f"({problem}): start it there, or send the request without a draft name",
             draft=name,
             address=address,
         )
 
 
 class EngineFailure(DraftBridgeError, reason="ENGINE_FAILURE"):
-    """A forward failed."""
+    """A forward of the model failed."""
 
 
 class TargetFault(DraftBridgeError, reason="TARGET_FAULT"):
-    """A target answers what the contract rules out."""
+    """A target's answer violates the contract."""
 
     def __init__(self, fault: str) -> None:
-        super().__init__(f"the target breaks the protocol: {fault}; use a target service of this version")
+        super().__init__(f"the target violates the protocol: {fault}; use a target service of the bridge's version")

@@ -1,10 +1,10 @@
-"""A request's life in the bridge, from what the user asked to the text that they get.
+"""Serves one request, from the user's input to the generated text.
 
 1. `check` the request against the target (`request`).
-2. Render it in the target's tokens, and in the draft's (`templates`).
-3. Start a `Tape` with the target's ids, and open the sources that may propose candidates.
+2. `render` it in the target's tokens, and in the draft's (`request`).
+3. Open the sources that may propose candidates, and start a `Tape` with the target's ids.
 4. `speculate` (`loop`) runs sources and target, and commits what the target produces.
-5. `TextStream` (`text`) turns committed bytes into text, and finds the stop strings.
+5. `TextStream` (`text.stream`) turns committed bytes into text, and finds the stop strings.
 """
 
 import asyncio
@@ -36,14 +36,14 @@ _OVERDUE = "the draft did not answer in time; the target no longer waits for it"
 
 @dataclass(frozen=True)
 class Started:
-    """The request was understood."""
+    """Reports that the request is valid and its generation begins."""
 
     prompt_token_count: int
 
 
 @dataclass(frozen=True)
 class Delta:
-    """More text, and the ids committed since the last delta. `spans` say who proposed the text, piece by piece."""
+    """Carries new text and the ids committed since the last delta. `spans` name the source of each piece of text."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -53,7 +53,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Finished:
-    """The text has ended. `generated_byte_count`: bytes of the tokens that the client was sent."""
+    """Reports the end of the text. The generated counts cover the tokens that were sent to the client."""
 
     finish_reason: FinishReason
     prompt_token_count: int
@@ -75,24 +75,24 @@ async def generate(
     memory: SuffixMemory | None = None,
     clock: Callable[[], int] = perf_counter_ns,
 ) -> AsyncGenerator[Started | Delta | Finished, None]:
-    """Yields the target's own continuation of the request; the draft, if any, only makes it faster.
+    """Yields the target's own continuation of the request; a draft only makes it faster.
 
-    `estimates`: what other requests have learned about the target, to which this one adds. `memory`: earlier outputs
-    of tenants, which a request with a tenant uses and adds to. `clock` gives nanoseconds.
+    `estimates` holds what other requests have learned about the target, and this request adds to it. `memory` holds
+    earlier outputs of tenants; a request with a tenant uses it and adds to it. `clock` returns nanoseconds.
+    Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock()
     check(request)
     request.sampling.checked(model.has)
-    # Encoding a long prompt takes a while in which other requests want to go on.
+    # Encoding a long prompt takes time, and other requests must not wait for it.
     prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = token_room(request, model, prompt.ids)
     estimates = estimates or TargetEstimates(model.forward_costs)
     draft: Draft | None = None
     draft_estimates: DraftEstimates | None = None
     if draft_model and drafter:
-        draft_estimates = estimates.draft(
-            draft_model.name, draft_model.forward_costs, competes=draft_model.competes_with(model)
-        )
+        competes = draft_model.competes_with(model)
+        draft_estimates = estimates.draft(draft_model.name, draft_model.forward_costs, competes=competes)
         draft = Draft(draft_model, drafter, draft_estimates)
     opening = Opening(
         prompt=model.vocabulary.spell(prompt.ids),
@@ -108,7 +108,7 @@ async def generate(
 
     planner = Planner(request.speculation, RequestEstimates(estimates, sources, draft_estimates))
     tape, text, statistics = Tape(model.vocabulary, prompt.ids), TextStream(request.stop), Statistics()
-    # The id for a proposed end of the text; in a chat, that is the end of the assistant's turn.
+    # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
     end_id = next(iter(model.special_ids.eos), None)
     if isinstance(request.input, Chat):
         end_id = await asyncio.to_thread(end_of_turn, model)
@@ -122,7 +122,7 @@ async def generate(
             async for outcome in passes:
                 first_token_ns = first_token_ns or clock() - started
                 finish_reason = outcome.result.finish_reason
-                # Without max_tokens the context's end is the limit, and the target says so itself.
+                # Without max_tokens the context is the limit, and the target reports its end.
                 if finish_reason is not FinishReason.STOP and tape.generated_token_count == request.max_tokens:
                     finish_reason = FinishReason.LENGTH
                 delta = _delta(text, outcome, final=finish_reason is not None)
@@ -133,7 +133,7 @@ async def generate(
                     finish_reason = FinishReason.STOP
                     break
     if finish_reason is None:
-        raise TargetFault("it ends a text without a reason")
+        raise TargetFault("it ended the text without a finish reason")
     statistics.finish(sources)
     statistics.plan_summary = planner.summary(chain.state)
     statistics.note = note or chain.note or (_OVERDUE if chain.state and chain.state.overdue else "")
@@ -150,20 +150,20 @@ async def generate(
 
 
 def _open_sources(request: Request, opening: Opening) -> tuple[list[CandidateSource], str]:
-    """Returns the sources that the request allows, and why one of them is missing."""
+    """Returns the sources that the request allows, and a note on one that could not be opened."""
     opened, note = [], ""
     for name, source in SOURCES.items():
         if request.speculation.allows(name, takes_time=source.takes_time):
             try:
                 opened.append(source.open(opening))
-            except DraftBridgeError as error:  # a draft's template may refuse what the target's takes
+            except DraftBridgeError as error:  # a draft's template may refuse what the target's accepts
                 note = f"the {name} could not take the request ({error}); the target went on without it"
     return [source for source in opened if source], note
 
 
 @contextmanager
 def _remembered(tape: Tape, memory: SuffixMemory | None, tenant: str) -> Iterator[None]:
-    """Keeps the output for the tenant's next requests, also if this one fails or its client goes away."""
+    """Keeps the output for the tenant's next requests, even if this one fails or its client disconnects."""
     try:
         yield
     finally:
@@ -172,7 +172,7 @@ def _remembered(tape: Tape, memory: SuffixMemory | None, tenant: str) -> Iterato
 
 
 def _delta(stream: TextStream, outcome: Outcome, *, final: bool) -> Delta:
-    """Returns a pass as text, up to the token that completes a stop string. An end of text is not part of it."""
+    """Returns a pass as text, up to the token that completes a stop string. A token that ends the text adds no text."""
     result, text, count = outcome.result, "", len(outcome.data)
     shown = outcome.data[:-1] if result.finish_reason is FinishReason.STOP else outcome.data
     for place, data in enumerate(shown):

@@ -1,11 +1,11 @@
-"""The loop: draft and target each run under a credit, and the bridge reconciles them at byte offsets.
+"""Runs the verification loop: draft and target each run under a credit and are reconciled at byte offsets.
 
-What the sources propose becomes candidates of the target; what the target commits is the text. Losing a source costs
-speed, never text, because every token is the target's own.
+Proposals of the sources become candidates for the target, and what the target commits is the text. Losing a source
+costs speed but never changes text, because every token is the target's own.
 
-After Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (2023), and Timor et al.,
-"Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies" (2025); with
-shared noise in place of rejection sampling, so that verifying is comparing.
+The loop follows Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (2023), and
+Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies"
+(2025). Shared noise replaces their rejection sampling, so verification is a comparison of tokens.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ async def speculate(
 ) -> AsyncGenerator[Outcome, None]:
     """Yields the outcome of each pass, already committed to the tape, until the text ends or the credit is used up.
 
-    Raises what the target reports, `Unreachable` if its stream ends early, and `TargetFault`.
+    Raises the target's own errors, `Unreachable` if its stream ends early, and `TargetFault`.
     """
     plan = planner.plan((), sources.state, link.candidate_room)
     await link.start(plan.patience_ns)
@@ -41,33 +41,33 @@ async def speculate(
             started, outcome = clock(), None
             if event:  # 1. take a pass and commit it
                 outcome = link.commit(event)
-                # 2. tell everyone what became of the candidates
+                # 2. report which candidates were accepted
                 sources.observe(outcome)
                 planner.observe(outcome, plan)
                 statistics.observe(outcome, plan)
                 if event.finish_reason is not None or link.remaining == 0:
                     yield outcome
                     return
-            # 3. plan: after a pass, and when what the draft works on has become useless
+            # 3. plan: after each pass, and when the draft's current epoch has become useless
             offers, state = sources.offers(), sources.state
             if outcome or (state and state.stale):
                 plan = planner.plan(offers, state, link.candidate_room)
                 await sources.advance(plan.pace)
                 state = sources.state
-            # 4. send the best offer; in turns, nothing until the draft's turn is complete
+            # 4. send the best offer; when draft and target take turns, wait until the draft's turn is complete
             awaited = plan.pace.lead > 0 and state is not None and state.awaited
             offer, width = (Offer(), 0) if awaited and plan.pace.turns else planner.choose(offers, plan)
             await link.offer(offer, width, plan.patience_ns, awaited=awaited)
             statistics.bridge_ns += clock() - started
-            if outcome:  # the models go on while the text is sent
+            if outcome:  # yielded last, so that the models keep working while the text is sent
                 yield outcome
 
 
 @asynccontextmanager
 async def _events(link: TargetLink, sources: SourceChain) -> AsyncIterator[AsyncIterator[Pass | None]]:
-    """Yields every pass of the target, and None where a source has news. What the target raises is raised.
+    """Yields every pass of the target, and None when a source has news. Raises the target's errors.
 
-    The queue is bounded: the target has credit for so many passes, and of news that nobody has seen yet there is one.
+    The queue needs no limit: the target's credit bounds the passes, and at most one notice of news is pending.
     """
     queue: asyncio.Queue[Pass | Exception | None] = asyncio.Queue()
     news = False
@@ -83,7 +83,7 @@ async def _events(link: TargetLink, sources: SourceChain) -> AsyncIterator[Async
             async for result in link.passes():
                 queue.put_nowait(result)
             queue.put_nowait(Unreachable("the target", "its stream ended in the middle of a generation"))
-        except Exception as error:  # raised again where the event is taken
+        except Exception as error:  # raised again by `events`
             queue.put_nowait(error)
 
     async def events() -> AsyncIterator[Pass | None]:

@@ -1,7 +1,7 @@
-"""How the bridge sees a draft and a target: the messages that it exchanges with them, as values.
+"""Defines the ports to a draft and a target: the messages that the bridge exchanges with them, as values.
 
-Both are runners: the bridge grants them credit, and they go on by themselves until it is used up. The messages are
-those of the protocol; see `protos/draftbridge/v1/draft.proto` and `target.proto`.
+The bridge grants a draft or target credit, and it runs on its own until the credit is used up. The messages are those
+of the protocol; see `protos/draftbridge/v1/draft.proto` and `target.proto`.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-# Times beyond this, an hour, are taken for a fault of the peer that reports them.
+# A peer that reports a time of more than this, one hour, is at fault.
 MAX_MEASURED_NS = 3_600_000_000_000
 
 
 class FinishReason(Enum):
-    """Why a generation ended."""
-
     STOP = "stop"
     LENGTH = "length"
     CONTEXT_FULL = "context_full"
@@ -25,7 +23,7 @@ class FinishReason(Enum):
 class Sync:
     """Starts an epoch: the draft keeps some tokens, appends others and proposes up to `credit` tokens.
 
-    The first `batch_token_count` of them come in one message, every other one by itself.
+    It sends the first `batch_token_count` proposed tokens in one message and each later token in its own.
     """
 
     epoch: int
@@ -38,9 +36,9 @@ class Sync:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Tokens that the draft proposes, with its own probability of each.
+    """Carries tokens that the draft proposes, and the draft's probability of each.
 
-    The first of their forwards read `read_token_count` tokens in `read_ns`; all of them took `forward_ns`.
+    The first of their forwards read `read_token_count` tokens in `read_ns`; all of them together took `forward_ns`.
     """
 
     epoch: int
@@ -55,14 +53,14 @@ class Proposal:
 
 
 class Drafter(Protocol):
-    """A draft that holds one sequence."""
+    """The port to a draft that holds one sequence."""
 
     async def sync(self, sync: Sync) -> None: ...
 
     async def grant(self, epoch: int, credit: int) -> None: ...
 
     def proposals(self) -> AsyncIterator[Proposal]:
-        """Yields the proposals of every epoch until closed. Raises what makes the draft unusable."""
+        """Yields the proposals of every epoch until closed. Raises the error that makes the draft unusable."""
         ...
 
     def close(self) -> None:
@@ -85,9 +83,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Candidates:
-    """An offer: ids that continue the sequence from an index, at most `width` of them for one forward.
+    """Offers ids that continue the sequence from index `base_token_count`, at most `width` of them for one forward.
 
-    Without ids it lets the next forward start at once.
+    Without ids, the target starts its next forward at once.
     """
 
     offer_id: int
@@ -98,7 +96,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Grant:
-    """Adds credit; sets how long the target may wait for candidates, where given."""
+    """Adds credit, and sets how long the target may wait for candidates if `patience_us` is given."""
 
     credit: int = 0
     patience_us: int | None = None
@@ -106,7 +104,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Log probability of a token, and of the best at its position."""
+    """The log probability of a token, and the ids and log probabilities of the best tokens at its position."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -114,7 +112,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Pass:
-    """What one forward of the target yielded: accepted candidates of one offer, then one token of its own."""
+    """Reports one forward of the target: accepted candidates of one offer, then one token of the target's own."""
 
     base_token_count: int
     token_ids: tuple[int, ...]
@@ -131,7 +129,7 @@ class Pass:
 
 
 class Verifier(Protocol):
-    """A target that holds one sequence."""
+    """The port to a target that holds one sequence."""
 
     async def run(self, run: Run) -> None: ...
 
@@ -140,5 +138,5 @@ class Verifier(Protocol):
     async def grant(self, grant: Grant) -> None: ...
 
     def passes(self) -> AsyncIterator[Pass]:
-        """Yields every pass until closed. Raises what makes the target unusable."""
+        """Yields every pass until closed. Raises the error that makes the target unusable."""
         ...

@@ -1,4 +1,4 @@
-"""What a user asks for: its form, what is checked before anything runs, and its prompt in the tokens of a model."""
+"""Defines a user's request, checks it before anything runs, and renders its prompt in a model's tokens."""
 
 import re
 import secrets
@@ -20,7 +20,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks. `input`: a text, a chat, or ids of the target. `tenant`: who may know the output."""
+    """A user's request. `input`: text, chat or target ids. `tenant`: whose requests may be drafted from the output."""
 
     input: str | Chat | tuple[int, ...]
     sampling: SamplingParameters = SamplingParameters()
@@ -33,7 +33,7 @@ class Request:
 
 
 def check(request: Request) -> None:
-    """Raises `InvalidField` or `EmptyPrompt` for what no target could do."""
+    """Raises `InvalidField` or `EmptyPrompt` for a request that no target could serve."""
     request.sampling.checked()
     if not (request.input.messages if isinstance(request.input, Chat) else request.input):
         raise EmptyPrompt
@@ -42,39 +42,37 @@ def check(request: Request) -> None:
         texts = [text for one in request.input.messages for text in (one.role, one.content)]
     if any(_SURROGATE.search(text) for text in texts):
         raise InvalidField("the prompt", "Unicode text", "a lone surrogate")
-    if request.max_tokens is not None and request.max_tokens < 1:
-        raise InvalidField("max_tokens", "at least 1", request.max_tokens)
-    if request.max_tokens is not None and request.sampling.min_tokens > request.max_tokens:
-        raise InvalidField(
-            "sampling.min_tokens", f"at most max_tokens, {request.max_tokens}", request.sampling.min_tokens
-        )
+    max_tokens, min_tokens = request.max_tokens, request.sampling.min_tokens
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidField("max_tokens", "at least 1", max_tokens)
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise InvalidField("sampling.min_tokens", f"at most max_tokens, {max_tokens}", min_tokens)
     if len(request.stop) > MAX_STOP_STRINGS:
         raise InvalidField("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(request.stop)} strings")
     if "" in request.stop:
         raise InvalidField("stop", "made of non-empty strings", "an empty one")
     if request.logprobs is not None and request.logprobs > 100:
         raise InvalidField("logprobs", "at most 100", request.logprobs)
-    assistant_tokens = request.speculation.num_assistant_tokens
-    if assistant_tokens is not None and not 1 <= assistant_tokens <= 64:
-        raise InvalidField("speculation.num_assistant_tokens", "between 1 and 64", assistant_tokens)
-    temperature = request.speculation.draft_temperature
+    speculation, named = request.speculation, request.speculation.sources
+    count, temperature = speculation.num_assistant_tokens, speculation.draft_temperature
+    if count is not None and not 1 <= count <= 64:
+        raise InvalidField("speculation.num_assistant_tokens", "between 1 and 64", count)
     if temperature is not None and not 0.0 <= temperature <= 100.0:
         raise InvalidField("speculation.draft_temperature", "between 0 and 100", temperature)
-    threshold = request.speculation.assistant_confidence_threshold
-    if not 0.0 <= threshold <= 1.0:
+    if not 0.0 <= (threshold := speculation.assistant_confidence_threshold) <= 1.0:
         raise InvalidField("speculation.assistant_confidence_threshold", "between 0 and 1", threshold)
-    if unknown := set(request.speculation.sources) - set(SOURCES):
-        raise InvalidField("speculation.sources", f"made of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
-    mode, named = request.speculation.mode, request.speculation.sources
-    used = [name for name in named if request.speculation.allows(name, takes_time=SOURCES[name].takes_time)]
-    if named and not used and mode is not Mode.OFF:
-        raise InvalidField("speculation.sources", f"made of some that {mode.value} uses", ", ".join(named))
+    if unknown := set(named) - set(SOURCES):
+        raise InvalidField("speculation.sources", f"a selection of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
+    used = any(speculation.allows(name, takes_time=SOURCES[name].takes_time) for name in named)
+    if named and not used and speculation.mode is not Mode.OFF:
+        allowed = f"names of sources that mode {speculation.mode.value} uses"
+        raise InvalidField("speculation.sources", allowed, ", ".join(named))
     if len(request.tenant) > MAX_TENANT_LENGTH:
         raise InvalidField("tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(request.tenant))
 
 
 def render(request: Request, model: Model, source: Model) -> Rendering:
-    """Returns the request's input in `model`'s tokens. `source` is the target, whose ids an input of ids is in."""
+    """Returns the request's input in `model`'s tokens. `source` is the target; an input of ids is in its vocabulary."""
     match request.input:
         case str(text):
             return render_text_for(model, text, source)
@@ -85,7 +83,7 @@ def render(request: Request, model: Model, source: Model) -> Rendering:
 
 
 def token_room(request: Request, model: Model, prompt_ids: Sequence[int]) -> int:
-    """Returns how many tokens to generate; raises `InvalidRequest` where the prompt and these do not fit."""
+    """Returns the limit on generated tokens. Raises `InvalidRequest` if prompt and limit exceed the model's context."""
     count, context = len(prompt_ids), model.context_length
     for id_ in prompt_ids:
         if not model.has(id_):

@@ -1,4 +1,4 @@
-"""What a generation did: counted from the outcomes of its passes."""
+"""Counts what a generation did, from the outcomes of its passes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from bridge.sources.source import CandidateSource, Outcome
 
 @dataclass
 class SourceStatistics:
-    """What one source did. Counts in the target's tokens, except `proposed_token_count` in the source's own."""
+    """Counts what one source did, in the target's tokens (`proposed_token_count` is in the source's own)."""
 
     name: str
     proposed_token_count: int = 0
@@ -21,7 +21,7 @@ class SourceStatistics:
 
 @dataclass
 class PlanStatistics:
-    """What passes did under plans of one name, beside what was predicted for them. The first pass is left out."""
+    """Compares the passes made under plans of one name with what was predicted. The first pass is left out."""
 
     plan: str
     target_pass_count: int = 0
@@ -33,7 +33,7 @@ class PlanStatistics:
 
 @dataclass
 class Statistics:
-    """What a generation did. Counts in the target's tokens unless said otherwise; times in nanoseconds."""
+    """Counts what a generation did. Token counts are in the target's tokens, times in nanoseconds."""
 
     target_pass_count: int = 0
     num_drafts: int = 0
@@ -54,15 +54,14 @@ class Statistics:
 
     @property
     def predicted_tokens_per_second(self) -> float:
-        """Over all passes after the first; 0 where there was none."""
-        predicted_ns = sum(one.predicted_ns for one in self.plans.values())
-        return (
-            1e9 * sum(one.predicted_token_count for one in self.plans.values()) / predicted_ns if predicted_ns else 0.0
-        )
+        """Returns the predicted speed over all passes after the first, or 0 without such passes."""
+        plans = self.plans.values()
+        predicted_ns = sum(one.predicted_ns for one in plans)
+        return 1e9 * sum(one.predicted_token_count for one in plans) / predicted_ns if predicted_ns else 0.0
 
     @property
     def measured_tokens_per_second(self) -> float:
-        """Over the same passes."""
+        """Returns the measured speed over the same passes."""
         elapsed_ns = sum(one.elapsed_ns for one in self.plans.values())
         return 1e9 * sum(one.token_count for one in self.plans.values()) / elapsed_ns if elapsed_ns else 0.0
 
@@ -91,7 +90,7 @@ class Statistics:
                 source.accepted_byte_count += len(outcome.data[place])
         if outcome.elapsed_ns is None:
             return
-        # Passes may come in bunches, so only the sum of these says something.
+        # Passes may arrive in bunches, so only the sum of these differences is meaningful.
         self.network_ns += outcome.elapsed_ns - result.forward_ns - result.waited_ns
         counted = self.plans.setdefault(plan.name, PlanStatistics(plan.name))
         counted.target_pass_count += 1
@@ -101,7 +100,7 @@ class Statistics:
         counted.predicted_ns += plan.prediction.ns
 
     def finish(self, sources: Sequence[CandidateSource]) -> None:
-        """Adds what only the sources know."""
+        """Adds the counts that only the sources have."""
         self.network_ns = max(self.network_ns, 0)
         for source in sources:
             counted = self.sources.setdefault(source.name, SourceStatistics(source.name))

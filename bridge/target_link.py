@@ -1,7 +1,7 @@
-"""What the bridge has told the target of one request, and the checks on what comes back.
+"""Sends offers to the target of one request, and checks the passes that it returns.
 
-Offers are numbered. A pass carries the number of the offer that it took its candidates from, so nobody has to infer
-which one it was; a target that answers anything the contract rules out is an error of the target.
+Offers are numbered, and a pass carries the number of the offer that its candidates came from. A pass that violates the
+contract raises `TargetFault`.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -13,35 +13,35 @@ from bridge.sources.source import Offer, Outcome
 from bridge.tape import Tape
 from bridge.text.models import Model
 
-# A new patience is worth a message if it is longer than the one before, or this many times shorter.
+# A new patience is sent if it is longer than the present one, or shorter by more than this factor.
 _PATIENCE_CHANGE = 4
-# More of the same candidates are sent when the target holds fewer than so many passes need, or the width has changed
-# by more than a factor.
+# An offer with the candidates that the target holds already is sent again if the target has candidates left for fewer
+# passes than this, or if the width has changed by more than this factor.
 _HELD_PASSES, _WIDTH_CHANGE = 2, 2
 
 
 class TargetLink:
-    """Sends offers to the target, and turns its passes into outcomes. `max_tokens`: its credit."""
+    """Sends offers to the target, and turns its passes into outcomes. `max_tokens` is the target's credit."""
 
     def __init__(
         self, target: Verifier, model: Model, tape: Tape, max_tokens: int, clock: Callable[[], int] = perf_counter_ns
     ) -> None:
         self._target, self._model, self._tape, self._max_tokens, self._clock = target, model, tape, max_tokens, clock
-        # By number, what was offered and the index in the sequence that it continues.
+        # Offers by number, each with the index in the sequence that it continues.
         self._offers: dict[int, tuple[int, Offer]] = {}
         self._last_number = self._held_width = self._patience_us = 0
-        # What the target still holds of the last offer.
+        # The candidates of the last offer that the target still holds.
         self._held: tuple[int, ...] = ()
         self._last_pass_ns: int | None = None
 
     @property
     def remaining(self) -> int:
-        """Tokens that the target may still produce."""
+        """Returns how many tokens the target may still produce."""
         return self._max_tokens - self._tape.generated_token_count
 
     @property
     def candidate_room(self) -> int:
-        """Candidates that are still of use: every pass ends with a token of the target's own."""
+        """Returns how many candidates are still useful: the last token of every pass is the target's own."""
         return max(self.remaining - 1, 0)
 
     async def start(self, patience_ns: float) -> None:
@@ -50,35 +50,35 @@ class TargetLink:
         await self._target.run(Run(0, tuple(self._tape.ids), 0, 0, self._max_tokens, self._patience_us))
 
     async def passes(self) -> AsyncIterator[Pass]:
-        """Yields what the target sends. Raises `TargetFault` for more tokens than it has credit for.
+        """Yields the target's passes. Raises `TargetFault` if they have more tokens than the credit allows.
 
-        That is checked here, because while a client reads slowly nobody commits passes.
+        `commit` would check this too late, because passes are not committed while a client reads slowly.
         """
         credit = self._max_tokens
         async for result in self._target.passes():
             credit -= max(len(result.token_ids), 1)
             if credit < 0:
-                raise TargetFault("it sends more tokens than it has credit for")
+                raise TargetFault("it sent more tokens than its credit allows")
             yield result
 
     async def offer(self, offer: Offer, width: int, patience_ns: float, *, awaited: bool) -> None:
-        """Sends an offer for the end of the tape if the target does not hold it already, and how long it may wait.
+        """Sends a new patience if it has changed, and an offer for the end of the tape unless the target holds it.
 
-        Without candidates it lets the target go on instead of waiting, unless a source is `awaited`.
+        An empty offer makes the target stop waiting. It is not sent while candidates of a source are `awaited`.
         """
-        # The shorter patience goes last: a target that need not wait would miss the offer.
+        # A shorter patience is sent after the offer, because a target that stops waiting earlier would miss the offer.
         patience_us = int(max(patience_ns, 0.0) // 1000)
         if patience_us > self._patience_us:
-            await self._be_patient(patience_us)
-        await self._offer(offer, width, awaited=awaited)
+            await self._set_patience(patience_us)
+        await self._send(offer, width, awaited=awaited)
         if patience_us * _PATIENCE_CHANGE < self._patience_us:
-            await self._be_patient(patience_us)
+            await self._set_patience(patience_us)
 
-    async def _be_patient(self, patience_us: int) -> None:
+    async def _set_patience(self, patience_us: int) -> None:
         self._patience_us = patience_us
         await self._target.grant(Grant(patience_us=patience_us))
 
-    async def _offer(self, offer: Offer, width: int, *, awaited: bool) -> None:
+    async def _send(self, offer: Offer, width: int, *, awaited: bool) -> None:
         base, held, ids = len(self._tape.ids), self._held, offer.token_ids[: self.candidate_room]
         if ids:
             same = held == ids[: len(held)] and len(held) >= min(_HELD_PASSES * width, len(ids))
@@ -98,8 +98,8 @@ class TargetLink:
         now, before = self._clock(), self._last_pass_ns
         self._last_pass_ns = now
         count = len(result.token_ids)
-        # Passes come in order, each with the newest offer that the target had: older ones and those that end before
-        # the text does are done with.
+        # Passes come in order, each with the newest offer that the target had. So older offers, and those that end
+        # before the text does, can no longer be used.
         end = len(self._tape.ids) + count
         for number, (base, offer) in tuple(self._offers.items()):
             if number < result.offer_id or base + len(offer.token_ids) <= end:
@@ -110,33 +110,33 @@ class TargetLink:
         return Outcome(result, tried, self._tape.commit(result.token_ids), elapsed_ns, timed_out)
 
     def _checked(self, result: Pass) -> Offer:
-        """The candidates that a pass took along."""
+        """Returns the candidates that a pass took along. Raises `TargetFault`."""
         count, accepted, ids = result.candidate_token_count, result.accepted_token_count, result.token_ids
         if result.base_token_count != len(self._tape.ids):
             raise TargetFault(f"a pass starts at token {result.base_token_count}, not at {len(self._tape.ids)}")
         if not 1 <= len(ids) <= self.remaining:
-            raise TargetFault(f"a pass has {len(ids)} tokens, with a credit of {self.remaining}")
+            raise TargetFault(f"a pass has {len(ids)} tokens, and the credit is {self.remaining}")
         chosen = [*ids, *(id_ for one in result.logprobs for id_, _ in one.top)]
         if not all(self._model.has(id_) for id_ in chosen):
-            raise TargetFault(f"a pass has an id that {self._model.name} cannot choose")
+            raise TargetFault(f"a pass has a token id that {self._model.name} cannot produce")
         if len(result.logprobs) not in (0, len(ids)):
             raise TargetFault(f"a pass has {len(result.logprobs)} log probabilities for {len(ids)} tokens")
         if result.finish_reason is FinishReason.LENGTH and len(ids) < self.remaining:
-            raise TargetFault("a pass ends the text at its limit, which it has not reached")
+            raise TargetFault("a pass has finish reason LENGTH before the credit is used up")
         if max(result.forward_ns, result.waited_ns, result.queue_ns) > MAX_MEASURED_NS:
             raise TargetFault("a pass reports a time of more than an hour")
         if result.near_tie_count > len(ids):
             raise TargetFault(f"a pass reports {result.near_tie_count} near ties among {len(ids)} tokens")
         if result.offer_id not in self._offers:
             if result.offer_id or count or accepted:
-                raise TargetFault(f"a pass takes candidates of offer {result.offer_id}, which was not made")
+                raise TargetFault(f"a pass has candidates of offer {result.offer_id}, which is unknown or outdated")
             tried = Offer()
         else:
             base, offer = self._offers[result.offer_id]
             start = result.base_token_count - base
             tried = offer.part(start, start + count)
             if len(tried.token_ids) != count or accepted > min(count, len(ids)):
-                raise TargetFault(f"a pass takes {count} candidates of offer {result.offer_id}, which has fewer")
+                raise TargetFault(f"a pass has {accepted} accepted of {count} candidates, more than were offered")
         if tried.token_ids[:accepted] != tuple(ids[:accepted]):
-            raise TargetFault("a pass accepts other candidates than were offered")
+            raise TargetFault("the accepted tokens of a pass are not the candidates that were offered")
         return tried

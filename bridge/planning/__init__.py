@@ -1,1 +1,1 @@
-"""What passes cost, how often candidates are right, and the plan that follows: estimates, predictions, planner."""
+"""Estimates what passes cost and how often candidates are accepted, and plans each pass from that."""

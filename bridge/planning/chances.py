@@ -1,21 +1,21 @@
-"""How often candidates are right: calibrated chances by source and evidence, for all requests and for one."""
+"""Estimates the chance that a candidate is accepted, by source and evidence, for all requests and for one."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
-# Candidates that a prior counts for, and the number of candidates at which counts are halved.
+# The weight of a prior, in candidates, and the number of candidates at which counts are halved.
 _PRIOR_COUNT, _MAX_COUNT = 8.0, 800.0
-# Candidates that what other requests found counts for in one request; and what is left of a request's own counts after
-# a pass, so that what was wrong at its beginning is tried again.
+# The weight of the shared chances in one request, in candidates, and the factor by which a request's own counts shrink
+# in each pass, so that a source that was wrong at first is tried again.
 _SHARED_COUNT, _FADE = 24.0, 0.99
-# What is left after a pass of the right candidates that an optimistic request imagines at its beginning.
+# The factor by which an optimistic request's imagined right candidates shrink in each pass.
 _HOPE_FADE = 0.8
 
 
 class Chances:
-    """The chance that a candidate is right if those before it are, by the evidence for it.
+    """Estimates the chance that a candidate is right if all candidates before it are, by the evidence for it.
 
-    Evidence is divided into groups by `edges`. `priors`: one chance for each group, one more than edges.
+    `edges` divide evidence into groups. `priors` has one chance for each group, so one more item than `edges`.
     """
 
     def __init__(self, edges: Sequence[float], priors: Sequence[float]) -> None:
@@ -29,7 +29,7 @@ class Chances:
         return (right + self._priors[group] * _PRIOR_COUNT) / (tried + _PRIOR_COUNT)
 
     def observe(self, evidence: float, right: float) -> None:
-        """Takes note of a candidate whose predecessors were right: 1 if it was too, 0 if not, or its chance."""
+        """Records a candidate whose predecessors were all right: `right` is 1 or 0, or a chance between them."""
         counts = self._counts[bisect_right(self._edges, evidence)]
         counts[0] += right
         counts[1] += 1
@@ -38,48 +38,46 @@ class Chances:
 
 
 class RequestChances:
-    """The same for one request: the shared odds, shifted by how much better or worse this request's candidates fare.
+    """Estimates the same chance for one request: the shared odds times a factor learned from its own candidates.
 
-    The shift is one for all evidence, so that every candidate tells something about the others. It fades, so that a
-    source that was wrong for a while is tried again. `hope`: candidates that it imagines to have been right before its
-    first pass, so that what is not known yet is tried.
+    The factor is the same for all evidence, so that every candidate informs it. It fades, so that a source that was
+    wrong for a while is tried again. `hope` is a number of imagined right candidates before the first pass, so that a
+    source that is still unknown is tried.
     """
 
     def __init__(self, shared: Chances, hope: float = 0.0) -> None:
         self._shared, self._hope = shared, hope
         self._right = self._expected = self._tried = 0.0
-        self._shift = 1.0  # the factor by which this request's odds differ
+        self._odds_factor = 1.0
 
     def of(self, evidence: float) -> float:
         """Returns the chance of a candidate with this evidence."""
         shared = _within(self._shared.of(evidence))
         if not self._tried:
             return (self._hope + _SHARED_COUNT * shared) / (self._hope + _SHARED_COUNT)
-        odds = shared / (1 - shared) * self._shift
+        odds = shared / (1 - shared) * self._odds_factor
         return odds / (1 + odds)
 
     def observe(self, evidence: float, right: float) -> None:
-        """Takes note of a candidate, here and for all requests; see `Chances.observe`."""
+        """Records a candidate, here and for all requests; see `Chances.observe`."""
         self._expected += self._shared.of(evidence)
         self._right += right
         self._tried += 1
         self._shared.observe(evidence, right)
-        self._compare()
+        self._update_factor()
 
     def fade(self) -> None:
-        """Makes what was observed before this pass count less."""
+        """Reduces the weight of all earlier observations; called once per pass."""
         self._hope *= _HOPE_FADE
-        self._right, self._expected, self._tried = (
-            _FADE * count for count in (self._right, self._expected, self._tried)
-        )
-        self._compare()
+        self._right, self._expected, self._tried = _FADE * self._right, _FADE * self._expected, _FADE * self._tried
+        self._update_factor()
 
-    def _compare(self) -> None:
+    def _update_factor(self) -> None:
         if self._tried:
             mean = _within(self._expected / self._tried)
             own = self._right + self._hope + _SHARED_COUNT * mean
             own = _within(own / (self._tried + self._hope + _SHARED_COUNT))
-            self._shift = own / (1 - own) / (mean / (1 - mean))
+            self._odds_factor = own / (1 - own) / (mean / (1 - mean))
 
 
 def _within(chance: float) -> float:

@@ -1,42 +1,42 @@
-"""What forwards cost: averages that forget, and how a forward's time grows with the number of its tokens."""
+"""Measures what forwards cost: moving averages, and how a forward's time grows with its number of tokens."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-# How much of an average a new value replaces.
+# The weight of a new value in an average.
 _FRESH = 0.1
-# Numbers of tokens for which a forward's time is recorded; between and beyond them it is interpolated.
+# Widths (numbers of tokens) for which a forward's time is recorded; other widths are interpolated or extrapolated.
 _KNOTS = (1, 2, 3, 5, 9, 17)
-# The widest forward that is planned.
+# The width of the widest forward that is planned, in tokens.
 MAX_WIDTH = 25
-# What each further token adds to a forward until that is known, relative to a forward of one token.
+# The assumed cost of each further token, relative to a 1-token forward, until it is measured.
 _PRIOR_STEP = 0.05
-# A wide forward says what its width costs only if a narrow one was seen at most this many forwards earlier.
+# A wide forward updates the cost of its width only if a 1-token forward was seen at most this many forwards earlier.
 _RECENT_FORWARDS = 16
-# How much of the time of one token a forward of one token replaces, if it is the first for long.
+# The weight of a 1-token forward that is the first in more than `_RECENT_FORWARDS` forwards.
 _FRESH_RARE = 0.5
-# Now and then a forward takes far longer, because of something else on the machine: it counts as this multiple.
+# Other work on the machine sometimes slows down a forward: its time is capped at this multiple of the expected time.
 _OUTLIER = 3.0
 
 
 @dataclass
 class Ewma:
-    """An exponentially weighted moving average; `value` is the prior. The first values count the same."""
+    """An exponentially weighted moving average, initially the prior `value`. The first observations weigh equally."""
 
     value: float
     count: int = 0
 
     def observe(self, value: float, fresh: float = _FRESH) -> None:
-        """Moves the average towards a value, by `fresh` at least."""
+        """Moves the average towards a value whose weight is at least `fresh`."""
         self.count += 1
         self.value += (value - self.value) * max(1.0 / self.count, fresh)
 
 
 @dataclass
 class WidthCost:
-    """How many times as long a forward of several tokens takes as a forward of one, for one model under one load."""
+    """The time of a forward by width, relative to a 1-token forward, for one model under one load."""
 
     ratios: list[float] = field(default_factory=lambda: [1 + _PRIOR_STEP * (knot - 1) for knot in _KNOTS])
 
@@ -44,12 +44,12 @@ class WidthCost:
         self._tabulate()
 
     def _tabulate(self) -> None:
-        # The ratios for 1 to `MAX_WIDTH` tokens: every plan needs all of them, and they seldom change.
+        # Precomputes the ratios for 1 to `MAX_WIDTH` tokens: every plan needs all of them, and they seldom change.
         self.table = [self.of(width) for width in range(1, MAX_WIDTH + 1)]
 
     @classmethod
     def measured(cls, forward_costs: Sequence[tuple[int, int]]) -> "WidthCost":
-        """Starts with what a service measured: pairs of a number of tokens and nanoseconds."""
+        """Starts from a service's own measurements: pairs of a width in tokens and nanoseconds."""
         costs = sorted(dict(cost for cost in forward_costs if min(cost) > 0).items())
         if len(costs) < 2 or costs[0][0] != 1:
             return cls()
@@ -62,13 +62,13 @@ class WidthCost:
         return _interpolated(_KNOTS, self.ratios, width)
 
     def observe(self, width: int, ratio: float) -> None:
-        """Takes note of one forward of more than one token. The two nearest of the recorded widths learn from it."""
+        """Records one forward of more than one token, by updating the two nearest recorded widths."""
         error = ratio - self.of(width)
         right, share = _bracket(_KNOTS, width)
         for index, part in ((right - 1, 1 - share), (right, min(share, 1.0))):
             if index > 0 and part > 0:
                 self.ratios[index] = max(self.ratios[index] + 2 * _FRESH * part * error, 1.0)
-                # A wider forward takes no less time.
+                # The ratios never decrease with the width.
                 for narrower in range(index):
                     self.ratios[narrower] = min(self.ratios[narrower], self.ratios[index])
                 for wider in range(index + 1, len(_KNOTS)):
@@ -77,34 +77,34 @@ class WidthCost:
 
 
 def _bracket(places: Sequence[int], place: int) -> tuple[int, float]:
-    """Returns the index of the upper of the two nearest places, and how far between them `place` is."""
+    """Returns the index of the upper of the two nearest places, and the position of `place` between them (0 to 1)."""
     right = min(max(bisect_left(places, place), 1), len(places) - 1)
     return right, (place - places[right - 1]) / (places[right] - places[right - 1])
 
 
 def _interpolated(places: Sequence[int], values: Sequence[float], place: int) -> float:
-    """Returns the value at a place: linear between the places, and beyond them as between the nearest two."""
+    """Returns the value at a place by linear interpolation, or extrapolation from the nearest two places."""
     right, share = _bracket(places, place)
     return values[right - 1] + share * (values[right] - values[right - 1])
 
 
 class ForwardTime:
-    """How long a forward of one sequence takes, in nanoseconds, by its number of tokens.
+    """Estimates how many nanoseconds a forward of one sequence takes, by its number of tokens.
 
-    A forward of one token is the sequence's own: it takes longer the longer the sequence is. How much longer wider
-    ones take is much the same for all sequences, which share a `WidthCost`. `known`: a forward was observed.
+    The time of a 1-token forward is kept per sequence, because it grows with the sequence's length. The relative cost
+    of wider forwards differs little between sequences, which share a `WidthCost`. `known`: a forward was observed.
     """
 
     def __init__(self, widths: WidthCost, single_ns: float) -> None:
         self.widths = widths
-        # What was measured elsewhere counts like one forward.
+        # A time measured elsewhere counts like one forward.
         self._single = Ewma(single_ns, count=1 if single_ns else 0)
         self.known = False
         self._since_narrow = _RECENT_FORWARDS + 1
 
     @property
     def single_ns(self) -> float:
-        """Nanoseconds of a forward of one token."""
+        """Returns the nanoseconds of a 1-token forward."""
         return self._single.value
 
     def of(self, width: int) -> float:
@@ -112,7 +112,7 @@ class ForwardTime:
         return self._single.value * self.widths.of(width)
 
     def observe(self, width: int, nanoseconds: float) -> None:
-        """Takes note of one forward."""
+        """Records one forward."""
         self.known, nanoseconds = True, max(nanoseconds, 1.0)
         if self._single.count:
             nanoseconds = min(nanoseconds, _OUTLIER * self.of(width))

@@ -1,7 +1,7 @@
-"""What the bridge has learned about a target and its drafts, from what passes took and what they accepted.
+"""Estimates the costs and acceptance of a target and its drafts, from measured times and accepted candidates.
 
-`TargetEstimates` and `DraftEstimates` are shared by all requests, `RequestEstimates` starts from them. Asking changes
-nothing; only the `observe` methods do. A wrong estimate costs time, never text.
+All requests share `TargetEstimates` and `DraftEstimates`; `RequestEstimates` starts from them. Queries change nothing,
+only the `observe` methods do. A wrong estimate costs time but never changes text.
 """
 
 from collections import defaultdict
@@ -16,42 +16,42 @@ from bridge.planning.prediction import Plan
 from bridge.ports import Proposal
 from bridge.sources.source import CandidateSource, Outcome
 
-# Nanoseconds from a pass to the candidates for the next one, where the bridge has them at hand, until that is measured.
+# Nanoseconds from a pass until candidates that the bridge already has reach the target, until that is measured.
 _PRIOR_HOP_NS = 600_000.0
 # Nanoseconds of a message to the draft and its answer, until that is measured.
 _PRIOR_ROUND_TRIP_NS = 1_000_000.0
-# Bytes of a target's token, until some were seen, and how much a new one counts.
+# Average bytes of a target token until some were seen, and the weight of each new token.
 _PRIOR_TOKEN_BYTES, _TOKEN_BYTES_FRESH = 4.0, 0.02
-# Passes of a target that waits at least this long for candidates say how long they take to come.
+# The hop is measured only in passes that waited at least this long for candidates.
 _MIN_WAITED_NS = 20_000
-# A draft that reads more tokens than this reads a prompt, which says nothing about its turns.
+# A draft that reads more tokens than this reads a prompt, which does not measure its turns.
 _MAX_READ_TOKENS = 64
-# How many times as long a forward takes while another model computes on the same cores, until that is measured. On two
-# cores it was 3 to 9 times; trying it costs seconds.
+# The assumed factor by which a forward is slower while another model computes on the same cores. On two cores it was
+# 3 to 9; measuring it takes seconds.
 _PRIOR_SLOWDOWN = 4.0
-# How often the draft's candidates are right by their position in a forward: groups of positions, and what is assumed
-# until that is known. It is more than most drafts reach, because a draft that is never tried is never known better.
+# Groups of a draft candidate's position in a forward, and the assumed chance that it is right. The priors are higher
+# than most drafts reach, because a draft that is never tried is never measured.
 _POSITIONS = (2, 3, 4, 5, 7, 9, 13)
 _POSITION_PRIORS = (0.75, 0.8, 0.8, 0.8, 0.85, 0.85, 0.85, 0.85)
-# Right candidates of the draft that each request imagines at its beginning, for the same reason.
+# The right candidates of the draft that each request imagines at its start, for the same reason.
 _HOPE = 4.0
-# Passes beside a draft that runs ahead after which it is known how much it slows the target down, and how much each
-# further pass counts.
+# The passes with a draft that runs ahead after which its slowdown of the target counts as known, and the weight of
+# each further pass.
 _SLOWDOWN_PASSES, _FRESH_SLOWDOWN = 8, 0.02
-# How much of it is forgotten in each pass without such a draft.
+# The weight of the assumed slowdown in each pass without such a draft.
 _FORGOTTEN_SLOWDOWN = 0.002
-# Accepted candidates that are assumed to have been predicted rightly, and what is left of a pass's weight after the
-# next pass of whatever plan.
+# The weight of the prior ratio of 1, in accepted candidates, and the factor by which each further pass of any plan
+# reduces the weight of earlier ones.
 _YIELD_PRIOR_TOKENS, _YIELD_FADE = 6.0, 0.99
-# How much the newest pass counts in what waiting for candidates has gained lately.
+# The weight of the newest pass in the average gain from waiting for candidates.
 _GAIN_FRESH = 0.2
 
 
 class DraftEstimates:
-    """What is known of one draft beside one target. Implements `bridge.sources.draft.DraftTimes`.
+    """Estimates the costs and acceptance of one draft for one target. Implements `bridge.sources.source.DraftTimes`.
 
-    `slowdown`: how many times as long a pass takes while the draft computes; `ahead_ns`: nanoseconds of a draft's
-    token while the target computes. Both are what one device costs the other, and are learned when it is tried.
+    `slowdown` is the factor by which a target pass is slower while the draft computes, `ahead_slowdown` the factor by
+    which a draft token is slower while the target computes. Both are learned when the draft runs ahead.
     """
 
     def __init__(self, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False) -> None:
@@ -67,26 +67,26 @@ class DraftEstimates:
 
     @property
     def round_trip_ns(self) -> float:
-        """Of a message to the draft and its answer."""
+        """Returns the nanoseconds of a message to the draft and its answer, without the draft's forwards."""
         return self.round_trip.value
 
     @property
     def token_ns(self) -> float:
-        """Of one of its tokens while it has run for a while beside the target."""
+        """Returns the nanoseconds of a draft token while the target computes."""
         return self.forward.single_ns * self.ahead_slowdown.value
 
     def chances_of(self, source: CandidateSource) -> Chances:
-        """How often its candidates are right, by its own probability of them."""
+        """Returns the chances of the draft's candidates, by the draft's own probability of them."""
         self._chances = self._chances or Chances(source.evidence_edges, source.prior_chances)
         return self._chances
 
     def forget_slowdown(self) -> None:
-        """Returns a little to what was assumed, so that one bad pass does not rule out a draft that runs ahead."""
+        """Moves the slowdowns a little towards their priors, so that one bad pass does not rule out running ahead."""
         for one in (self.slowdown, self.ahead_slowdown):
             one.value += _FORGOTTEN_SLOWDOWN * (self._prior_slowdown - one.value)
 
     def observe_proposal(self, proposal: Proposal, round_trip_ns: int | None, ahead: bool) -> None:
-        """Takes note of the times of a proposal; `round_trip_ns` is known of the first one of an epoch."""
+        """Records the times of a proposal. `round_trip_ns` is None unless it is the first proposal of an epoch."""
         count = len(proposal.token_ids)
         read_ns = proposal.read_ns or proposal.forward_ns // count
         if round_trip_ns is not None:
@@ -103,10 +103,10 @@ class DraftEstimates:
 
 
 class Yield:
-    """How many candidates at hand of one source are accepted, relative to what was predicted.
+    """Measures how many candidates of one source are accepted, relative to the prediction.
 
-    Chances are right on average over all candidates; those that a plan was chosen for are the promising ones, and some
-    come too late for their pass.
+    Chances are right on average over all candidates. A plan is chosen for promising candidates, whose chances are
+    therefore too high on average, and some arrive too late for their pass.
     """
 
     def __init__(self) -> None:
@@ -114,23 +114,23 @@ class Yield:
 
     @property
     def ratio(self) -> float:
-        """The factor by which a prediction is to be multiplied."""
+        """Returns the factor that corrects a prediction."""
         return (_YIELD_PRIOR_TOKENS + self._accepted) / (_YIELD_PRIOR_TOKENS + self._predicted)
 
     def observe(self, accepted: int, predicted: float) -> None:
-        """Takes note of a pass; `predicted`: the accepted candidates that were predicted before multiplying."""
+        """Records a pass. `predicted` is the number of accepted candidates before the correction."""
         self._accepted += accepted
         self._predicted += predicted
 
     def fade(self) -> None:
-        """Makes what was observed before this pass count less, so that a way that has failed is tried again."""
+        """Reduces the weight of earlier passes, so that a source that has failed is tried again."""
         self._accepted *= _YIELD_FADE
         self._predicted *= _YIELD_FADE
 
 
 @dataclass
 class _Load:
-    """What is known of a target while so many requests run."""
+    """Estimates of a target's costs under one level of load."""
 
     widths: WidthCost
     single_ns: float
@@ -138,7 +138,7 @@ class _Load:
 
 
 class TargetEstimates:
-    """What is known of one target, for all requests; costs are kept by load, because requests share its forwards."""
+    """Estimates of one target for all requests. Costs are kept by load, because requests share its forwards."""
 
     def __init__(self, forward_costs: Sequence[tuple[int, int]] = ()) -> None:
         single_ns = float(dict(forward_costs).get(1, 0))
@@ -147,17 +147,17 @@ class TargetEstimates:
         self._chances: dict[str, Chances] = {}
         self.yields: dict[str, Yield] = {}
         self.drafts: dict[str, DraftEstimates] = {}
-        # Passes since one without candidates, by the key "", and since one with a source's candidates, by its name.
+        # By source, the passes since one with its candidates; under "", those since one without candidates.
         self.idle_pass_counts: dict[str, int] = defaultdict(int)
 
     @property
     def load(self) -> int:
-        """Requests that run now; at least 1."""
+        """Returns the number of running requests; at least 1."""
         return max(self._running, 1)
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Counts a request as running. A new level of load starts with what the one below knows."""
+        """Counts a request as running. A new level of load starts as a copy of the level below."""
         self._running += 1
         while len(self._loads) < self.load.bit_length():
             self._loads.append(deepcopy(self._loads[-1]))
@@ -168,26 +168,26 @@ class TargetEstimates:
 
     @property
     def costs(self) -> _Load:
-        """What is known under the load of 1, 2 to 3, 4 to 7 requests and so on."""
+        """Returns the estimates for the present level of load: 1, 2 to 3, 4 to 7 requests and so on."""
         return self._loads[self.load.bit_length() - 1]
 
     def chances_of(self, source: CandidateSource) -> Chances:
-        """How often candidates of a source without a model are right."""
+        """Returns the chances of candidates of a source without a model."""
         return self._chances.setdefault(source.name, Chances(source.evidence_edges, source.prior_chances))
 
     def draft(
         self, name: str, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False
     ) -> DraftEstimates:
-        """What is known of a draft, by name. `competes`: it computes on the same cores as the target."""
+        """Returns the estimates of the draft `name`. `competes`: draft and target need more cores than they have."""
         if name not in self.drafts:
             self.drafts[name] = DraftEstimates(forward_costs, competes=competes)
         return self.drafts[name]
 
 
 class RequestEstimates:
-    """What is known for one request; it passes on to `shared` and `draft` what it learns.
+    """Estimates for one request, which also updates `shared` and `draft`.
 
-    `draft`: estimates of the source that takes time to propose, whose name is `drafting_source`; None without one.
+    `draft` holds the estimates of the source that takes time to propose, named `drafting_source`; None without one.
     """
 
     def __init__(
@@ -204,15 +204,15 @@ class RequestEstimates:
         self.forward = ForwardTime(shared.costs.widths, shared.costs.single_ns)
         self.waiting_gain = Ewma(0.0)
         self.token_bytes = Ewma(_PRIOR_TOKEN_BYTES)
-        # Passes seen, and whether the target waits for candidates before the next one.
+        # The passes so far, and whether the target waits for candidates before the next one.
         self.pass_count, self.target_waits = 0, False
 
     def yield_ratio(self, source: str) -> float:
-        """Returns how many candidates at hand of a source are accepted, relative to what was predicted."""
+        """Returns how many candidates of a source are accepted, relative to the prediction."""
         return self.shared.yields[source].ratio if source in self.shared.yields else 1.0
 
     def observe(self, outcome: Outcome, plan: Plan) -> None:
-        """Takes note of a pass that was made under a plan."""
+        """Records a pass that was made under a plan."""
         result, shared = outcome.result, self.shared
         self.pass_count, self.target_waits = self.pass_count + 1, plan.holds_back
         for data in outcome.data:
@@ -235,7 +235,7 @@ class RequestEstimates:
         if plan.runs_ahead and self.draft and self.forward.known:
             slowdown = self.draft.slowdown
             slowdown.observe(taken_ns / self.forward.of(width), _FRESH_SLOWDOWN)
-            if slowdown.count > _SLOWDOWN_PASSES:  # it is known: what changes now is the text, which grows
+            if slowdown.count > _SLOWDOWN_PASSES:  # the slowdown is known, so a change comes from the growing text
                 self.forward.observe(width, taken_ns / slowdown.value)
         else:
             self.forward.observe(width, taken_ns)

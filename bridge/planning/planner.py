@@ -1,4 +1,4 @@
-"""The planner: predicts the speed of every way of getting candidates, and takes the best."""
+"""Plans each pass: predicts the speed of every way to get candidates, and chooses the fastest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,43 +22,41 @@ from bridge.planning.prediction import (
 )
 from bridge.sources.source import Offer, Outcome, Pace, SourceState
 
-# The most candidates in one forward that are considered, and the lengths of a draft's turn.
+# The most candidates that are planned for one forward, and the lengths of a draft's turn in tokens.
 MAX_CANDIDATES = MAX_WIDTH - 1
 _LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
-# The fewest tokens that a draft that runs ahead may be ahead, and those that it has beside what it needs.
+# The smallest lead of a draft that runs ahead, and the tokens that are added to the lead that it needs.
 _MIN_LEAD, _SPARE_LEAD = 8, 4
-# The numbers of tokens of a draft that starts anew for which a target may wait, before the draft runs ahead.
+# At the start of an epoch that then runs ahead, the target may wait for this many tokens of the draft.
 _BATCHES = (0, 1)
-# Candidates that are at hand are offered for this many passes, so that the target need not wait between them.
+# Candidates of sources that take no time are offered for this many passes, so that the target need not wait for more.
 _OFFERED_PASSES = 6
-# The target waits this many times as long as predicted, and at least this long. A draft that runs ahead may be slower
-# only at first, so for it the target waits less.
+# The factor of the patience over the predicted wait, the same for a draft that runs ahead, and the minimum. The target
+# waits less for a draft that runs ahead, because only its first candidates may be late.
 _PATIENCE_FACTOR, _AHEAD_PATIENCE_FACTOR, _MIN_PATIENCE_NS = 3.0, 1.5, 2_000_000
-# In lockstep, which a user asked for, it waits longer than any draft needs.
+# In lockstep, which a user chose, the target waits longer than any draft needs.
 _LOCKSTEP_PATIENCE_NS = 5_000_000_000
-# It waits for candidates that are at hand if that has lately gained this many times what it cost, both estimated.
+# The target waits for candidates that the bridge already has if the average gain is this many times the hop's time.
 _WAITING_MARGIN = 3.0
-# A draft that slows the target down by less than this may run at any time.
+# A draft that makes passes slower by less than this factor may run at any time.
 _FREE_SLOWDOWN = 1.1
-# How much faster than no candidates at all a way has to be, and how much faster than the way in use another one.
+# The minimum speedup over plain decoding, and over the draft's present way of working, for another way to be chosen.
 _MIN_GAIN, _MIN_CHANGE = 1.05, 1.03
-# Passes of each running request without candidates although a source had some, of passes with candidates only, and
-# without the draft, after which the way that was not used is tried: what is never tried is never known better.
+# After this many passes for each running request that do not use an available source, plain decoding, or the draft, it
+# is tried, because what is never tried is never measured.
 _IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES, _IDLE_DRAFT_PASSES = 100, 100, 500
-# A draft is tried in the first passes of a request: the target reads the prompt, is told to wait, and verifies.
-# To read a long prompt for it must not cost more than this part of the time since it was last in use.
+# A draft is tried only in these first passes of a request: the target reads the prompt, is told to wait, and verifies.
+# Reading the prompt must not cost the draft more than this share of the time since it was last used.
 _TRIAL_PASSES, _TRIAL_SHARE = 3, 0.01
-# A text of control tokens alone has no bytes.
+# The lower bound of the average bytes per token: control tokens have no bytes.
 _MIN_TOKEN_BYTES = 0.25
-# Nanoseconds of a pass, and a draft's time for a token relative to that, until they are measured.
+# Nanoseconds of a pass, and a draft token's time as a share of it, until they are measured.
 _PRIOR_PASS_NS, _PRIOR_DRAFT_SPEED = 50_000_000.0, 0.15
-
-
 _TURNS, _AHEAD = "in turns", "ahead"
 
 
 class Mode(Enum):
-    """How draft and target take turns."""
+    """Whether and how draft and target work together. AUTO lets the planner choose before each pass."""
 
     AUTO = "auto"
     OFF = "off"
@@ -68,10 +66,10 @@ class Mode(Enum):
 
 @dataclass(frozen=True)
 class SpeculationParameters:
-    """What the user asked for; names follow Hugging Face's assisted generation.
+    """Holds the user's settings for speculation; names follow Hugging Face's assisted generation.
 
-    `sources`: names of those that may propose; empty for all that the mode uses. `draft_temperature`: at which the
-    draft guesses, the request's if None.
+    `sources` names the sources that may propose; if empty, all that the mode uses may. `draft_temperature` is the
+    temperature of the draft; if None, it is the request's.
     """
 
     mode: Mode = Mode.AUTO
@@ -81,14 +79,14 @@ class SpeculationParameters:
     sources: tuple[str, ...] = ()
 
     def allows(self, source: str, *, takes_time: bool) -> bool:
-        """Whether a source may propose. By themselves, LOCKSTEP and OPPORTUNISTIC use only sources that take time."""
+        """Returns whether a source may propose. LOCKSTEP and OPPORTUNISTIC use only sources that take time."""
         if self.mode is Mode.OFF or (self.sources and source not in self.sources):
             return False
         return takes_time or self.mode is Mode.AUTO
 
 
 class Planner:
-    """Plans for one request. All but `observe` are queries that change nothing."""
+    """Plans the passes of one request. Only `observe` changes state."""
 
     def __init__(self, parameters: SpeculationParameters, estimates: RequestEstimates) -> None:
         self.mode = parameters.mode
@@ -96,9 +94,9 @@ class Planner:
         self._estimates = estimates
 
     def plan(self, offers: Sequence[Offer], state: SourceState | None, room: int = _LEADS[-1]) -> Plan:
-        """Returns the plan for the next pass, given what can be offered now and where the draft, if any, stands.
+        """Returns the plan for the next pass, given the present offers and the state of the draft, if there is one.
 
-        `room`: candidates that are still of use.
+        `room` is the number of candidates that are still useful.
         """
         costs = self._target_costs()
         none = Plan("none", plain(costs), patience_ns=self._patience_ns(costs))
@@ -108,39 +106,36 @@ class Planner:
         else:
             best = self._best(none, offers, state, draft, costs, room)
         if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not self._estimates.target_waits:
-            # The target may have begun a pass, which the draft would slow down: first it is told to wait.
+            # The target may have begun a pass, which the draft would slow down. So the target is told to wait first.
             best = replace(none, patience_ns=best.patience_ns, prepares_turn=True)
         return replace(best, pace=replace(best.pace, lead=min(best.pace.lead, room)))
 
     def choose(self, offers: Sequence[Offer], plan: Plan) -> tuple[Offer, int]:
-        """Returns the offer to send, with as many candidates as are of use, and how many one forward is to take."""
+        """Returns the offer to send, cut to the useful candidates, and the number that one forward takes."""
         if self.mode is not Mode.AUTO:
             longest = max(offers, key=lambda offer: len(offer.token_ids), default=Offer())
             return longest, len(longest.token_ids)
         if plan.is_trial:
             tried = next((offer for offer in offers if offer.sources[0] == plan.source), Offer())
-            # For two passes, because they may come too late for the first.
+            # Enough for two passes, because the candidates may be too late for the first.
             return tried.part(0, plan.trial_width * (1 if plan.holds_back else 2)), plan.trial_width
         costs = self._target_costs().slowed(self._slowdown if plan.runs_ahead else 1.0)
-        found = [
-            (self._prediction(offer, width, costs).tokens_per_ns, offer, width)
-            for offer, width in self._widths(offers, costs)
-        ]
+        found = self._widths(offers, costs)
         if not found:
             return Offer(), 0
-        _, best, width = max(found, key=lambda one: one[0])
+        best, width = max(found, key=lambda one: self._prediction(one[0], one[1], costs).tokens_per_ns)
         if plan.holds_back:
             return best.part(0, width), width
         drafted = best.sources.count(self._estimates.drafting_source)
-        # The draft is asked for more in time; what is at hand is offered for several passes.
+        # The draft proposes more in time. Candidates of other sources are offered for several passes.
         return best.part(0, max(width, drafted) if drafted else _OFFERED_PASSES * width), width
 
     def observe(self, outcome: Outcome, plan: Plan) -> None:
-        """Takes note of a pass that was made under a plan."""
+        """Records a pass that was made under a plan."""
         self._estimates.observe(outcome, plan)
 
     def summary(self, state: SourceState | None) -> str:
-        """Describes what the planner predicts of every way now."""
+        """Describes the speed that the planner now predicts for each way to get candidates."""
         if self.mode is not Mode.AUTO or not self._estimates.forward.known:
             return ""
         costs = self._target_costs()
@@ -155,7 +150,7 @@ class Planner:
         return text
 
     def _fixed(self, draft: DraftCosts | None, costs: TargetCosts, room: int) -> Plan | None:
-        """Returns the plan of a mode that the user chose."""
+        """Returns the plan of a mode that the user chose; None without a draft."""
         if draft is None:
             return None
         if self.mode is Mode.LOCKSTEP:
@@ -172,7 +167,7 @@ class Planner:
         costs: TargetCosts,
         room: int,
     ) -> Plan:
-        """Returns the fastest plan, or one that has not been used for so long that it is to be tried."""
+        """Returns the fastest plan, or one that is to be tried because it was not used for long."""
         estimates = self._estimates
         load, idle = estimates.shared.load, estimates.shared.idle_pass_counts
         if idle[""] >= _IDLE_PLAIN_PASSES * load:
@@ -180,21 +175,19 @@ class Planner:
         at_hand = [offer for offer in offers if offer.sources[0] != estimates.drafting_source]
         for offer in at_hand:
             if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load:
-                # As many as are all right half of the time.
+                # The number of candidates that are all right with a chance of one half.
                 width = min(max(int(log(0.5) / log(self._chances(offer, 1)[0])), 1), MAX_CANDIDATES)
                 return replace(self._at_hand(offer, width, costs, 0.0), is_trial=True, trial_width=width)
         ways = [none, *(self._at_hand(*one, costs, none.patience_ns) for one in self._widths(at_hand, costs))]
         drafts = []
         if draft and estimates.draft:
             drafts.append(self._in_turns(draft, costs, room))
-            # What a draft costs that runs ahead can only be told if it is known what passes take without it.
+            # The slowdown by a draft that runs ahead can be measured only if the time of a pass without it is known.
             if estimates.forward.known:
                 drafts.append(self._ahead(draft, costs, _BATCHES))
             idle_count = estimates.draft.idle_pass_count
-            tries = idle_count >= _IDLE_DRAFT_PASSES * load and draft.prompt_ns < _TRIAL_SHARE * idle_count * costs.of(
-                1
-            )
-            if tries and estimates.pass_count < _TRIAL_PASSES:
+            is_cheap = draft.prompt_ns < _TRIAL_SHARE * idle_count * costs.of(1)
+            if is_cheap and idle_count >= _IDLE_DRAFT_PASSES * load and estimates.pass_count < _TRIAL_PASSES:
                 return replace(drafts[0], is_trial=True, trial_width=drafts[0].pace.lead)
         kept = f"{estimates.drafting_source} {_AHEAD if state and state.runs_ahead else _TURNS}"
         best = max(
@@ -203,29 +196,29 @@ class Planner:
         )
         turns = next((plan for plan in drafts if plan.pace.turns), none)
         if self._slowdown > _FREE_SLOWDOWN and best is not turns and _speed(turns) > _MIN_GAIN * _speed(none):
-            # The next turn will come soon, and then the target must not have begun a pass.
+            # The draft's next turn will come soon, and the target must not begin a pass before it.
             return replace(best, patience_ns=max(best.patience_ns, turns.patience_ns), prepares_turn=True)
         beside = next((plan for plan in drafts if plan.runs_ahead), None)
         if best.pace.lead == 0 and beside and _speed(beside) > _speed(none) and self._slowdown < _FREE_SLOWDOWN:
-            # It costs the target next to nothing to let the draft follow the text meanwhile.
+            # The target loses next to nothing if the draft keeps up with the text meanwhile.
             return replace(best, pace=beside.pace)
         return best
 
     def _in_turns(self, draft: DraftCosts, costs: TargetCosts, room: int, leads: Sequence[int] = _LEADS) -> Plan:
-        """Returns the best plan in which the draft proposes some tokens, and then the target verifies them."""
+        """Returns the best plan in which the target waits for the draft to propose some tokens, then verifies them."""
         leads = [lead for lead in leads if lead <= (self._number or lead)]
         predictions = {lead: in_turns(costs, draft, lead) for lead in leads}
         lead = max(leads, key=lambda lead: predictions[lead].tokens_per_ns)
         best = predictions[lead]
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
-        # The draft reads its prompt once for all passes; on hardware of its own, while the target reads the same.
+        # The draft reads its prompt once for all passes; on other hardware, it does so while the target reads its own.
         if self._estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
             best = replace(best, ns=best.ns + draft.prompt_ns / max(room / best.tokens, 1.0))
         source = self._estimates.drafting_source
         return Plan(f"{source} {_TURNS}", best, Pace(lead, lead, True), patience_ns, source=source)
 
     def _ahead(self, draft: DraftCosts, costs: TargetCosts, batches: Sequence[int]) -> Plan:
-        """Returns the best plan in which the draft runs on while the target computes."""
+        """Returns the best plan in which the draft computes while the target does."""
         reach = (draft.round_trip_ns + draft.slowdown * costs.of(1)) / max(draft.ahead_ns, 1.0)
         lead = self._number or int(min(max(reach + _SPARE_LEAD, _MIN_LEAD), _LEADS[-1]))
         predictions = {batch: ahead(costs, draft, lead, batch) for batch in batches}
@@ -235,16 +228,16 @@ class Planner:
         return Plan(f"{source} {_AHEAD}", predictions[batch], Pace(lead, max(batch, 1)), patience_ns, source=source)
 
     def _at_hand(self, offer: Offer, width: int, costs: TargetCosts, patience_ns: float) -> Plan:
-        """Returns the plan to send an offer that is there already."""
+        """Returns the plan to send an offer of a source that takes no time."""
         chance = self._chances(offer, 1)[0]
-        # If the first candidate is right, not waiting costs a 1-token pass; if it is wrong, waiting cost the width.
+        # If the first candidate is right, waiting for it saves a 1-token pass; if not, it costs the wider pass's extra.
         gain_ns = chance * costs.of(1) - (1 - chance) * (costs.of(width + 1) - costs.of(1))
         source, found = offer.sources[0], self._prediction(offer, width, costs)
         found = replace(found, tokens=1.0 + (found.tokens - 1.0) * self._estimates.yield_ratio(source))
         return Plan(source, found, Pace(), patience_ns, gain_ns, source=source)
 
     def _widths(self, offers: Sequence[Offer], costs: TargetCosts) -> list[tuple[Offer, int]]:
-        """Returns the offers that are worth sending, and how many of its candidates one forward is to take."""
+        """Returns each offer that is worth sending, with the number of its candidates that one forward takes."""
         widths = ((offer, best_width(self._chances(offer, MAX_CANDIDATES), costs)) for offer in offers)
         return [(offer, width) for offer, width in widths if width]
 
@@ -252,14 +245,11 @@ class Planner:
         return with_candidates(self._chances(offer, width), costs)
 
     def _chances(self, offer: Offer, count: int) -> list[float]:
-        chances = self._estimates.chances
-        return [
-            chances[source].of(evidence)
-            for source, evidence in zip(offer.sources[:count], offer.evidence[:count], strict=True)
-        ]
+        pairs = zip(offer.sources[:count], offer.evidence[:count], strict=True)
+        return [self._estimates.chances[source].of(evidence) for source, evidence in pairs]
 
     def _patience_ns(self, costs: TargetCosts) -> float:
-        """How long the target may wait for candidates that are at hand: not at all where that has gained little."""
+        """Returns how long the target may wait for candidates that the bridge already has; 0 if that gained little."""
         gains = self._estimates.waiting_gain.value > _WAITING_MARGIN * costs.hop_ns
         return max(_PATIENCE_FACTOR * costs.hop_ns, _MIN_PATIENCE_NS) if gains else 0.0
 
@@ -268,18 +258,16 @@ class Planner:
         return self._estimates.draft.slowdown.value if self._estimates.draft else 1.0
 
     def _target_costs(self) -> TargetCosts:
-        """Returns what passes cost all running requests: each of them waits for the others' further tokens."""
+        """Returns the cost of passes for all running requests, each of which waits for this request's candidates."""
         forward, shared = self._estimates.forward, self._estimates.shared
         single_ns = forward.single_ns or _PRIOR_PASS_NS
-        ratios = forward.widths.table
-        return TargetCosts(
-            tuple(single_ns * (1 + shared.load * (ratio - 1)) for ratio in ratios), shared.costs.hop.value
-        )
+        pass_ns = tuple(single_ns * (1 + shared.load * (ratio - 1)) for ratio in forward.widths.table)
+        return TargetCosts(pass_ns, shared.costs.hop.value)
 
     def _draft_costs(self, state: SourceState) -> DraftCosts:
         draft, estimates = self._estimates.draft, self._estimates
         assert draft is not None, "a source that takes time has estimates"
-        # Until it is known, a draft is taken to be several times as fast as the target.
+        # Until it is measured, a draft is assumed to be several times as fast as the target.
         token_ns = draft.forward.single_ns or _PRIOR_DRAFT_SPEED * (estimates.forward.single_ns or _PRIOR_PASS_NS)
         widths = draft.forward.widths
         chances = (estimates.positions.of(position) for position in range(1, MAX_CANDIDATES + 1))

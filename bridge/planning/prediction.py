@@ -1,7 +1,7 @@
-"""How fast each way of getting candidates is: expected tokens and nanoseconds, from measured quantities alone.
+"""Predicts the speed of each way to get candidates, as expected tokens and nanoseconds, from measured quantities alone.
 
-All functions here are pure. After Leviathan et al., "Fast Inference from Transformers via Speculative Decoding"
-(2023), for turns; the draft that runs ahead is a small Markov chain over how many candidates a pass finds.
+All functions here are pure. Turns are predicted as in Leviathan et al., "Fast Inference from Transformers via
+Speculative Decoding" (2023), a draft that runs ahead by a small Markov chain over the candidates that a pass finds.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from bridge.sources.source import Pace
 
 @dataclass(frozen=True)
 class Prediction:
-    """What an average pass of one way yields: its tokens, and the nanoseconds from the pass before it.
+    """Predicts an average pass: the tokens that it yields, and the nanoseconds since the pass before it.
 
-    `waited_ns`: those of them in which the target waits for a draft that starts a turn or an epoch.
+    `waited_ns` is the time that the target waits when a draft starts a turn or an epoch.
     """
 
     tokens: float
@@ -26,18 +26,17 @@ class Prediction:
 
     @property
     def tokens_per_ns(self) -> float:
-        """The speed."""
         return self.tokens / self.ns
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the next pass gets its candidates. `name`: the way, as statistics name it; `source`: who proposes them.
+    """Determines how the next pass gets its candidates. `name` is the name in statistics; `source` proposes them.
 
-    `pace`: how the draft works meanwhile. `patience_ns`: how long the target may wait. `waiting_gain_ns`: what waiting
-    for candidates that are at hand would gain. `trial_width`: candidates to verify although that is not expected to be
-    the fastest, because nothing is known of it otherwise; `is_trial`: so are none at all. `prepares_turn`: after the
-    next pass the target is to wait for the draft.
+    `pace`: how the draft works meanwhile. `patience_ns`: how long the target may wait. `waiting_gain_ns`: the expected
+    gain of waiting for candidates that the bridge already has. `is_trial`: the plan is not expected to be the fastest,
+    but is tried to measure it, with `trial_width` candidates in a pass. `prepares_turn`: after the next pass, the
+    target waits for the draft.
     """
 
     name: str
@@ -52,43 +51,43 @@ class Plan:
 
     @property
     def description(self) -> str:
-        """The name, with the number of tokens in a turn."""
+        """Returns the name, with the number of tokens in a turn."""
         return f"{self.name} of {self.pace.lead}" if self.pace.turns else self.name
 
     @property
     def holds_back(self) -> bool:
-        """Whether the target is to have candidates for one pass only, and to wait after it."""
+        """Returns whether the target gets candidates for one pass only, and waits after it."""
         return self.prepares_turn or self.pace.turns
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether the draft computes while the target does."""
+        """Returns whether the draft computes while the target does."""
         return self.pace.lead > 0 and not self.pace.turns
 
 
 @dataclass(frozen=True)
 class TargetCosts:
-    """Nanoseconds of passes by their number of tokens, from 1, and of the way from a pass to the next candidates."""
+    """The cost of passes: `pass_ns[i]` of a pass of `i + 1` tokens, `hop_ns` from a pass to the next candidates."""
 
     pass_ns: tuple[float, ...]
     hop_ns: float
 
     def of(self, width: int) -> float:
-        """Nanoseconds of a pass of `width` tokens."""
+        """Returns the nanoseconds of a pass of `width` tokens."""
         return self.pass_ns[min(width, len(self.pass_ns)) - 1]
 
     def slowed(self, factor: float) -> "TargetCosts":
-        """The same while something else uses the target's device."""
+        """Returns the costs while a pass takes `factor` times as long."""
         return TargetCosts(tuple(factor * one for one in self.pass_ns), self.hop_ns)
 
 
 @dataclass(frozen=True)
 class DraftCosts:
-    """Nanoseconds of a draft, whose tokens are `target_tokens` long in tokens of the target.
+    """The costs and chances of a draft, one of whose tokens makes `target_tokens` tokens of the target.
 
-    `token_ns` while the target rests, `ahead_ns` while it computes; `slowdown`: how many times as long a pass takes
-    then. `read_ns`: the draft's first token of a turn, before which it reads what was committed; `prompt_ns`: what it
-    needs beyond that to read a prompt, once. `survival[i]`: the chance that the first `i + 1` candidates are all right.
+    A draft token takes `token_ns` while the target rests, `ahead_ns` while it computes; then a pass takes `slowdown`
+    times as long. `read_ns`: the first token of a turn, for which the draft reads what was committed; `prompt_ns`: the
+    extra time to read a prompt, once. `survival[i]`: the chance that the first `i + 1` candidates are all right.
     """
 
     token_ns: float
@@ -101,11 +100,11 @@ class DraftCosts:
     survival: tuple[float, ...]
 
     def candidate_count(self, draft_tokens: int) -> int:
-        """Returns how many candidates that many tokens of the draft come to."""
+        """Returns the number of candidates that `draft_tokens` tokens of the draft make."""
         return min(max(round(draft_tokens * self.target_tokens), 1), len(self.survival))
 
     def expected(self, candidate_count: int) -> float:
-        """Returns the tokens that a pass with that many candidates yields on average."""
+        """Returns the expected tokens of a pass with `candidate_count` candidates."""
         return 1.0 + sum(self.survival[:candidate_count])
 
 
@@ -115,12 +114,12 @@ def plain(costs: TargetCosts) -> Prediction:
 
 
 def with_candidates(chances: Sequence[float], costs: TargetCosts) -> Prediction:
-    """Predicts a pass with candidates at hand, given the chance of each if those before it are right."""
+    """Predicts a pass with available candidates, given the chance of each if all before it are right."""
     return Prediction(1.0 + sum(accumulate(chances, mul)), costs.of(len(chances) + 1))
 
 
 def best_width(chances: Sequence[float], costs: TargetCosts) -> int:
-    """Returns the number of candidates with the highest speed, 0 if none is faster than a pass without."""
+    """Returns the number of candidates with the highest speed; 0 if plain decoding is at least as fast."""
     best, found, tokens = plain(costs).tokens_per_ns, 0, 1.0
     for count, survival in enumerate(accumulate(chances, mul), start=1):
         tokens += survival
@@ -130,7 +129,7 @@ def best_width(chances: Sequence[float], costs: TargetCosts) -> int:
 
 
 def _restart_ns(costs: TargetCosts, draft: DraftCosts) -> float:
-    """Nanoseconds from a pass to the first token of a draft that starts at its end."""
+    """Returns the nanoseconds from a pass to the first token of a draft that starts an epoch after it."""
     return costs.hop_ns + draft.round_trip_ns + draft.read_ns
 
 
@@ -142,12 +141,12 @@ def in_turns(costs: TargetCosts, draft: DraftCosts, token_count: int) -> Predict
 
 
 def ahead(costs: TargetCosts, draft: DraftCosts, lead: int, batch: int) -> Prediction:
-    """Predicts an average pass beside a draft that runs on while the target computes, at most `lead` tokens ahead.
+    """Predicts an average pass while the draft computes, too, and is at most `lead` tokens ahead.
 
-    A Markov chain of three states; wherever the draft is wrong, it goes back to the first. `restart`: the draft starts
-    anew, and the target makes `blind` passes of one token until candidates are there, or, if `batch` is not 0, waits
-    for that many tokens of the draft and verifies them. `catch_up`: one pass verifies what the draft proposed meanwhile
-    beyond that. `steady`: each pass verifies what the draft proposes during one pass.
+    The model is a Markov chain of three states; a wrong candidate leads back to the first. `restart`: the draft starts
+    an epoch, and the target makes `blind` passes of one token until candidates arrive or, if `batch` is not 0, waits
+    for `batch` tokens of the draft and verifies them. `catch_up`: one pass verifies what the draft has proposed
+    meanwhile beyond that. `steady`: each pass verifies what the draft has proposed during the pass before.
     """
     slow = costs.slowed(draft.slowdown)
     rate = draft.target_tokens / draft.ahead_ns
@@ -162,13 +161,13 @@ def ahead(costs: TargetCosts, draft: DraftCosts, lead: int, batch: int) -> Predi
     restart_ns = waited_ns + blind * slow.of(1 + restart)
     catch_up = int(min(max((restart_ns - until_first_ns) * rate - blind - restart, 0.0), most))
     steady = catch_up
-    for _ in range(3):  # what a pass finds was proposed during the pass before, which takes what its own width takes
+    for _ in range(3):  # a fixed point: a wider pass takes longer, and so finds more candidates
         steady = int(min(max(slow.of(steady + 1) * rate - 1.0, 0.0), most))
-    # The chances that all that the draft has proposed in a state is right, up to the tokens that its passes add.
+    # The chance in each state that everything the draft has proposed is right, up to the tokens that its passes add.
     goes_on = [
         draft.survival[min(count, len(draft.survival)) - 1] for count in (blind + restart, catch_up + 1, steady + 1)
     ]
-    visits = (1.0, goes_on[0], goes_on[0] * goes_on[1] / (1.0 - min(goes_on[2], 0.99)))  # between two errors
+    visits = (1.0, goes_on[0], goes_on[0] * goes_on[1] / (1.0 - min(goes_on[2], 0.99)))  # per state, between restarts
     tokens = (blind - 1 + draft.expected(restart), draft.expected(catch_up), draft.expected(steady))
     times_ns = (restart_ns, slow.of(catch_up + 1), slow.of(steady + 1))
     passes = visits[0] * blind + visits[1] + visits[2]

@@ -1,1 +1,1 @@
-"""How a token is chosen: parameters, noise that anyone can recompute, and the sampler. Runs beside the models."""
+"""Chooses tokens in the model servers: parameters, noise that anyone can recompute, and the sampler."""

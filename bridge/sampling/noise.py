@@ -1,13 +1,13 @@
-"""Gumbel noise that anyone can recompute.
+"""Computes Gumbel noise that anyone can recompute.
 
-`G(seed, offset, key) = -log(-log(u))`, with u in (0, 1) from a 64-bit mix of the three. Adding it to log probabilities
-and taking the largest is an exact sample of the distribution (the Gumbel-max trick: Gumbel 1954; Maddison, Tarlow,
-Minka, "A* Sampling", 2014). Because nothing else goes in, the token sampled at an offset does not depend on how the
-sequence was cut into forwards.
+`G(seed, offset, key) = -log(-log(u))`, with u in (0, 1) from a 64-bit mix of the three. The token with the largest sum
+of log probability and noise is an exact sample of the distribution (the Gumbel-max trick: Gumbel 1954; Maddison,
+Tarlow, Minka, "A* Sampling", 2014). The noise depends on nothing else, so the token sampled at an offset does not
+depend on how the sequence was divided into forwards.
 
-Signed 64-bit integers are used throughout, because both NumPy and torch multiply them modulo 2**64. The mix is the
-finalizer of SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014). `docs/noise.md` is
-the specification, with test vectors.
+All integers are signed 64-bit, because both NumPy and torch multiply these modulo 2**64. The mix is the finalizer of
+SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014). `docs/noise.md` is the
+specification, with test vectors.
 """
 
 import hashlib
@@ -23,37 +23,37 @@ from bridge.text.vocabulary import Vocabulary
 
 Int64 = NDArray[np.int64]
 Float64 = NDArray[np.float64]
-# An array of NumPy or of torch, used as both understand.
+# A NumPy array or a torch tensor, used only in ways that both support.
 Array: TypeAlias = Any
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
-# The largest difference of two draws: -log(-log(u)) at the largest and the smallest u.
+# The largest difference between two draws: -log(-log(u)) at the largest u minus that at the smallest.
 GUMBEL_RANGE = -math.log(2.0**-53) + math.log(53 * math.log(2.0)) + 1e-6
-# Few enough at a time to stay in a core's cache.
+# Noise is computed in chunks of this many keys, which fit in a core's cache.
 _CHUNK_KEYS = 1 << 14
 
 
 def signed(value: int) -> int:
-    """Returns the 64-bit two's complement number with the same bits."""
+    """Returns the signed number with the same lowest 64 bits."""
     value &= _MASK
     return value - (1 << 64) if value >> 63 else value
 
 
 def token_key(data: bytes, kind: str = "bytes", ordinal: int = 0) -> int:
-    """Returns the 64-bit key of a token: BLAKE2b of its kind, its ordinal among equals, and its bytes.
+    """Returns the 64-bit key of a token: BLAKE2b of its kind, its ordinal among tokens with equal data, and its data.
 
-    `kind` is "bytes" for text, "role" for a control token whose role is named by `data` ("eos"), and "name" for any
-    other token without bytes.
+    `kind` is "bytes" if `data` is the token's bytes, "role" if it names a control token's role ("eos"), and "name" if
+    it is the written form of any other token without bytes.
     """
     message = kind.encode() + b"\0" + ordinal.to_bytes(4, "little") + data
     return signed(int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little"))
 
 
 def token_keys(vocabulary: Vocabulary, eos: Collection[int]) -> Int64:
-    """Returns the keys of all ids, shape [vocabulary.size]. Ids with the same bytes differ by ordinal."""
+    """Returns the keys of all ids, shape [vocabulary.size]. Ids with the same bytes have different ordinals."""
     seen: dict[tuple[str, bytes], int] = {}
     keys = np.empty(vocabulary.size, np.int64)
     ends = frozenset(eos)
@@ -81,7 +81,7 @@ def _mix(x: Array) -> Array:
 
 
 def position_state(seed: int, offset: int, counter: int = 0) -> int:
-    """Returns what seed and position contribute. `counter` numbers the tokens drawn at one offset."""
+    """Returns a 64-bit mix of seed and position. `counter` numbers the tokens drawn at the same byte offset."""
     state = 0
     for value in (seed, offset, counter):
         state = ((state ^ value) + _GOLDEN) & _MASK
@@ -92,21 +92,21 @@ def position_state(seed: int, offset: int, counter: int = 0) -> int:
 
 
 def uniform(state: Any, keys: Array, xp: ModuleType = np) -> Array:
-    """Returns a number per key, strictly between 0 and 1, in steps of 2**-52, the same to the last bit everywhere.
+    """Returns a number for each key, strictly between 0 and 1, in steps of 2**-52, bit for bit the same everywhere.
 
-    `keys`: int64 of the array namespace `xp` (NumPy or torch), any shape; `state`: an int, or states that broadcast.
+    `keys`: an int64 array of `xp` (NumPy or torch), any shape; `state`: an int, or one that broadcasts with `keys`.
     """
     bits = _shift_right(_mix(keys ^ state), 12)
     return (xp.asarray(bits, dtype=xp.float64) + 0.5) * 2.0**-52
 
 
 def gumbel_of(state: Any, keys: Array, xp: ModuleType = np) -> Array:
-    """Returns standard Gumbel noise, shapes as in `uniform`. Its last digits depend on the namespace's logarithm."""
+    """Returns standard Gumbel noise, with shapes as in `uniform`. The last digits depend on the logarithm of `xp`."""
     return -xp.log(-xp.log(uniform(state, keys, xp)))
 
 
 def gumbel(seed: int, offset: int, counter: int, keys: Int64) -> Float64:
-    """Returns standard Gumbel noise, shape [n], for tokens with `keys` [n] at one position."""
+    """Returns standard Gumbel noise, shape [n], for tokens with `keys`, shape [n], at one position."""
     state = position_state(seed, offset, counter)
     noise = np.empty(len(keys))
     for start in range(0, len(keys), _CHUNK_KEYS):

@@ -1,4 +1,4 @@
-"""Chooses a token from logits, in the same way for a draft and a target and at every temperature."""
+"""Chooses a token from logits, in the same way for draft and target and at every temperature."""
 
 import math
 from collections import Counter
@@ -14,7 +14,7 @@ from bridge.sampling.noise import GUMBEL_RANGE, Int64, gumbel
 
 Logits = NDArray[np.float32]
 
-# The range of each parameter, and how an error describes it.
+# The range of each parameter, and its description in an error.
 _RANGES = {
     "temperature": (0.0, 100.0, "between 0 and 100"),
     "top_p": (math.ulp(0.0), 1.0, "above 0 and at most 1"),
@@ -23,15 +23,15 @@ _RANGES = {
     "presence_penalty": (-100.0, 100.0, "between -100 and 100"),
     "frequency_penalty": (-100.0, 100.0, "between -100 and 100"),
 }
-# How far below the best score, in nats, top_p first looks for the ids that it keeps, instead of sorting all of them.
+# top_p first considers the ids that are at most this far below the best score, instead of sorting all ids.
 _FIRST_DEPTH_NATS = 4.0
 
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How tokens are chosen and what ends a text. Names and meanings are those of Hugging Face `generate` and vLLM.
+    """Sets how tokens are chosen and what ends a text. Names and meanings are those of Hugging Face and vLLM.
 
-    A `top_k` of 0 is off. `stop_token_ids` end the text like the model's own ends, which `ignore_eos` switches off.
+    A `top_k` of 0 is off. `stop_token_ids` end the text like the model's own eos ids, which `ignore_eos` switches off.
     Neither kind can be chosen among the first `min_tokens` tokens.
     """
 
@@ -48,7 +48,7 @@ class SamplingParameters:
     ignore_eos: bool = False
 
     def checked(self, has_token: Callable[[int], bool] = lambda id_: True) -> "SamplingParameters":
-        """Returns itself, or raises `InvalidField`. `has_token`: whether the model has an id, once it is known."""
+        """Returns itself, or raises `InvalidField`. `has_token` returns whether the model has an id, if it is known."""
         for name, (low, high, allowed) in _RANGES.items():
             value = getattr(self, name)
             _check(name, value, value is None or low <= value <= high, allowed)
@@ -60,15 +60,15 @@ class SamplingParameters:
         return self
 
     def for_draft(self, temperature: float | None = None) -> "SamplingParameters":
-        """Returns what a draft shares: truncation and temperature, but nothing about single ids or the text's end.
+        """Returns the parameters for a draft: temperature and truncation, without those on single ids or the end.
 
-        `temperature`: another one for the draft.
+        `temperature` replaces the request's.
         """
         temperature = self.temperature if temperature is None else temperature
         return SamplingParameters(temperature, self.top_k, self.top_p, self.min_p)
 
     def ends(self, eos: Iterable[int]) -> frozenset[int]:
-        """Returns the ids that end a text of a model whose own ends are `eos`."""
+        """Returns the ids that end a text, for a model whose own such ids are `eos`."""
         return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos)
 
 
@@ -78,7 +78,7 @@ def _check(name: str, value: object, holds: bool, allowed: str) -> None:
 
 
 class History:
-    """What penalties and `min_tokens` depend on: the ids of the prompt, and how often each was generated since."""
+    """Holds what penalties and `min_tokens` depend on: the ids of the prompt, and the count of each generated id."""
 
     def __init__(self, prompt: Iterable[int], generated: Iterable[int] = ()) -> None:
         self._prompt = frozenset(prompt)
@@ -86,25 +86,23 @@ class History:
 
     @property
     def generated_token_count(self) -> int:
-        """The number of generated tokens."""
         return self._counts.total()
 
     def extend(self, ids: Iterable[int]) -> None:
-        """Adds generated ids."""
         self._counts.update(ids)
 
     def copy(self) -> "History":
-        """Returns a copy that can go on by itself."""
+        """Returns an independent copy."""
         copied = History(self._prompt)
         copied._counts = self._counts.copy()
         return copied
 
     def seen(self) -> Int64:
-        """Returns every id of the prompt and the generated text once."""
+        """Returns the distinct ids of the prompt and the generated text."""
         return np.fromiter(self._prompt | self._counts.keys(), np.int64)
 
     def generated(self) -> tuple[Int64, Int64]:
-        """Returns every generated id once, and how often each occurs."""
+        """Returns the distinct generated ids, and the number of occurrences of each."""
         return np.fromiter(self._counts, np.int64), np.fromiter(self._counts.values(), np.int64)
 
 
@@ -112,8 +110,8 @@ class History:
 class Choice:
     """A chosen token.
 
-    `near_tie`: another token was so close that rounding may have decided. `probability`: in the distribution that the
-    token was sampled from. `logprob` and `top_logprobs`: in the model's own, before penalties and temperature.
+    `near_tie`: another token was so close that rounding may have decided. `probability` is in the distribution that the
+    token was sampled from, `logprob` and `top_logprobs` are in the model's own, before penalties and temperature.
     """
 
     token_id: int
@@ -127,9 +125,9 @@ class Choice:
 class Sampler:
     """Chooses tokens of one vocabulary for one request.
 
-    `keys`: the noise key of each id, shape [size]; columns of the logits beyond `size` are padding and never chosen.
-    `missing`: ids without a token. `ends`: ids that end the text. `logprobs`: how many alternatives to report, if any.
-    `tolerance`: a difference of logits that rounding may cause. `confident`: whether to report probabilities.
+    `keys`: the noise key of each id, shape [size]; logits beyond `size` are padding and never chosen. `missing`: ids
+    without a token. `ends`: ids that end the text. `logprobs`: the number of alternatives to report; None for no log
+    probabilities. `tolerance`: the largest difference of logits from rounding. `confident`: report probabilities.
     """
 
     parameters: SamplingParameters
@@ -144,8 +142,8 @@ class Sampler:
     def choose(self, logits: Logits, offset: int, counter: int, history: History | None = None) -> Choice:
         """Returns the token after `offset` generated bytes and, at that offset, `counter` tokens without bytes.
 
-        `logits`: shape [columns]. `history`: the tokens so far, needed if the parameters look back. Raises
-        `EngineFailure` for logits that are not finite, and if `min_tokens` leaves no id to choose.
+        `logits`: shape [columns]. `history`: the tokens so far, needed for penalties and `min_tokens`. Raises
+        `EngineFailure` if the best logit is not finite, and if `min_tokens` leaves no id to choose.
         """
         size = min(len(self.keys), len(logits))
         scores = logits[:size]
@@ -154,11 +152,11 @@ class Sampler:
             scores[self.missing[self.missing < size]] = -np.inf
         if not np.isfinite(best := scores.max()):
             raise EngineFailure(
-                f"the model's best logit is {best}: its weights are damaged, or overflow in this dtype; try float32"
+                f"the model's best logit is {best}: its weights are damaged or overflow in this dtype; try float32"
             )
         adjusted = self._adjusted(scores, history)
         if adjusted is not scores and not np.isfinite(adjusted.max()):
-            raise EngineFailure("nothing may be chosen: every id ends the text, and min_tokens allows no end yet")
+            raise EngineFailure("no token may be chosen: every id ends the text, which min_tokens does not allow yet")
         sampled: NDArray[np.floating[Any]] = adjusted
         if temperature := self.parameters.temperature:
             kept, sampled = _truncate(adjusted, self.parameters)
@@ -172,9 +170,9 @@ class Sampler:
         return Choice(token_id, lead < self.tolerance, probability, logprob, top_logprobs)
 
     def _adjusted(self, scores: Logits, history: History | None) -> Logits:
-        """Applies bias and penalties in the order of Hugging Face's processors.
+        """Applies bias and penalties in the order of Hugging Face's logits processors.
 
-        It has no presence and frequency penalties; here they follow the repetition penalty.
+        Presence and frequency penalties, which these lack, follow the repetition penalty.
         """
         parameters = self.parameters
         repetition = parameters.repetition_penalty or 1.0
@@ -188,7 +186,7 @@ class Sampler:
             scores[id_] += np.float32(bias)
         if penalized:
             seen = penalized.seen()
-            seen = seen[seen < len(scores)]  # a prompt may have ids that the tokenizer does not have
+            seen = seen[seen < len(scores)]  # a prompt may contain ids that the tokenizer lacks
             before = scores[seen]
             scores[seen] = np.where(before < 0, before * np.float32(repetition), before / np.float32(repetition))
             ids, counts = penalized.generated()
@@ -200,12 +198,12 @@ class Sampler:
 
 
 def _probability(scores: NDArray[np.floating[Any]], index: int) -> float:
-    # float32 is exact enough for a confidence, and over a large vocabulary takes a third of the time.
+    # float32 is exact enough for a confidence, and takes a third of the time with a large vocabulary.
     return float(1.0 / np.exp((scores - scores[index]).astype(np.float32)).sum())
 
 
 def _logprobs(scores: Logits, token_id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """Returns the log probability of a token, and the best `count` ids with theirs."""
+    """Returns the log probability of a token, and the `count` best ids with theirs."""
     logp = scores.astype(np.float64) - scores.max()
     logp -= np.log(np.exp(logp).sum())
     best = np.argsort(-logp, kind="stable")[:count]
@@ -220,18 +218,18 @@ def _best(scores: NDArray[np.floating[Any]]) -> tuple[int, float]:
 
 
 def _truncate(scores: Logits, parameters: SamplingParameters) -> tuple[Int64, NDArray[np.float64]]:
-    """Returns the ids that may be chosen, ascending, and their scores by temperature, of which the best is 0.
+    """Returns the ids that may be chosen, ascending, and their scores divided by temperature, shifted so the best is 0.
 
-    In the order of Hugging Face's warpers: temperature, top_k, top_p, min_p, each over what the previous one left.
+    The order is that of Hugging Face's warpers: temperature, top_k, top_p, min_p, each on what the previous one left.
     """
     best = float(scores.max())
-    # No noise can make anything below this the best.
+    # No noise can make an id below this floor the best.
     floor = np.nextafter(np.float32(best - GUMBEL_RANGE * parameters.temperature), np.float32(-np.inf))
     if parameters.top_k and parameters.top_k < len(scores):
-        # Temperature does not change the order. Ids that equal the last one kept stay too, as in Hugging Face's.
+        # Temperature does not change the order. Ids that tie with the last one kept stay too, as in Hugging Face's.
         floor = max(floor, np.partition(scores, -parameters.top_k)[-parameters.top_k])
     kept = np.flatnonzero(scores >= floor)
-    # Subtracting the best first keeps a tiny temperature from overflowing where it matters.
+    # With the best subtracted first, a tiny temperature overflows only for scores far below the best.
     with np.errstate(over="ignore"):
         scaled = (scores[kept].astype(np.float64) - best) / parameters.temperature
     if parameters.top_p is not None and parameters.top_p < 1.0:
@@ -244,15 +242,12 @@ def _truncate(scores: Logits, parameters: SamplingParameters) -> tuple[Int64, ND
 
 
 def _nucleus(scores: NDArray[np.float64], top_p: float) -> Int64:
-    """Returns the indices, ascending, of the fewest best scores whose probabilities add up to `top_p`.
-
-    The best score is 0.
-    """
+    """Returns the indices, ascending, of the fewest best scores whose probabilities sum to `top_p`. The best is 0."""
     total = float(np.exp(scores).sum())
     depth = _FIRST_DEPTH_NATS
     while True:
         near = np.flatnonzero(scores >= -depth)
-        # Of equal scores the later one is taken first, as in Hugging Face's stable sort from the worst up.
+        # Among equal scores the later one is kept first, as in Hugging Face's stable ascending sort.
         ordered = near[np.argsort(scores[near], kind="stable")[::-1]]
         probabilities = np.exp(scores[ordered]) / total
         better = np.cumsum(probabilities) - probabilities

@@ -1,11 +1,11 @@
-"""Where candidates come from: the port (`source`), each source, and all sources of a request together (`chain`).
+"""Proposes candidates: the port (`source`), each source, and all sources of a request together (`chain`).
 
-A new source is a file with a class, and its name in `SOURCES`.
+To add a source, write its class in a new file and list it in `SOURCES`.
 """
 
 from bridge.sources.draft import DraftSource
 from bridge.sources.source import CandidateSource
 from bridge.sources.suffix import SuffixSource
 
-# By name, in order of preference: where two can be chained, the earlier one comes first.
+# The sources by name, in order of preference: an offer may continue one source's bytes with those of a later one.
 SOURCES: dict[str, type[CandidateSource]] = {source.name: source for source in (DraftSource, SuffixSource)}

@@ -1,4 +1,4 @@
-"""All sources of a request together: what they offer, alone and one after the other, and what losing one costs."""
+"""Combines the sources of a request: makes offers of what they propose, and drops a source that fails."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +13,9 @@ _log = logging.getLogger(__name__)
 
 
 class SourceChain:
-    """Sources in order of preference. A source that fails is dropped: that costs speed, never text.
+    """Combines sources in order of preference. A source that fails is dropped, which costs speed, never text.
 
-    `end_id`: the target's id for a proposed end of the text; None if it has none.
+    `end_id` is the target's id for a proposed end of the text, or None if the target has no such id.
     """
 
     def __init__(self, sources: Sequence[CandidateSource], model: Model, tape: Tape, end_id: int | None) -> None:
@@ -25,23 +25,22 @@ class SourceChain:
 
     @property
     def empty(self) -> bool:
-        """Whether no source is left."""
+        """Returns whether no source is left."""
         return not self._sources
 
     @property
     def state(self) -> SourceState | None:
-        """Where the source stands that takes time to propose; None without one."""
+        """Returns the state of the source that takes time to propose; None without one."""
         return next((source.state for source in self._sources if source.takes_time), None)
 
     def start(self, notify: Callable[[], None]) -> None:
-        """Lets all sources listen; `notify` is called when one of them has news."""
+        """Starts all sources; they call `notify` when they have news."""
         for source in self._sources:
             source.start(notify)
 
     def offers(self) -> list[Offer]:
-        """Returns what each source offers, continued by the next source that can continue its bytes."""
-        offers = []
-        sources = tuple(self._sources)
+        """Returns one offer for each source that proposes, continued by the next source that can continue its bytes."""
+        offers, sources = [], tuple(self._sources)
         for index, source in enumerate(sources):
             with self._dropping(source):
                 if parts := self._parts(source, [one for one in sources[index + 1 :] if one in self._sources]):
@@ -49,25 +48,24 @@ class SourceChain:
         return [offer for offer in offers if offer.token_ids]
 
     def observe(self, outcome: Outcome) -> None:
-        """Tells all sources what the target committed."""
+        """Passes on to all sources what the target committed."""
         for source in tuple(self._sources):
             with self._dropping(source):
                 source.observe(outcome)
 
     async def advance(self, pace: Pace) -> None:
-        """Lets all sources work towards the tape's end and beyond."""
+        """Lets all sources work on what follows the tape."""
         for source in tuple(self._sources):
             with self._dropping(source):
                 await source.advance(self._tape, pace)
 
     def close(self) -> None:
-        """Closes all sources."""
         for source in self._sources:
             source.close()
 
     @contextmanager
     def _dropping(self, source: CandidateSource) -> Iterator[None]:
-        """Goes on without a source that fails, closes it and notes why. A bug of ours is logged and named as such."""
+        """Drops and closes a source that fails, and notes the reason. An unexpected error is a bug, and is logged."""
         try:
             yield
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The draft model as a source: one epoch after the other, each starting at bytes that are committed."""
+"""Makes a draft model a source. The draft works in epochs, each of which starts at committed bytes."""
 
 import asyncio
 from bisect import bisect_left, bisect_right
@@ -13,16 +13,16 @@ from bridge.text.common_prefix import common_prefix_length
 from bridge.text.translation import DraftContext
 from bridge.text.vocabulary import Rendering
 
-# Bytes of a draft token, until the draft has proposed some.
+# The assumed average bytes of a draft token, until the draft has proposed some.
 _TOKEN_BYTES = 4.0
 
 
 class DraftEpoch:
-    """What the draft has proposed since one sync, beside what the target has committed since then.
+    """Compares what the draft has proposed since one sync with what the target has committed since then.
 
-    `unread`: committed bytes that the draft did not propose and has not read. `unconfirmed`: proposed bytes that the
-    target has not committed. Bytes leave both as soon as they agree. In `turns` the draft sends its whole credit in one
-    message.
+    `unread`: committed bytes that the draft has neither proposed nor read. `unconfirmed`: proposed bytes that the
+    target has not committed. Bytes that agree are removed from both. In `turns` the draft sends its whole credit in
+    one message.
     """
 
     def __init__(self, number: int, credit: int, turns: bool, unread: bytes) -> None:
@@ -56,17 +56,17 @@ class DraftEpoch:
 
     @property
     def parted(self) -> bool:
-        """Whether the target committed other bytes than the draft proposed."""
+        """Returns whether the target committed other bytes than the draft proposed."""
         return bool(self.unconfirmed and self.unread)
 
     @property
     def turn_over(self) -> bool:
-        """Whether the draft has used its credit, or has nothing to add."""
+        """Returns whether the draft has used up its credit, or proposes no more."""
         return self.done or len(self.token_ids) >= self.credit
 
     @property
     def stale(self) -> bool:
-        """Whether it is useless, because the target committed something else, or more than the draft will propose.
+        """Returns whether it is useless: the target committed other bytes, or more than the draft will propose.
 
         Before the target has committed anything, a new epoch would only repeat the same proposal.
         """
@@ -74,11 +74,11 @@ class DraftEpoch:
 
     @property
     def reached_token_count(self) -> int:
-        """Proposed tokens that lie within the length of the committed text."""
+        """Returns the number of proposed tokens that end within the length of the committed text."""
         return bisect_right(self._ends, self._confirmed_byte_count + len(self.unread))
 
     def ahead(self, source: str) -> Continuation | None:
-        """Returns what is proposed beyond the committed text, as long as the two agree."""
+        """Returns the proposal beyond the committed text; None if there is none or the two disagree."""
         if self.unread or not (self.unconfirmed or self.ended):
             return None
         start, starts = self._confirmed_byte_count, [0, *self._ends]
@@ -93,10 +93,10 @@ class DraftEpoch:
 
 
 class DraftSource(CandidateSource):
-    """Proposes what a draft model proposes; its bytes become candidates in `offer_of`.
+    """Proposes the bytes that a draft model proposes; `offer_of` turns them into candidates.
 
-    The draft's context always spells committed bytes. As long as what the target commits agrees with what the draft
-    proposed, the draft runs on; where they part, a sync sends it back to the last committed byte.
+    The draft's context always spells committed bytes. While the target commits what the draft proposed, the draft
+    continues; where they differ, a sync resets it to the last committed byte.
     """
 
     name: ClassVar[str] = "draft"
@@ -110,9 +110,9 @@ class DraftSource(CandidateSource):
         self._threshold = threshold
         self._epoch: DraftEpoch | None = None
         self._overdue = False
-        # When the draft last had something to do and nothing to say.
+        # The time of the last sync or the last proposal, from which the time of the next proposal counts.
         self._asked_ns = 0
-        # What it may still send, of all epochs.
+        # What the draft may still send, in all epochs together.
         self._credited_messages = self._credited_tokens = 0
         self._token_count = self._byte_count = 0
         self._notify: Callable[[], None] = lambda: None
@@ -121,7 +121,7 @@ class DraftSource(CandidateSource):
 
     @classmethod
     def open(cls, opening: Opening) -> "DraftSource | None":
-        """Returns the draft of the request, if it has one. Raises what keeps the draft from taking its prompt."""
+        """Returns the source, or None without a draft. Raises a `DraftBridgeError` if the prompt cannot be rendered."""
         if (draft := opening.draft) is None:
             return None
         return cls(draft, opening.render(draft.model), opening.confidence_threshold, opening.clock)
@@ -146,7 +146,7 @@ class DraftSource(CandidateSource):
                 async for proposal in self._drafter.proposals():
                     self._on_proposal(proposal)
                 self._error = Unreachable("the draft", "its stream ended in the middle of a generation")
-            except Exception as error:  # raised again where the loop asks for candidates
+            except Exception as error:  # raised again by `propose`
                 self._error = error
             notify()
 
@@ -169,7 +169,7 @@ class DraftSource(CandidateSource):
             return
         if epoch and epoch.turns == pace.turns and not epoch.stale:
             if pace.turns and not epoch.turn_over:
-                return  # it has not answered yet, and what it answers may be of use
+                return  # the draft has not answered yet, and its answer may be useful
             if not pace.turns and (epoch.done or self._catches_up(epoch)):
                 await self._grant(epoch, pace.lead)
                 return
@@ -181,7 +181,7 @@ class DraftSource(CandidateSource):
         self._drafter.close()
 
     async def _grant(self, epoch: DraftEpoch, lead: int) -> None:
-        # What it has to read before it is useful again comes on top of the lead.
+        # The lead counts from the end of the committed text, which the draft may not have reached.
         reached = epoch.reached_token_count + len(epoch.unread) / self._token_bytes
         added = round(reached) + lead - epoch.credit
         if added > 0 and not epoch.done:
@@ -190,7 +190,7 @@ class DraftSource(CandidateSource):
             await self._drafter.grant(epoch.number, added)
 
     async def _sync(self, tape: Tape, pace: Pace) -> None:
-        """Starts an epoch at the end of the tape, less half a character, unless there is nothing to continue."""
+        """Starts an epoch at the end of the tape, before an incomplete character, if the draft would have any ids."""
         before, context = self._epoch, self._context
         keep, ids = context.append(tape.data[context.appended_byte_count :], before.token_ids if before else ())
         if not ids:
@@ -204,21 +204,21 @@ class DraftSource(CandidateSource):
         await self._drafter.sync(Sync(number, keep, tuple(ids), offset, pace.lead, pace.batch))
 
     def _catches_up(self, epoch: DraftEpoch) -> bool:
-        """Whether a draft that has fallen back proposes the next useful token sooner by going on.
+        """Returns whether a draft that is behind the target proposes the next useful token sooner without a new epoch.
 
-        Starting anew costs a round trip and one forward that takes it past everything committed.
+        A new epoch costs a round trip and one forward, which reads everything committed.
         """
         behind = len(epoch.unread) / self._token_bytes
         waited_ns = self._clock() - self._asked_ns
         return behind == 0 or behind * self._times.token_ns - waited_ns <= self._times.round_trip_ns
 
     def _allow(self, token_count: int) -> None:
-        # The draft may send each token by itself, and close an epoch with a message that has none.
+        # The draft may send each token in its own message, and end an epoch with a message without tokens.
         self._credited_messages += token_count + 1
         self._credited_tokens += token_count
 
     def _on_proposal(self, proposal: Proposal) -> None:
-        """Takes a proposal. Raises `ProtocolViolation` for one that the draft may not send."""
+        """Adds a proposal to its epoch. Raises `ProtocolViolation` if the draft may not send it."""
         self._check(proposal)
         self.compute_ns += proposal.forward_ns
         self.proposed_token_count += len(proposal.token_ids)
@@ -242,18 +242,18 @@ class DraftSource(CandidateSource):
         self._credited_messages -= 1
         self._credited_tokens -= count
         if self._credited_messages < 0 or self._credited_tokens < 0:
-            raise ProtocolViolation("the draft sends more than it has credit for")
+            raise ProtocolViolation("the draft sent more than its credit allows")
         if len(proposal.confidence) not in (0, count):
-            raise ProtocolViolation("the draft sends a confidence for some of its tokens: it must be all or none")
+            raise ProtocolViolation("the draft sent confidences for only some tokens: send them for all or none")
         if any(not 0 <= id_ < size for id_ in proposal.token_ids):
-            raise ProtocolViolation(f"the draft proposes an id outside its vocabulary of {size}")
+            raise ProtocolViolation(f"the draft proposed an id outside its vocabulary of {size} ids")
         if not proposal.read_ns <= proposal.forward_ns <= MAX_MEASURED_NS or proposal.queue_ns > MAX_MEASURED_NS:
-            raise ProtocolViolation("the draft reports times that cannot be")
+            raise ProtocolViolation("the draft reported impossible times: over an hour, or read_ns above forward_ns")
         epoch = self._epoch
         if epoch and proposal.epoch == epoch.number and count > epoch.credit - len(epoch.token_ids):
-            raise ProtocolViolation("the draft sends more than this epoch has credit for")
-        if proposal.epoch > (self._epoch.number if self._epoch else 0):
-            raise ProtocolViolation(f"the draft proposes for epoch {proposal.epoch}, which was never started")
+            raise ProtocolViolation("the draft sent more than the credit of this epoch allows")
+        if proposal.epoch > (epoch.number if epoch else 0):
+            raise ProtocolViolation(f"the draft proposed for epoch {proposal.epoch}, which was never started")
 
     def _add(self, epoch: DraftEpoch, id_: int, confidence: float) -> None:
         if epoch.done:
@@ -261,7 +261,7 @@ class DraftSource(CandidateSource):
         data = self._model.vocabulary.token_bytes(id_)
         epoch.ended = id_ in self._model.special_ids.eos
         if epoch.ended or not data:
-            # A control token other than an end means nothing to another model.
+            # Any other control token has no meaning for the target.
             epoch.done = True
             return
         epoch.add(id_, data, confidence)
@@ -270,5 +270,5 @@ class DraftSource(CandidateSource):
 
     @property
     def _token_bytes(self) -> float:
-        """Bytes of a draft token, on average."""
+        """Returns the average bytes of a draft token."""
         return self._byte_count / self._token_count if self._token_count else _TOKEN_BYTES

@@ -1,7 +1,7 @@
-"""The port behind which everything is that can guess how a text goes on.
+"""Defines the port of all sources, which propose how a text continues.
 
-A source proposes bytes, so that it needs to know no tokenizer but its own, and so that one source can continue
-another's bytes in the middle of a word. `offer_of` translates what one or several sources propose into candidates.
+A source proposes bytes, so that it needs no tokenizer but its own, and so that one source can continue another's bytes
+in the middle of a word. `offer_of` translates the bytes of one or several sources into candidates.
 """
 
 from abc import ABC, abstractmethod
@@ -19,19 +19,19 @@ from bridge.text.models import Model
 from bridge.text.translation import candidates
 from bridge.text.vocabulary import Rendering, Vocabulary
 
-# The most bytes of a proposal that are translated at a time: several forwards' worth of candidates.
+# The most bytes of a proposal that are translated for one offer: enough candidates for several forwards.
 MAX_OFFERED_BYTES = 512
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """Bytes that a source proposes after the tape's end.
+    """The bytes that a source proposes after the end of the tape.
 
-    `evidence` is the source's own measure of how sure it is of the first byte, such as the length of a match, and
-    `gain` what each byte adds for those after it if it is right. A source with tokens of its own also gives the offset
-    in `data` where each of them starts, and its probability: `starts`, `confidences`.
-    `closes`: the source proposes that the text ends after `data`. `cut`: the source knows more than `data`, which may
-    stop in the middle of a word.
+    `evidence` is the source's own measure of its certainty about the first byte, such as the length of a match; each
+    byte that is right adds `gain` to it. A source with its own tokens also gives the offset in `data` where each of
+    them starts, and its probability: `starts`, `confidences`.
+    `closes`: the source proposes that the text ends after `data`. `cut`: the source has more bytes than `data`, which
+    may end in the middle of a word.
     """
 
     source: str
@@ -51,14 +51,14 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Offer:
-    """Candidates in the target's ids, each with the source that proposed it and that source's evidence."""
+    """The candidates that can be sent, in the target's ids, each with its source and the source's evidence."""
 
     token_ids: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     evidence: tuple[float, ...] = ()
 
     def part(self, begin: int, end: int | None = None) -> "Offer":
-        """The candidates `begin` to `end`."""
+        """Returns the offer of candidates `begin` to `end` only."""
         return Offer(self.token_ids[begin:end], self.sources[begin:end], self.evidence[begin:end])
 
 
@@ -66,8 +66,8 @@ class Offer:
 class Outcome:
     """A committed pass. `tried`: the candidates that it took along; `data`: the bytes of each of its tokens.
 
-    `elapsed_ns`: time since the pass before; None for the first, which reads the prompt. `timed_out`: the target
-    waited for candidates as long as it was told to, and none came.
+    `elapsed_ns`: the time since the pass before; None for the first, which reads the prompt. `timed_out`: the target
+    waited for candidates for its full patience, and none arrived.
     """
 
     result: Pass
@@ -79,11 +79,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class SourceState:
-    """Where a source stands that takes time to propose, such as a model.
+    """The state of a source that takes time to propose, such as a model.
 
-    `lag_token_count`: tokens of its own that it reads before it can propose. `token_bytes`: bytes of its tokens on
-    average. `awaited`: it is about to propose. `overdue`: the target has waited for it in vain. `stale`: what it works
-    on has become useless. `runs_ahead`: it works while the target does.
+    `lag_token_count`: committed tokens, in its own vocabulary, that it must read before it can propose. `token_bytes`:
+    average bytes of its tokens. `awaited`: a proposal is due. `overdue`: the target has waited for it in vain.
+    `stale`: its present work has become useless. `runs_ahead`: it works while the target does.
     """
 
     lag_token_count: int = 1
@@ -96,10 +96,10 @@ class SourceState:
 
 @dataclass(frozen=True)
 class Pace:
-    """How a source that takes time is to work.
+    """The way in which a source that takes time is to work.
 
-    `lead`: tokens that it may be ahead of the tape; 0 pauses it. `batch`: tokens in its first message, after which
-    every other token comes in a message of its own. `turns`: it stops after the first message.
+    `lead`: the most tokens that it may be ahead of the tape; 0 pauses it. `batch`: tokens in its first message; each
+    later token has its own message. `turns`: it stops after the first message.
     """
 
     lead: int = 0
@@ -108,7 +108,7 @@ class Pace:
 
 
 class DraftTimes(Protocol):
-    """Where a draft's speed is recorded, for all requests that use it. Times are in nanoseconds."""
+    """Records a draft's speed, for all requests that use it. Times are in nanoseconds."""
 
     @property
     def round_trip_ns(self) -> float: ...
@@ -130,10 +130,10 @@ class Draft:
 
 @dataclass(frozen=True)
 class Opening:
-    """What a source may need at the start of a request.
+    """The values that a source may need at the start of a request.
 
-    `prompt`: the bytes of the prompt in the target's tokens. `render` returns the prompt in another model's tokens, or
-    raises a `DraftBridgeError`. `memory`: outputs that the `tenant` may see.
+    `prompt`: the bytes that the target's prompt ids spell. `render` returns the prompt in another model's tokens, or
+    raises a `DraftBridgeError`. `memory`: earlier outputs by tenant; `tenant` may see only its own.
     """
 
     prompt: bytes
@@ -146,11 +146,11 @@ class Opening:
 
 
 class CandidateSource(ABC):
-    """Something that proposes how a text goes on. Asking it changes nothing; `observe` and `advance` do.
+    """Proposes how a text continues. Only `observe` and `advance` change its state.
 
-    A source that takes time, such as a model, works in `advance` and reports where it stands in `state`. `propose` or
-    `observe` raises what made it unusable. `evidence_edges` divide its evidence into groups; for each group the bridge
-    learns how often candidates are right, and assumes one of `prior_chances` until then.
+    A source that takes time, such as a model, works in `advance` and reports its `state`. `propose` or `observe` raises
+    the error that made it unusable. `evidence_edges` divide its evidence into groups; for each group the bridge learns
+    how often candidates are right, and starts from the group's item in `prior_chances`.
     """
 
     name: ClassVar[str]
@@ -163,35 +163,35 @@ class CandidateSource(ABC):
     @classmethod
     @abstractmethod
     def open(cls, opening: Opening) -> "CandidateSource | None":
-        """Returns the source for a request, or None if the request has no use for it."""
+        """Returns the source for a request, or None if the request cannot use it."""
 
     @abstractmethod
     def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
-        """Returns its best continuation of the tape's text followed by the bytes `after`."""
+        """Returns its best continuation of the tape's bytes followed by `after`, or None."""
 
     @abstractmethod
     def observe(self, outcome: Outcome) -> None:
-        """Takes note of what the target committed."""
+        """Records what the target committed."""
 
     @property
     def state(self) -> SourceState | None:
-        """Where a source that takes time stands; None if its proposals are there at once."""
+        """Returns the state of a source that takes time; None if it proposes at once."""
         return None
 
     def start(self, notify: Callable[[], None]) -> None:  # noqa: B027
-        """Begins to listen to whatever proposes; `notify` is called when there is news."""
+        """Starts to receive proposals; `notify` is called when there is news."""
 
     async def advance(self, tape: Tape, pace: Pace) -> None:  # noqa: B027
-        """Lets it work towards the tape's end and beyond."""
+        """Lets the source work on what follows the tape."""
 
     def close(self) -> None:  # noqa: B027
-        """Ends its work and frees what it holds. May be called twice."""
+        """Stops the source and frees its resources. May be called twice."""
 
 
 def offer_of(vocabulary: Vocabulary, parts: Sequence[Continuation], end_id: int | None = None) -> Offer:
     """Translates continuations, each of which continues the one before it, into candidates.
 
-    A candidate belongs to the part in which its first byte is. `end_id` stands for a proposed end of the text.
+    A candidate belongs to the part that has its first byte. `end_id` is the candidate for a proposed end of the text.
     """
     whole = b"".join(part.data for part in parts)
     ids = candidates(vocabulary, whole[:MAX_OFFERED_BYTES])

@@ -1,4 +1,4 @@
-"""The text itself as a source: what followed where it, or an earlier output of the tenant, said the same before."""
+"""Proposes by suffix match: what followed the same bytes earlier in the text, or in an earlier output of the tenant."""
 
 from typing import ClassVar
 
@@ -7,13 +7,13 @@ from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, SuffixDrafter
 from bridge.sources.suffix_memory import suffix_drafter
 from bridge.tape import Tape
 
-# A match that is to continue another source's bytes, perhaps in the middle of a word, has at least this many bytes:
-# shorter ones are too often wrong about how the word goes on.
+# A match that continues another source's bytes, perhaps in the middle of a word, has at least this many bytes: shorter
+# matches are too often wrong about the rest of the word.
 _MIN_BYTES_AFTER = 8
 
 
 class SuffixSource(CandidateSource):
-    """Proposes what followed the longest match of the text's end. Its evidence is the match's length in bytes."""
+    """Proposes what followed the longest match of the text's end. The evidence is the match's length in bytes."""
 
     name: ClassVar[str] = "suffix"
     evidence_edges: ClassVar[tuple[float, ...]] = (8, 16, 32, 64)
@@ -24,7 +24,7 @@ class SuffixSource(CandidateSource):
 
     @classmethod
     def open(cls, opening: Opening) -> "SuffixSource":
-        """Returns one that knows the prompt and, of a request with a tenant, the tenant's earlier outputs."""
+        """Returns a source for the prompt and, if the request has a tenant, the tenant's earlier outputs."""
         return cls(suffix_drafter(opening.prompt, opening.memory, opening.tenant))
 
     def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:

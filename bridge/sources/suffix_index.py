@@ -1,8 +1,8 @@
-"""Drafts without a model: proposes what followed where the end of the text occurred before.
+"""Finds the longest earlier match of a text's end, and proposes the bytes that followed it.
 
-The longest match of the text's end among its own earlier bytes is found as LZ77 compressors find theirs: a table of
-4-byte strings leads to where each occurred last, and from there to where it occurred before. After Saxena, "Prompt
-Lookup Decoding" (2023), and Ziv and Lempel (1977); on bytes, so that it needs no tokenizer.
+Matches are found as in LZ77 compressors: a table leads from each 4-byte string to its last occurrence, and a second
+one from each occurrence to the one before. The method follows Saxena, "Prompt Lookup Decoding" (2023), and Ziv and
+Lempel (1977), but works on bytes, so that it needs no tokenizer.
 """
 
 from array import array
@@ -12,23 +12,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Shorter matches predict next to nothing, and longer ones no better.
+# Shorter matches predict almost nothing, and longer ones predict no better.
 MIN_MATCH_BYTES = 4
 MAX_MATCH_BYTES = 64
 MAX_PROPOSAL_BYTES = 256
-# Entries of the smallest table. A table has one to two entries for each byte of text.
+# The entries of the smallest table. Larger tables have one to two entries for each byte of text.
 _MIN_TABLE_ENTRIES = 4096
-# Earlier places that are compared for one match.
+# The most earlier places that are compared for one match.
 _MAX_COMPARED_PLACES = 8
-# From this many new places on they are indexed in blocks, whose size bounds the memory that takes.
+# At least this many new places are indexed as a block; the maximum limits the memory that indexing needs.
 _MIN_BLOCK_PLACES, _MAX_BLOCK_PLACES = 256, 1 << 15
-# Multiplicative hashing, after Knuth: the upper bits of the product's lower half.
+# Multiplicative hashing, after Knuth: a hash is the upper bits of the product's lower half.
 _HASH_FACTOR = 2654435761
 
 
 @dataclass(frozen=True)
 class Match:
-    """The last `length` bytes of a text occurred before, and `data` followed them there."""
+    """States that the last `length` bytes of a text occurred before, and that `data` followed them there."""
 
     length: int
     data: bytes
@@ -42,8 +42,8 @@ def max_memory_bytes(length: int) -> int:
 class SuffixDrafter:
     """Holds a text and proposes bytes that continue it.
 
-    Time is constant per byte and per proposal; for memory see `max_memory_bytes`. Of a text longer than `limit` bytes,
-    rounded down to a power of two, it forgets the first half. `elsewhere` finds matches of a text's end in other texts.
+    Time is constant per byte and per proposal; for memory see `max_memory_bytes`. If the text exceeds `limit`, rounded
+    down to a power of two, only its last `limit / 2` bytes are kept. `elsewhere` finds matches in other texts.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class SuffixDrafter:
     ) -> None:
         self._limit = 1 << (limit.bit_length() - 1)
         self._elsewhere = elsewhere
-        # The offsets at which its texts begin, see `start_text`.
+        # The offsets at which texts begin, see `start_text`.
         self._starts = array("i", [0])
         self._rebuild(bytearray(text))
 
     @property
     def length(self) -> int:
-        """Bytes of text that it holds."""
+        """Returns the number of bytes of text held."""
         return len(self._text)
 
     def append(self, data: bytes | bytearray) -> None:
         """Adds to the end of the text."""
-        if len(self._text) + len(data) > len(self._last):  # rare enough that time per byte stays constant
+        if len(self._text) + len(data) > len(self._last):  # so rare that the average time per byte stays constant
             self._rebuild(self._text + data)
         else:
             self._text += data
@@ -75,14 +75,14 @@ class SuffixDrafter:
         del self._text[length:]
 
     def start_text(self) -> None:
-        """Starts another text. A match lies within one text, and so does what follows it."""
+        """Starts another text. A match and the bytes that follow it lie within one text."""
         if len(self._text) > self._starts[-1]:
             self._starts.append(len(self._text))
 
     def match(self, ahead: bytes = b"") -> Match | None:
-        """Returns the longest match of the text's end followed by `ahead`; of equals its own, and of those the latest.
+        """Returns the longest match of the text's end followed by `ahead`; a tie goes to its own text, then the latest.
 
-        If its own text ends soon after the match, the proposal repeats what there is.
+        If its own text ends soon after the match, the proposal is extended by repetition.
         """
         end = bytes(self._text[-MAX_MATCH_BYTES:]) + ahead
         own, other = self.match_of(end), self._elsewhere(end)
@@ -94,7 +94,7 @@ class SuffixDrafter:
         return Match(own.length, (data * (MAX_PROPOSAL_BYTES // len(data) + 1))[:MAX_PROPOSAL_BYTES])
 
     def match_of(self, end: bytes) -> Match | None:
-        """Returns the longest match of another text's end, with data up to the end of the text that it is in."""
+        """Returns the longest match of the bytes `end`, with data up to the end of the text that contains it."""
         end = end[-MAX_MATCH_BYTES:]
         place = self._last[self._slot(end, len(end))] if len(end) >= MIN_MATCH_BYTES else 0
         length, data = MIN_MATCH_BYTES - 1, slice(0)
@@ -112,7 +112,7 @@ class SuffixDrafter:
         return Match(length, bytes(self._text[data])) if length >= MIN_MATCH_BYTES else None
 
     def _rebuild(self, text: bytearray) -> None:
-        # The old tables go first, so that memory never holds both.
+        # The old tables are freed first, so that memory never holds both.
         self._last = self._before = array("i")
         if len(text) > self._limit:
             forgotten = len(text) - self._limit // 2
@@ -121,8 +121,8 @@ class SuffixDrafter:
         self._text = text
         bits = min(max(_MIN_TABLE_ENTRIES, 2 * len(text)), self._limit).bit_length() - 1
         self._shift = 32 - bits
-        # A place is the offset after a 4-byte string. `_last` holds by hash the last place of a string with that hash,
-        # and `_before` by place the one before it; 0 stands for none.
+        # A place is the offset after a 4-byte string. `_last` maps a hash to the last place of a string with that hash,
+        # and `_before` maps a place to the one before it; 0 means that there is no such place.
         self._last = array("i", bytes(4 << bits))
         self._before = array("i")
         self._index()
@@ -137,9 +137,9 @@ class SuffixDrafter:
             self._last[slot] = end
 
     def _index_block(self, first: int) -> None:
-        """Adds many places from `first` on at once, with the same result and many times faster."""
+        """Adds many places, starting at `first`, with the same result as one by one but many times faster."""
         places = np.arange(first, min(first + _MAX_BLOCK_PLACES, len(self._text)), dtype=np.int32)
-        # A copy, because a view would keep the text from growing. Zeros stand before the beginning of the text.
+        # A copy, because a bytearray with a view cannot grow. Zeros fill in for bytes before the start of the text.
         data = self._text[max(first - MIN_MATCH_BYTES, 0) : places[-1]]
         padded = np.frombuffer(data.rjust(len(places) + MIN_MATCH_BYTES - 1, b"\0"), np.uint8).astype(np.uint32)
         strings = padded[:-3] << 24 | padded[1:-2] << 16 | padded[2:-1] << 8 | padded[3:]
@@ -151,7 +151,7 @@ class SuffixDrafter:
         is_first = np.append(True, slots[1:] != slots[:-1])
         before = np.empty_like(places)
         before[order] = np.where(is_first, last[slots], np.roll(places, 1))
-        last[slots] = places  # the latest of each slot stays
+        last[slots] = places  # the last assignment to each slot, its latest place, wins
         self._before.frombytes(before.tobytes())
 
     def _slot(self, text: bytes | bytearray, end: int) -> int:

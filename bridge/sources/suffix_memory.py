@@ -1,4 +1,4 @@
-"""Earlier outputs, from which later requests of the same tenant are drafted, within a memory budget."""
+"""Keeps outputs within a memory budget, so that later requests of the same tenant can be drafted from them."""
 
 from functools import partial
 
@@ -6,14 +6,13 @@ from cachetools import LRUCache
 
 from bridge.sources.suffix_index import MIN_MATCH_BYTES, Match, SuffixDrafter, max_memory_bytes
 
-_MAX_TENANT_BITS = 20  # at most 2**20 bytes of output are kept for a tenant
+_MAX_TENANT_BITS = 20  # at most 2**20 bytes of output are kept for each tenant
 
 
 class SuffixMemory:
-    """Outputs by tenant, in at most `byte_limit` bytes of memory altogether.
+    """Keeps outputs by tenant, in at most `byte_limit` bytes of memory altogether.
 
-    The tenant that has gone longest without a request is forgotten first. Not for several threads: requests that run at
-    the same time take turns.
+    The least recently used tenant is forgotten first. Not thread-safe: all requests must use it from one thread.
     """
 
     def __init__(self, byte_limit: int) -> None:
@@ -24,12 +23,12 @@ class SuffixMemory:
 
     @property
     def byte_count(self) -> int:
-        """An upper bound of the memory held."""
+        """Returns an upper bound of the memory held."""
         return int(self._tenants.currsize)
 
     @property
     def tenant_count(self) -> int:
-        """Tenants of whom something is kept."""
+        """Returns the number of tenants with outputs."""
         return len(self._tenants)
 
     def match(self, tenant: str, end: bytes) -> Match | None:
@@ -39,12 +38,12 @@ class SuffixMemory:
         return found if found and found.data else None
 
     def remember(self, tenant: str, output: bytes | bytearray) -> None:
-        """Keeps an output, or the end of a long one, unless it is too short to be matched."""
+        """Keeps an output, or the end of a long one, unless it is too short for a match."""
         output = output[-self._max_text_bytes :]
         if not MIN_MATCH_BYTES < len(output) <= self._max_text_bytes:
             return
         held = self._tenants.pop(tenant, None) or SuffixDrafter(limit=self._max_text_bytes)
-        # Others are forgotten first, so that the budget is never exceeded.
+        # Other tenants are forgotten first, so that the budget is never exceeded.
         needed = max_memory_bytes(min(held.length + len(output), self._max_text_bytes))
         while self._tenants.currsize + needed > self.byte_limit:
             self._tenants.popitem()

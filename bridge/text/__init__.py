@@ -1,1 +1,1 @@
-"""Bytes and tokens: vocabularies, encoding from the last safe boundary, chats, translation between two tokenizers."""
+"""Converts between bytes and tokens: vocabularies, incremental encoding, chats, translation between tokenizers."""

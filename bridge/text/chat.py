@@ -1,4 +1,4 @@
-"""What a user asked for, in the tokens of one model: a text, or a chat in the model's own template."""
+"""Renders a user's input in the tokens of one model: a text, ids, or a chat in the model's own template."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from bridge.errors import InvalidField, InvalidRequest, UnusableModel
 from bridge.text.models import Model
 from bridge.text.vocabulary import Marks, Rendering, Vocabulary
 
-# What the bridge itself gives to a template, and the functions that Jinja does.
+# The variables that the bridge sets for a template, and Jinja's own global functions.
 _RESERVED = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token"} | {
     "range", "dict", "lipsum", "cycler", "joiner", "namespace",
 }  # fmt: skip
@@ -18,7 +18,7 @@ _RESERVED = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a chat. `fields`: what a template may want beside, such as `tool_calls` or `name`."""
+    """One turn of a chat. `fields` holds further fields for the template, such as `tool_calls` or `name`."""
 
     role: str
     content: str
@@ -27,42 +27,41 @@ class Message:
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages, and what else the models' templates are given, such as `tools`. Values are those of JSON."""
+    """The messages and further variables of the models' templates, such as `tools`. All values are JSON values."""
 
     messages: tuple[Message, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 def render_text(vocabulary: Vocabulary, text: str) -> Rendering:
-    """A prompt as the model's tokenizer takes it: control tokens understood, beginning of text added."""
+    """Returns a prompt as its tokenizer encodes it: control tokens are recognised, the tokenizer's own ones added."""
     return vocabulary.prompt(text, framed=True)
 
 
 def render_chat(model: Model, chat: Chat) -> Rendering:
-    """A chat in the model's own template (plain transcript if it has none), ready for the assistant's turn.
+    """Renders a chat in the model's own template, or as a plain transcript without one, up to the assistant's turn.
 
-    A control token spelled in a message, or in anything else that the user gives, is plain text: it is broken
-    with a mark that nobody wrote before rendering, and encoded in two parts. A template that passes on what it is
-    given, whole, trimmed, cut or joined, keeps it so; one that makes new text of it, letter by letter, need not.
+    A control token spelled in a message, or in any other value from the user, is plain text: a mark that occurs in no
+    value splits it before rendering, and its two parts are encoded separately. This holds for a template that copies,
+    trims, cuts or joins values, but not for one that makes new text of their single characters.
     Raises `InvalidField` for a chat that the template refuses, `UnusableModel` for a template that fails.
     """
     for name in chat.variables:
         if name in _RESERVED:
-            raise InvalidField("chat.template_variables", f"without {name!r}, which the bridge sets itself", "it")
+            raise InvalidField("chat.template_variables", f"without the reserved name {name!r}", "it")
     text, marks = _rendered(model, chat, add_generation_prompt=True)
-    # A template writes its own beginning of text; the plain transcript gets the tokenizer's.
+    # A template writes the initial control tokens itself; for a plain transcript the tokenizer adds them.
     return model.vocabulary.prompt(text, marks, framed=not model.chat_template)
 
 
 def render_text_for(model: Model, text: str, source: Model) -> Rendering:
-    """A prompt that was written for `source`: its control tokens become those of the same role in `model`."""
+    """Renders a prompt that was written for `source`: control tokens become those of the same role in `model`."""
     if model.vocabulary is source.vocabulary:
         return render_text(model.vocabulary, text)
     parts: list[str | int] = []
     done = 0
-    for start, end in sorted(
-        source.vocabulary.spans(text, source.vocabulary.controls), key=lambda span: (span[0], -span[1])
-    ):
+    spans = source.vocabulary.spans(text, source.vocabulary.controls)
+    for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
         id_ = source.vocabulary.control_id(text[start:end])
         if start >= done and id_ is not None:
             parts += [text[done:start], id_]
@@ -71,38 +70,37 @@ def render_text_for(model: Model, text: str, source: Model) -> Rendering:
 
 
 def render_ids_for(model: Model, ids: Sequence[int], source: Model) -> Rendering:
-    """A prompt that was given in ids of `source`, in the tokens of `model`."""
+    """Renders a prompt of `source`'s ids in the tokens of `model`."""
     if model.vocabulary is source.vocabulary:
         return Rendering(list(ids), len(ids), b"")
     parts: list[str | int] = []
-    said = bytearray()
+    data = bytearray()
     try:
         for id_ in ids:
             if id_ in source.vocabulary.control:
-                parts += [said.decode(), id_]
-                said.clear()
+                parts += [data.decode(), id_]
+                data.clear()
             else:
-                said += source.vocabulary.token_bytes(id_)
-        parts.append(said.decode())
+                data += source.vocabulary.token_bytes(id_)
+        parts.append(data.decode())
         if source.vocabulary.dummy_prefix:
-            # The space in front is of no text's own.
+            # The tokenizer's dummy space in front is not part of the text.
             first = next((i for i, part in enumerate(parts) if isinstance(part, str) and part), len(parts) - 1)
             parts[first] = str(parts[first]).removeprefix(" ")
         return _render_parts(model, parts, source)
-    except UnicodeDecodeError:  # not a text, so nothing but bytes
-        data, frame = source.vocabulary.spell(ids), model.vocabulary.frame
-        return Rendering([*frame, *model.vocabulary.pieces(data, whole=True).ids], len(frame), data)
+    except UnicodeDecodeError:  # the ids do not spell a text, so control tokens are dropped and bytes are encoded
+        spelled, frame = source.vocabulary.spell(ids), model.vocabulary.frame
+        return Rendering([*frame, *model.vocabulary.pieces(spelled, whole=True).ids], len(frame), spelled)
 
 
 @lru_cache(maxsize=256)
 def end_of_turn(model: Model) -> int | None:
-    """The id that ends the assistant's turn in the model's template; None if that cannot be seen."""
+    """Returns the id that ends the assistant's turn in the model's template; None if the template shows none."""
     if not model.chat_template:
         return None
     try:
-        text, marks = _rendered(
-            model, Chat((Message("user", "a"), Message("assistant", "b"))), add_generation_prompt=False
-        )
+        chat = Chat((Message("user", "a"), Message("assistant", "b")))
+        text, marks = _rendered(model, chat, add_generation_prompt=False)
         ids = model.vocabulary.prompt(text, marks, framed=False).ids
     except (InvalidRequest, UnusableModel):
         return None
@@ -110,23 +108,23 @@ def end_of_turn(model: Model) -> int | None:
 
 
 def _render_parts(model: Model, parts: Sequence[str | int], source: Model) -> Rendering:
-    """Texts, and control tokens of `source` between them."""
+    """Renders texts and the control tokens of `source` between them."""
     texts = [part for part in parts if isinstance(part, str)]
     marks = _unused_marks(texts)
     text = ""
     for part in parts:
         if isinstance(part, str):
             text += _shield(part, model, marks)
-        elif text or part != source.special_ids.bos:  # at the very beginning, the model's own frame stands
+        elif text or part != source.special_ids.bos:  # the model's own frame replaces a bos at the very beginning
             counterpart = model.counterpart(part, source)
             written = source.vocabulary.name(part)
-            # What the model has no token for stays as it is written, as text.
+            # A control token without a counterpart becomes text, in its written form.
             text += _shield(written, model, marks) if counterpart is None else model.vocabulary.name(counterpart)
     return model.vocabulary.prompt(text, marks, framed=True)
 
 
 def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, Marks]:
-    """What the template writes, and the marks that keep what the user gave from being markup."""
+    """Returns the template's text, and the marks in it that keep the user's values from becoming markup."""
     given = [{**one.fields, "role": one.role, "content": one.content} for one in chat.messages]
     marks = _unused_marks([json.dumps([given, dict(chat.variables)], ensure_ascii=False)])
 
@@ -135,7 +133,7 @@ def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple
 
     messages = _each_text(given, shield)
     if not model.chat_template:
-        # Instruction tuned or not, a language model continues a transcript.
+        # Any language model, even without instruction tuning, continues a transcript.
         turns = [f"{one['role'].capitalize()}: {one['content']}\n\n" for one in messages]
         return "".join(turns) + "Assistant:", marks
     variables = {
@@ -144,12 +142,12 @@ def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple
         "messages": messages,
         "add_generation_prompt": add_generation_prompt,
     }
-    assert model.run_template, "a model with a chat template has something that runs it"
+    assert model.run_template, "a model with a chat template has a template runner"
     return model.run_template(model.chat_template, variables, marks.split + marks.literal, shield), marks
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with every text in it changed."""
+    """Returns a JSON value with `change` applied to every string in it, keys included."""
     match value:
         case str():
             return change(value)
@@ -161,13 +159,13 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _shield(text: str, model: Model, marks: Marks) -> str:
-    """`text` with the model's markup broken behind its first character, or where that is all of it, made literal.
+    """Returns `text` with its markup split after the first character, or marked as literal if that is all of it.
 
-    An end that would become markup together with other markup beside it is broken off, too.
+    A start or end of the text that could become markup together with what stands next to it is split off, too.
     """
     shielded = _broken(text, model, marks)
     while model.vocabulary.normalizes_added:
-        # Until nothing is left that was hidden behind what is broken now.
+        # A split may reveal other markup, so this repeats until nothing changes.
         again = marks.split.join(_broken(part, model, marks) for part in shielded.split(marks.split))
         if again == shielded:
             break

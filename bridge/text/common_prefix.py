@@ -1,12 +1,12 @@
-"""How far two sequences agree."""
+"""Compares two sequences from their beginning."""
 
 from collections.abc import Sequence
 
 
 def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Returns how many ids, or bytes, two sequences have in common at their beginning.
+    """Returns the length of the longest common prefix of two sequences of ids or bytes.
 
-    It bisects and compares whole slices, so two sequences of 100,000 items take microseconds.
+    It compares slices by bisection, which takes microseconds for two sequences of 100,000 items.
     """
     if type(left) is not type(right):  # a list never equals a tuple
         left, right = tuple(left), tuple(right)

@@ -1,4 +1,4 @@
-"""A model as the bridge knows it: by what its server reports, never by its files."""
+"""Defines a model as its server reports it; the bridge never reads a model's files."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from bridge.text.vocabulary import Vocabulary
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids that have a role. `eos`: all that end a text or a turn, the tokenizer's own first."""
+    """The ids that have a role. `eos` lists all ids that end a text or a turn, the tokenizer's own first."""
 
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -19,26 +19,26 @@ class SpecialIds:
 
 
 class TemplateRunner(Protocol):
-    """Runs chat templates, which are programs from elsewhere: it decides where, and with what limits. It may block."""
+    """Runs chat templates, which are untrusted programs, in a place and with limits of its choice. It may block."""
 
     def __call__(self, template: str, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> str:
-        """Returns what a Jinja template writes. `variables` are JSON values.
+        """Returns the text that a Jinja template makes of `variables`, which are JSON values.
 
-        The characters `marks` in them are not part of the values. What the template's `tojson` returns is without
-        them, and went through `shield`, which may set new ones. Raises `InvalidField` for a template that refuses the
-        chat, `UnusableModel` for one that fails.
+        The characters `marks` in them are not part of the values. The template's `tojson` removes them and applies
+        `shield` to its result, which may insert new ones. Raises `InvalidField` for a template that refuses the chat,
+        `UnusableModel` for one that fails.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's identity, limits and vocabulary. `vocabulary_size`: the width of its logits.
+    """A model's identity, limits and vocabulary. `vocabulary_size` is the width of its logits.
 
-    `forward_costs`: numbers of tokens and the nanoseconds of a forward of them, as its server measured them.
-    `compute_units`: names of the cores or accelerators that its forwards run on, `compute_unit_count` of them at a
-    time; names differ between machines, and there are none if its server cannot tell.
-    `run_template` is needed for chats if the model has a chat template.
+    `forward_costs`: pairs of a number of tokens and the nanoseconds of such a forward, as its server measured them.
+    `compute_units`: names of the cores or accelerators that its forwards may run on, `compute_unit_count` of them at a
+    time. The names are unique among machines; the set is empty if the server does not know them.
+    `run_template` is required for chats if the model has a chat template.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Model:
 
     @cached_property
     def markup(self) -> StringMatcher:
-        """Finds the tokens that give a chat its form and that no message may spell.
+        """Finds the tokens that structure a chat, which text in a message must never become.
 
-        These are control tokens, ends of text, and the added tokens that the chat template writes, special or not.
+        These are special tokens, eos ids, and the added tokens that the chat template writes, special or not.
         """
         words = self.vocabulary
         ends = {words.name(id_) for id_ in self.special_ids.eos}
@@ -65,26 +65,24 @@ class Model:
         return StringMatcher(words.controls.strings | ends | written)
 
     def has(self, id_: int) -> bool:
-        """Returns whether a token has that id and the model can choose it."""
+        """Returns whether a token has this id and the model can produce it."""
         words = self.vocabulary
         return 0 <= id_ < min(words.size, self.vocabulary_size) and words.tokens[id_] is not None
 
     def competes_with(self, other: "Model") -> bool:
-        """Returns whether the two models need more cores or accelerators at a time than they have between them."""
-        needed = self.compute_unit_count + other.compute_unit_count
-        return not self.compute_units.isdisjoint(other.compute_units) and needed > len(
-            self.compute_units | other.compute_units
-        )
+        """Returns whether the two models share cores or accelerators and together need more than they have."""
+        needed, units = self.compute_unit_count + other.compute_unit_count, self.compute_units | other.compute_units
+        return not self.compute_units.isdisjoint(other.compute_units) and needed > len(units)
 
     @property
     def control(self) -> dict[str, str]:
-        """The variables by which chat templates name control tokens."""
+        """Returns the variables by which chat templates refer to control tokens."""
         ids = self.special_ids
         named = {"bos_token": ids.bos, "eos_token": ids.eos[0] if ids.eos else None, "pad_token": ids.pad}
         return {name: "" if id_ is None else self.vocabulary.name(id_) for name, id_ in named.items()}
 
     def counterpart(self, id_: int, source: "Model") -> int | None:
-        """Returns this model's control token with the role, or else the name, of `source`'s control token `id_`."""
+        """Returns this model's control token with the role or, failing that, the name of `source`'s token `id_`."""
         here, there = self.special_ids, source.special_ids
         if id_ == there.bos and here.bos is not None:
             return here.bos

@@ -1,6 +1,6 @@
-"""Encoded prompts, so that a prompt that begins like an earlier one is encoded only from where it differs.
+"""Caches encoded prompts, so that a prompt that begins like an earlier one is encoded only from where it differs.
 
-The prompts are kept sorted: the one that has most in common with a text stands next to the text's own place among them.
+The prompts are sorted, so the one with the longest common prefix is next to the position of the text that is looked up.
 """
 
 import sys
@@ -13,14 +13,14 @@ from cachetools import LRUCache
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.seams import Tokens
 
-# Memory of an entry besides its text and tokens, measured with tracemalloc.
+# The memory of an entry without its text and tokens, measured with tracemalloc.
 _ENTRY_BYTES = 500
 
 
 class PrefixCache:
-    """The most recently used prompts, in at most `limit_bytes` of memory. Threads may share it.
+    """Holds the most recently used prompts, in at most `limit_bytes` of memory. It is thread-safe.
 
-    `query_byte_count` counts the bytes of text looked up, `hit_byte_count` those that an earlier prompt began with.
+    `query_byte_count` counts the bytes of text looked up, `hit_byte_count` those of them that an earlier prompt shared.
     """
 
     def __init__(self, limit_bytes: int = 64 << 20) -> None:
@@ -30,9 +30,9 @@ class PrefixCache:
         self.query_byte_count = self.hit_byte_count = 0
 
     def find(self, text: bytes, salt: bytes) -> tuple[Tokens, int]:
-        """Returns the tokens of the prompt that has most in common with `text`, and how many bytes that is.
+        """Returns the tokens of the prompt with the longest common prefix with `text`, and its length in bytes.
 
-        `salt` distinguishes ways to encode the same text; no salt may be the beginning of another.
+        `salt` distinguishes ways to encode the same text; no salt may be a prefix of another.
         """
         key = salt + text
         with self._lock:
@@ -45,7 +45,7 @@ class PrefixCache:
             return (self._prompts[nearest][1], common) if common else (Tokens(), 0)
 
     def keep(self, text: bytes, salt: bytes, known: Tokens, count: int, tokens: Tokens) -> None:
-        """Stores a prompt, whose tokens are the first `count` of `known` and then `tokens`."""
+        """Stores a prompt, whose tokens are the first `count` of `known`, followed by `tokens`."""
         key = salt + text
         # Arrays take an eighth of the memory of lists.
         head = array("I", known.ids[:count]), array("I", known.ends[:count]), bytearray(known.boundaries[:count])
@@ -56,7 +56,7 @@ class PrefixCache:
             if key in self._prompts or size > self._prompts.maxsize:
                 return
             place = bisect_left(self._sorted, key)
-            if place and key.startswith(self._sorted[place - 1]):  # the new prompt has all of this one
+            if place and key.startswith(self._sorted[place - 1]):  # the new prompt makes its own prefix superfluous
                 del self._prompts[self._sorted.pop(place - 1)]
             while self._prompts.currsize + size > self._prompts.maxsize:
                 oldest, _ = self._prompts.popitem()
@@ -66,10 +66,10 @@ class PrefixCache:
 
     @property
     def prompt_count(self) -> int:
-        """Prompts held."""
+        """Returns the number of prompts held."""
         return len(self._prompts)
 
     @property
     def held_byte_count(self) -> int:
-        """Memory that they take, in bytes."""
+        """Returns the bytes of memory that the prompts take."""
         return int(self._prompts.currsize)

@@ -1,6 +1,6 @@
-"""Finds where a text can be split so that its parts have the tokens that the whole has.
+"""Finds where a text can be split so that its parts, encoded separately, give the same tokens as the whole.
 
-A text that grows, or that begins like an earlier one, is therefore encoded only from such a place before its new part.
+A text that grows, or that begins like an earlier one, is encoded only from the last such place before its new part.
 """
 
 import unicodedata
@@ -13,31 +13,30 @@ from bridge.text.token_table import TokenTable
 from bridge.text.tokenizer_json import Spec, changes_characters, components, splits_by_context
 
 # A boundary is final once this many bytes follow it. Pre-tokenizers look ahead by a few characters (a contraction, a
-# group of digits); runs that they look at as a whole are treated separately.
+# group of digits); `lasts` rules out boundaries inside runs that they match as a whole.
 _LOOKAHEAD_BYTES = 32
-# After a boundary, this many tokens must come out as before, except for those that end close to the new bytes.
+# After a boundary, this many tokens must be the same as before, except those that end this close to the new bytes.
 _COMPARED_TOKENS = 8
 _UNDECIDED_BYTES = 12
-# Pre-tokenizers that decide where to split by the characters there, wherever the text began.
+# Pre-tokenizers whose splits depend on the characters around them, not on where the text began.
 _LOCAL_PRE_TOKENIZERS = {"ByteLevel", "Split", "Metaspace", "Digits", "Punctuation"}
-# Letters that split patterns keep together: they only tell capital letters from others.
+# Letters that split patterns keep together: the patterns distinguish only capital letters from others.
 _LETTERS = ("Lo", "Lm", "Ll")
 
 
 class Boundary(IntEnum):
-    """What is known of the boundary between two tokens."""
+    """States whether a text may be split between two tokens."""
 
-    CLOSED = 0  # nothing: the text is not split here
-    SEAM = 1  # nothing on one side takes part in how the other side is encoded
-    IN_WORD = 2  # the model made both tokens of one word
+    CLOSED = 0  # the text must not be split here, because nothing is known of the boundary
+    SEAM = 1  # the encoding of either side does not depend on the other
+    IN_WORD = 2  # both tokens belong to one word
 
 
 @dataclass
 class Tokens:
-    """The tokens of a text.
+    """The tokens of a text: `ends[i]` is the offset in bytes after token i, `boundaries[i]` the `Boundary` there.
 
-    `ends[i]` is the offset in bytes after token i, `boundaries[i]` the kind of `Boundary` there, and `consumed` the
-    number of bytes that were encoded.
+    `consumed` is the number of bytes that were encoded.
     """
 
     ids: MutableSequence[int] = field(default_factory=list)
@@ -46,7 +45,7 @@ class Tokens:
     consumed: int = 0
 
     def add(self, more: "Tokens") -> None:
-        """Appends the tokens of the text that follows."""
+        """Appends the tokens of the text that follows this one."""
         self.ids.extend(more.ids)
         self.ends.extend([self.consumed + end for end in more.ends] if self.consumed else more.ends)
         self.boundaries.extend(more.boundaries)
@@ -63,9 +62,9 @@ class Tokens:
 
 
 class Seams:
-    """Finds where the texts of one tokenizer can be split.
+    """Finds where texts can be split for one tokenizer.
 
-    `adds_to_words`: the tokenizer puts something in front of a part of a word that it encodes by itself.
+    `adds_to_words`: the tokenizer adds bytes to a part of a word that is encoded separately.
     """
 
     def __init__(self, spec: Spec, table: TokenTable, adds_to_words: bool) -> None:
@@ -74,24 +73,25 @@ class Seams:
         pre_tokenizers = {part["type"] for part in components(spec.get("pre_tokenizer"))}
         is_bpe = spec["model"].get("type", "BPE") == "BPE"
         self._cuts_words = is_bpe and pre_tokenizers <= _LOCAL_PRE_TOKENIZERS and not adds_to_words
-        # Which of some added tokens are found depends on where a text begins: those that must stand alone, and those
-        # that a normalizer puts the same space before as before a text. Then no boundary is ever final.
+        # Some added tokens are found or not depending on where a text begins: those that must stand alone as words, and
+        # those that a normalizer puts the same space before as before a text. With these, no boundary is ever final.
         prepends = any(part["type"] == "Prepend" for part in components(spec.get("normalizer")))
         added = table.added.values()
         self._never_final = any(token.single_word or (prepends and token.normalized) for token in added)
-        # Long enough for any added token that a text may be about to spell.
+        # At least the length of the longest added token, which may begin at the end of a text.
         self._lookahead = max([_LOOKAHEAD_BYTES, *(len(token.content.encode()) for token in added)])
 
     def reuse(
         self, data: bytes | bytearray, known: Tokens, common: int, encode: Callable[[int], Tokens]
     ) -> tuple[int, Tokens]:
-        """Encodes `data`, whose first `common` bytes are those of a text with the tokens `known`.
+        """Returns the number of `known` tokens to keep, and the tokens of `data` that follow them.
 
-        `encode` encodes `data` from an offset on. Returns how many of the known tokens to keep and those that follow.
+        The first `common` bytes of `data` are those of a text with the tokens `known`. `encode` encodes `data` from an
+        offset to the end.
         """
         count = self.settled(data, known, common)
         tokens = encode(known.end(count))
-        # The next tokens must come out as before, except those that the new bytes may change; in a word, one must.
+        # The next tokens must be the same as before, except those that new bytes may change (in a word, at least one).
         in_word = count > 0 and known.boundaries[count - 1] == Boundary.IN_WORD
         decided = min(bisect_right(known.ends, common - _UNDECIDED_BYTES), count + _COMPARED_TOKENS)
         expected = list(known.ids[count : max(decided, count + in_word)])
@@ -100,22 +100,21 @@ class Seams:
         return count, tokens
 
     def settled(self, data: bytes | bytearray, tokens: Tokens, known: int) -> int:
-        """Returns how many of the tokens of `data` stay, whatever follows its first `known` bytes."""
+        """Returns how many of the tokens of `data` remain the same whatever follows its first `known` bytes."""
         if self._never_final:
             return 0
-        count = min(
-            bisect_right(tokens.ends, known - self._lookahead), bisect_right(tokens.ends, known) - _COMPARED_TOKENS
-        )
-        # The dummy space in front of a text is not settled without the text.
-        first = bisect_right(tokens.ends, 0)
+        ends = tokens.ends
+        count = min(bisect_right(ends, known - self._lookahead), bisect_right(ends, known) - _COMPARED_TOKENS)
+        # The tokens of a dummy space, which end at offset 0, are settled only together with text.
+        first = bisect_right(ends, 0)
         return next((found for found in range(count, first, -1) if self._may_split(data, tokens, found)), 0)
 
     def _may_split(self, data: bytes | bytearray, tokens: Tokens, count: int) -> bool:
         """Returns whether the text may be encoded in two parts, of which the first has `count` tokens.
 
-        In BPE a sequence of tokens is the encoding of a word if and only if every two neighbours in it are that of
-        theirs (van Antwerpen and Neubeck, "So many tokens, so little time", GitHub Blog, December 2024). So a word may
-        be split between two tokens if they meet again, and if pre-tokenizers take each part for a word.
+        In BPE, a sequence of tokens is the encoding of a word if and only if each pair of neighbours is the encoding of
+        the pair's text (van Antwerpen and Neubeck, "So many tokens, so little time", GitHub Blog, December 2024). So a
+        word may be split between two tokens that both reappear, if pre-tokenizers treat each part as a word.
         """
         boundary = tokens.boundaries[count - 1]
         before, after = _characters_around(data, tokens.ends[count - 1])
@@ -129,12 +128,12 @@ class Seams:
         return left == right == "Lu" or (left in (*_LETTERS, "Mn", "Mc") and right in _LETTERS)
 
     def lasts(self, before: str, after: str) -> bool:
-        """Returns whether a seam between two characters stays a seam, whatever follows the bytes looked ahead.
+        """Returns whether a seam between two characters remains a seam whatever follows the lookahead.
 
-        It does not inside a run that pre-tokenizers look at as a whole, or where a normalizer may join the two.
+        It does not inside a run that pre-tokenizers match as a whole, or where a normalizer may join the two.
         """
         if not before or not after:
-            return True  # next to a byte that is not part of a character
+            return True  # there is no character on one side
         if before.isspace() and after.isspace():
             return False
         if self._splits_by_context and _same_run(before, after):
@@ -143,7 +142,7 @@ class Seams:
 
 
 def _characters_around(data: bytes | bytearray, offset: int) -> tuple[str, str]:
-    """Returns the characters before and after an offset: empty where there is none, spaces inside a character."""
+    """Returns the characters before and after an offset: empty if there is none, two spaces inside a character."""
     if 0 < offset < len(data) and data[offset] & 0xC0 == 0x80:
         return " ", " "
     before = data[max(offset - 4, 0) : offset].decode(errors="ignore")
@@ -152,7 +151,7 @@ def _characters_around(data: bytes | bytearray, offset: int) -> tuple[str, str]:
 
 
 def _same_run(before: str, after: str) -> bool:
-    """Returns whether both are letters, or marks on letters, or both are digits."""
+    """Returns whether both are letters or marks, or both are numbers."""
     kinds = {unicodedata.category(character)[0] for character in (before, after)}
     return kinds <= {"L", "M"} or kinds == {"N"}
 

@@ -8,18 +8,18 @@ from itertools import groupby
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes of a text and the source that proposed them; the empty name stands for the target itself."""
+    """A run of text bytes from one source; the source's name is empty for the target's own tokens."""
 
     source: str
     byte_count: int
 
 
 class TextStream:
-    """Yields whole characters only, and nothing from a stop string on.
+    """Turns bytes into text that has only whole characters and ends before the first stop string.
 
-    The stop string that is complete first counts, however the bytes are cut. Text that may be the beginning of a stop
+    The first stop string to be complete counts, however the bytes are divided. Text that may be the beginning of a stop
     string is held back until it cannot be one. Bytes that are not UTF-8 become U+FFFD, as in Hugging Face's decoders.
-    It remembers which source proposed each byte until the text with it is sent.
+    The source of each byte is kept until its text is sent.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
@@ -30,10 +30,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, data: bytes, source: str = "", *, final: bool = False) -> str:
-        """Takes the next bytes, which `source` proposed, and returns the text that can be sent.
-
-        `final`: no more will come.
-        """
+        """Takes bytes that `source` proposed and returns the text that can be sent, which is all of it if `final`."""
         assert not self.stopped
         self._sources += [source] * len(data)
         self._held += self._decoder.decode(data, final)
@@ -46,15 +43,15 @@ class TextStream:
         return text
 
     def spans(self, text: str) -> tuple[Span, ...]:
-        """Returns who proposed a text that `push` returned; each text once, in order."""
+        """Returns the sources of text that `push` returned. Must be called once for each piece of text, in order."""
         count = len(text.encode())
-        # A replacement character is longer than the byte that it stands for.
+        # A replacement character has more bytes than the byte that it replaces.
         names = self._sources[:count] + [""] * (count - len(self._sources))
         del self._sources[:count]
         return tuple(Span(name, len(list(run))) for name, run in groupby(names))
 
     def _stop_prefix_length(self) -> int:
-        """Returns the length of the longest end of the held text that some stop string begins with."""
+        """Returns the length of the longest end of the held text with which a stop string begins."""
         longest = min(max(map(len, self._stop), default=1) - 1, len(self._held))
         lengths = range(longest, 0, -1)
         return next((n for n in lengths if any(stop.startswith(self._held[-n:]) for stop in self._stop)), 0)

@@ -6,10 +6,10 @@ from functools import cached_property
 
 
 class StringMatcher:
-    """Finds every occurrence of some strings in a text.
+    """Finds every occurrence of given strings in a text.
 
-    It looks strings up by their first character and their length: there can be thousands, and a regular expression
-    that lists them all is slow.
+    Strings are looked up by first character and length: there can be thousands, and a regular expression that lists
+    them all is slow.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -25,19 +25,19 @@ class StringMatcher:
         return {(start, end) for start, end in spans if text[start:end] in self.strings}
 
     def may_join(self, text: str) -> tuple[bool, bool]:
-        """Returns whether the text's start, and its end, could become part of a string next to another string."""
+        """Returns whether the text's start, and its end, could become part of a string next to one of the strings."""
         starts, ends = self._joining
         return text.startswith(starts), text.endswith(ends)
 
     @cached_property
     def _joining(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Starts of a text that the end of a string completes, and ends that the start of a string completes."""
+        """Returns the text starts that the end of a string completes, and the text ends that a string's start does."""
         reversed_ = _completed_by_next({string[::-1] for string in self.strings}, self._lengths)
         return tuple(end[::-1] for end in reversed_), tuple(_completed_by_next(self.strings, self._lengths))
 
 
 def _completed_by_next(strings: Set[str], lengths: Sequence[int]) -> set[str]:
-    """Returns the prefixes of the strings whose remainder another string begins with, or consists of and more."""
+    """Returns the prefixes of the strings whose remainder is a prefix of a string, or begins with a whole string."""
     prefixes = {string[:length] for string in strings for length in range(1, len(string) + 1)}
     halves = ((string[:cut], string[cut:]) for string in strings for cut in range(1, len(string)))
     return {left for left, right in halves if right in prefixes or any(right[:length] in strings for length in lengths)}

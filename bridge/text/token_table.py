@@ -1,7 +1,7 @@
-"""The bytes of every token id.
+"""Maps every token id to its bytes.
 
 In the middle of a text a token id stands for the same bytes whatever its neighbours are, so detokenizing is
-concatenation. The table is made by applying the decoder in `tokenizer.json` to each token by itself.
+concatenation. The table results from applying the decoder in `tokenizer.json` to each token separately.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,35 +14,35 @@ from bridge.text.tokenizer_json import BYTE_TOKEN, Spec, decode_token, decoder_p
 
 
 class TokenTable:
-    """The ids of a tokenizer, their bytes, and which of them are control tokens.
+    """Holds the ids of a tokenizer, their bytes, and which of them are control tokens.
 
-    Made of what `tokenizer_json.read` returns. Raises `TokenizerNotUnderstood` for a decoder that does not work token
-    by token.
+    The arguments are the result of `tokenizer_json.read`. Raises `TokenizerNotUnderstood` for a decoder that does not
+    work token by token.
     """
 
     def __init__(self, spec: Spec, library: Tokenizer) -> None:
         self.library = library
         decoder = decoder_parts(spec)
-        # Why decoding is more than concatenation, as far as the file shows; empty if it is not.
+        # The reason why decoding is more than concatenation, as far as the file shows; empty if it is not.
         self.whole_text_step = whole_text_step(decoder)
         byte_level = any(part["type"] == "ByteLevel" for part in decoder)
         added = library.get_added_tokens_decoder()
         self.special = frozenset(id_ for id_, token in added.items() if token.special)
-        # The id for whatever the vocabulary lacks. Files mark it as special, but it stands for text.
+        # The id for text that the vocabulary lacks. Files mark it as special, but it is not a control token.
         unknown = spec["model"].get("unk_token")
         self.unknown: int | None = spec["model"].get("unk_id") if unknown is None else library.token_to_id(unknown)
         self.unknown_text = added[self.unknown].content if self.unknown in added else ""
         self.control = self.special - {self.unknown}
         # Finds the written forms of the special tokens.
         self.controls = StringMatcher(library.id_to_token(id_) or "" for id_ in self.special)
-        # Tokens that the library finds in a text before anything else.
+        # The tokens that the library looks for in a text before it does anything else.
         self.added = {id_: token for id_, token in added.items() if id_ != self.unknown}
         vocabulary = library.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
         # Bytes by id: None for an id that has no token, empty for a control token.
         self.tokens: list[bytes | None] = [None] * self.size
         for token, id_ in vocabulary.items():
-            if id_ in added:  # since 0.23 the library decodes these with what a normalizer puts in front
+            if id_ in added:  # since 0.23 the library decodes these with the text that a normalizer puts in front
                 token = library.id_to_token(id_) or token
             if id_ in self.special:
                 self.tokens[id_] = b""
@@ -54,10 +54,10 @@ class TokenTable:
         # Ids of single-byte tokens, by that byte.
         self.byte_ids: dict[int, int] = {}
         for id_, data in enumerate(self._spelled):
-            # Where a byte has several, the model reads "A", and byte fallback alone writes `<0x41>`.
+            # If a byte has two tokens, the model was trained on "A"; `<0x41>` is for byte fallback only.
             if len(data) == 1 and (data[0] not in self.byte_ids or not BYTE_TOKEN.match(self.name(id_))):
                 self.byte_ids[data[0]] = id_
-        # Control tokens that the tokenizer puts in front of a text.
+        # The control tokens that the tokenizer puts in front of a text.
         encoding = library.encode("a")
         marked = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
         self.frame = tuple(id_ for id_, _ in takewhile(lambda pair: pair[1], marked))
@@ -67,7 +67,7 @@ class TokenTable:
         return b"".join(self.token_bytes(id_) for id_ in ids)
 
     def token_bytes(self, id_: int) -> bytes:
-        """Returns the bytes of one id; an id without a token has none."""
+        """Returns the bytes of one id; empty for an id without a token."""
         return self._spelled[id_] if id_ < self.size else b""
 
     def name(self, id_: int) -> str:
@@ -79,6 +79,6 @@ class TokenTable:
         return str(self.library.decode(list(ids), skip_special_tokens=True))
 
     def control_id(self, written: str) -> int | None:
-        """Returns the special token with that written form, if there is one."""
+        """Returns the id of the special token with this written form, if there is one."""
         id_ = self.library.token_to_id(written)
         return id_ if id_ in self.special else None

@@ -1,4 +1,4 @@
-"""Reads `tokenizer.json`: how its tokens become bytes, and how far its parts look around.
+"""Reads `tokenizer.json`: how its tokens become bytes, and how its parts depend on their context.
 
 The format is that of the tokenizers library: a normalizer, a pre-tokenizer, a model and a decoder, each a component or
 a sequence of components. Nothing here depends on a model's name.
@@ -18,16 +18,16 @@ Component = Mapping[str, Any]
 Spec = Mapping[str, Any]
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
-# Real tokenizers stay far below these. A hostile one beyond them would fill the memory or slow down every request.
+# Real tokenizers stay far below these limits. A hostile one above them could fill the memory or slow down each request.
 _MAX_ID = (1 << 22) - 1
 _MAX_GROWTH_FACTOR = 64
 _MAX_ADDED_LENGTHS = 256
 _MAX_ADDED_CHARACTERS = 1024
 # The keys under which a sequence lists its components.
 _SEQUENCE_KEYS = ("normalizers", "pretokenizers", "decoders", "processors")
-# Fuse joins tokens and Strip trims the whole text: neither changes the middle of a text.
+# The supported decoders. Fuse joins tokens and Strip trims the whole text, so neither changes the middle of a text.
 _DECODERS = {"ByteLevel", "ByteFallback", "Replace", "Metaspace", "WordPiece", "BPEDecoder", "Fuse", "Strip"}
-# The decoders that turn a token's written form into text; a decoder after them sees text.
+# The decoders that turn a token's written form into text; a decoder after one of them works on text.
 _TEXT_DECODERS = ("ByteLevel", "ByteFallback", "Fuse")
 # Byte-level tokenizers write every byte as a printable character (GPT-2, `bytes_to_unicode`).
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -36,16 +36,16 @@ _BYTES_BY_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): 
 
 
 def read(content: bytes) -> tuple[Spec, Tokenizer]:
-    """Returns a file's JSON and the library's tokenizer made of it. Raises `TokenizerNotUnderstood`."""
+    """Returns a file's JSON and the library's tokenizer for it. Raises `TokenizerNotUnderstood`."""
     try:
         spec = json.loads(content)
-        # These are settings for training and classifiers: they cut the text or make its ids random.
+        # These settings are for training and classifiers: they truncate the text or make its ids random.
         spec |= {"truncation": None, "padding": None}
         if spec["model"].get("dropout"):
             spec["model"]["dropout"] = None
             content = json.dumps(spec).encode()
         library = Tokenizer.from_str(content.decode())
-    except Exception as error:  # the library raises plain Exception for a file that it cannot read
+    except Exception as error:  # the library raises a plain Exception for a file that it cannot read
         raise TokenizerNotUnderstood(
             f"the tokenizers library cannot read this as a tokenizer.json ({error}): "
             "save the model's fast tokenizer again with save_pretrained",
@@ -58,17 +58,17 @@ def read(content: bytes) -> tuple[Spec, Tokenizer]:
 
 
 def _check_limits(spec: Spec, library: Tokenizer) -> None:
-    # Every replacement multiplies the length of a text.
+    # Each replacement can multiply the length of a text.
     steps = components(spec.get("normalizer"))
     growth = prod(max(len(step.get("content") or step.get("prepend") or ""), 1) for step in steps)
     # The library looks for added tokens in every text, and the bridge for each of their lengths.
     lengths = {len(token.content) for token in library.get_added_tokens_decoder().values()}
     largest_id = max(library.get_vocab(with_added_tokens=True).values(), default=0)
     for component, value, limit, problem in (
-        ("normalizer", growth, _MAX_GROWTH_FACTOR, "its normalizer can make {} characters of one"),
+        ("normalizer", growth, _MAX_GROWTH_FACTOR, "its normalizer can turn one character into {}"),
         ("added_tokens", len(lengths), _MAX_ADDED_LENGTHS, "it has added tokens of {} different lengths"),
         ("added_tokens", max(lengths, default=0), _MAX_ADDED_CHARACTERS, "it has an added token of {} characters"),
-        ("model", largest_id, _MAX_ID, "it has an id {}"),
+        ("model", largest_id, _MAX_ID, "its largest id is {}"),
     ):
         if value > limit:
             raise TokenizerNotUnderstood(
@@ -93,7 +93,7 @@ def components(component: Component | None) -> Iterator[Component]:
 def decoder_parts(spec: Spec) -> list[Component]:
     """Returns the parts of the decoder. Raises `TokenizerNotUnderstood` for one that does not work token by token."""
     parts = list(components(spec.get("decoder")))
-    if not parts:  # some files leave the decoder out: it inverts what encoding does
+    if not parts:  # some files omit the decoder, so it is derived from what encoding does
         undone = ("ByteLevel", "Metaspace")
         parts = [part for part in components(spec.get("pre_tokenizer")) if part["type"] in undone][:1]
         if not parts and spec["model"].get("type") == "WordPiece":
@@ -101,7 +101,7 @@ def decoder_parts(spec: Spec) -> list[Component]:
     for part in parts:
         if part["type"] not in _DECODERS or (part["type"] == "Replace" and "String" not in part["pattern"]):
             raise TokenizerNotUnderstood(
-                f"the tokenizer's decoder has a part {part['type']!r} that DraftBridge cannot turn into bytes: serve "
+                f"the tokenizer's decoder has a part {part['type']!r} that DraftBridge does not support: serve "
                 "this model with a tokenizer.json that has a byte-level, SentencePiece-style or WordPiece decoder",
                 component="decoder",
                 type=part["type"],
@@ -110,19 +110,19 @@ def decoder_parts(spec: Spec) -> list[Component]:
 
 
 def whole_text_step(decoder: Sequence[Component]) -> str:
-    """Describes what a decoder does to more than one token at a time; empty if it only trims the text's ends."""
+    """Describes what a decoder does that depends on more than one token; empty if it only trims the text's ends."""
     types = [part["type"] for part in decoder]
     first_text = min((types.index(type_) for type_ in _TEXT_DECODERS if type_ in types), default=len(types))
     for index, part in enumerate(decoder):
         if part["type"] == "Replace" and index > first_text:
-            return f"its decoder replaces {part['pattern']['String']!r} in the text that its tokens made"
+            return f"its decoder replaces {part['pattern']['String']!r} in the decoded text"
         if part["type"] == "Strip" and "Fuse" in types[index:]:
             return "its decoder trims every token"
     return ""
 
 
 def decode_token(token: str, decoder: Sequence[Component]) -> bytes:
-    """Returns the bytes that the decoder makes of one token, by its written form, in the middle of a text."""
+    """Returns the bytes that the decoder makes of a token's written form in the middle of a text."""
     for part in decoder:
         match part["type"]:
             case "ByteLevel":
@@ -144,10 +144,10 @@ def decode_token(token: str, decoder: Sequence[Component]) -> bytes:
 
 
 def variant(spec: Spec, library: Tokenizer, *, middle: bool, plain: bool) -> Tokenizer:
-    """Returns the same tokenizer, its model shared, that never adds control tokens around a text.
+    """Returns a variant of the tokenizer, with the same model, that adds no control tokens around a text.
 
-    `middle`: it encodes the middle of a text and so puts no dummy space in front. `plain`: control tokens that are
-    written out in a text are text.
+    `middle`: it encodes the middle of a text, and so puts no dummy space in front. `plain`: written control tokens in a
+    text are plain text.
     """
     frame = {**spec, "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [], "post_processor": None}
     if middle:
@@ -159,13 +159,13 @@ def variant(spec: Spec, library: Tokenizer, *, middle: bool, plain: bool) -> Tok
         written = library.id_to_token(id_) or token.content
         in_model = library.model.token_to_id(token.content) is not None
         if middle and written != token.content and not token.special and not in_model:
-            # A normalizer puts the dummy space in front of this token too, so it is only found after a space.
+            # A normalizer puts the dummy space in front of this token, too, so it is found only after a space.
             token.content = decode_token(written, decoder_parts(spec)).decode()
     tokenizer.add_tokens(list(added.values()))
     if tokenizer.get_added_tokens_decoder() != added:
         raise TokenizerNotUnderstood(
-            "the tokenizer's added tokens have ids that the library would not give them: save the model's fast "
-            "tokenizer again with save_pretrained",
+            "the ids of the tokenizer's added tokens differ from those that the library assigns: save the model's "
+            "fast tokenizer again with save_pretrained",
             component="added_tokens",
         )
     tokenizer.encode_special_tokens = plain
@@ -173,12 +173,12 @@ def variant(spec: Spec, library: Tokenizer, *, middle: bool, plain: bool) -> Tok
 
 
 def prefixes_text(spec: Spec, stage: str) -> bool:
-    """Returns whether a stage, `normalizer` or `pre_tokenizer`, treats a text's start unlike its middle."""
+    """Returns whether a stage, `normalizer` or `pre_tokenizer`, treats a text's start differently from its middle."""
     return _for_middle(spec.get(stage)) != spec.get(stage)
 
 
 def _for_middle(component: Component | None, *, after_split: bool = False) -> Component | None:
-    """Returns a normalizer or pre-tokenizer without what it does to a text's start only.
+    """Returns a normalizer or pre-tokenizer without its treatment of a text's start.
 
     `after_split`: an earlier part splits the text, so this one treats every word like a text's start.
     """
@@ -215,7 +215,7 @@ def splits_by_context(spec: Spec) -> bool:
 
 
 def changes_characters(spec: Spec) -> bool:
-    """Returns whether a normalizer does more than write spaces in another way."""
+    """Returns whether a normalizer does more than add a prefix or replace spaces."""
     return any(
         part["type"] != "Prepend" and not (part["type"] == "Replace" and part["pattern"].get("String") == " ")
         for part in components(spec.get("normalizer"))

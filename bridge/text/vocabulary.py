@@ -1,6 +1,6 @@
-"""A tokenizer's two directions: bytes to ids, and ids to bytes.
+"""Encodes and decodes with a model's tokenizer.
 
-Text arrives in pieces, and what was encoded before is not encoded again: see `seams` and `prefix_cache`.
+Text arrives in pieces, and parts that were encoded before are not encoded again: see `seams` and `prefix_cache`.
 """
 
 import hashlib
@@ -19,18 +19,17 @@ from bridge.text.seams import Boundary, Seams, Tokens
 from bridge.text.string_matcher import StringMatcher
 from bridge.text.token_table import TokenTable
 
-# The library holds the interpreter's lock while it encodes a single text, but not while it encodes a batch.
+# From this length, a text is encoded as a batch of one, for which the library releases the interpreter's lock.
 _MIN_BATCH_CHARACTERS = 8192
-# Where words end.
 _WORD_END = re.compile(r"(?<=\S)(?=[ \t\n])|(?<=[。，、！？；：])(?=\w)")
-# The smallest chunk of a changed text that is encoded by itself, and how many ends are tried for one.
+# The smallest chunk of a changed text that is encoded separately, and the number of ends that are tried for it.
 _MIN_CHUNK_CHARACTERS = 24
 _MAX_CHUNK_TRIES = 4
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Two characters that a text does not contain otherwise, and that are left out of it.
+    """Two characters that a text contains only as marks, which are not encoded.
 
     The text before and after `split` is encoded separately. The character after `literal` is text, not a control token.
     """
@@ -43,7 +42,7 @@ class Marks:
         return data.replace(self.split.encode(), b"").replace(self.literal.encode(), b"")
 
     def parts(self, text: str) -> Iterator[tuple[int, str, bool]]:
-        """Yields the parts to encode separately: the offset in bytes, the text, and whether it is literal."""
+        """Yields the parts to encode separately: their offset in bytes, their text, and whether it is literal."""
         offset = 0
         for piece in re.split(f"({self.split}|{self.literal}[^{self.split}{self.literal}]?)", text):
             literal = piece.startswith(self.literal)
@@ -58,8 +57,8 @@ class Marks:
 class Rendering:
     """A prompt in one model's tokens.
 
-    The first `settled` of `ids` stay whatever follows, and all control tokens are among them. `text` holds the bytes
-    after those; the tokens at its end may change when more text follows.
+    The first `settled` of `ids` remain the same whatever follows, and include all control tokens. `text` holds the
+    bytes of the others, which may change when more text follows.
     """
 
     ids: list[int]
@@ -68,7 +67,7 @@ class Rendering:
 
 
 class Vocabulary(TokenTable):
-    """Encodes texts, besides what a `TokenTable` does. Threads may share it.
+    """Encodes texts, in addition to what a `TokenTable` does. It is thread-safe.
 
     Raises `TokenizerNotUnderstood` for a file that is not a tokenizer, or whose ids do not stand for fixed bytes.
 
@@ -89,14 +88,14 @@ class Vocabulary(TokenTable):
             for start in {self.dummy_prefix, False}
             for plain in (True, False)
         }
-        # Whether some added tokens are only found in what the normalizer makes of a text.
+        # Whether some added tokens are found only in normalized text.
         normalized = {id_ for id_, token in self.added.items() if token.normalized}
         self.normalizes_added = bool(normalized) and tokenizer_json.changes_characters(spec)
-        # Added tokens after which a text starts again, with a dummy space, and those after which white space is lost.
+        # Added tokens after which text is encoded like the start of a text, and those after which white space is lost.
         restarting = set(self.added if prefixes_words else self.added.keys() - normalized)
         self._restarting = restarting if self.dummy_prefix else set()
         self._stripping = {id_ for id_, token in library.get_added_tokens_decoder().items() if token.rstrip}
-        # Added tokens that divide a text into sections.
+        # The added tokens that divide a text into sections.
         trimming = {id_ for id_, token in self.added.items() if token.lstrip or token.rstrip}
         self._dividing = self.control | self._restarting | trimming
         adds_to_words = self.spell(self._encode("x", False, plain=True).ids) != b"x"
@@ -104,12 +103,9 @@ class Vocabulary(TokenTable):
         self.prefixes = PrefixCache()
 
     def spans(self, text: str, wanted: StringMatcher) -> list[tuple[int, int]]:
-        """Returns the starts and ends, in characters, of the `wanted` added tokens that `text` spells.
-
-        They may overlap.
-        """
+        """Returns the starts and ends, in characters, of the `wanted` tokens that `text` spells. They may overlap."""
         spans = wanted.find(text)
-        if self.normalizes_added:  # the library finds more, except for overlapping ones
+        if self.normalizes_added:  # the library also finds tokens in normalized text, but none that overlap
             encoding = self._encode(text, False, plain=False)
             spans |= {
                 span
@@ -119,17 +115,17 @@ class Vocabulary(TokenTable):
         return sorted(spans)
 
     def prompt(self, text: str, marks: Marks | None = None, *, framed: bool) -> Rendering:
-        """Returns the tokenizer's own encoding of a whole text, reusing that of earlier texts that began alike.
+        """Returns the tokenizer's own encoding of a whole text, and reuses that of earlier texts that began alike.
 
-        Control tokens that it spells are control tokens, unless `marks` say otherwise. `framed`: with the control
-        tokens that the tokenizer puts in front.
+        Control tokens in the text are recognised, except where `marks` prevent it. `framed`: with the control tokens
+        that the tokenizer puts in front.
         """
         data, salt = text.encode(), str(marks).encode()
         known, common = self.prefixes.find(data, salt)
         count, tokens = self.seams.reuse(data, known, common, lambda start: self._marked(data, start, marks))
         self.prefixes.keep(data, salt, known, count, tokens)
         rest = data[known.end(count) :]
-        # Only text follows the last control token, so everything up to it is settled.
+        # All control tokens count as settled, and so does everything before the last one.
         after_control = (i + 1 for i in range(len(tokens.ids) - 1, -1, -1) if tokens.ids[i] in self.control)
         settled = max(self.seams.settled(rest, tokens, len(rest)), next(after_control, 0))
         rest = rest[tokens.end(settled) :]
@@ -137,7 +133,7 @@ class Vocabulary(TokenTable):
         return Rendering([*head, *tokens.ids], len(head) + settled, marks.out_of(rest) if marks else rest)
 
     def _marked(self, data: bytes, start: int, marks: Marks | None) -> Tokens:
-        """Returns the tokens of UTF-8 text from `start` on."""
+        """Returns the tokens of the UTF-8 text `data` from the offset `start`."""
         tokens, text = Tokens(), data[start:].decode()
         for offset, part, literal in marks.parts(text) if marks else [(0, text, False)]:
             tokens.consumed = offset
@@ -145,10 +141,10 @@ class Vocabulary(TokenTable):
         return tokens
 
     def pieces(self, data: bytes | bytearray, *, whole: bool = False) -> Tokens:
-        """Returns tokens of any bytes as the middle of a text, or from its start if `whole`.
+        """Returns the tokens of any bytes, encoded as the middle of a text, or as a whole text if `whole`.
 
-        Control tokens that it spells are text. Bytes that are not UTF-8 become single-byte tokens where the
-        vocabulary has them. A character whose last bytes are missing at the end is not consumed.
+        Written control tokens are plain text. Bytes that are not UTF-8 become single-byte tokens if the vocabulary has
+        these. An incomplete character at the end is not consumed.
         """
         tokens = Tokens()
         while tokens.consumed < len(data):
@@ -167,14 +163,14 @@ class Vocabulary(TokenTable):
         return tokens
 
     def single_bytes(self, data: bytes | bytearray, boundary: Boundary = Boundary.CLOSED) -> Tokens:
-        """Returns a token for each byte that has a single-byte token, and none for the others."""
+        """Returns a token for each byte that has a single-byte token, and skips the other bytes."""
         found = [(self.byte_ids[byte], end) for end, byte in enumerate(data, start=1) if byte in self.byte_ids]
         return Tokens([id_ for id_, _ in found], [end for _, end in found], [boundary] * len(found), len(data))
 
     def _read(self, text: str, start: bool, *, plain: bool) -> Tokens:
         """Returns the tokenizer's tokens for `text`; without control tokens if `plain`.
 
-        `start`: as the start of a text, so perhaps with a dummy space in front.
+        `start`: it is encoded as the start of a text, perhaps with a dummy space in front.
         """
         encoding = self._encode(text, start, plain=plain)
         ids, words = encoding.ids, encoding.word_ids
@@ -188,12 +184,12 @@ class Vocabulary(TokenTable):
             if id_ not in self._dividing and not unknown:
                 continue
             restarts = id_ in self._restarting or (unknown and self.dummy_prefix)
-            if restarts and not start:  # what follows needs the other variant of the tokenizer
+            if restarts and not start:  # the following text needs the other variant of the tokenizer
                 tokens = self._read(text[:begin], False, plain=False)
                 tokens.add(self._read(text[begin:], True, plain=False))
                 return tokens
             tokens.add(self._section(text[character:begin], ids[first:index], words[first:index], prefixed))
-            # The text after this token loses its white space, or gains a space, only because the token is there.
+            # Text after such a token loses white space, or gains a space, only because of the token.
             boundary = Boundary.CLOSED if restarts or id_ in self._stripping else Boundary.SEAM
             length = len(text[begin:end].encode())
             tokens.add(Tokens([id_], [length], [boundary], length))
@@ -202,7 +198,7 @@ class Vocabulary(TokenTable):
         return tokens
 
     def _section(self, text: str, ids: list[int], words: list[int | None], start: bool) -> Tokens:
-        """Returns the tokens `ids` of a text without dividing tokens. `start`: they may begin with a dummy space."""
+        """Returns `ids` as the tokens of a text without dividing tokens. `start`: it may begin with a dummy space."""
         raw = text.encode()
         spelled = [self._spelled[id_] for id_ in ids]
         written = b"".join(spelled)
@@ -211,15 +207,14 @@ class Vocabulary(TokenTable):
             return self._changed_section(text, ids, start)
         ends = list(accumulate(map(len, spelled), initial=-len(dummy)))[1:]
         seam, in_word = Boundary.SEAM, Boundary.IN_WORD
-        # An added token has no word.
+        # An added token has no word, so there is a seam after it.
         boundaries: list[int] = [seam if a != b or a is None else in_word for a, b in pairwise([*words, None])]
         return Tokens(ids, ends, boundaries, len(raw))
 
     def _changed_section(self, text: str, ids: list[int], start: bool) -> Tokens:
-        """Returns the tokens `ids` of a text that a normalizer changed, or that the vocabulary lacks a part of.
+        """Returns `ids` as the tokens of a text that a normalizer changed, or of which the vocabulary lacks a part.
 
-        The library's offsets are not always right then. So a seam is where the text, cut before a word, gives the same
-        ids.
+        The library's offsets are not always right then, so a seam is a word end at which a cut gives the same ids.
         """
         cuts = [0]
         for match_ in _WORD_END.finditer(text):
@@ -229,7 +224,7 @@ class Vocabulary(TokenTable):
         tokens, begin = Tokens(), 0
         while begin < len(text):
             done = len(tokens.ids)
-            # Where a cut changes the ids, one further on may not.
+            # If a cut changes the ids, a later one may not.
             for end in [*cuts[bisect_right(cuts, begin) :][:_MAX_CHUNK_TRIES], len(text)]:
                 part = self._encode(text[begin:end], start and begin == 0, plain=True).ids
                 same = part == ids[done : done + len(part)] and (end < len(text) or done + len(part) == len(ids))
@@ -237,7 +232,7 @@ class Vocabulary(TokenTable):
                     break
             else:
                 part = ids[done:]
-            # One unknown token looks like any other, so next to it equal ids prove nothing.
+            # All unknown tokens have the same id, so next to one equal ids prove nothing.
             if tokens.ids and (not same or part[:1] == [self.unknown]):
                 tokens.boundaries[-1] = Boundary.CLOSED
             boundaries: list[int] = [Boundary.CLOSED] * len(part)
@@ -249,9 +244,9 @@ class Vocabulary(TokenTable):
         return tokens
 
     def _read_literally(self, text: str, start: bool) -> Tokens:
-        """Returns tokens for a text in which the model itself finds control tokens, as Unigram models do.
+        """Returns the tokens of a text in which the model itself finds control tokens, as Unigram models do.
 
-        The text is cut after the first character of each. A control token of one character is spelled byte by byte.
+        The text is cut after the first character of each. A control token of one character becomes single-byte tokens.
         """
         places = {0, len(text)}
         for begin, end in self.spans(text, self.controls):
@@ -273,6 +268,6 @@ class Vocabulary(TokenTable):
             if type(error).__name__ != "PanicException":  # the library's panics are not an Exception
                 raise
             raise TokenizerNotUnderstood(
-                f"the tokenizer broke down over a text ({error}): serve this model with another tokenizer.json",
+                f"the tokenizer crashed while encoding a text ({error}): serve this model with another tokenizer.json",
                 component="pre_tokenizer",
             ) from error

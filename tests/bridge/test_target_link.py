@@ -154,7 +154,7 @@ FAULTS = {
 async def test_what_the_contract_rules_out_is_an_error_of_the_target(fault: str) -> None:
     one, tape = link(Target())
     await one.offer(offered(20, 21, 22), 3, 0, awaited=False)
-    with pytest.raises(TargetFault, match="the target breaks the protocol"):
+    with pytest.raises(TargetFault, match="the target violates the protocol"):
         one.commit(FAULTS[fault])
     assert list(tape.ids) == [10, 11], "none of it becomes text"
 

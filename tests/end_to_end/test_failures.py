@@ -91,7 +91,7 @@ def test_a_bridge_starts_without_its_draft_and_takes_it_in(
             (tiny_fleet.target, True),
             (at, False),
         ]
-        assert f"nothing usable answers at {at}" in client.status().endpoints[1].problem
+        assert f"no usable service answers at {at}" in client.status().endpoints[1].problem
         assert [model.name for model in client.models()] == ["tiny-target"]
         with served(tiny_models[1], at):
             eventually(lambda: client.status().endpoints[1].reachable, 60)

@@ -148,7 +148,7 @@ def test_nobody_there_is_said_so() -> None:
     assert "nothing answers at" in refused(command("generate", "x", "--server", address))
     assert "nothing answers at" in refused(command("models", "--server", address))
     message = refused(command("bridge", "--target", address, "--connect-timeout", "0.3", "--listen", "127.0.0.1:0"))
-    assert f"nothing usable answers at {address}" in message
+    assert f"no usable service answers at {address}" in message
 
 
 def test_a_bridge_refuses_a_server_in_the_wrong_role(tiny_fleet: Fleet) -> None:
