@@ -131,7 +131,7 @@ def test_wrong_generations_are_refused(tiny_fleet: Fleet) -> None:
     assert "does not fit" in refused(command("generate", "x", "--max-tokens", "1000", *at))
     assert "sampling.top_p must be" in refused(command("generate", "x", "--top-p", "7", *at))
     assert "opportunistic" in refused(command("generate", "x", "--speculation", "no", *at))
-    assert "is no bridge" in refused(command("generate", "x", "--server", tiny_fleet.target))
+    assert "is not a bridge" in refused(command("generate", "x", "--server", tiny_fleet.target))
     assert "--max-tokens" in refused(command("generate", "x", "--max-tokens", "-3", *at))
     assert "HOST:PORT" in refused(command("generate", "x", "--server", ""))
     assert "valid Unicode" in refused(
