@@ -155,7 +155,7 @@ def generate_request(
                 if isinstance(id_, int) and not 0 <= id_ < 1 << 32:
                     raise _invalid(name, f"{name} must hold ids between 0 and {2**32 - 1}, got {id_}") from error
         raise _invalid(
-            "request", f"a value is missing or has the wrong type ({error}): see help(draftbridge.client.generate_request)"
+            "request", f"a value is missing or has the wrong type ({error}): see draftbridge.client.generate_request"
         ) from error
     return request
 

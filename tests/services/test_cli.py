@@ -161,9 +161,9 @@ def test_a_bridge_refuses_a_server_in_the_wrong_role(tiny_fleet: Fleet) -> None:
 
 def test_a_taken_port_is_said_so(tiny_fleet: Fleet, tiny_models: tuple[Path, Path]) -> None:
     message = refused(command("bridge", "--target", tiny_fleet.target, "--listen", tiny_fleet.draft))
-    assert f"{tiny_fleet.draft} cannot be listened on" in message
+    assert f"cannot listen on {tiny_fleet.draft}" in message
     message = refused(command("serve", str(tiny_models[0]), "--listen", tiny_fleet.draft))
-    assert f"{tiny_fleet.draft} cannot be listened on" in message
+    assert f"cannot listen on {tiny_fleet.draft}" in message
     assert "HOST:PORT" in refused(command("bridge", "--target", tiny_fleet.target, "--listen", "nonsense"))
 
 
