@@ -198,7 +198,7 @@ def _of_rival(
     rival.ask(prompt_ids, 2, stop_ids)
     answer = rival.ask(prompt_ids, tokens, stop_ids)
 
-    def said(ids: Sequence[int]) -> list[int]:  # some rivals leave out the id that ended the text
+    def without_end(ids: Sequence[int]) -> list[int]:  # some rivals leave out the id that ended the text
         return [id_ for id_ in ids if id_ not in stop_ids]
 
     return Sample(
@@ -210,7 +210,7 @@ def _of_rival(
         pass_count=answer.pass_count,
         candidate_count=answer.candidate_count,
         accepted_count=answer.accepted_count,
-        same_text=said(answer.token_ids) == said(alone.token_ids),
+        same_text=without_end(answer.token_ids) == without_end(alone.token_ids),
     )
 
 

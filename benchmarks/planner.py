@@ -83,16 +83,16 @@ def _settings() -> dict[str, Setting]:
     everything = ("--threads", str(os.cpu_count()))
     llamacpp = ("--engine", "llamacpp")
     torch, openvino = ("--engine", "torch", "--dtype"), ("--engine", "openvino", "--weights", "int8")
-    beside = Server(_SMOLLM, (*llamacpp, *everything))
+    smollm = Server(_SMOLLM, (*llamacpp, *everything))
     gemma = Server(_GEMMA, (*llamacpp, *everything))
     return {
-        "a": Setting(Server(_QWEN, (*torch, "bfloat16", *everything)), beside),
-        "a32": Setting(Server(_QWEN, (*torch, "float32", *everything)), beside),
+        "a": Setting(Server(_QWEN, (*torch, "bfloat16", *everything)), smollm),
+        "a32": Setting(Server(_QWEN, (*torch, "float32", *everything)), smollm),
         "b": Setting(
             Server(_QWEN, (*openvino, "--threads", "1"), core=0),
             Server(_SMOLLM, (*llamacpp, "--threads", "1"), core=1),
         ),
-        "c": Setting(gemma, beside),
+        "c": Setting(gemma, smollm),
         "d": Setting(gemma, None),
     }
 

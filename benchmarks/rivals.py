@@ -116,8 +116,8 @@ class Rival:
     def _last_words(self) -> str:
         status = self._process.wait()
         self._errors.seek(0)
-        said = [line.strip() for line in self._errors if line.strip()] or ["it printed no error"]
-        return f"it ended with {status}: {said[-1][:300]}"
+        lines = [line.strip() for line in self._errors if line.strip()] or ["it printed no error"]
+        return f"it ended with {status}: {lines[-1][:300]}"
 
 
 @contextlib.contextmanager

@@ -164,17 +164,17 @@ def _bridges(text: str, tokenizers: Sequence[Path], folder: Path) -> Iterator[di
 
 def _run(client: Client, case: Case, text: str, tokens: int) -> Run:
     prompt = text[: REPEATED if case.repeated else 2 * REPEATED + PROMPT]
-    arrivals, said = [], ""
+    arrivals, received = [], ""
     finished: bridge_pb2.GenerateFinished | None = None
     for event in client.stream(
         prompt, max_tokens=tokens, speculation=case.mode, num_assistant_tokens=case.assistant_tokens
     ):
         if isinstance(event, bridge_pb2.GenerateDelta):
             arrivals.append(perf_counter_ns())
-            said += event.text
+            received += event.text
         elif isinstance(event, bridge_pb2.GenerateFinished):
             finished = event
-    assert finished is not None and text.startswith(prompt + said), "the text is not the target's own"
+    assert finished is not None and text.startswith(prompt + received), "the text is not the target's own"
     did = finished.speculation
     return Run(
         case=case,

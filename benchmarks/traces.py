@@ -56,11 +56,11 @@ def main() -> None:
         with closing(_Models(arguments.engine, arguments.threads)) as models:
             target = models.load(name)
             asked = [_input(prompt, target) for prompt in given]
-            said = [asyncio.run(written(target, input_, arguments.tokens)) for input_ in asked]
+            texts_written = [asyncio.run(written(target, input_, arguments.tokens)) for input_ in asked]
             for draft_name in drafts.split(","):
                 draft = models.load(draft_name)
                 texts = []
-                for prompt, input_, (data, count) in zip(given, asked, said, strict=True):
+                for prompt, input_, (data, count) in zip(given, asked, texts_written, strict=True):
                     right, confidence = asyncio.run(trace(target, draft, input_, data))
                     if right:
                         texts.append(Text(prompt["category"], right, tuple(confidence), count))

@@ -84,9 +84,9 @@ def script(text: str, start: int, draft: Vocabulary, target: Vocabulary, rounds:
         if chance.random() < 0.5:
             wrong = chance.randrange(len(proposed))
             proposed[wrong:] = chance.choices(elsewhere, k=len(proposed) - wrong)
-        said = candidates(target, draft.spell(proposed))
+        offered = candidates(target, draft.spell(proposed))
         committed: list[int] = []
-        for id_ in said:
+        for id_ in offered:
             if not window.startswith(target.spell([*committed, id_])):
                 break
             committed.append(id_)
@@ -117,10 +117,10 @@ def ours(prompt: str, played: Sequence[Round], draft: Model, target: Model) -> W
         ends.append(len(tape.data))
     # Checked afterwards: reading the whole context between rounds would evict the processor's caches.
     held: list[int] = []
-    said = prompt.encode() + bytes(tape.data)
+    spelled = prompt.encode() + bytes(tape.data)
     for proposed, (keep, appended), end in zip([(), *(one.proposed for one in played)], syncs, ends, strict=True):
         held = [*(held + list(proposed))[:keep], *appended]
-        way.wrong += not reads(draft.vocabulary, held, said[: len(prompt.encode()) + end])
+        way.wrong += not reads(draft.vocabulary, held, spelled[: len(prompt.encode()) + end])
     return way
 
 
@@ -136,14 +136,14 @@ def theirs(
     generator.target_lookbehind = generator.assistant_lookbehind = 10
     generator.main_model_max_length = None
     ids = list(render_text(target, prompt).ids)
-    said = prompt.encode()
+    spelled = prompt.encode()
     contexts = []
     for one in played:
         input_ids, proposed = torch.tensor([ids]), torch.tensor([one.proposed])
         started = perf_counter()
         assistant_ids, _ = generator._prepare_assistant_input_ids(input_ids)
         between = perf_counter()
-        contexts.append((assistant_ids[0].tolist(), said))
+        contexts.append((assistant_ids[0].tolist(), spelled))
         sequences = torch.cat([assistant_ids, proposed], dim=-1)
         generator.prev_assistant_ids = assistant_ids
         resumed = perf_counter()
@@ -152,7 +152,7 @@ def theirs(
         generator.prev_target_ids_len = input_ids.shape[1]
         generator.prev_assistant_ids = sequences
         ids += one.committed
-        said += target.spell(one.committed)
+        spelled += target.spell(one.committed)
     way.wrong = sum(not reads(draft, held, read) for held, read in contexts)
     # The first round converts the whole prompt.
     way.seconds.pop(0)

@@ -547,7 +547,7 @@ class SpeculationStatistics(_message.Message):
     waited_ns: _builtins.int
     """Nanoseconds that the target waited for candidates."""
     network_ns: _builtins.int
-    """Nanoseconds between passes in which the target did not wait for candidates: messages, queues and sampling."""
+    """Nanoseconds between passes, less the waiting for candidates: messages, queues and sampling."""
     near_ties: _builtins.int
     """Number of tokens chosen by so small a margin that rounding may have decided. At such a token the text may differ
     from that of the same request in another mode. Always 0 with a deterministic target.

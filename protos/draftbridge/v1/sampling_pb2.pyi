@@ -104,7 +104,7 @@ class SamplingParameters(_message.Message):
     frequency_penalty: _builtins.float
     """Subtracted from a token's logit once for each time it was generated so far. 0 is off. Between -100 and 100."""
     seed: _builtins.int
-    """Seed of the noise; the same request with the same seed gives the same text with any draft or none, near ties aside.
+    """Seed of the noise; the same request with the same seed gives the same text with any draft, except at near ties.
     Unset: the bridge draws one and reports it in GenerateStarted. Model services use the seed of their open message.
     """
     min_tokens: _builtins.int

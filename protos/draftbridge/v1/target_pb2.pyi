@@ -129,8 +129,8 @@ class VerifyRun(_message.Message):
     credit: _builtins.int
     """Number of tokens that the target may produce. Replaces unused credit."""
     patience_us: _builtins.int
-    """Microseconds that the target may wait for candidates before a forward that has none. At most 60 s are waited, and
-    none before the first forward, which reads the prompt.
+    """Microseconds that the target may wait for candidates before a forward without candidates. It waits 60 seconds at
+    most, and never before the first forward, which reads the prompt.
     """
     empty_token_count: _builtins.int
     """Number of generated tokens without bytes (control tokens) at the end of the sequence; the noise depends on it."""

@@ -33,7 +33,7 @@ class DraftServicer(RoleServicer[OpenSession], draft_pb2_grpc.DraftServiceServic
         sampling = limits.read_sampling(opening.sampling, self._model)
         with closing(open_session(sampling, opening.seed)) as session:
 
-            async def hear(request: draft_pb2.DraftRequest) -> None:
+            async def on_request(request: draft_pb2.DraftRequest) -> None:
                 match request.WhichOneof("kind"):
                     case "sync":
                         await session.sync(limits.read_sync(request.sync, self._model))
@@ -42,5 +42,5 @@ class DraftServicer(RoleServicer[OpenSession], draft_pb2_grpc.DraftServiceServic
                     case kind:
                         raise ProtocolViolation(f"got {kind or 'no kind'} after open: send sync or grant")
 
-            async for proposal in listening(requests, hear, session.no_more, session.proposals()):
+            async for proposal in listening(requests, on_request, session.no_more, session.proposals()):
                 yield codec.write_proposal(proposal)

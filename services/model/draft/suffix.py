@@ -90,11 +90,11 @@ class SuffixSession(CreditedSession):
             match = self._drafter.match()
             self._ahead = match.data if match else b""
         count = min(self._credit, self._model.context_length - self._held)
-        said, self._ahead = self._ahead[:count], self._ahead[count:]
-        self._text += said
+        proposed, self._ahead = self._ahead[:count], self._ahead[count:]
+        self._text += proposed
         return Proposal(
             self._epoch,
-            tuple(said),
+            tuple(proposed),
             (),
             done=not self._ahead,
             forward_ns=perf_counter_ns() - started,

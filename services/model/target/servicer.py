@@ -33,7 +33,7 @@ class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceSer
         sampling = limits.read_sampling(opening.sampling, self._model)
         with closing(open_session(sampling, opening.seed, limits.read_logprobs(opening))) as session:
 
-            async def hear(request: target_pb2.VerifyRequest) -> None:
+            async def on_request(request: target_pb2.VerifyRequest) -> None:
                 match request.WhichOneof("kind"):
                     case "run":
                         await session.run(limits.read_run(request.run, self._model))
@@ -44,5 +44,5 @@ class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceSer
                     case kind:
                         raise ProtocolViolation(f"got {kind or 'no kind'} after open: send run, candidates or grant")
 
-            async for result in listening(requests, hear, session.no_more, session.passes()):
+            async for result in listening(requests, on_request, session.no_more, session.passes()):
                 yield codec.write_pass(result)
