@@ -1,10 +1,10 @@
-"""How often a draft is right: greedy, sampled by itself, and with the target's noise, at several temperatures.
+"""Measures how many candidates are accepted from a greedy draft, an independent one, and one with shared noise.
 
     python -m benchmarks.acceptance [--swap] [--prompts FILE] [--count 60] [--tokens 32] [--json FILE]
 
-In lockstep, so many draft tokens a round. The three are one sampler with another temperature or another seed. Both
-models run in this process, several prompts at a time, in bfloat16 where the machine computes in it: how fast it goes
-tells nothing, how much is accepted does. FILE: as in `benchmarks.prompts`; without it, the prompts of the tests.
+Runs in lockstep at several temperatures. The three drafts differ only in temperature or seed. Both models run in this
+process, with several prompts at once, in bfloat16 where the machine supports it; so speeds here mean nothing.
+FILE of prompts: as in `benchmarks.prompts`; without it, the prompts of the tests.
 """
 
 import argparse
@@ -40,11 +40,11 @@ TOGETHER = 12
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--swap", action="store_true", help="let the two models change places")
+    parser.add_argument("--swap", action="store_true", help="exchange target and draft")
     parser.add_argument("--prompts", type=Path, default=prompts.OWN)
-    parser.add_argument("--count", type=int, default=60, help="the most prompts, evenly over the file's categories")
+    parser.add_argument("--count", type=int, default=60, help="maximum number of prompts, spread over the categories")
     parser.add_argument("--tokens", type=int, default=32, help="tokens generated for each prompt")
-    parser.add_argument("--draft-tokens", type=int, default=5, help="tokens that the draft proposes in a round")
+    parser.add_argument("--draft-tokens", type=int, default=5, help="tokens that the draft proposes per round")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     names = (DEFAULT_DRAFT, DEFAULT_TARGET) if arguments.swap else (DEFAULT_TARGET, DEFAULT_DRAFT)
@@ -63,7 +63,7 @@ def main() -> None:
 
 def _load(name: str) -> LoadedModel:
     directory = resolve(name)
-    # One thread each: both run at the same time.
+    # One thread each, because both run at the same time.
     return load(directory, name, lambda: TorchEngine(directory, threads=1, slot_count=TOGETHER))
 
 
@@ -73,10 +73,10 @@ async def _measure(
     found: dict[tuple[float, str], list[Finished]] = {}
     for start in range(0, len(inputs), TOGETHER):
         batch = inputs[start : start + TOGETHER]
-        # Reading so many prompts takes longer than a draft is waited for; from here on they are in the caches.
+        # Reading this many prompts takes longer than the target's patience, so they are read into the caches first.
         await asyncio.gather(*(_run(target, draft, one, 0.0, "greedy", 2, draft_tokens) for one in batch))
         for temperature in TEMPERATURES:
-            # All three are the same where nothing is drawn.
+            # At temperature 0 all three drafts are the same.
             for kind in DRAFTS if temperature else ("greedy",):
                 runs = [_run(target, draft, one, temperature, kind, tokens, draft_tokens) for one in batch]
                 found.setdefault((temperature, kind), []).extend(await asyncio.gather(*runs))
@@ -95,7 +95,7 @@ async def _run(
 ) -> Finished:
     sampling = SamplingParameters(temperature=temperature)
     drafting = sampling.for_draft(0.0 if kind == "greedy" else None)
-    # Far from the target's, so that they have nothing to do with one another.
+    # Far from the target's seed, so that the two draw independent noise.
     seed = SEED + 1_000_003 if kind == "independent" else SEED
     request = Request(
         input_,
@@ -128,7 +128,7 @@ def _row(temperature: float, kind: str, finished: Sequence[Finished]) -> dict[st
         "accepted_bytes_per_candidate": accepted_bytes / candidates,
         "accepted_tokens_per_pass": accepted / passes,
         "accepted_bytes_per_pass": accepted_bytes / passes,
-        # A draft that was too slow to be waited for, or too short for a prompt, would spoil the comparison.
+        # Requests in which the draft failed or was overdue would spoil the comparison.
         "left_alone": sum(bool(one.note) for one in did),
     }
 

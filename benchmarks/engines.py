@@ -1,12 +1,12 @@
-"""How fast each engine is, by itself and through its service, beside the library that it uses run bare, in one run.
+"""Measures each engine alone and through its service, and the library that it uses without any of our code.
 
     python -m benchmarks.engines [--engine torch llamacpp] [--model NAME ...] [--threads 2] [--device cuda]
         [--json FILE]
 
-Milliseconds of a forward by width and by number of sequences; tokens a second of the library alone (transformers'
-`generate`, llama.cpp's decode and the best logit, OpenVINO's forward and the best logit), of one session through the
-service, and of eight; milliseconds of reading a prompt; memory of the service. The three kinds of tokens a second are
-taken in turn, several times over.
+Prints milliseconds of a forward by width and by number of sequences, milliseconds of reading a prompt, memory of the
+service in GiB, and tokens per second of the library alone (`generate` of transformers; decode and argmax of llama.cpp
+and OpenVINO), of one session through the service and of eight together. Each speed is the median of 3 rounds, in which
+the three take turns.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from services.engines.engine import Engine, Row
 from services.engines.openvino.spec import convert
 from services.store.resolve import resolve, resolve_gguf
 
-# What `serve` is told; compiling takes minutes.
+# Options of `serve`. Compiling takes minutes.
 OPTIONS = {
     "torch": ("--engine", "torch"),
     "torch-compile": ("--engine", "torch", "--compile"),
@@ -58,10 +58,10 @@ def main() -> None:
     parser.add_argument("--engine", nargs="+", default=["torch", "llamacpp"], choices=list(OPTIONS))
     parser.add_argument("--model", nargs="+", default=["smollm2-135m-instruct", "gemma-3-270m"])
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--device", default="auto", help="as for serve")
+    parser.add_argument("--device", default="auto", help="as in the serve command")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    # A process for each: two libraries that use the same registers of the processor do not get on in one.
+    # One process each: two libraries that use the same processor registers conflict in one process.
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
         pairs = [(engine, model) for model in arguments.model for engine in arguments.engine]
         rows = [pool.submit(_measure, *pair, arguments.threads, arguments.device).result() for pair in pairs]
@@ -86,7 +86,7 @@ def _measure(engine_name: str, model: str, threads: int, device: str) -> dict[st
     speeds: dict[str, list[float]] = {"bare": [], "service_1": [], "service_8": []}
     options = (*OPTIONS[engine_name], "--threads", str(threads), "--device", device, "--role", "target", "--slots", "8")
     with serve(model, *options) as (address, process):
-        asyncio.run(_sessions(address, 1, ids))  # the first is slower and tells nothing
+        asyncio.run(_sessions(address, 1, ids))  # the first run is slower and does not count
         for _ in range(ROUNDS):
             speeds["bare"].append(alone(ids[:CONTEXT]))
             speeds["service_1"].append(asyncio.run(_sessions(address, 1, ids)))
@@ -134,7 +134,7 @@ def _engine(name: str, model: str, threads: int, device: str) -> Engine:
 
 
 def _bare_openvino(engine: Engine) -> Callable[[list[int]], float]:
-    """The same of OpenVINO: nothing but its forwards, which the engine starts, and the best logit."""
+    """Returns a function for the tokens per second of OpenVINO's forwards, started by the engine, and argmax."""
 
     def run(ids: list[int]) -> float:
         last = int(engine.forward([Row(0, 0, tuple(ids), len(ids) - 1)])[0].argmax())
@@ -147,7 +147,7 @@ def _bare_openvino(engine: Engine) -> Callable[[list[int]], float]:
 
 
 def _bare_torch(model: str, threads: int, device: str) -> Callable[[list[int]], float]:
-    """Tokens a second of transformers by itself, greedy, behind a prompt that is read before the clock starts."""
+    """Returns a function for the tokens per second of transformers' greedy `generate`, without reading the prompt."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -171,7 +171,7 @@ def _bare_torch(model: str, threads: int, device: str) -> Callable[[list[int]], 
 
 
 def _bare_llamacpp(model: str, threads: int) -> Callable[[list[int]], float]:
-    """The same of llama.cpp, with its best logit."""
+    """Returns a function for the tokens per second of llama.cpp's decode and argmax, without reading the prompt."""
     import llama_cpp
 
     from services.engines.llamacpp.engine import model_options
@@ -201,7 +201,7 @@ def _bare_llamacpp(model: str, threads: int) -> Callable[[list[int]], float]:
 
 
 async def _sessions(address: str, count: int, ids: list[int]) -> float:
-    """Tokens a second of so many sessions together, greedy, from when all have their first token."""
+    """Returns the tokens per second of `count` greedy sessions together, once all have their first token."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = target_pb2_grpc.TargetServiceStub(channel)
         begun = asyncio.Barrier(count)
@@ -209,7 +209,7 @@ async def _sessions(address: str, count: int, ids: list[int]) -> float:
 
         async def talk(seed: int) -> None:
             call = stub.Verify()
-            # Ends of text are nothing to stop at here.
+            # No session may stop early.
             opening = target_pb2.VerifyOpen()
             opening.sampling.ignore_eos = True
             await call.write(target_pb2.VerifyRequest(open=opening))

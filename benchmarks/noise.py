@@ -1,9 +1,9 @@
-"""What the noise costs: NumPy, torch, and torch compiled, on one core.
+"""Measures the time of the sampling noise in NumPy, torch, and compiled torch, on one core.
 
     python -m benchmarks.noise [--ids 262144] [--positions 8]
 
-Compiled code needs a C++ compiler on the machine; without one its line is left out. The last lines are about what a
-sampler really does, one position at a time: noise only for ids that may be chosen, and the choice among them.
+Compiled torch needs a C++ compiler; without one its row is left out. The last rows time the sampler itself at one
+position, which draws noise only for the ids that truncation keeps.
 """
 
 import argparse
@@ -52,8 +52,8 @@ def main() -> None:
     compiled = torch.compile(in_torch, dynamic=False)
     try:
         compiled(block, tensor)
-    except Exception as error:  # no compiler, or none that torch can use
-        Console(stderr=True).print(f"torch compiles nothing here: {type(error).__name__}")
+    except Exception as error:  # there is no compiler, or torch cannot use it
+        Console(stderr=True).print(f"torch cannot compile here: {type(error).__name__}")
     else:
         add("torch, compiled", arguments.ids, arguments.positions, lambda: compiled(block, tensor))
     logits = chance.standard_normal(arguments.ids).astype(np.float32) * 4

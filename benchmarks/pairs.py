@@ -1,4 +1,4 @@
-"""How fast a target is with drafts of each kind, against the target alone through the same bridge, in one run.
+"""Measures the speed of a pair in every mode against the target alone through the same bridge, in one run.
 
     python -m benchmarks.pairs [--prompts FILE] [--count 24] [--tokens 128] [--temperature 0]
         [--target NAME] [--engine llamacpp] [--weights full] [--threads 2]
@@ -6,20 +6,20 @@
         [--modes off auto lockstep opportunistic] [--rivals NAME[=PYTHON] ...] [--load NAME=PATH ...]
         [--json FILE] [--plot FILE.png]
 
-Every prompt is run in every mode, one after the other, so that the machine's moods fall on all modes alike. A first
-request reads the prompt, so that no mode pays for it. A category's ratio is that of the times of all its tokens behind
-the first; the range is over prompts; tokens a second, time a token and time to the first are medians over prompts.
-FILE: as in `benchmarks.prompts`, without it the prompts of the tests. A chat is continued as plain text by a model that
-has no template for it.
+Every prompt runs in all modes, one after the other, so that changes in the machine's speed affect all modes alike. A
+request before these reads the prompt, so that it is cached for every mode. A category's ratio is that of the times of
+all tokens after the first; the range is over prompts; tokens per second, time per token and time to the first token
+are medians over prompts. FILE of prompts: as in `benchmarks.prompts`; without it, the prompts of the tests. A model
+without a chat template continues the last message of a chat as plain text.
 
-Rivals are what somebody might use instead (`benchmarks.rival_process`): transformers, transformers-assisted (with the
-draft and both tokenizers), transformers-prompt-lookup, llamacpp, llamacpp-prompt-lookup, openvino-genai,
-openvino-genai-prompt-lookup, vllm, vllm-ngram, vllm-draft (with the draft, across vocabularies). Each is a process in
-the environment of PYTHON, or in this one. It takes its turn on every prompt, reads the ids that the target reads, and
-has the target's threads; one that does not start, or fails later, is left out. A first request reads the prompt here
-too, but transformers keeps nothing of it and reads it again before its first token. transformers and vLLM load the
-target's own directory, in the target's dtype; llama.cpp its GGUF file; openvino-genai that too, or with `--load` a
-directory that `optimum-cli export openvino` wrote. Weights of another size have another speed, and say other texts.
+Rivals are other software (`benchmarks.rival_process`): transformers, transformers-assisted (with the draft and both
+tokenizers), transformers-prompt-lookup, llamacpp, llamacpp-prompt-lookup, openvino-genai, openvino-genai-prompt-lookup,
+vllm, vllm-ngram, vllm-draft (with the draft, across vocabularies). Each is a process in the environment of PYTHON, or
+in this one, with the target's number of threads. It runs after the modes on every prompt and reads the same ids. A
+rival that does not start, or fails later, is left out. Rivals get the first request too, but transformers does not
+cache prompts. transformers and vLLM load the target's directory in the target's dtype; llama.cpp loads its GGUF file;
+so does openvino-genai, unless `--load` names a directory that `optimum-cli export openvino` wrote. Weights of another
+size have another speed and generate other texts.
 """
 
 import argparse
@@ -86,11 +86,11 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=Path, default=prompts.OWN)
-    parser.add_argument("--count", type=int, help="the most prompts, evenly over the file's categories")
+    parser.add_argument("--count", type=int, help="maximum number of prompts, spread over the categories")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--target", default=DEFAULT_TARGET)
-    parser.add_argument("--draft", default=DEFAULT_DRAFT, help="none for the target's own text only")
+    parser.add_argument("--draft", default=DEFAULT_DRAFT, help="none to use suffix matches only")
     parser.add_argument("--engine", default="torch")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -98,7 +98,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--draft-threads", type=int, default=1)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--rivals", nargs="+", default=[], type=Entry.parse, metavar="NAME[=PYTHON]")
-    parser.add_argument("--load", nargs="+", default=[], type=_pair, metavar="NAME=PATH", help="what a rival loads")
+    parser.add_argument("--load", nargs="+", default=[], type=_pair, metavar="NAME=PATH", help="what the rival loads")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a PNG of the ratios")
     arguments = parser.parse_args()
@@ -113,7 +113,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _given(prompt: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """What `Client.generate` takes, and the prompt's category."""
+    """Returns the arguments of `Client.generate` and the prompt's category."""
     given = {"category": prompt.get("category", ""), "prompt": prompt.get("prompt"), "messages": prompt.get("messages")}
     if given["messages"] and not chat:
         given |= {"prompt": given["messages"][-1]["content"], "messages": None}
@@ -122,7 +122,7 @@ def _given(prompt: dict[str, Any], chat: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Spoken:
-    """The prompts as the target reads them, and what rivals are told of the target."""
+    """The prompts in the target's ids, and the options of all rivals."""
 
     prompt_ids: list[list[int]]
     stop_ids: list[int]
@@ -130,7 +130,7 @@ class Spoken:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace, model: model_pb2.Model, given: Sequence[dict[str, Any]]) -> "Spoken":
-        """By the tokenizer and the template in the target's directory."""
+        """Encodes the prompts with transformers, from the tokenizer and template in the target's directory."""
         from transformers import AutoTokenizer
 
         directory = resolve(arguments.target)
@@ -141,7 +141,7 @@ class Spoken:
             if one["messages"]:
                 text = tokenizer.apply_chat_template(one["messages"], tokenize=False, add_generation_prompt=True)
             prompt_ids.append(list(tokenizer(text, add_special_tokens=not one["messages"])["input_ids"]))
-        # In steps of 256 tokens, as caches like it, and room for candidates behind the last token.
+        # A multiple of 256 tokens, as caches prefer, with room for candidates after the last token.
         context = -(-(max(map(len, prompt_ids)) + arguments.tokens + 32) // 256) * 256
         options = ["--model", str(directory), "--threads", str(arguments.threads), "--context", str(context)]
         options += ["--dtype", model.dtype if model.dtype in ("float32", "float16") else "bfloat16"]
@@ -160,7 +160,7 @@ def _run(
     spoken: Spoken | None,
     arguments: argparse.Namespace,
 ) -> list[Sample]:
-    """Every prompt in every mode, then by every rival; without those that failed."""
+    """Runs every prompt in every mode, then by every rival; leaves out the samples of rivals that failed."""
     samples: list[Sample] = []
     left = list(rivals)
     for index, one in enumerate(given):
@@ -171,7 +171,7 @@ def _run(
             continue
         ids = spoken.prompt_ids[index]
         if len(ids) != alone.finished.usage.prompt_token_count:
-            raise SystemExit("rivals would not read what the target reads: its tokenizer is another in transformers")
+            raise SystemExit("transformers encodes a prompt differently than the target: leave --rivals out")
         for rival in list(left):
             try:
                 samples.append(_of_rival(one["category"], rival, ids, spoken.stop_ids, alone, arguments.tokens))
@@ -198,7 +198,7 @@ def _of_rival(
     rival.ask(prompt_ids, 2, stop_ids)
     answer = rival.ask(prompt_ids, tokens, stop_ids)
 
-    def said(ids: Sequence[int]) -> list[int]:  # some leave out what ended the text
+    def without_end(ids: Sequence[int]) -> list[int]:  # some rivals leave out the id that ended the text
         return [id_ for id_ in ids if id_ not in stop_ids]
 
     return Sample(
@@ -210,7 +210,7 @@ def _of_rival(
         pass_count=answer.pass_count,
         candidate_count=answer.candidate_count,
         accepted_count=answer.accepted_count,
-        same_text=said(answer.token_ids) == said(alone.token_ids),
+        same_text=without_end(answer.token_ids) == without_end(alone.token_ids),
     )
 
 

@@ -1,9 +1,9 @@
-"""How good the planner's choices are on real models: every fixed way of speculating beside `auto`, in one run.
+"""Compares the planner's choices on real models with every fixed way of speculating, in one run.
 
     python -m benchmarks.planner --setting a [--temperature 0] [--prompts FILE] [--count 12] [--tokens 96]
         [--ways off auto ...] [--fresh N] [--json FILE]
 
-Starts a target, a draft and a bridge as processes on this machine, for one of the settings
+Starts a target, a draft and a bridge as processes on this machine, in one of these settings:
 
     a   Qwen2.5-Coder-1.5B in torch bfloat16 <- SmolLM2-135M in llamacpp, each with all cores
     a32 the same in float32, for processors that do not compute in bfloat16
@@ -11,16 +11,16 @@ Starts a target, a draft and a bridge as processes on this machine, for one of t
     c   Gemma-3-270M <- SmolLM2-135M, both in llamacpp with all cores
     d   Gemma-3-270M in llamacpp, no draft
 
-and runs every prompt in every way, one way after the other, in an order that rotates from prompt to prompt. `turns k`:
-the draft proposes k tokens, then the target verifies them. `ahead n`: both run, the draft at most n tokens ahead.
-`suffix`: candidates from suffix matches only. What is left out of a time is the target's first pass, with the
-tokens that it yields; before its turn each prompt is read once, by both models.
+Every prompt runs in every way, one after the other, in an order that rotates from prompt to prompt. `turns k`: the
+draft proposes k tokens, then the target verifies them. `ahead n`: both run, the draft at most n tokens ahead. `suffix`:
+candidates from suffix matches only. Times exclude the target's first pass and its tokens; a request before the first
+way makes both models read the prompt.
 
-Four figures are compared with the bars that the planner has to clear: `auto` over the best fixed way, by all tokens
-and all times; the least ratio of `auto` to `off` among the categories; the speed that `auto` predicted over the speed
-that it had; and, with --fresh, the speed of the first request of a bridge that has just started, in `auto`, over the
-best fixed way on the same prompt. --fresh N measures N such requests and nothing else of `auto`; models stay loaded.
-FILE of prompts: as in `benchmarks.prompts`, without it the prompts of the tests. The JSON is written after each prompt.
+Four figures are compared with the bars that the planner must reach: the speed of `auto` over that of the best fixed
+way, from all tokens and times; the lowest ratio of `auto` to `off` of any category; the speed that `auto` predicted
+over its measured speed; and, with --fresh, the speed of `auto` in the first request of a new bridge over that of the
+best fixed way on the same prompt. --fresh N measures `auto` in N such requests only; the models stay loaded.
+FILE of prompts: as in `benchmarks.prompts`; without it, the prompts of the tests. The JSON file is updated after each.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from services.store.resolve import default_name
 
 OFF = "off"
 AUTO = "auto"
-# What the planner has to reach: see the module's text.
+# What the planner must reach; see the module docstring.
 BEST_FIXED_BAR = 0.97
 CATEGORY_BAR = 0.97
 PREDICTION_BAR = 0.15
@@ -64,7 +64,7 @@ _LIBRARIES = ("torch", "transformers", "llama-cpp-python", "openvino", "grpcio",
 
 @dataclass(frozen=True)
 class Server:
-    """A model and how it is served. `core`: the one that it is pinned to; None leaves it all of them."""
+    """A model and how it is served. `core`: the core that its process is pinned to; None for all cores."""
 
     model: str
     options: tuple[str, ...]
@@ -73,7 +73,7 @@ class Server:
 
 @dataclass(frozen=True)
 class Setting:
-    """A target and its draft, or none."""
+    """A target and its draft, if any."""
 
     target: Server
     draft: Server | None
@@ -83,23 +83,23 @@ def _settings() -> dict[str, Setting]:
     everything = ("--threads", str(os.cpu_count()))
     llamacpp = ("--engine", "llamacpp")
     torch, openvino = ("--engine", "torch", "--dtype"), ("--engine", "openvino", "--weights", "int8")
-    beside = Server(_SMOLLM, (*llamacpp, *everything))
+    smollm = Server(_SMOLLM, (*llamacpp, *everything))
     gemma = Server(_GEMMA, (*llamacpp, *everything))
     return {
-        "a": Setting(Server(_QWEN, (*torch, "bfloat16", *everything)), beside),
-        "a32": Setting(Server(_QWEN, (*torch, "float32", *everything)), beside),
+        "a": Setting(Server(_QWEN, (*torch, "bfloat16", *everything)), smollm),
+        "a32": Setting(Server(_QWEN, (*torch, "float32", *everything)), smollm),
         "b": Setting(
             Server(_QWEN, (*openvino, "--threads", "1"), core=0),
             Server(_SMOLLM, (*llamacpp, "--threads", "1"), core=1),
         ),
-        "c": Setting(gemma, beside),
+        "c": Setting(gemma, smollm),
         "d": Setting(gemma, None),
     }
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of speculating. `count`: tokens of the draft; `sources`: those allowed, all if empty."""
+    """A way of speculating. `count`: `num_assistant_tokens`. `sources`: the sources allowed; empty for all."""
 
     name: str
     mode: str
@@ -108,7 +108,7 @@ class Way:
 
     @property
     def drafts(self) -> bool:
-        """Whether it is nothing without a draft model."""
+        """Whether it needs a draft model."""
         return self.mode in ("lockstep", "opportunistic")
 
 
@@ -123,7 +123,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the bridge reports of a request, as far as it is compared here. Tokens a second are 0 where not reported."""
+    """The statistics of one request that are compared here. Tokens per second are 0 if not reported."""
 
     pass_count: int
     candidate_count: int
@@ -136,7 +136,7 @@ class Statistics:
 
     @classmethod
     def of(cls, did: bridge_pb2.SpeculationStatistics) -> "Statistics":
-        """By the contract's names; those that it does not have yet are left at nothing."""
+        """Converts the contract's statistics. Fields that an older contract lacks stay empty."""
         return cls(
             pass_count=did.target_pass_count,
             candidate_count=did.num_draft_tokens,
@@ -151,7 +151,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt in one way. `token_count` and `elapsed_ns`: after the target's first pass."""
+    """One prompt in one way. `token_count` and `elapsed_ns` exclude the target's first pass."""
 
     prompt: int
     category: str
@@ -163,28 +163,28 @@ class Run:
 
     @property
     def speed(self) -> float:
-        """Tokens a second; 0 if the first pass was the only one."""
+        """Tokens per second; 0 if the first pass was the only one."""
         return 1e9 * self.token_count / self.elapsed_ns if self.token_count else 0.0
 
 
 class Bridge:
-    """A bridge at an address."""
+    """A connection to a bridge."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address)
         self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._channel.close()
 
     def has_template(self, target: str) -> bool:
-        """Whether the target has a chat template."""
+        """Returns whether the target has a chat template."""
         models = self._stub.ListModels(bridge_pb2.ListModelsRequest()).models
         return any(model.chat_template for model in models if model.name == default_name(target))
 
     def run(self, index: int, prompt: dict[str, Any], way: Way, tokens: int, temperature: float) -> Run:
-        """One prompt in one way; each prompt has its own seed, the same in all ways."""
+        """Runs a prompt in one way. Each prompt has its own seed, the same in all ways."""
         request = generate_request(
             prompt.get("prompt"),
             messages=prompt.get("messages"),
@@ -215,7 +215,7 @@ def _allow(request: bridge_pb2.GenerateRequest, sources: Sequence[str]) -> None:
 
 
 def ways(setting: Setting, names: Sequence[str] | None = None) -> list[Way]:
-    """The ways that a setting has, of those named, or of all. `off` is always among them."""
+    """Returns the ways that a setting supports, of those named, or of all. `off` is always among them."""
     selects_sources = "sources" in bridge_pb2.Speculation.DESCRIPTOR.fields_by_name
     return [
         way
@@ -228,7 +228,7 @@ def ways(setting: Setting, names: Sequence[str] | None = None) -> list[Way]:
 
 @contextmanager
 def _pinned(core: int | None) -> Iterator[None]:
-    """Processes that are started meanwhile have this core only."""
+    """Pins processes that are started inside to this core."""
     if core is None or not hasattr(os, "sched_setaffinity"):
         yield
         return
@@ -264,7 +264,7 @@ def _bridge(target: str, draft: str | None) -> Iterator[Bridge]:
 
 @contextmanager
 def models(setting: Setting) -> Iterator[tuple[str, str | None]]:
-    """Addresses of a setting's target and draft."""
+    """Starts a setting's target and draft and yields their addresses."""
     with _server(setting.target, "target") as target:
         if setting.draft is None:
             yield target, None
@@ -282,7 +282,7 @@ def measure(
     *,
     fresh: bool = False,
 ) -> Iterator[list[Run]]:
-    """Yields the runs of each prompt. `fresh`: `auto` comes last, as the first request of a bridge of its own."""
+    """Yields the runs of each prompt. `fresh`: `auto` runs last, as the first request of a new bridge."""
     with models(setting) as (target, draft), _bridge(target, draft) as bridge:
         given = given if bridge.has_template(setting.target.model) else [_plain(one) for one in given]
         reading = Way("reading", "lockstep", 1) if draft else WAYS[0]
@@ -299,26 +299,26 @@ def measure(
 
 
 def _plain(prompt: dict[str, Any]) -> dict[str, Any]:
-    """For a model without a template: the last message as plain text."""
+    """Returns the last message of a chat as plain text, for a model without a chat template."""
     if not prompt.get("messages"):
         return prompt
     return {"category": prompt["category"], "prompt": prompt["messages"][-1]["content"]}
 
 
 def speed(runs: Sequence[Run]) -> float:
-    """Tokens a second over all of them: all tokens over all times."""
+    """Returns the tokens per second over all runs: the sum of tokens over the sum of times."""
     elapsed_ns = sum(run.elapsed_ns for run in runs if run.token_count)
     return 1e9 * sum(run.token_count for run in runs) / elapsed_ns if elapsed_ns else 0.0
 
 
 def by_way(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """In the order of `WAYS`."""
+    """Returns runs by way, in the order of `WAYS`."""
     found = {way.name: [run for run in runs if run.way == way.name] for way in WAYS}
     return {name: some for name, some in found.items() if some}
 
 
 def by_prompt(runs: Sequence[Run]) -> dict[int, dict[str, Run]]:
-    """Runs by prompt and way, of prompts whose text is longer than a first pass."""
+    """Returns runs by prompt and way, without prompts that some way finished in the first pass."""
     found: dict[int, dict[str, Run]] = defaultdict(dict)
     for run in runs:
         found[run.prompt][run.way] = run
@@ -326,7 +326,7 @@ def by_prompt(runs: Sequence[Run]) -> dict[int, dict[str, Run]]:
 
 
 def table(runs: Sequence[Run], title: str) -> Table:
-    """A row for each way."""
+    """Returns a table with a row per way."""
     found = Table(
         "", "tokens/s", "ratio to off", "range", "tokens/pass", "accepted", "same text", "parted at a near tie",
         title=title, box=box.SIMPLE,
@@ -352,7 +352,7 @@ def table(runs: Sequence[Run], title: str) -> Table:
 
 
 def texts(runs: Sequence[Run], way: str) -> tuple[int, int, int]:
-    """Prompts whose text in a way is that of `off`; is another, with near ties; is another without any."""
+    """Counts the prompts whose text equals that of `off`, differs with near ties, and differs without any."""
     same = tied = other = 0
     alone = {run.prompt: run for run in runs if run.way == OFF}
     for run in runs:
@@ -372,7 +372,7 @@ def _verdict(what: str, value: float, bar: float, more: str = "") -> str:
 
 
 def verdicts(runs: Sequence[Run]) -> list[str]:
-    """A line for each bar, of runs whose `auto` had a bridge that had run before."""
+    """Returns a line for each bar, for runs without --fresh."""
     of_way = by_way(runs)
     lines = []
     fixed = {name: speed(some) for name, some in of_way.items() if name != AUTO}
@@ -398,7 +398,7 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
 
 
 def _prediction(runs: Sequence[Run]) -> str:
-    """Speeds are compared by the time that all tokens take at the one and at the other."""
+    """Compares the predicted and the measured time of all tokens."""
     reported = [
         run for run in runs
         if run.statistics.predicted_tokens_per_second and run.statistics.measured_tokens_per_second and run.token_count
@@ -419,7 +419,7 @@ def _prediction(runs: Sequence[Run]) -> str:
 
 
 def fresh_verdicts(runs: Sequence[Run]) -> list[str]:
-    """A line for the bar of first requests, and one with each of them."""
+    """Returns a line for the bar of first requests, and one with each request."""
     lines, auto_ns, best_ns, token_count = [], 0.0, 0.0, 0
     for of in by_prompt(runs).values():
         fixed = max((run for name, run in of.items() if name != AUTO), key=lambda run: run.speed)
@@ -429,13 +429,13 @@ def fresh_verdicts(runs: Sequence[Run]) -> list[str]:
         best_ns += fixed.elapsed_ns / fixed.token_count
         token_count += auto.token_count
     if not lines:
-        return ["         no text was longer than a first pass"]
+        return ["         no text was longer than its first pass"]
     what = "first request of a fresh bridge, auto / best fixed way on the same prompt, by the mean time of a token"
     return [_verdict(what, best_ns / auto_ns, FRESH_BAR), f"         by prompt: {', '.join(lines)}"]
 
 
 def about(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Under what the figures came about."""
+    """Returns the command and environment of the measurement."""
     return {
         "command": shlex.join(sys.orig_argv),
         "arguments": vars(arguments),
@@ -447,7 +447,7 @@ def about(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """Its name."""
+    """Returns the name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -468,17 +468,17 @@ def main() -> None:
     parser.add_argument("--setting", required=True, choices=list(settings))
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=Path, default=prompts.OWN)
-    parser.add_argument("--count", type=int, default=12, help="the most prompts, evenly over the file's categories")
+    parser.add_argument("--count", type=int, default=12, help="maximum number of prompts, spread over the categories")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS], help="off is always among them")
-    parser.add_argument("--fresh", type=int, metavar="N", help="first requests of N bridges, one prompt each")
+    parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS], help="off is always added")
+    parser.add_argument("--fresh", type=int, metavar="N", help="measure auto in the first requests of N new bridges")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     setting = settings[arguments.setting]
     chosen = ways(setting, arguments.ways)
     fresh = arguments.fresh is not None
     if fresh and AUTO not in [way.name for way in chosen]:
-        parser.error("--fresh is about auto: name it among --ways")
+        parser.error("--fresh measures auto: add auto to --ways")
     given = prompts.read(arguments.prompts, arguments.fresh if fresh else arguments.count)
     runs: list[Run] = []
     for some in measure(setting, given, chosen, arguments.tokens, arguments.temperature, fresh=fresh):

@@ -1,4 +1,4 @@
-"""Prompts from a file: this repository's own kind, or Spec-Bench's."""
+"""Reads prompts from a file in this repository's format or in that of Spec-Bench."""
 
 import json
 from collections import defaultdict
@@ -8,14 +8,14 @@ from typing import Any
 
 from bridge.text.chat import Chat, Message
 
-# Those of the tests, for users who have no others.
+# The prompts of the tests, which are the default.
 OWN = Path(__file__).parents[1] / "tests" / "prompts.json"
 
 
 def read(path: Path, count: int | None = None) -> list[dict[str, Any]]:
-    """Dictionaries with a `category` and either `prompt` or `messages`, at most `count`, evenly over the categories.
+    """Returns dictionaries with a `category` and either `prompt` or `messages`, at most `count`, from all categories.
 
-    `path`: a JSON list of such, or JSON lines with `turns` as in Spec-Bench, of which the first is taken.
+    `path`: a JSON list of them, or JSON lines with `turns` as in Spec-Bench, of which the first is taken.
     """
     text = path.read_text(encoding="utf-8")
     found = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.splitlines()]
@@ -29,7 +29,7 @@ def read(path: Path, count: int | None = None) -> list[dict[str, Any]]:
 
 
 def as_input(prompt: dict[str, Any]) -> str | Chat:
-    """What a `Request` takes."""
+    """Returns the prompt as the input of a `Request`."""
     if "prompt" in prompt:
         return str(prompt["prompt"])
     return Chat(tuple(Message(one["role"], one["content"]) for one in prompt["messages"]))

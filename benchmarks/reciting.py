@@ -1,8 +1,8 @@
-"""A model server whose model recites a text and computes nothing, so that what the services take is all there is.
+"""A model server whose model recites a text without computing, so that only the services cost time.
 
     python -m benchmarks.reciting --text FILE --tokenizer tokenizer.json --role target|draft [--acceptance 0.8]
 
-It serves what any model server does, by the services' own servicers, sessions and scheduler, and prints its address.
+It uses the servicers, sessions and scheduler of a real model server, and prints its address.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from services.rpc.server import Server, stop_event
 from services.store.files import ModelFiles
 
 SLOTS, CONTEXT = 4, 1 << 17
-# Bytes that are encoded to find the one token that comes next.
+# Bytes that are encoded to find the next token.
 _AHEAD = 48
 _SEED = 1
 
 
 class RecitingEngine:
-    """Says the token that its text has where the bytes of a sequence end; of these `acceptance`, of others another."""
+    """Predicts the next token of its text at the byte offset of the sequence, right with probability `acceptance`."""
 
     name, device, dtype, logit_tolerance, cache_byte_count = "reciting", "none", "float32", 0.0, 0
     slot_count, context_length = SLOTS, CONTEXT
@@ -71,7 +71,7 @@ class RecitingEngine:
 
 
 def load(name: str, tokenizer_json: bytes, text: bytes, acceptance: float) -> LoadedModel:
-    """A model of that tokenizer, without a control token, that recites the text."""
+    """Returns a model with that tokenizer and no control tokens that recites the text."""
     vocabulary = Vocabulary(tokenizer_json)
     engine = RecitingEngine(vocabulary, text, acceptance)
     files = ModelFiles(tokenizer_json, vocabulary, SpecialIds(), "", hashlib.sha256(text).hexdigest())

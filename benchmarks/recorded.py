@@ -1,8 +1,8 @@
-"""Where drafts are right on the texts of real targets, and how sure they are of it: a file of pairs.
+"""A file of traces: where drafts are right on texts of real targets, and with what confidence.
 
-`benchmarks.traces` writes it. In JSON: `pairs`, each with `target`, `draft` and `texts`; of a text its `category`, the
-number of `target_tokens` that it has, and by token of the draft `right`, a string of ones and zeros, and `confidence`,
-the probability in 255ths that the draft gave to the token that it would have proposed, in two hex digits each.
+`benchmarks.traces` writes it as JSON: `pairs`, each with `target`, `draft` and `texts`. A text has a `category`, the
+number `target_tokens`, and, with one entry per token of the draft, `right`, a string of "1" and "0", and `confidence`,
+the probability of the token that the draft would have proposed, in 255ths as two hex digits.
 """
 
 import json
@@ -13,10 +13,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Text:
-    """What a target wrote for one prompt, in the tokens of a draft that reads along.
+    """What a target wrote for one prompt, in the tokens of a draft.
 
-    `right`: "1" where the draft's most probable token is the one that comes, "0" elsewhere. `confidence`: how probable
-    it found that token, in [0, 1].
+    `right`: "1" where the draft's most probable token is the next token of the text, "0" elsewhere. `confidence`: the
+    probability of that most probable token, in [0, 1].
     """
 
     category: str
@@ -26,12 +26,12 @@ class Text:
 
     def __post_init__(self) -> None:
         if len(self.right) != len(self.confidence):
-            raise ValueError(f"{len(self.right)} tokens are judged, and {len(self.confidence)} confidences recorded")
+            raise ValueError(f"a text has {len(self.right)} tokens but {len(self.confidence)} confidences")
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, a draft, and the texts of the one as the other reads them."""
+    """A target, a draft, and the target's texts in the draft's tokens."""
 
     target: str
     draft: str
@@ -43,22 +43,22 @@ class Pair:
 
     @property
     def right(self) -> str:
-        """Of all texts, one after the other."""
+        """Concatenated over all texts."""
         return "".join(text.right for text in self.texts)
 
     @property
     def confidence(self) -> tuple[float, ...]:
-        """Of all texts, one after the other."""
+        """Concatenated over all texts."""
         return tuple(value for text in self.texts for value in text.confidence)
 
     @property
     def acceptance(self) -> float:
-        """The share of right tokens."""
+        """The fraction of tokens that are right."""
         return self.right.count("1") / len(self.right)
 
 
 def read(path: Path) -> dict[str, Pair]:
-    """The pairs of a file, by name."""
+    """Returns the pairs of a file, by name."""
     pairs = []
     for pair in json.loads(path.read_text())["pairs"]:
         texts = tuple(
@@ -75,7 +75,7 @@ def read(path: Path) -> dict[str, Pair]:
 
 
 def write(path: Path, pairs: Sequence[Pair], title: str) -> None:
-    """A line for each text, so that changes can be seen."""
+    """Writes a file with one line per text, so that a diff is readable."""
     written = [
         {
             "target": pair.target,

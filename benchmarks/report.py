@@ -1,4 +1,4 @@
-"""What was measured of one prompt, and tables and plots of many such."""
+"""The measurement of one prompt, and tables and plots of many."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt in one mode, or by one rival. Counts in the target's tokens; 0 where a rival does not tell."""
+    """One prompt in one mode or by one rival. Counts are in the target's tokens; 0 if not reported."""
 
     category: str
     mode: str
@@ -40,12 +40,12 @@ class Sample:
 
     @property
     def token_ns(self) -> float:
-        """Time of a token, of those behind the first."""
+        """Mean nanoseconds per token after the first."""
         return (self.elapsed_ns - self.first_token_ns) / max(self.token_count - 1, 1)
 
 
 def by_category(samples: Sequence[Sample]) -> list[tuple[str, list[Sample]]]:
-    """Samples by category, and of all categories where there are several."""
+    """Returns samples by category, and those of all together if there are several categories."""
     found: dict[str, list[Sample]] = defaultdict(list)
     for one in samples:
         found[one.category].append(one)
@@ -53,12 +53,12 @@ def by_category(samples: Sequence[Sample]) -> list[tuple[str, list[Sample]]]:
 
 
 def ratio(found: Sequence[Sample], mode: str) -> float:
-    """Speed of a mode over the target alone, by the times of all their tokens behind the first."""
+    """Returns the speed of a mode over that of the target alone, from the times of all tokens after the first."""
     return _mean_token_ns(_of(found, ALONE)) / _mean_token_ns(_of(found, mode))
 
 
 def table(samples: Sequence[Sample], modes: Sequence[str], title: str) -> Table:
-    """A row for each category and mode; of times a token, and to the first, the median over prompts."""
+    """Returns a table with a row per category and mode. Times are medians over prompts."""
     result = Table(*_COLUMNS, title=title, box=box.SIMPLE)
     for category, found in by_category(samples):
         for mode in modes:
@@ -70,7 +70,7 @@ def table(samples: Sequence[Sample], modes: Sequence[str], title: str) -> Table:
 
 def _cells(everything: Sequence[Sample], mode: str) -> list[str]:
     found = _of(everything, mode)
-    # A text of one token has no time behind the first.
+    # A text of one token has no time after the first.
     timed = [
         (one.token_ns, other.token_ns / one.token_ns)
         for one, other in zip(found, _of(everything, ALONE), strict=True)
@@ -104,7 +104,7 @@ def _mean_token_ns(found: Sequence[Sample]) -> float:
 
 
 def plot(samples: Sequence[Sample], modes: Sequence[str], title: str, path: Path) -> None:
-    """Writes a PNG: a field for each category, in it a bar for each mode, as long as its ratio to the target alone."""
+    """Writes a PNG with a field per category and a bar per mode, whose length is the ratio to the target alone."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -135,7 +135,7 @@ def _bars(field: Any, category: str, ratios: Sequence[tuple[float, str]]) -> Non
     lengths, colours = zip(*ratios, strict=True)
     bars = field.barh(range(len(lengths)), lengths, color=colours)
     field.axvline(1, color="black", linewidth=0.8, linestyle=":")
-    # A white ground, so that the line does not strike a number out.
+    # White, so that the dotted line does not cross the numbers.
     ground = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
     field.bar_label(bars, [f"{one:.2f}" for one in lengths], padding=3, fontsize=8, bbox=ground)
     field.set_title(category, fontsize=9, fontweight="bold" if category == "all" else "normal")

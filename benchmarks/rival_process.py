@@ -1,11 +1,11 @@
-"""A library by itself, loaded once and asked over its standard input. Greedy; one request at a time.
+"""Runs one library in this process and answers greedy requests from standard input, one at a time.
 
     PYTHON benchmarks/rival_process.py NAME --model DIR [--gguf FILE] [--draft DIR] [--dtype bfloat16] [--threads 2]
         [--context 2048]
 
-PYTHON may be of any environment: this file imports the standard library and, when it runs, what NAME needs. It prints
-JSON lines. The first is {"about": TEXT}, or {"error": REASON} and the end. A line {"prompt_ids": [...], "max_tokens":
-N, "stop_ids": [...]} is answered with the fields of `Answer`, or with {"error": REASON}.
+PYTHON may belong to any environment: this file imports only the standard library and, at run time, what NAME needs. It
+prints JSON lines: first {"about": TEXT}, or {"error": REASON} before it exits; then, for each input line
+{"prompt_ids": [...], "max_tokens": N, "stop_ids": [...]}, the fields of `Answer` or {"error": REASON}.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-# What each library's own guide proposes to begin with.
+# The first values that each library's guide proposes.
 LOOKUP_TOKENS = 10
 LOOKUP_NGRAM = 3
 VLLM_TOKENS = 5
@@ -29,7 +29,7 @@ VLLM_TOKENS = 5
 
 @dataclass(frozen=True)
 class Request:
-    """Ids of the prompt; the most new tokens; ids that end the answer."""
+    """Ids of the prompt, the maximum number of new tokens, and ids that end the answer."""
 
     prompt_ids: list[int]
     max_tokens: int
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """New ids, an id that ended them included; times from the request on. A count is 0 where the library is silent."""
+    """New ids, including one that ended them, and times since the request. A count is 0 if the library reports none."""
 
     token_ids: list[int]
     first_token_ns: int
@@ -50,18 +50,18 @@ class Answer:
 
 @dataclass
 class Clock:
-    """Runs from its making on."""
+    """Measures the time since its construction."""
 
     started: int = field(default_factory=time.perf_counter_ns)
     first_token_ns: int = 0
 
     def tokens(self) -> None:
-        """Tokens are here, the first or others."""
+        """Records that tokens have arrived."""
         self.first_token_ns = self.first_token_ns or self.elapsed_ns
 
     @property
     def elapsed_ns(self) -> int:
-        """Nanoseconds so far."""
+        """Nanoseconds since the start."""
         return time.perf_counter_ns() - self.started
 
 
@@ -72,22 +72,20 @@ def main() -> None:
     """Loads the library's model and answers until the input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=list(RIVALS))
-    parser.add_argument(
-        "--model", required=True, help="a directory that transformers reads, or what NAME loads instead"
-    )
-    parser.add_argument("--gguf", help="the same model for llama.cpp")
-    parser.add_argument("--draft", help="the draft's directory")
+    parser.add_argument("--model", required=True, help="model directory for transformers, or what NAME loads instead")
+    parser.add_argument("--gguf", help="the same model as a GGUF file for llama.cpp")
+    parser.add_argument("--draft", help="directory of the draft")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
-    parser.add_argument("--context", type=int, default=2048, help="the most tokens of prompt and answer")
+    parser.add_argument("--context", type=int, default=2048, help="maximum number of tokens of prompt and answer")
     options = parser.parse_args()
     if options.name.startswith("vllm"):
         _preload_openmp()
     _end_with_parent()
-    # Libraries print as they please: their standard output becomes standard error.
+    # Libraries may print anything, so their standard output is redirected to standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    # Before anything is imported that reads it.
+    # Must be set before the libraries that read it are imported.
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
     try:
         about, rival = RIVALS[options.name](options)
@@ -99,7 +97,7 @@ def main() -> None:
 
 
 def _end_with_parent() -> None:
-    """Whoever is stopped while idle sees no end of its input if the one who stopped it is killed."""
+    """Asks Linux to kill this process with its parent: while stopped, it would not notice the end of its input."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -119,7 +117,7 @@ def _reason(error: BaseException) -> str:
 
 
 def transformers(options: argparse.Namespace) -> tuple[str, Rival]:
-    """`generate`: plain, with an assistant of another tokenizer, or with candidates from the prompt."""
+    """Loads transformers' `generate`: plain, with an assistant of another tokenizer, or with prompt lookup."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -132,13 +130,13 @@ def transformers(options: argparse.Namespace) -> tuple[str, Rival]:
     more: dict[str, Any] = {}
     if options.name == "transformers-assisted":
         if not options.draft:
-            raise ValueError("there is no draft to assist")
+            raise ValueError("transformers-assisted needs --draft")
         tokenizers = (AutoTokenizer.from_pretrained(path) for path in (options.model, options.draft))
         more = dict(zip(("tokenizer", "assistant_tokenizer"), tokenizers, strict=True))
         more["assistant_model"] = load(options.draft)
     elif options.name == "transformers-prompt-lookup":
         more = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
-    # A forward gives logits for the candidates in it and for one token more.
+    # A forward returns logits for its candidates and one more token.
     widths: list[int] = []
     model.register_forward_hook(lambda module, args, output: widths.append(output.logits.shape[1]))
 
@@ -158,7 +156,7 @@ def transformers(options: argparse.Namespace) -> tuple[str, Rival]:
 
 
 class _FirstToken:
-    """A streamer of transformers; it is given the prompt first."""
+    """A streamer for transformers, whose first `put` is the prompt."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -174,7 +172,7 @@ class _FirstToken:
 
 
 def llamacpp(options: argparse.Namespace) -> tuple[str, Rival]:
-    """llama.cpp's decode and the best logit; what it has read of a prompt already stays in its cache."""
+    """Loads llama.cpp's decode with argmax. A prompt's cached prefix is reused."""
     import llama_cpp
     import numpy as np
 
@@ -199,10 +197,10 @@ def llamacpp(options: argparse.Namespace) -> tuple[str, Rival]:
 
     def answer(request: Request) -> Answer:
         clock, prompt = Clock(), request.prompt_ids
-        # The last token is read again, for its logits.
+        # The last token always runs, because its logits are needed.
         pairs = enumerate(zip(cached, prompt[:-1], strict=False))
         kept = next((index for index, (old, new) in pairs if old != new), min(len(cached), len(prompt) - 1))
-        if not llama_cpp.llama_memory_seq_rm(memory, 0, kept, -1):  # a window has forgotten what lies before
+        if not llama_cpp.llama_memory_seq_rm(memory, 0, kept, -1):  # a sliding window no longer holds what it needs
             llama_cpp.llama_memory_clear(memory, True)
             kept = 0
         del cached[kept:]
@@ -216,12 +214,12 @@ def llamacpp(options: argparse.Namespace) -> tuple[str, Rival]:
 
 
 def llamacpp_prompt_lookup(options: argparse.Namespace) -> tuple[str, Rival]:
-    """llama-cpp-python's own loop with its own search for candidates in the prompt."""
+    """Loads llama-cpp-python's loop with its prompt lookup."""
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS)
-    # Candidates by pass.
+    # Candidates of each pass.
     widths: list[int] = []
 
     def draft(ids: Any, /, **more: Any) -> Any:
@@ -254,12 +252,12 @@ def _llamacpp_about(options: argparse.Namespace) -> str:
 
 def _gguf(options: argparse.Namespace) -> str:
     if not options.gguf:
-        raise ValueError("there is no GGUF file of the target")
+        raise ValueError("this rival needs --gguf")
     return str(options.gguf)
 
 
 def openvino_genai(options: argparse.Namespace) -> tuple[str, Rival]:
-    """`LLMPipeline`, plain or with candidates from the prompt, on an exported model or on a GGUF that it can read."""
+    """Loads `LLMPipeline`, plain or with prompt lookup, from an exported model or a GGUF file."""
     import numpy as np
     import openvino
     import openvino_genai as genai
@@ -295,7 +293,7 @@ def openvino_genai(options: argparse.Namespace) -> tuple[str, Rival]:
 
 
 def _preload_openmp() -> None:
-    """Starts this program anew with Intel's OpenMP, where it is installed, in front: so vLLM's guide has it."""
+    """Restarts this program with Intel's OpenMP preloaded, if it is installed, as vLLM's guide recommends."""
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
     if library.exists() and "libiomp5" not in os.environ.get("LD_PRELOAD", ""):
         os.environ["LD_PRELOAD"] = f"{library}:{os.environ.get('LD_PRELOAD', '')}"
@@ -303,8 +301,8 @@ def _preload_openmp() -> None:
 
 
 def vllm(options: argparse.Namespace) -> tuple[str, Rival]:
-    """vLLM's engine, step by step in this process: plain, with candidates from the prompt, or from a draft model."""
-    # In this process, on any core (it would leave one to a server), with little memory, and telling nobody.
+    """Loads vLLM's engine in this process: plain, with prompt lookup, or with a draft model."""
+    # In this process, on all cores (by default one is reserved for a server), with little memory and no telemetry.
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -319,7 +317,7 @@ def vllm(options: argparse.Namespace) -> tuple[str, Rival]:
     }.get(options.name)
     model = LLM(
         options.model, dtype=options.dtype, max_model_len=options.context, max_num_seqs=1, disable_log_stats=False,
-        # With it, the layers of a draft fall into several groups beside a target with windows, which vLLM refuses.
+        # Otherwise a draft's layers form several groups next to a target with sliding windows, which vLLM refuses.
         disable_hybrid_kv_cache_manager=True if options.name == "vllm-draft" else None,
         speculative_config=speculation and {**speculation, "num_speculative_tokens": VLLM_TOKENS},
     )  # fmt: skip

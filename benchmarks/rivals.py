@@ -1,7 +1,7 @@
-"""Rivals: the libraries that somebody might use instead, each as a process of `benchmarks.rival_process`.
+"""Runs rivals: other software to compare with, each in a process of `benchmarks.rival_process`.
 
-A rival may have an environment of its own, named by its interpreter. While it has nothing to do it is stopped by a
-signal, so that no thread that spins for its next work takes the processor from whoever is measured.
+A rival may have its own Python environment. While it is idle it is stopped with SIGSTOP, so that its spinning threads
+do not slow down what is measured.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ _STOP_SECONDS = 10.0
 
 
 class RivalFailed(Exception):
-    """A rival that did not start, or that could not answer; the message is its reason."""
+    """A rival did not start or could not answer; the message says why."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A rival as the user names it: NAME or NAME=PYTHON. Raises `ValueError` for a name that nobody knows."""
+    """A rival and the interpreter that runs it."""
 
     name: str
     python: str = sys.executable
 
     @classmethod
     def parse(cls, text: str) -> "Entry":
-        """The entry of a word of the command line."""
+        """Parses NAME or NAME=PYTHON. Raises `ValueError` for an unknown name."""
         name, _, python = text.partition("=")
         if name not in RIVALS:
             raise ValueError(f"no rival is called {name!r}: there are {', '.join(RIVALS)}")
@@ -43,10 +43,10 @@ class Entry:
 
 
 class Rival:
-    """A process that has loaded its model. `about` says which versions of what."""
+    """A process that has loaded its model. `about` names the software and its versions."""
 
     def __init__(self, entry: Entry, options: Sequence[str]) -> None:
-        """Waits until it is ready. Raises `RivalFailed`."""
+        """Starts the process and waits until it is ready. Raises `RivalFailed`."""
         self.name = entry.name
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, closed with us
         try:
@@ -56,9 +56,9 @@ class Rival:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                # The modules beside the program are none of its business.
+                # PYTHONSAFEPATH keeps it from importing the modules of this folder.
                 env=os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
-                # As our services are: a session of its own, which Linux gives a share of the processor by itself.
+                # As for our services: Linux schedules each session as a group of its own.
                 start_new_session=True,
             )
         except OSError as error:
@@ -73,7 +73,7 @@ class Rival:
         self._signal(signal.SIGSTOP)
 
     def ask(self, prompt_ids: Sequence[int], max_tokens: int, stop_ids: Sequence[int]) -> Answer:
-        """The greedy continuation. Raises `RivalFailed`."""
+        """Returns the greedy continuation of a prompt. Raises `RivalFailed`."""
         self._signal(signal.SIGCONT)
         request = {"prompt_ids": list(prompt_ids), "max_tokens": max_tokens, "stop_ids": list(stop_ids)}
         try:
@@ -86,7 +86,7 @@ class Rival:
         return answer
 
     def close(self) -> None:
-        """Ends the process and what it started. Once more does no harm."""
+        """Ends the process and its children. May be called twice."""
         self._signal(signal.SIGCONT)
         with contextlib.suppress(OSError):
             _pipe(self._process.stdin).close()
@@ -108,7 +108,7 @@ class Rival:
         return answer
 
     def _signal(self, number: int) -> None:
-        # One that was not waited for keeps its id, so this never hits another's group.
+        # A process that was not waited for keeps its id, so the signal cannot reach another group.
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, number)
@@ -116,17 +116,17 @@ class Rival:
     def _last_words(self) -> str:
         status = self._process.wait()
         self._errors.seek(0)
-        said = [line.strip() for line in self._errors if line.strip()] or ["it said nothing"]
-        return f"it ended with {status}: {said[-1][:300]}"
+        lines = [line.strip() for line in self._errors if line.strip()] or ["it printed no error"]
+        return f"it ended with {status}: {lines[-1][:300]}"
 
 
 @contextlib.contextmanager
 def started(
     entries: Sequence[Entry], options: Sequence[str], load: Mapping[str, str], report: Callable[[str], None]
 ) -> Iterator[list[Rival]]:
-    """Those of them that start, one after the other; of the others `report` is told why. Ends them all.
+    """Starts rivals one after the other, yields those that started, and ends them.
 
-    `options`: for every rival; `load`: by name, what a rival loads instead of the target's directory.
+    `options`: of every rival. `load`: by name, what a rival loads instead. `report` receives a line for each rival.
     """
     with contextlib.ExitStack() as stack:
         found = []

@@ -1,20 +1,19 @@
-"""What a round costs where the models cost nothing: the bridge, the services and the streams between them.
+"""Measures what a round costs with models that cost nothing: the bridge, the services and their streams.
 
     python -m benchmarks.rounds [--tokens 400] [--repeats 6] [--cases "lockstep, 1" auto ...] [--json FILE]
         [--tokenizers TARGET.json DRAFT.json]
 
-A target service, a draft service and the bridge run as processes and talk over loopback as they always do; only the
-models are stand-ins that recite a text (`benchmarks.reciting`), four of five tokens of the draft rightly. A round is a
-pass of the target. In lockstep it lasts from one delta that the client hears to the next, and the median is over
-rounds; else passes come in bursts, so a round is what all of a generation took by their number, and the median is over
-generations. The 95th percentile is always of the time between deltas. A round's own cost is the median less what the
-models took in it on average: the target's forward, and in lockstep also the draft's, which the round waits for. So it
-counts everything else: the bridge's work (translation, matching, policy), both services' (scheduler, sampling), the
-messages between the four processes, and the client's hearing of it. In lockstep with one token that is one message
-to the draft and back, one to the target and back; each further token of the draft is a forward and a message more.
+A target service, a draft service and the bridge run as processes over loopback. Only the models are stand-ins that
+recite a text (`benchmarks.reciting`), with four of five draft tokens right. A round is a pass of the target. In
+lockstep it lasts from one delta at the client to the next, and the median is over rounds. In other modes passes arrive
+in bursts, so a round is the mean of a generation, and the median is over generations. The 95th percentile is always of
+the time between deltas. A round's own cost is the median less the mean time of the models: the target's forward, and in
+lockstep also the draft's forwards, for which the round waits. It thus includes the bridge (translation, matching,
+planning), both services (scheduler, sampling), the messages between the four processes, and the client. In lockstep
+with one token there is one round trip to the draft and one to the target.
 
-The text is this repository's documentation. In the cases "repeated" it says again what it said before. Tokenizers are
-trained on it, or given. Cases take turns, so that the machine's moods fall on all alike, behind one run of each that
+The text is this repository's documentation. In the "repeated" cases it repeats its beginning. Tokenizers are trained on
+it unless given. Cases take turns, so that changes in the machine's speed affect all alike; the first run of each case
 is not counted.
 """
 
@@ -39,16 +38,16 @@ from draftbridge.v1 import bridge_pb2
 from services.cli.processes import launched
 
 ROOT = Path(__file__).parents[1]
-# Bytes that are said twice, and of what follows them those that belong to the prompt.
+# Bytes that occur twice in the text, and the further bytes that belong to the prompt.
 REPEATED, PROMPT = 4096, 512
 ACCEPTANCE = 0.8
-# Ids of the tokenizers that are trained: two that cut the same text differently.
+# Vocabulary sizes of the two trained tokenizers, which split the text differently.
 SIZES = 4000, 1000
 
 
 @dataclass(frozen=True)
 class Case:
-    """`repeated`: the text says again what it said before. `drafted`: the bridge has a draft model."""
+    """A mode and its settings. `repeated`: the output repeats the prompt. `drafted`: the bridge has a draft model."""
 
     name: str
     mode: str
@@ -70,7 +69,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Run:
-    """One generation of a case. Times in nanoseconds; `gaps`: between its deltas."""
+    """One generation of a case. Times are in nanoseconds; `gaps` are those between its deltas."""
 
     case: Case
     gaps: tuple[int, ...]
@@ -82,7 +81,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a case's rounds, in milliseconds; see above."""
+    """The cost of a case's rounds in milliseconds; see the module docstring."""
 
     case: str
     round_count: int
@@ -120,7 +119,7 @@ def main() -> None:
 
 
 def recited() -> str:
-    """The documentation, the beginning of it twice."""
+    """Returns the documentation, with its beginning twice."""
     files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     text = "".join(file.read_text() for file in files)
     return text[:REPEATED] + text
@@ -142,7 +141,7 @@ def _trained(text: str, folder: Path) -> list[Path]:
 
 @contextmanager
 def _bridges(text: str, tokenizers: Sequence[Path], folder: Path) -> Iterator[dict[bool, Client]]:
-    """Clients of two bridges of one target: with a draft, and without."""
+    """Starts two bridges to one target, with and without a draft, and yields their clients."""
     file = folder / "text"
     file.write_text(text)
     options = ("--text", str(file), "--tokenizer")
@@ -165,17 +164,17 @@ def _bridges(text: str, tokenizers: Sequence[Path], folder: Path) -> Iterator[di
 
 def _run(client: Client, case: Case, text: str, tokens: int) -> Run:
     prompt = text[: REPEATED if case.repeated else 2 * REPEATED + PROMPT]
-    arrivals, said = [], ""
+    arrivals, received = [], ""
     finished: bridge_pb2.GenerateFinished | None = None
     for event in client.stream(
         prompt, max_tokens=tokens, speculation=case.mode, num_assistant_tokens=case.assistant_tokens
     ):
         if isinstance(event, bridge_pb2.GenerateDelta):
             arrivals.append(perf_counter_ns())
-            said += event.text
+            received += event.text
         elif isinstance(event, bridge_pb2.GenerateFinished):
             finished = event
-    assert finished is not None and text.startswith(prompt + said), "the text is not the target's own"
+    assert finished is not None and text.startswith(prompt + received), "the text is not the target's own"
     did = finished.speculation
     return Run(
         case=case,
@@ -188,7 +187,7 @@ def _run(client: Client, case: Case, text: str, tokens: int) -> Run:
 
 
 def cost(runs: Sequence[Run]) -> Cost:
-    """Of all rounds of one case."""
+    """Returns the cost of the rounds of one case, given all its runs."""
     case = runs[0].case
     gaps = [gap for run in runs for gap in run.gaps]
     rounds = gaps if case.mode == "lockstep" else [sum(run.gaps) / len(run.gaps) for run in runs]

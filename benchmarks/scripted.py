@@ -1,7 +1,7 @@
-"""Models that sleep instead of computing, so that speeds and distances can be studied that are not here.
+"""Models that sleep instead of computing, to study speeds and distances that this machine does not have.
 
-The target's text is a fixed one of random letters; the draft says each of its tokens with a given probability, else
-another one. Both go through the services' own sessions and schedulers.
+The target's text is a fixed sequence of random letters. The draft proposes each right token with a given probability.
+Both use the sessions and schedulers of the services.
 """
 
 import asyncio
@@ -27,9 +27,9 @@ CONTEXT = 8192
 
 @dataclass(frozen=True)
 class Pair:
-    """Milliseconds: of a forward of the target with one token, what each further token adds as a part of that, of a
-    token of the draft, of a message to the draft and back. `acceptance`: how often a token of the draft is right;
-    `trace`: where it was, "1" or "0" for each token, over and over again.
+    """The speeds of a target and a draft. Milliseconds of: a 1-token forward of the target, a token of the draft, a
+    round trip to the draft. `step`: what each further token adds to a forward, as a fraction. `jitter`: random part of
+    all forwards. `acceptance`: probability that a draft token is right; `trace` ("1" or "0" per token) replaces it.
     """
 
     verify_ms: float = 40.0
@@ -41,19 +41,19 @@ class Pair:
     trace: str = ""
 
     def is_right(self, seed: int, place: int) -> bool:
-        """Whether the draft knows the token at a place."""
+        """Returns whether the draft's token at `place` is right."""
         if self.trace:
             return self.trace[place % len(self.trace)] == "1"
         return is_right(seed, place, self.acceptance)
 
     def forward_ms(self, width: int) -> float:
-        """Of the target."""
+        """Returns the milliseconds of a forward of the target with `width` tokens."""
         return self.verify_ms * (1 + self.step * (width - 1))
 
 
 @cache
 def model() -> Model:
-    """A token for each byte, and an end."""
+    """Returns a model with a token for each byte and an end of text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: id_ for id_, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -64,25 +64,25 @@ def model() -> Model:
 
 
 def text(seed: int, count: int) -> list[int]:
-    """Ids of ASCII letters, so that any of them ends a character."""
+    """Returns random ASCII letters as ids, so that each id is a whole character."""
     vocabulary, choose = model().vocabulary, random.Random(seed)
     letters = [vocabulary.byte_ids[ord("a") + index] for index in range(26)]
     return [choose.choice(letters) for _ in range(count)]
 
 
 def _other(id_: int) -> int:
-    """Another letter."""
+    """Returns another letter."""
     byte_ids = model().vocabulary.byte_ids
     return byte_ids[ord("a")] if id_ != byte_ids[ord("a")] else byte_ids[ord("b")]
 
 
 def is_right(seed: int, position: int, acceptance: float) -> bool:
-    """Whether the draft knows the token at a position."""
+    """Returns whether the draft's token at `position` is right."""
     return random.Random(seed * 1_000_003 + position).random() < acceptance
 
 
 class ScriptedEngine:
-    """An engine whose forwards take `forward_ms` of their tokens and say what `says` has for each position."""
+    """An engine whose forwards sleep for `forward_ms(width)` and predict the id `says(position)` at each position."""
 
     name, device, dtype, logit_tolerance = "scripted", "none", "float32", 0.0
 
@@ -96,16 +96,16 @@ class ScriptedEngine:
         """See `Engine.forward`."""
         end = time.perf_counter() + self.takes_ms(rows) / 1000
         tables = self.says(rows)
-        time.sleep(max(end - time.perf_counter(), 0.0))  # instead of computing: a forward takes what it is said to
+        time.sleep(max(end - time.perf_counter(), 0.0))  # instead of computing
         return tables
 
     def takes_ms(self, rows: Sequence[Row]) -> float:
-        """Milliseconds of a forward; drawn anew each time, where there is jitter."""
+        """Returns the milliseconds of a forward, with new random jitter for each call."""
         milliseconds = self._forward_ms(sum(len(row.token_ids) - row.logits_from for row in rows))
         return milliseconds * self._random.uniform(1 - self._jitter, 1 + self._jitter)
 
     def says(self, rows: Sequence[Row]) -> list[Logits]:
-        """What a forward yields."""
+        """Returns the logits of a forward without sleeping."""
         tables = []
         for row in rows:
             table = np.zeros((len(row.token_ids) - row.logits_from, self.vocabulary_size), np.float32)
@@ -119,11 +119,11 @@ class ScriptedEngine:
 
 
 def engines(pair: Pair, seed: int, count: int) -> tuple[ScriptedEngine, ScriptedEngine]:
-    """Target and draft of a text of `count` tokens."""
+    """Returns the engines of target and draft for a text of `count` tokens."""
     truth = text(seed, count + 2 * CONTEXT // 8)
 
     def draft_says(position: int) -> int:
-        # Another letter than the right one, or it would be right more often than it is said to be.
+        # A random letter could be right by chance, so a wrong one is chosen on purpose.
         return truth[position] if pair.is_right(seed, position) else _other(truth[position])
 
     return (
@@ -133,7 +133,7 @@ def engines(pair: Pair, seed: int, count: int) -> tuple[ScriptedEngine, Scripted
 
 
 def sampler() -> Sampler:
-    """Greedy."""
+    """Returns a greedy sampler."""
     keys = token_keys(model().vocabulary, model().special_ids.eos)
     return Sampler(
         SamplingParameters(temperature=0.0), 0, keys, np.empty(0, np.int64), frozenset({END}), confident=True
@@ -141,7 +141,7 @@ def sampler() -> Sampler:
 
 
 class Distant:
-    """A draft at the other end of a line: everything takes half a round trip, in order."""
+    """Delays all messages to and from a draft by half a round trip, in order."""
 
     def __init__(self, draft: Drafter, round_trip_ms: float) -> None:
         self._draft, self._delay = draft, round_trip_ms / 2000

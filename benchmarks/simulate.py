@@ -1,14 +1,14 @@
-"""What speculation gains by distance and by the draft's speed: models that sleep, beside a simulation of events.
+"""Measures the gain of speculation by distance and draft speed, with models that sleep, against a simulation.
 
     python -m benchmarks.simulate [--pair VERIFY_MS DRAFT_MS ACCEPTANCE ...] [--round-trip MS ...] [--jitter 0.1]
         [--trace FILE] [--tokens 300] [--virtual] [--json FILE] [--plot FILE.png]
 
-Each pair of speeds at each distance is run in every mode through the loop, the policy, the sessions and the schedulers
-of the services, in one process; only the models and the line to the draft are scripted (`benchmarks.scripted`).
-The draft is right at random, so often; with `--trace` where a real one was, as `benchmarks.traces` recorded it.
-`--virtual` takes seconds instead of minutes: there is no thread, and nobody sleeps (`benchmarks.virtual`).
-Printed: speed over the target alone, in that run, and in brackets the part of the event simulation that it reaches.
-The automatic mode is measured behind `LEARNING` tokens more, on which it learns, as it would from other requests.
+Each pair of speeds at each distance runs in every mode through the real loop, planner, sessions and schedulers in one
+process. Only the models and the connection to the draft are scripted (`benchmarks.scripted`). The draft is right at
+random with probability ACCEPTANCE, or with `--trace` where `benchmarks.traces` recorded that a real draft was right.
+`--virtual` takes seconds instead of minutes, without threads and sleeping (`benchmarks.virtual`).
+Prints the speed over that of the target alone in the same run, and in brackets its ratio to the event simulation.
+The automatic mode is measured after `LEARNING` more tokens, from which it learns as it would from earlier requests.
 """
 
 import argparse
@@ -45,18 +45,18 @@ PAIRS = (Pair(40, 4, 0.8), Pair(30, 7, 0.6), Pair(10, 1, 0.6), Pair(10, 10, 0.5)
 ROUND_TRIPS = (0, 10, 50, 100)
 MODES = (Mode.LOCKSTEP, Mode.OPPORTUNISTIC, Mode.AUTO)
 LOCKSTEP_TOKENS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
-# The patience that a simulation may choose from, in tokens of the draft; and the most candidates of a forward.
+# The patience values that the simulation tries, in draft tokens; the maximum number of candidates per forward.
 PATIENCE = (0.0, 1.5, 4.0)
 WIDTH = 12
 SEED = 1
-# Tokens that the automatic mode has before it is measured; the others get them as a prompt.
+# Tokens generated in the automatic mode before it is measured; for other modes they are part of the prompt.
 LEARNING = 1200
 PROMPT = LEARNING + 64
 
 
 @dataclass(frozen=True)
 class Laboratory:
-    """How time passes: what runs a coroutine and an engine, and tells the seconds."""
+    """What runs a coroutine and an engine, and the clock in seconds: in real or virtual time."""
 
     run: Callable[[Coroutine[Any, Any, float]], float]
     scheduler: Callable[[Callable[[], Any]], Any]
@@ -68,14 +68,14 @@ VIRTUAL = Laboratory(virtual.run, virtual.VirtualScheduler, virtual.clock)
 
 
 def main() -> None:
-    """Runs the laboratory."""
+    """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--virtual", action="store_true", help="in virtual time")
     parser.add_argument("--pair", nargs=3, type=float, action="append", metavar=("VERIFY_MS", "DRAFT_MS", "ACCEPTANCE"))
     parser.add_argument("--round-trip", nargs="+", type=float, default=ROUND_TRIPS, help="milliseconds")
-    parser.add_argument("--jitter", type=float, default=0.0, help="forwards differ by up to so much of their time")
-    parser.add_argument("--trace", type=Path, help="where a draft was right, as recorded; instead of at random")
+    parser.add_argument("--jitter", type=float, default=0.0, help="random part of forward times, as a fraction")
+    parser.add_argument("--trace", type=Path, help="recorded trace of where a draft was right, instead of random")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="needs matplotlib")
     arguments = parser.parse_args()
@@ -97,15 +97,15 @@ def main() -> None:
 
 
 def traced(pair: Pair, path: Path) -> Pair:
-    """The same pair with a draft that is right where that of a file's first pair was."""
+    """Returns the pair with a draft that is right where the first pair of a trace file was."""
     return replace(pair, trace=next(iter(recorded.read(path).values())).right)
 
 
 def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, float]:
-    """Speeds of every mode over the target alone, measured and simulated."""
+    """Returns the speed of every mode over the target alone, measured and simulated."""
     found: dict[str, float] = asdict(replace(pair, trace=""))
     span = range(PROMPT, PROMPT + tokens)
-    if pair.trace:  # of the places that are measured
+    if pair.trace:  # in the measured part of the text
         found["acceptance"] = sum(pair.is_right(SEED, place) for place in span) / tokens
     count = min(LOCKSTEP_TOKENS, key=lambda count: lockstep_ms(pair, count, span if pair.trace else None))
     alone = laboratory.run(measure(pair, Mode.OFF, tokens, None, laboratory))
@@ -120,7 +120,7 @@ def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, float]:
 
 
 async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | None, laboratory: Laboratory) -> float:
-    """Milliseconds of a token behind the first."""
+    """Returns the milliseconds per token after the first pass."""
 
     def clock() -> int:
         return 1 + int(1e9 * laboratory.clock())
@@ -138,7 +138,7 @@ async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | N
         ):
             tape, estimates = Tape(model.vocabulary, prompt), TargetEstimates(_forward_costs(pair.forward_ms))
             draft_estimates = estimates.draft("scripted", _forward_costs(lambda width: pair.draft_ms))
-            # The user's number of tokens ahead is for lockstep; running ahead takes as many as the distance asks for.
+            # The given number of tokens is for lockstep; opportunistic mode needs enough to bridge the distance.
             if mode is Mode.OPPORTUNISTIC:
                 assistant_tokens = min(64, int((pair.round_trip_ms + pair.verify_ms) / pair.draft_ms) + 5)
             parameters, text = SpeculationParameters(mode, assistant_tokens), model.vocabulary.spell(prompt)
@@ -167,14 +167,14 @@ async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | N
 
 
 def _forward_costs(forward_ms: Callable[[int], float]) -> list[tuple[int, int]]:
-    """As a model service measures them at its start."""
+    """Returns forward costs as a model server measures them at its start."""
     return [(width, int(1e6 * forward_ms(width))) for width in (1, 2, 3, 5, 9, 17, 25)]
 
 
 def lockstep_ms(pair: Pair, count: int, places: range | None = None) -> float:
-    """Milliseconds of a token in lockstep with so many tokens of the draft: turn by turn over the places of a text.
+    """Returns the milliseconds per token in lockstep with `count` draft tokens, turn by turn over places of the text.
 
-    Without places, of any text, in closed form (Leviathan et al.).
+    Without places, returns the expectation in closed form (Leviathan et al.).
     """
     turn_ms = pair.forward_ms(count + 1) + count * pair.draft_ms + pair.round_trip_ms
     if places is None:
@@ -187,22 +187,22 @@ def lockstep_ms(pair: Pair, count: int, places: range | None = None) -> float:
 
 
 def _right(pair: Pair, place: int, count: int) -> int:
-    """How many of so many candidates from a place on are accepted."""
+    """Returns how many of `count` candidates from `place` on are accepted."""
     return next((index for index in range(count) if not pair.is_right(SEED, place + index)), count)
 
 
 def two_runners_ms(pair: Pair, patience_ms: float, places: range) -> float:
-    """Milliseconds of a token where draft and target both run and the target waits so long at most: event by event.
+    """Simulates draft and target that both run, event by event, and returns the milliseconds per token.
 
-    The bridge stands beside the target. The draft's word is heard half a round trip after it is said; where it was
-    wrong, or was overtaken, it hears half a round trip later and begins anew.
+    The bridge is next to the target. A proposal arrives half a round trip after it was made. A draft that was wrong or
+    overtaken learns so half a round trip later and starts a new epoch.
     """
     half = pair.round_trip_ms / 2
     now, committed = 0.0, places.start
-    begin, first_ms = committed, half + pair.draft_ms + half  # the epoch's first token, and when it is heard
+    begin, first_ms = committed, half + pair.draft_ms + half  # the epoch's first token, and when it arrives
     while committed < places.stop:
         while True:
-            ready = begin + _heard(pair, now - first_ms) - committed
+            ready = begin + _arrived_count(pair, now - first_ms) - committed
             if ready > 0 or patience_ms == 0:
                 break
             comes = first_ms + (committed - begin) * pair.draft_ms
@@ -213,19 +213,19 @@ def two_runners_ms(pair: Pair, patience_ms: float, places: range) -> float:
         taken = max(0, min(ready, WIDTH))
         committed += _right(pair, committed, taken) + 1
         now += pair.forward_ms(taken + 1)
-        said = begin + _heard(pair, now - first_ms)
-        # Also what was said of places that the target had passed by then.
-        judged = min(said, committed)
+        arrived = begin + _arrived_count(pair, now - first_ms)
+        # Includes proposals for places that the target had passed by then.
+        judged = min(arrived, committed)
         wrong = _right(pair, begin, judged - begin) < judged - begin
         if wrong or first_ms + (committed - begin) * pair.draft_ms > now + 2 * half + pair.draft_ms:
             begin, first_ms = committed, now + half + pair.draft_ms + half
     return now / (committed - places.start)
 
 
-def _heard(pair: Pair, behind_first_ms: float) -> int:
-    """Tokens of the draft that were heard, so long behind the first."""
-    # A token counts at the very time that it is due, whichever way that was rounded.
-    return max(int((behind_first_ms + 1e-6) // pair.draft_ms) + 1, 0)
+def _arrived_count(pair: Pair, since_first_ms: float) -> int:
+    """Returns the number of draft tokens that have arrived, given the milliseconds since the first."""
+    # A token counts at the time that it is due, despite rounding.
+    return max(int((since_first_ms + 1e-6) // pair.draft_ms) + 1, 0)
 
 
 def _table(rows: Sequence[dict[str, float]]) -> Table:

@@ -1,12 +1,12 @@
-"""Where drafts are right: of each of their tokens of what targets write, whether they would have proposed it.
+"""Records, for each draft token of a target's text, whether the draft would have proposed it.
 
     python -m benchmarks.traces --json FILE [--pairs TARGET=DRAFT[,DRAFT...] ...] [--prompts FILE] [--count 24]
         [--tokens 128] [--engine llamacpp] [--threads 2]
 
-Greedy. What the target writes is encoded in the draft's tokens, and the draft reads it all at once. Recorded by token
-are whether the draft's most probable token is the one that comes, and how probable the draft found it; the file is
-described in `benchmarks.recorded`. FILE of prompts: as in `benchmarks.prompts`; without it, the prompts of the tests.
-A model without a chat template continues the last message of a chat as plain text. The file is written after each pair.
+The target's greedy text is encoded in the draft's tokens, and the draft reads it. For each token the file records
+whether the draft's most probable token is the next one, and its probability; see `benchmarks.recorded` for the format.
+FILE of prompts: as in `benchmarks.prompts`; without it, the prompts of the tests. A model without a chat template
+continues the last message of a chat as plain text. The file is written after each pair.
 """
 
 import argparse
@@ -34,17 +34,17 @@ from services.model.host import LoadedModel, load
 from services.model.target.session import TargetSession
 from services.store.resolve import resolve, resolve_gguf
 
-# Tokens that the draft reads in a forward.
+# Tokens that the draft reads per forward.
 _WIDTH = 32
 
 
 def main() -> None:
-    """Writes the file."""
+    """Records the traces and writes the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--pairs", nargs="+", default=[f"{DEFAULT_TARGET}={DEFAULT_DRAFT}"], metavar="TARGET=DRAFT,...")
     parser.add_argument("--prompts", type=Path, default=prompts.OWN)
-    parser.add_argument("--count", type=int, default=24, help="the most prompts, evenly over the file's categories")
+    parser.add_argument("--count", type=int, default=24, help="maximum number of prompts, spread over the categories")
     parser.add_argument("--tokens", type=int, default=128, help="tokens generated for each prompt")
     parser.add_argument("--engine", choices=["llamacpp", "torch"], default="llamacpp")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -56,16 +56,16 @@ def main() -> None:
         with closing(_Models(arguments.engine, arguments.threads)) as models:
             target = models.load(name)
             asked = [_input(prompt, target) for prompt in given]
-            said = [asyncio.run(written(target, input_, arguments.tokens)) for input_ in asked]
+            texts_written = [asyncio.run(written(target, input_, arguments.tokens)) for input_ in asked]
             for draft_name in drafts.split(","):
                 draft = models.load(draft_name)
                 texts = []
-                for prompt, input_, (data, count) in zip(given, asked, said, strict=True):
+                for prompt, input_, (data, count) in zip(given, asked, texts_written, strict=True):
                     right, confidence = asyncio.run(trace(target, draft, input_, data))
                     if right:
                         texts.append(Text(prompt["category"], right, tuple(confidence), count))
                 if not texts:
-                    raise SystemExit(f"{name} says nothing to these prompts: take others")
+                    raise SystemExit(f"{name} generates no text for these prompts: use others")
                 pairs.append(Pair(name, draft_name, tuple(texts)))
                 title = f"{len(given)} prompts of {arguments.tokens} tokens, greedy, {arguments.engine}"
                 write(arguments.json, pairs, title)
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 class _Models:
-    """Models that are loaded, to be closed together."""
+    """Loads models and closes them together."""
 
     def __init__(self, engine: str, threads: int) -> None:
         self._engine, self._threads = engine, threads
@@ -106,7 +106,7 @@ def _input(prompt: dict[str, Any], target: LoadedModel) -> str | Chat:
 
 
 async def written(target: LoadedModel, input_: str | Chat, tokens: int) -> tuple[bytes, int]:
-    """What the target writes, greedy, and in how many tokens."""
+    """Returns the target's greedy text and its number of tokens."""
     request = Request(input_, max_tokens=tokens)
     ids: list[int] = []
     with closing(TargetSession(target.model, target.scheduler, target.sampler(SamplingParameters(), 0))) as verifier:
@@ -122,7 +122,7 @@ def _best(logits: Logits) -> list[int]:
 
 
 async def trace(target: LoadedModel, draft: LoadedModel, input_: str | Chat, said: bytes) -> tuple[str, list[float]]:
-    """By token of the draft, of what the target wrote: see `rights`."""
+    """Returns the result of `rights` for the draft tokens of what the target wrote."""
     context = DraftContext(draft.model.vocabulary, render(Request(input_), draft.model, target.model))
     prompt = context.ids
     context.append(said)
@@ -131,9 +131,9 @@ async def trace(target: LoadedModel, draft: LoadedModel, input_: str | Chat, sai
 
 
 async def rights(draft: LoadedModel, ids: Sequence[int], begin: int) -> tuple[str, list[float]]:
-    """For each of the ids from `begin` on, whether the draft would have proposed it after those before it.
+    """Returns whether the draft would have proposed each of the ids from `begin` on after those before it.
 
-    "1" where it would, "0" elsewhere; and the probability of what it would have proposed.
+    "1" where it would, "0" elsewhere; and the probability of the token that it would have proposed.
     """
     found, confidence = "", []
     with closing(CachedSequence(draft.scheduler, list(ids[:begin]))) as sequence:
@@ -149,7 +149,7 @@ async def rights(draft: LoadedModel, ids: Sequence[int], begin: int) -> tuple[st
 
 
 def _confidence(logits: Logits) -> list[float]:
-    """The probability of each position's most probable token."""
+    """Returns the probability of the most probable token at each position."""
     most = logits.max(axis=1, keepdims=True)
     found: list[float] = (1 / np.exp(logits - most).sum(axis=1)).tolist()
     return found

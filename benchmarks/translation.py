@@ -1,13 +1,13 @@
-"""What translation costs, for every ordered pair of real tokenizers, beside how Transformers does it.
+"""Measures translation for every ordered pair of real tokenizers, against the method of Transformers.
 
     python -m benchmarks.translation [--rounds 200] [--tokens 8] [--json FILE] [--only NAME ...]
 
-A round: the draft proposes tokens, they become candidates in the target's ids, the target commits some of them and
-a token of its own, and the draft is told what to keep and what follows. The text is that of this repository's files;
-in half of the rounds the draft goes wrong somewhere. Both ways are timed, everything between the ids that come in
-and the ids that go out. The same rounds are then done by the functions of Transformers' generator for two
-tokenizers (`AssistedCandidateGeneratorDifferentTokenizers`), and both drafts' contexts are compared with the text.
-The second table is about the prefix cache.
+In a round the draft proposes tokens, they become candidates in the target's ids, the target commits some of them and a
+token of its own, and the draft's context is updated. The text is that of this repository's files; in half of the rounds
+part of the proposal is wrong. The time includes everything between incoming and outgoing ids, in both directions. The
+same rounds then run through Transformers' generator for two tokenizers
+(`AssistedCandidateGeneratorDifferentTokenizers`), and both drafts' contexts are compared with the text. The second
+table is about the prefix cache.
 """
 
 import argparse
@@ -47,7 +47,7 @@ TURN = 200
 
 @dataclass
 class Way:
-    """Seconds of each round, and how often the draft's context was not the text."""
+    """Seconds of each round, and the number of rounds in which the draft's context did not spell the text."""
 
     seconds: list[float] = field(default_factory=list)
     wrong: int = 0
@@ -55,14 +55,14 @@ class Way:
 
 @dataclass(frozen=True)
 class Round:
-    """What happened: ids that the draft proposed, and ids that the target committed."""
+    """The ids that the draft proposed and the ids that the target committed."""
 
     proposed: tuple[int, ...]
     committed: tuple[int, ...]
 
 
 def corpus(length: int) -> str:
-    """English and code: this repository's own files, as often as it takes."""
+    """Returns English text and code from this repository's files, repeated to the given length."""
     root = Path(__file__).parents[1]
     files = sorted(
         [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("bridge/*.py"), *root.glob("services/**/*.py")]
@@ -72,7 +72,7 @@ def corpus(length: int) -> str:
 
 
 def script(text: str, start: int, draft: Vocabulary, target: Vocabulary, rounds: int, count: int) -> list[Round]:
-    """Rounds over `text` from byte `start` on. Wrong guesses are tokens of elsewhere in the text."""
+    """Returns rounds over `text` from byte `start` on. Wrong proposals are tokens from elsewhere in the text."""
     chance = random.Random(0)
     data = text.encode()
     elsewhere = draft.pieces(data[:4000]).ids
@@ -84,9 +84,9 @@ def script(text: str, start: int, draft: Vocabulary, target: Vocabulary, rounds:
         if chance.random() < 0.5:
             wrong = chance.randrange(len(proposed))
             proposed[wrong:] = chance.choices(elsewhere, k=len(proposed) - wrong)
-        said = candidates(target, draft.spell(proposed))
+        offered = candidates(target, draft.spell(proposed))
         committed: list[int] = []
-        for id_ in said:
+        for id_ in offered:
             if not window.startswith(target.spell([*committed, id_])):
                 break
             committed.append(id_)
@@ -98,7 +98,7 @@ def script(text: str, start: int, draft: Vocabulary, target: Vocabulary, rounds:
 
 
 def ours(prompt: str, played: Sequence[Round], draft: Model, target: Model) -> Way:
-    """The bridge's own parts, as its loop calls them."""
+    """Runs the rounds through the bridge's functions, as its loop calls them."""
     way = Way()
     tape = Tape(target.vocabulary, render_text(target.vocabulary, prompt).ids)
     context = DraftContext(draft.vocabulary, render_text(draft.vocabulary, prompt))
@@ -115,19 +115,19 @@ def ours(prompt: str, played: Sequence[Round], draft: Model, target: Model) -> W
         syncs.append(context.append(tape.data[ends[-1] :], one.proposed))
         way.seconds.append(perf_counter() - started)
         ends.append(len(tape.data))
-    # Looked at afterwards: reading the whole context between rounds would leave no cache warm.
+    # Checked afterwards: reading the whole context between rounds would evict the processor's caches.
     held: list[int] = []
-    said = prompt.encode() + bytes(tape.data)
+    spelled = prompt.encode() + bytes(tape.data)
     for proposed, (keep, appended), end in zip([(), *(one.proposed for one in played)], syncs, ends, strict=True):
         held = [*(held + list(proposed))[:keep], *appended]
-        way.wrong += not reads(draft.vocabulary, held, said[: len(prompt.encode()) + end])
+        way.wrong += not reads(draft.vocabulary, held, spelled[: len(prompt.encode()) + end])
     return way
 
 
 def theirs(
     prompt: str, played: Sequence[Round], draft: Vocabulary, tokenizers: Sequence[Any], target: Vocabulary
 ) -> Way:
-    """The functions of Transformers' generator, called as `get_candidates` calls them, less the models."""
+    """Runs the rounds through Transformers' functions, as `get_candidates` calls them, without the models."""
     way = Way()
     source, destination = tokenizers
     generator = object.__new__(AssistedCandidateGeneratorDifferentTokenizers)
@@ -136,14 +136,14 @@ def theirs(
     generator.target_lookbehind = generator.assistant_lookbehind = 10
     generator.main_model_max_length = None
     ids = list(render_text(target, prompt).ids)
-    said = prompt.encode()
+    spelled = prompt.encode()
     contexts = []
     for one in played:
         input_ids, proposed = torch.tensor([ids]), torch.tensor([one.proposed])
         started = perf_counter()
         assistant_ids, _ = generator._prepare_assistant_input_ids(input_ids)
         between = perf_counter()
-        contexts.append((assistant_ids[0].tolist(), said))
+        contexts.append((assistant_ids[0].tolist(), spelled))
         sequences = torch.cat([assistant_ids, proposed], dim=-1)
         generator.prev_assistant_ids = assistant_ids
         resumed = perf_counter()
@@ -152,7 +152,7 @@ def theirs(
         generator.prev_target_ids_len = input_ids.shape[1]
         generator.prev_assistant_ids = sequences
         ids += one.committed
-        said += target.spell(one.committed)
+        spelled += target.spell(one.committed)
     way.wrong = sum(not reads(draft, held, read) for held, read in contexts)
     # The first round converts the whole prompt.
     way.seconds.pop(0)
@@ -160,7 +160,7 @@ def theirs(
 
 
 def reads(vocabulary: Vocabulary, ids: Sequence[int], said: bytes) -> bool:
-    """Whether ids spell what was said, less a character that is not finished, with or without a space in front."""
+    """Returns whether ids spell the text `said`, except for an incomplete last character and a leading space."""
     spelled = vocabulary.spell(ids)
     if vocabulary.dummy_prefix:
         spelled = spelled.removeprefix(b" ")
@@ -168,7 +168,7 @@ def reads(vocabulary: Vocabulary, ids: Sequence[int], said: bytes) -> bool:
 
 
 def cached(name: str, text: str) -> dict[str, float]:
-    """A conversation and one more turn, encoded whole by the library and behind what is cached."""
+    """Times a conversation and one more turn, encoded in full by the library and after a cached prefix by us."""
     vocabulary = real.vocabulary(name)
     library = Tokenizer.from_str(real.tokenizer_json(name).decode())
     conversation, turns = text[: SIZES[-1]], [text[i : i + TURN] for i in range(0, 20 * TURN, TURN)]
@@ -197,9 +197,9 @@ def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=8, help="that the draft proposes in a round")
-    parser.add_argument("--only", nargs="*", default=real.NAMES, help="tokenizers to take")
-    parser.add_argument("--json", type=Path, help="where to write everything that was measured")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens that the draft proposes per round")
+    parser.add_argument("--only", nargs="*", default=real.NAMES, help="tokenizers to use")
+    parser.add_argument("--json", type=Path, help="file for all measurements")
     arguments = parser.parse_args()
     console = Console(width=130)
     text = corpus(SIZES[-1] + arguments.rounds * arguments.tokens * 16)
@@ -212,7 +212,7 @@ def main() -> None:
     for target, draft in permutations(models.values(), 2):
         row: dict[str, Any] = {"target": target.name, "draft": draft.name}
         for size in SIZES:
-            # The same rounds whatever is before them.
+            # The rounds are the same for every size of context.
             prompt, start = text[SIZES[-1] - size : SIZES[-1]], len(text[: SIZES[-1]].encode())
             played = script(text, start, draft.vocabulary, target.vocabulary, arguments.rounds, arguments.tokens)
             tokenizers = (library[target.name], library[draft.name])
@@ -275,7 +275,7 @@ def main() -> None:
 
 
 def asdict_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the run was asked."""
+    """Returns the arguments of the run."""
     return {"rounds": arguments.rounds, "tokens": arguments.tokens, "only": list(arguments.only)}
 
 

@@ -1,7 +1,7 @@
-"""Time that passes only while everybody waits: a laboratory's minute takes a second, and the same run every time.
+"""Virtual time for `benchmarks.simulate`: a simulated minute takes about a second, and every run is the same.
 
-The loop, the policy and the sessions are the real ones. Instead of a thread that runs an engine there is a wait for as
-long as its forward takes, and clocks and waits are those of an event loop that never sleeps.
+Loop, planner and sessions are the real ones. Instead of a thread that runs an engine, the scheduler waits for the time
+of each forward, in an event loop that never sleeps.
 """
 
 import asyncio
@@ -16,23 +16,23 @@ from services.engines.scheduler import Timed
 
 T = TypeVar("T")
 
-# What each forward takes besides: messages, threads and choosing a token, as the real laboratory has them.
+# Milliseconds that each forward takes in addition, for messages, threads and sampling, as in real time.
 _AROUND_MS = 0.3
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Where nothing is ready it is at once as late as the next thing is due."""
+    """An event loop whose clock jumps to the next timer when nothing is ready."""
 
     def __init__(self) -> None:
         self._now = 0.0
         super().__init__(_Jumping(self))
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Returns the virtual seconds since the loop was created."""
         return self._now
 
     def pass_by(self, seconds: float) -> None:
-        """Time goes by."""
+        """Advances the clock."""
         self._now += seconds
 
 
@@ -49,7 +49,7 @@ class _Jumping(selectors.SelectSelector):
 
 
 class VirtualScheduler:
-    """A `Scheduler` of one sequence, whose forwards are waited for."""
+    """A `Scheduler` of one sequence, which waits for the time of each forward."""
 
     def __init__(self, open_engine: Callable[[], ScriptedEngine]) -> None:
         self.engine = open_engine()
@@ -72,11 +72,11 @@ class VirtualScheduler:
 
 
 def clock() -> float:
-    """Seconds by the running loop."""
+    """Returns the seconds of the running loop."""
     return asyncio.get_running_loop().time()
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Does `asyncio.run`'s work in virtual time."""
+    """Runs a coroutine in virtual time, like `asyncio.run`."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(work)

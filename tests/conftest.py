@@ -1,4 +1,4 @@
-"""Settings for the whole suite, and a running fleet of tiny models."""
+"""Settings of the test suite, and fixtures of a running fleet of tiny models."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from draftbridge import Client
 from services.cli.processes import Fleet, fleet
 
-# Nothing may reach for a hub.
+# Tests must not download anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def save_tiny_model(directory: Path, kind: str, seed: int) -> Path:
-    """A random Llama with one of the tiny tokenizers, as a directory that can be served."""
+    """Saves a random Llama with one of the tiny tokenizers, as a directory that can be served."""
     import torch
     import transformers
 
@@ -52,7 +52,7 @@ def save_tiny_model(directory: Path, kind: str, seed: int) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Directories of a target and a draft with different tokenizers."""
+    """Returns the directories of a target and a draft with different tokenizers."""
     root = tmp_path_factory.mktemp("models")
     return (
         save_tiny_model(root / "tiny-target", "sentencepiece", 0),
@@ -62,7 +62,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="session")
 def tiny_fleet(tiny_models: tuple[Path, Path]) -> Iterator[Fleet]:
-    """Target, draft and bridge as real processes."""
+    """Runs target, draft and bridge as processes."""
     options = ("--dtype", "float32", "--threads", "1", "--slots", "3", "--queue", "2")
     target, draft = (str(path) for path in tiny_models)
     with fleet(target, draft, target_options=options, draft_options=options) as running:
@@ -71,6 +71,6 @@ def tiny_fleet(tiny_models: tuple[Path, Path]) -> Iterator[Fleet]:
 
 @pytest.fixture
 def client(tiny_fleet: Fleet) -> Iterator[Client]:
-    """A client of the tiny fleet."""
+    """Yields a client of the tiny fleet."""
     with Client(tiny_fleet.bridge) as client:
         yield client

@@ -1,4 +1,4 @@
-"""DraftBridge's client, and under `draftbridge.v1` the contract's messages and stubs.
+"""The DraftBridge client; `draftbridge.v1` holds the messages and stubs of the gRPC contract.
 
 >>> from draftbridge import Client
 >>> with Client("localhost:50050") as client:

@@ -1,4 +1,4 @@
-"""A client for the bridge, synchronous and asynchronous, over the stubs of the contract."""
+"""A synchronous and an asynchronous client of the bridge."""
 
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2, sampling_pb2
 Event: TypeAlias = bridge_pb2.GenerateStarted | bridge_pb2.GenerateDelta | bridge_pb2.GenerateFinished
 
 _OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
-# For calls that only ask; a generation takes as long as it takes.
+# For all calls but Generate, which has no time limit.
 _TIMEOUT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A whole generation: its text, the target's ids, and what the bridge said at its start and end."""
+    """A complete generation: its text, its ids in the target's vocabulary, and the stream's first and last event."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -29,7 +29,7 @@ class Generation:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> "Generation":
-        """Put together from a stream's events."""
+        """Collects the events of a stream that ends well."""
         text: list[str] = []
         ids: list[int] = []
         started = finished = None
@@ -75,14 +75,14 @@ def generate_request(
     sources: Sequence[str] = (),
     tenant: str = "",
 ) -> bridge_pb2.GenerateRequest:
-    """The request that `generate` and `stream` send. Give one of `prompt`, `messages` and `token_ids`.
+    """Returns the request that `generate` and `stream` send. Give exactly one of `prompt`, `messages` and `token_ids`.
 
-    `messages`: mappings with "role", "content" and what the models' templates know besides, such as "tool_calls".
-    `template_variables`: more for the templates, such as `tools`; JSON values. `stop`: one string or several.
-    `speculation`: "auto", "off", "lockstep" or "opportunistic". `sources`: names of those that may propose candidates,
-    "draft" and "suffix"; all that the mode uses if empty.
-    `tenant`: outputs of requests with the same one are used as drafts of each other, by a bridge with --suffix-memory.
-    Raises `CallError` for a value that cannot be sent at all.
+    Parameters without a description here are those of `GenerateRequest` in the contract.
+    `messages`: mappings with "role", "content" and further fields for the chat template, such as "tool_calls".
+    `template_variables`: further JSON values for the chat template, such as `tools`; allowed only with `messages`.
+    `stop`: one string or several. `speculation`: "auto", "off", "lockstep" or "opportunistic".
+    `sources`: names of the sources that may propose candidates, "draft" and "suffix"; empty for all of the mode.
+    Raises `CallError` for a value that does not fit its field.
     """
     modes = bridge_pb2.Speculation.Mode
     mode = f"MODE_{str(speculation).upper()}"
@@ -91,7 +91,7 @@ def generate_request(
         raise _invalid("speculation", f"speculation must be {allowed}, got {speculation!r}")
     given = [value is not None for value in (prompt, messages, token_ids)]
     if sum(given) != 1:
-        raise _invalid("input", f"give one of prompt, messages and token_ids, not {sum(given)} of them")
+        raise _invalid("input", f"give exactly one of prompt, messages and token_ids, got {sum(given)}")
     try:
         request = bridge_pb2.GenerateRequest(
             sampling=sampling_pb2.SamplingParameters(
@@ -128,7 +128,7 @@ def generate_request(
             request.chat.CopyFrom(bridge_pb2.Chat(messages=[_chat_message(one) for one in messages]))
         if template_variables is not None:
             if messages is None:
-                raise _invalid("template_variables", "template_variables go with messages, and there are none")
+                raise _invalid("template_variables", "template_variables need messages: give both or neither")
             request.chat.template_variables.update(template_variables)
         if token_ids is not None:
             request.token_ids.CopyFrom(bridge_pb2.TokenIds(token_ids=token_ids))
@@ -153,9 +153,9 @@ def generate_request(
         ):
             for id_ in ids or ():
                 if isinstance(id_, int) and not 0 <= id_ < 1 << 32:
-                    raise _invalid(name, f"{name} must be of ids between 0 and {2**32 - 1}, got {id_}") from error
+                    raise _invalid(name, f"{name} must hold ids between 0 and {2**32 - 1}, got {id_}") from error
         raise _invalid(
-            "request", f"a value does not fit its field ({error}): see the help of draftbridge.client.generate_request"
+            "request", f"a value is missing or has the wrong type ({error}): see draftbridge.client.generate_request"
         ) from error
     return request
 
@@ -186,7 +186,7 @@ def _translate_request(
     text: str | None, token_ids: Sequence[int] | None, source: str, target: str
 ) -> bridge_pb2.TranslateRequest:
     if (text is None) == (token_ids is None):
-        raise _invalid("input", "give either a text or token_ids")
+        raise _invalid("input", "give exactly one of text and token_ids")
     try:
         if text is not None:
             return bridge_pb2.TranslateRequest(text=text, source=source, target=target)
@@ -194,20 +194,20 @@ def _translate_request(
             token_ids=bridge_pb2.TokenIds(token_ids=token_ids), source=source, target=target
         )
     except (ValueError, TypeError) as error:
-        raise _invalid("request", f"a value does not fit its field ({error})") from error
+        raise _invalid("request", f"a value has the wrong type or is out of range ({error})") from error
 
 
 def _checked(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
-        raise _invalid("address", f"an address is HOST:PORT, got {address!r}")
+        raise _invalid("address", f"the address must be HOST:PORT, got {address!r}")
     return address
 
 
 class Client:
-    """Talks to the bridge at `address`, HOST:PORT. Use it as a context manager, or `close` it.
+    """Calls the bridge at `address`, HOST:PORT. Use it as a context manager, or `close` it.
 
-    Every method raises `CallError`.
+    Every method raises `CallError` if the call fails.
     """
 
     def __init__(self, address: str) -> None:
@@ -224,13 +224,13 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Ends running calls."""
+        """Cancels running calls and closes the channel."""
         self._channel.close()
 
     def stream(self, prompt: str | None = None, **options: Any) -> Iterator[Event]:
-        """Events as they come: GenerateStarted, GenerateDelta..., GenerateFinished.
+        """Yields a GenerateStarted, any number of GenerateDelta, and a GenerateFinished as they arrive.
 
-        Options are those of `generate_request`. Leaving the iteration early cancels the generation.
+        Takes the options of `generate_request`. Closing the iterator early cancels the generation.
         """
         call = self._stub.Generate(generate_request(prompt, **options))
         try:
@@ -242,26 +242,26 @@ class Client:
             call.cancel()
 
     def generate(self, prompt: str | None = None, **options: Any) -> Generation:
-        """The whole of it at once. Options are those of `generate_request`."""
+        """Returns the complete generation. Takes the options of `generate_request`."""
         return Generation.of(self.stream(prompt, **options))
 
     def models(self) -> list[model_pb2.Model]:
-        """The models that the bridge reaches."""
+        """Returns the models that the bridge can use."""
         return list(self._ask(self._stub.ListModels, bridge_pb2.ListModelsRequest()).models)
 
     def pairs(self) -> list[bridge_pb2.Pair]:
-        """The pairs that the bridge can form, its own choice first."""
+        """Returns the pairs that the bridge can form, its default first."""
         return list(self._ask(self._stub.ListPairs, bridge_pb2.ListPairsRequest()).pairs)
 
     def status(self) -> bridge_pb2.GetStatusResponse:
-        """How the bridge is doing."""
+        """Returns the state of the bridge and of its model services."""
         answer: bridge_pb2.GetStatusResponse = self._ask(self._stub.GetStatus, bridge_pb2.GetStatusRequest())
         return answer
 
     def translate(
         self, text: str | None = None, *, token_ids: Sequence[int] | None = None, source: str, target: str
     ) -> bridge_pb2.TranslateResponse:
-        """A text, or ids of the model `source`, in the tokens of both models."""
+        """Returns a text, or ids of the model `source`, in the tokens of `source` and of `target`."""
         request = _translate_request(text, token_ids, source, target)
         answer: bridge_pb2.TranslateResponse = self._ask(self._stub.Translate, request)
         return answer
@@ -274,7 +274,7 @@ class Client:
 
 
 class AsyncClient:
-    """The same as `Client`, for asyncio."""
+    """The asyncio counterpart of `Client`."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -290,7 +290,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends running calls."""
+        """Cancels running calls and closes the channel."""
         await self._channel.close()
 
     async def stream(self, prompt: str | None = None, **options: Any) -> AsyncIterator[Event]:

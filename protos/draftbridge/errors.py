@@ -1,4 +1,4 @@
-"""What went wrong in a call, as the server says it."""
+"""Errors of gRPC calls, with the reason and metadata that the server reported."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """An error's text, and the reason and metadata of its ErrorInfo."""
+    """The message of a `google.rpc.Status`, and the reason and metadata of its `ErrorInfo`."""
 
     message: str
     reason: str
@@ -21,7 +21,7 @@ class ErrorReport:
 
 
 def read_report(trailing_metadata: Any) -> ErrorReport | None:
-    """The report in a failed call's trailing metadata; None if there is none, or none that can be read."""
+    """Returns the report in a failed call's trailing metadata, or None if it has no readable one."""
     for key, value in trailing_metadata or ():
         if key == _DETAILS_KEY and (report := _parsed(value)):
             return report
@@ -35,13 +35,13 @@ def _parsed(data: bytes) -> ErrorReport | None:
             info = error_details_pb2.ErrorInfo()
             if detail.Unpack(info):
                 return ErrorReport(status.message, info.reason, dict(info.metadata))
-    except DecodeError:  # the call has a status of its own, which counts
+    except DecodeError:  # the status code of the call itself is reported then
         return None
     return None
 
 
 class CallError(Exception):
-    """A call failed. The text names the remedy; `reason` is the machine's word for what went wrong."""
+    """A call failed. The text names the remedy; `reason` identifies the error for programs, such as INVALID_FIELD."""
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str, metadata: Mapping[str, str]) -> None:
         super().__init__(message)
@@ -51,7 +51,7 @@ class CallError(Exception):
 
     @classmethod
     def from_rpc(cls, error: Any, address: str) -> "CallError":
-        """From a `grpc.RpcError`, synchronous or not."""
+        """Converts a `grpc.RpcError` or `grpc.aio.AioRpcError` of a call to `address`."""
         code = error.code()
         if report := read_report(error.trailing_metadata()):
             return cls(code, report.reason, report.message, report.metadata)
@@ -59,6 +59,6 @@ class CallError(Exception):
             message = f"nothing answers at {address}: check the address and that a bridge is running there"
             return cls(code, "SERVICE_UNREACHABLE", message, {"address": address})
         if code is grpc.StatusCode.UNIMPLEMENTED:
-            message = f"{address} is no bridge: give the address that `draftbridge bridge` or `up` prints"
+            message = f"{address} is not a bridge: give the address that `draftbridge bridge` or `up` prints"
             return cls(code, "NOT_A_BRIDGE", message, {"address": address})
         return cls(code, code.name, f"{address}: {error.details()}", {"address": address})

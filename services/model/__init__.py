@@ -1,1 +1,1 @@
-"""Model servers: one model served as a draft, as a target, or as both."""
+"""The model server: serves one model as a draft, as a target, or as both."""

@@ -1,4 +1,4 @@
-"""A model, ready to be used by sessions: loaded, its thread running, its noise keys computed."""
+"""Loads a model and starts its thread, so that sessions can use it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from services.store.files import ModelFiles, read_model_files
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Everything that a model server's services share."""
+    """A loaded model and its scheduler, which all services of a model server share."""
 
     files: ModelFiles
     engine: Engine
@@ -33,13 +33,13 @@ class LoadedModel:
         return np.array([id_ for id_, data in enumerate(self.model.vocabulary.tokens) if data is None], np.int64)
 
     def warm(self) -> None:
-        """Computes what would make the first request slow."""
+        """Computes the noise keys, which would delay the first request."""
         self.sampler(SamplingParameters(), 0)
 
     def sampler(
         self, parameters: SamplingParameters, seed: int, logprobs: int | None = None, *, confident: bool = False
     ) -> Sampler:
-        """A sampler over the model's vocabulary; see `Sampler`. Raises `InvalidField`."""
+        """Returns a `Sampler` over the model's vocabulary. Raises `InvalidField`."""
         parameters.checked(self.model.has)
         ends = parameters.ends(self.model.special_ids.eos)
         tolerance = self.engine.logit_tolerance
@@ -47,7 +47,7 @@ class LoadedModel:
 
 
 def load(directory: Path, name: str, open_engine: Callable[[], Engine], queue_limit: int = 64) -> LoadedModel:
-    """Puts a model's parts together. `open_engine` is called in the thread that runs it; see `Scheduler`."""
+    """Loads the model `directory` under a name. The scheduler's thread calls `open_engine`; see `Scheduler`."""
     files = read_model_files(directory)
     scheduler = Scheduler(open_engine, queue_limit)
     model = files.describe(name, scheduler.engine.context_length, scheduler.engine.vocabulary_size)

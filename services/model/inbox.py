@@ -1,4 +1,4 @@
-"""What a session was told and has not read yet: so much and no more, so that a peer cannot fill the memory."""
+"""A bounded queue of the messages that a session has not read yet, so that a peer cannot fill the memory."""
 
 import asyncio
 from collections import deque
@@ -9,14 +9,14 @@ T = TypeVar("T")
 
 # A bridge sends a few messages for each forward.
 MAX_MESSAGES = 64
-# Ids in all messages together; a single message may have more.
+# Ids in all messages together. A message may have more if it is the only one.
 MAX_IDS = 1 << 16
 
 
 class Inbox(Generic[T]):
-    """Messages in order; those that have `token_ids` count by them too.
+    """Holds messages in order, limited by their number and by the number of ids in their `token_ids`.
 
-    `put` waits for room. A stream's listener then reads no further, and the flow control of HTTP/2 holds up the peer.
+    `put` waits for room. Meanwhile the stream is not read, and HTTP/2 flow control makes the peer wait.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Inbox(Generic[T]):
         return iter(self._messages)
 
     async def put(self, message: T) -> None:
-        """Appends a message as soon as there is room for it."""
+        """Waits for room and appends a message."""
         while not self._has_room(_id_count(message)):
             self._taken.clear()
             await self._taken.wait()

@@ -1,4 +1,4 @@
-"""ModelService: who the model is, and its tokenizer."""
+"""Implements ModelService, which describes a model and sends its tokenizer."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,12 +9,12 @@ from draftbridge.v1 import model_pb2, model_pb2_grpc
 from services.model.host import LoadedModel
 from services.rpc import codec
 
-# A bridge takes messages of little more than this.
+# A bridge refuses messages of more than 320 KiB.
 _CHUNK_BYTES = 1 << 18
 
 
 class ModelServicer(model_pb2_grpc.ModelServiceServicer):
-    """Describes a model. gRPC asks for these method names."""
+    """Describes a model. gRPC prescribes the method names."""
 
     def __init__(self, description: model_pb2.Model, tokenizer_json: bytes) -> None:
         self._model = description
@@ -39,7 +39,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
 
 def describe(loaded: LoadedModel, role: model_pb2.Role.ValueType) -> model_pb2.Model:
-    """A loaded model as its server describes it."""
+    """Returns the description of a loaded model for the wire."""
     engine = loaded.engine
     return codec.write_model(
         loaded.model,

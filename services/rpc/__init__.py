@@ -1,1 +1,1 @@
-"""gRPC: servers, streams, status codes, limits and the codec. Protocol buffers stop here."""
+"""What all gRPC services share. Protocol buffer messages do not leave this layer and the servicers."""

@@ -1,6 +1,6 @@
-"""Between the contract's messages and the values of `bridge`. Protocol buffers go no further than here.
+"""Converts between the contract's messages and the values of `bridge`.
 
-Fields have the same names on both sides, so that a value is written as it is.
+Fields have the same names on both sides, so most values are written with `vars`.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}
 
 
 def read_sampling(message: sampling_pb2.SamplingParameters) -> SamplingParameters:
-    """Unset fields stay None."""
+    """Converts the parameters; unset optional fields become None."""
 
     def optional(field: str) -> float | None:
         return float(getattr(message, field)) if message.HasField(field) else None  # type: ignore[arg-type]
@@ -65,7 +65,6 @@ def write_sampling(parameters: SamplingParameters) -> sampling_pb2.SamplingParam
 
 
 def read_chat(message: bridge_pb2.Chat) -> Chat:
-    """Messages and template variables."""
     return Chat(
         tuple(Message(one.role, one.content, _read_struct(one.fields)) for one in message.messages),
         _read_struct(message.template_variables),
@@ -73,7 +72,7 @@ def read_chat(message: bridge_pb2.Chat) -> Chat:
 
 
 def _read_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """JSON values. A Struct has no whole numbers; those that are whole become so again."""
+    """Returns JSON values. A Struct holds all numbers as floats; whole numbers become integers again."""
 
     def whole(value: Any) -> Any:
         match value:
@@ -89,7 +88,7 @@ def _read_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
 
 
 def write_spans(vocabulary: Vocabulary, ids: Sequence[int]) -> list[bridge_pb2.TokenSpan]:
-    """Returns tokens with their bytes and the offset at which these begin."""
+    """Returns tokens with their bytes and byte offsets."""
     spans, offset = [], 0
     for id_ in ids:
         data = vocabulary.token_bytes(id_)
@@ -99,7 +98,7 @@ def write_spans(vocabulary: Vocabulary, ids: Sequence[int]) -> list[bridge_pb2.T
 
 
 def write_prefix_cache(vocabulary: Vocabulary) -> bridge_pb2.PrefixCacheStatus:
-    """Returns what its prefix cache was asked for, found and holds."""
+    """Returns the counters of a tokenizer's prefix cache."""
     cache = vocabulary.prefixes
     return bridge_pb2.PrefixCacheStatus(
         tokenizer_sha256=vocabulary.sha256,
@@ -111,7 +110,7 @@ def write_prefix_cache(vocabulary: Vocabulary) -> bridge_pb2.PrefixCacheStatus:
 
 
 def write_suffix_memory(memory: SuffixMemory | None) -> bridge_pb2.SuffixMemoryStatus | None:
-    """How full it is, if there is one."""
+    """Returns how full the memory is, or None without one."""
     if memory is None:
         return None
     return bridge_pb2.SuffixMemoryStatus(
@@ -120,7 +119,7 @@ def write_suffix_memory(memory: SuffixMemory | None) -> bridge_pb2.SuffixMemoryS
 
 
 def read_mode(number: int) -> Mode:
-    """Raises `InvalidField` for a number that the contract has no name for."""
+    """Converts a mode. Raises `InvalidField` for a number that the contract does not define."""
     for known, mode in _MODES.items():
         if known == number:
             return mode
@@ -133,7 +132,7 @@ def write_mode(mode: Mode) -> bridge_pb2.Speculation.Mode.ValueType:
 
 
 def add_statistics(totals: bridge_pb2.SpeculationStatistics, one: bridge_pb2.SpeculationStatistics) -> None:
-    """Adds up what can be added: counts, and what each source and each kind of plan did."""
+    """Adds the counts of one generation to `totals`, also those of each source and each kind of plan."""
     for field, value in one.ListFields():
         if field.name in ("sources", "plans"):
             _add_named(getattr(totals, field.name), value, "name" if field.name == "sources" else "plan")
@@ -154,7 +153,7 @@ def _add_named(totals: Any, ones: Any, key: str) -> None:
 
 
 def _sum(field: FieldDescriptor, old: float, new: float) -> float:
-    """The sum, or the largest number that the field holds: a bridge may run for years."""
+    """Adds, but not beyond the field's largest value: a bridge may run for years."""
     largest = {field.CPPTYPE_UINT32: 2**32 - 1, field.CPPTYPE_UINT64: 2**64 - 1}.get(field.cpp_type, float("inf"))
     return min(old + new, largest)
 
@@ -214,7 +213,7 @@ def read_model(message: model_pb2.Model, vocabulary: Vocabulary) -> Model:
 
 
 def write_model(model: Model, **served: Any) -> model_pb2.Model:
-    """The inverse of `read_model`, with what the bridge need not know."""
+    """The inverse of `read_model`. `served`: fields that only the description of a server has."""
     ids = model.special_ids
     return model_pb2.Model(
         name=model.name,

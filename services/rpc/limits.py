@@ -1,7 +1,7 @@
-"""What a message on a stream may ask for, checked against the model before anything is made of it.
+"""Checks and converts messages of model streams.
 
 A peer may send any number that a field can hold, and millions of ids in one message. Ids are counted before they are
-converted, so that a message which is refused costs no more than it took to parse it.
+converted, so a refused message costs only its parsing.
 """
 
 from collections.abc import Sized
@@ -15,19 +15,19 @@ from draftbridge.v1 import draft_pb2, sampling_pb2, target_pb2
 from services.rpc import codec
 
 MAX_LOGPROBS = 100
-# A bridge that wants to wait longer than this for a draft has lost it; a larger number is as good as this one.
+# Longer patience is cut to this: a draft that takes a minute is lost.
 MAX_PATIENCE_US = 60_000_000
 
 
 def read_sampling(message: sampling_pb2.SamplingParameters, model: Model) -> SamplingParameters:
-    """Parameters that the model can be sampled with. Raises `InvalidField`."""
+    """Returns parameters that fit the model. Raises `InvalidField`."""
     for field, ids in (("logit_bias", message.logit_bias), ("stop_token_ids", message.stop_token_ids)):
         _check_count(f"sampling.{field}", ids, model.vocabulary_size)
     return codec.read_sampling(message).checked(model.has)
 
 
 def read_logprobs(opening: target_pb2.VerifyOpen) -> int | None:
-    """How many log probabilities to report. Raises `InvalidField`."""
+    """Returns how many log probabilities to report per position, None for no report. Raises `InvalidField`."""
     if not opening.HasField("logprobs"):
         return None
     if opening.logprobs > MAX_LOGPROBS:
@@ -36,7 +36,7 @@ def read_logprobs(opening: target_pb2.VerifyOpen) -> int | None:
 
 
 def read_run(message: target_pb2.VerifyRun, model: Model) -> Run:
-    """A run of a sequence that fits into the model's context. Raises `PromptTooLong` or `InvalidField`."""
+    """Returns a run whose ids fit into the model's context. Raises `PromptTooLong` or `InvalidField`."""
     length = message.base_token_count + len(message.token_ids)
     if len(message.token_ids) >= model.context_length:
         raise PromptTooLong(length, model.context_length, model.name)
@@ -48,13 +48,13 @@ def read_run(message: target_pb2.VerifyRun, model: Model) -> Run:
 
 
 def read_candidates(message: target_pb2.VerifyCandidates, model: Model) -> Candidates:
-    """Candidates that there may be room for. Raises `InvalidField`."""
+    """Returns no more candidates than the model's context holds. Raises `InvalidField`."""
     _check_count("candidates.token_ids", message.token_ids, model.context_length)
     return codec.read_candidates(message)
 
 
 def read_grant(message: target_pb2.VerifyGrant) -> Grant:
-    """A grant, its patience limited."""
+    """Returns a grant whose patience is at most `MAX_PATIENCE_US`."""
     grant = codec.read_grant(message)
     if grant.patience_us is None:
         return grant
@@ -62,9 +62,9 @@ def read_grant(message: target_pb2.VerifyGrant) -> Grant:
 
 
 def read_sync(message: draft_pb2.DraftSync, model: Model) -> Sync:
-    """A sync of a sequence that a draft can have. Raises `PromptTooLong`.
+    """Returns a sync of at most twice the model's context. Raises `PromptTooLong`.
 
-    A sequence that is a little too long for the draft is none to be refused: the draft then has nothing to add.
+    A sequence that is a little too long is not refused: the draft then proposes nothing.
     """
     if len(message.token_ids) > 2 * model.context_length:
         length = message.keep_token_count + len(message.token_ids)

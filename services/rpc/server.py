@@ -1,4 +1,4 @@
-"""A gRPC server as every process of ours runs it: health, reflection, errors mapped, drained at the end."""
+"""The gRPC server of every process, with health checks, reflection, error mapping and graceful shutdown."""
 
 import asyncio
 import os
@@ -27,17 +27,17 @@ class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):
 
     def __init__(self, address: str) -> None:
         super().__init__(
-            f"{address} cannot be listened on: another program has the port, or the address is not this "
-            "machine's; choose another, or port 0 for a free one",
+            f"cannot listen on {address}: another program has the port, or the address is not this machine's; "
+            "choose another, or port 0 for a free one",
             address=address,
         )
 
 
 class Server:
-    """Takes the port at `listen`, HOST:PORT, at once (port 0: a free one); answers once it is run.
+    """Binds `listen`, HOST:PORT, when constructed (port 0: a free port) and serves in `run_until`.
 
-    `receive_limit_bytes`: the largest message that it takes. Nothing else is served while a message is parsed, which
-    takes up to 20 ms for each MiB of ids. Raises `InvalidField` or `PortTaken`.
+    `receive_limit_bytes`: the largest message accepted. Parsing blocks all other calls for up to 20 ms per MiB of ids.
+    Raises `InvalidField` or `PortTaken`.
     """
 
     def __init__(self, listen: str, receive_limit_bytes: int = _MESSAGE_LIMIT_BYTES) -> None:
@@ -47,7 +47,7 @@ class Server:
             options=[
                 # Without this a second process would silently share the port.
                 ("grpc.so_reuseport", 0),
-                # Bridges ask every 20 seconds whether we are still there, also while we think.
+                # Bridges send keepalive pings every 20 seconds, also while a stream carries no data.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.max_receive_message_length", receive_limit_bytes),
@@ -66,7 +66,7 @@ class Server:
         self.address = f"{host}:{bound}"
 
     def register(self, add: Callable[[Any, Any], None], servicer: object, descriptor: ServiceDescriptor | None) -> None:
-        """Adds a service; without a descriptor, health and reflection do not speak of it."""
+        """Adds a service; without a descriptor, health and reflection do not list it."""
         add(servicer, self._server)
         if descriptor is not None:
             self._names.append(descriptor.full_name)
@@ -74,30 +74,30 @@ class Server:
     async def run_until(
         self, stop: asyncio.Event, on_start: Callable[[str], None], alive: Callable[[], bool] = lambda: True
     ) -> None:
-        """Serves until `stop`, then lets running calls end for a moment.
+        """Serves until `stop` is set, then gives running calls 2 seconds to end. `on_start` receives the address.
 
-        `alive` is asked every second; while it says no, health says NOT_SERVING.
+        `alive` is called every second; while it returns False, health reports NOT_SERVING.
         """
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         await self._server.start()
-        await self._tell_health(alive())
+        await self._set_health(alive())
         on_start(self.address)
         while not stop.is_set():
             try:
                 async with asyncio.timeout(_HEALTH_INTERVAL_SECONDS):
                     await stop.wait()
             except TimeoutError:
-                await self._tell_health(alive())
+                await self._set_health(alive())
         await self._health.enter_graceful_shutdown()
         await self.stop()
 
     async def stop(self, grace: float = _GRACE_SECONDS) -> None:
-        """Takes no more calls, gives running ones `grace` seconds."""
+        """Accepts no more calls and cancels running ones after `grace` seconds."""
         await self._server.stop(grace)
 
-    async def _tell_health(self, alive: bool) -> None:
+    async def _set_health(self, alive: bool) -> None:
         serving = health_pb2.HealthCheckResponse.ServingStatus
         for name in ("", *self._names):
             await self._health.set(name, serving.SERVING if alive else serving.NOT_SERVING)

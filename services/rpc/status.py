@@ -1,7 +1,7 @@
-"""From errors to gRPC status and back: one table, one interceptor, nothing lost on the way.
+"""Converts errors to gRPC status and back.
 
-An error of ours leaves as its status code, its text and an `ErrorInfo` with its reason and metadata. An
-unknown one is logged whole and leaves as INTERNAL with a fixed text.
+A `DraftBridgeError` is sent as a status code, its text, and an `ErrorInfo` with its reason and metadata. Any other
+error is logged with its traceback and sent as INTERNAL with a fixed text.
 """
 
 import logging
@@ -26,16 +26,16 @@ _log = logging.getLogger(__name__)
 DOMAIN = "draftbridge"
 _DETAILS_KEY = "grpc-status-details-bin"
 
-# A client takes 8 KiB of trailing metadata and may refuse more, and with them the status. The text travels twice, once
-# with three bytes for each that is not ASCII; the details travel as base64. With these limits it all fits into 6 KiB.
+# Clients may refuse more than 8 KiB of trailing metadata and lose the status with it. The text is sent twice, once with
+# three bytes for each that is not ASCII; the details are sent as base64. These limits keep the total below 6 KiB.
 _MAX_TEXT_BYTES = 600
 _MAX_METADATA_BYTES = 2000
 _MAX_RETRY_SECONDS = 86_400
-# Google's rules for reasons and keys of an ErrorInfo, a little relaxed: both end up in logs and in statistics.
+# Reasons and keys of an ErrorInfo, slightly wider than Google's rules: both end up in logs and statistics.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _METADATA_KEY = re.compile(r"[A-Za-z0-9_.-]{1,63}")
 
-# The first class that an error is an instance of decides.
+# The first class that the error is an instance of gives the code.
 _CODES: tuple[tuple[type[DraftBridgeError], grpc.StatusCode], ...] = (
     (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (errors.ModelNotFound, grpc.StatusCode.NOT_FOUND),
@@ -47,30 +47,30 @@ _CODES: tuple[tuple[type[DraftBridgeError], grpc.StatusCode], ...] = (
 
 
 class RemoteError(DraftBridgeError):
-    """An error that a service on the other side reported.
+    """An error that a remote service reported.
 
-    `code` is that of the call. What the other side said besides is not trusted: a `reason` that no ErrorInfo may have
-    is replaced by the code's name, and the text becomes one line of limited length, fit for a log.
+    `code` is the call's. The rest is not trusted: an invalid `reason` is replaced by the code's name, and the text is
+    cut to one printable line for the log.
     """
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str, metadata: Mapping[str, str]) -> None:
         line = "".join(char if char.isprintable() else " " for char in message)
         super().__init__(_clipped(line) or f"the call failed with {code.name}")
         self.code = code
-        # An instance speaks for the class at the other end.
+        # The class's reason is a placeholder: each instance has that of the remote error.
         self.reason = reason if _REASON.fullmatch(reason) else code.name  # type: ignore[misc]
         self.metadata = dict(metadata)
 
 
 def code_of(error: DraftBridgeError) -> grpc.StatusCode:
-    """The status code that an error leaves with."""
+    """Returns the status code that an error is sent with."""
     if isinstance(error, RemoteError):
         return error.code
     return next(code for kind, code in _CODES if isinstance(error, kind))
 
 
 def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
-    """The error of ours that a failed call stands for."""
+    """Converts a failed call to `address` to a `DraftBridgeError`."""
     code, details = error.code(), error.details() or ""
     if report := read_report(error.trailing_metadata()):
         return RemoteError(code, report.reason, report.message or details, report.metadata)
@@ -78,20 +78,20 @@ def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
         return errors.Unreachable(address, code.name)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.NotReady(
-            f"{address} does not offer this service: check that the address is that of the right kind of server",
+            f"{address} does not offer this service: check that this is the address of the right kind of server",
             address=address,
         )
     return RemoteError(code, code.name, f"{address}: {details}", {"address": address})
 
 
 def status_of(error: Exception) -> status_pb2.Status:
-    """The status that an error leaves with: small enough for trailing metadata, whatever the error holds.
+    """Returns the status that an error is sent with, always small enough for trailing metadata.
 
-    An error that is not one of ours is logged, and leaves as INTERNAL with a fixed text.
+    An error that is not a `DraftBridgeError` is logged and becomes INTERNAL with a fixed text.
     """
     if not isinstance(error, DraftBridgeError):
         _log.error("unexpected error in a call", exc_info=error)
-        error = DraftBridgeError("an internal error occurred; the server's log has it whole")
+        error = DraftBridgeError("an internal error occurred; see the server's log")
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_bounded(error.metadata))
     details: list[Message] = [info]
     if delay := _retry_delay(error.metadata.get("retry_seconds", "")):
@@ -110,11 +110,11 @@ async def _abort(context: "aio.ServicerContext[Any, Any]", error: Exception) -> 
 
 
 def _bounded(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Those entries that there is room for, in order, without those whose key an ErrorInfo may not have."""
+    """Returns the first entries that fit into the limit, without those whose key is not allowed in an ErrorInfo."""
     kept, room = {}, _MAX_METADATA_BYTES
     for key, value in metadata.items():
         clipped = _clipped(value)
-        # A map's entry takes a few bytes besides.
+        # Each map entry has a few bytes of overhead.
         size = len(key) + len(clipped.encode()) + 8
         if _METADATA_KEY.fullmatch(key) and size <= room:
             kept[key] = clipped
@@ -123,7 +123,7 @@ def _bounded(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def _retry_delay(seconds: str) -> Duration | None:
-    """When to try again, if that is a number of seconds that somebody could wait."""
+    """Returns the delay, at most a day, or None unless it is a positive number of seconds."""
     try:
         delay = float(seconds)
     except ValueError:
@@ -134,7 +134,7 @@ def _retry_delay(seconds: str) -> Duration | None:
 
 
 def _clipped(text: str) -> str:
-    """The text's beginning, as UTF-8 can say it: lone surrogates are replaced."""
+    """Returns the beginning of the text with lone surrogates replaced, so that UTF-8 can encode it."""
     data = text.encode(errors="replace")
     if len(data) <= _MAX_TEXT_BYTES:
         return data.decode()
@@ -146,19 +146,19 @@ class _Malformed:
 
     def __init__(self, error: DecodeError) -> None:
         self.error = errors.ProtocolViolation(
-            f"the request could not be parsed ({error}): text must be valid UTF-8 and the message one of the contract"
+            f"the request could not be parsed ({error}): send a message of the contract, with text in valid UTF-8"
         )
 
 
 class StatusInterceptor(aio.ServerInterceptor):
-    """Wraps every call of a server, so that servicers simply raise."""
+    """Maps errors that a servicer raises to the status of its call."""
 
     async def intercept_service(
         self,
         continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Replaces the handler by one that maps errors."""
+        """Returns a handler that maps errors; calls of other packages are left unchanged."""
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith("/draftbridge."):
             return handler

@@ -1,4 +1,4 @@
-"""What both kinds of model streams have in common: open first, then listen and speak at the same time."""
+"""What Draft and Verify streams share: an open message first, then requests and responses concurrently."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 
 class RoleServicer(Generic[T]):
-    """Sessions of one model in one role, which `open_session` opens; refuses all where the role is not served, None."""
+    """Serves one model in one role. `open_session` opens a session; None if the server does not serve the role."""
 
     role: ClassVar[str]
 
@@ -27,25 +27,25 @@ class RoleServicer(Generic[T]):
 
     @property
     def opener(self) -> T:
-        """What opens a session. Raises `RoleNotServed`."""
+        """Returns `open_session`. Raises `RoleNotServed`."""
         if self._open_session is None:
             raise RoleNotServed("this server", self._model.name, self.role)
         return self._open_session
 
 
 async def first_message(requests: AsyncIterator[R]) -> R:
-    """The message that opens a stream. Raises `ProtocolViolation` if it is another, or none."""
+    """Returns the first message of a stream. Raises `ProtocolViolation` unless it is an open message."""
     request: Any = await anext(requests, None)
     if request is None or request.WhichOneof("kind") != "open":
-        raise ProtocolViolation("a stream begins with an open message: send one first")
+        raise ProtocolViolation("a stream must begin with an open message: send one first")
     return request  # type: ignore[no-any-return]
 
 
 def check_model(name: str, tokenizer_sha256: str, model: Model) -> None:
-    """Raises `ModelNotFound` or `ModelChanged` where the client expects another model than is served."""
+    """Raises `ModelNotFound` or `ModelChanged` if the client expects another model than the served one."""
     if name not in ("", model.name):
         raise ModelNotFound(
-            f"this server has {model.name}, not {name}: ask the server that has it, or restart the bridge",
+            f"this server serves {model.name}, not {name}: use the server of {name}, or restart the bridge",
             expected=name,
             model=model.name,
         )
@@ -59,11 +59,11 @@ async def listening(
     no_more: Callable[[], None],
     says: AsyncIterator[T],
 ) -> AsyncIterator[T]:
-    """Yields what a session says while it is told what comes in.
+    """Yields the responses that `says` yields, and meanwhile passes each request to `hear`.
 
-    When the client closes its side the session is told `no_more`. An error of either side ends both.
+    Calls `no_more` when the client closes its side. An error in either direction ends both.
     """
-    speaking: asyncio.Future[T] | None = None
+    responding: asyncio.Future[T] | None = None
 
     async def listen() -> None:
         async for request in requests:
@@ -73,16 +73,16 @@ async def listening(
     listener = asyncio.create_task(listen())
     try:
         while True:
-            speaking = asyncio.ensure_future(anext(says))
-            waiting = (speaking,) if listener.done() else (listener, speaking)
+            responding = asyncio.ensure_future(anext(says))
+            waiting = (responding,) if listener.done() else (listener, responding)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if listener.done():
                 listener.result()
-            yield await speaking
+            yield await responding
     except StopAsyncIteration:
         return
     finally:
         listener.cancel()
-        if speaking is not None:
-            speaking.cancel()
-        await asyncio.gather(listener, *([speaking] if speaking else []), return_exceptions=True)
+        if responding is not None:
+            responding.cancel()
+        await asyncio.gather(listener, *([responding] if responding else []), return_exceptions=True)

@@ -1,1 +1,1 @@
-"""Runs what model servers send, tokenizers and chat templates, in processes with limits of memory and time."""
+"""Runs the tokenizers and chat templates that model servers send in processes with limited memory and time."""

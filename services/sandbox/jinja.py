@@ -1,7 +1,6 @@
-"""Runs a chat template in this process.
+"""Runs a chat template in this process, without limits of memory and time.
 
-The sandbox's processes do so, and tests and benchmarks with templates that they trust: here a template can take all
-the memory and all the time there is.
+Used inside the processes of the sandbox, and for trusted templates by code that has the model's files.
 """
 
 import json
@@ -20,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from bridge.errors import DraftBridgeError, InvalidField, TemplateLimitExceeded, UnusableModel
 
-# About two million tokens of English.
+# About two million tokens of English text.
 MAX_TEXT_CHARACTERS = 8_000_000
 MEMORY_LIMIT_BYTES = 512 << 20
 _MAX_DETAIL_CHARACTERS = 1000
@@ -37,14 +36,14 @@ class Outcome(StrEnum):
 
 
 def run_template(template: str, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> str:
-    """Implements `bridge.text.models.TemplateRunner` without limits of memory and time."""
+    """Implements `bridge.text.models.TemplateRunner`."""
     return text_of(*attempt(template, variables, marks, shield))
 
 
 def attempt(
     template: str, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]
 ) -> tuple[Outcome, str]:
-    """Returns how running the template ended, with its text or the reason. Raises only what `shield` raises."""
+    """Returns how running the template ended, and its text or the reason. Raises only what `shield` raises."""
     given = _given.set((str.maketrans("", "", marks), shield))
     try:
         pieces, length = [], 0
@@ -54,7 +53,7 @@ def attempt(
                 return Outcome.TOO_LONG, ""
             pieces.append(piece)
         text = "".join(pieces)
-        text.encode()  # a template can write lone surrogates, which are not text
+        text.encode()  # fails for lone surrogates, which a template can write
         return Outcome.TEXT, text
     except DraftBridgeError:
         raise
@@ -62,17 +61,17 @@ def attempt(
         return Outcome.REFUSED, _clipped(str(error))
     except MemoryError:
         return Outcome.OUT_OF_MEMORY, ""
-    except Exception as error:  # a template is a program, and can fail like any
+    except Exception as error:  # a template is a program and may fail in any way
         return Outcome.FAILED, _clipped(f"{type(error).__name__}: {error}")
     finally:
         _given.reset(given)
 
 
 def text_of(outcome: Outcome, detail: str) -> str:
-    """Returns the text of a template that ran.
+    """Returns the text of a template that succeeded.
 
-    Raises `InvalidField` for one that refused the chat, `TemplateLimitExceeded` for one that went beyond a limit, and
-    `UnusableModel` for one that failed.
+    Raises `InvalidField` if the template refused the chat, `TemplateLimitExceeded` if it exceeded a limit, and
+    `UnusableModel` if it failed.
     """
     match outcome:
         case Outcome.TEXT:
@@ -90,11 +89,11 @@ def text_of(outcome: Outcome, detail: str) -> str:
 
 
 def _clipped(text: str) -> str:
-    """Returns the beginning of an error's text, as text that can be sent."""
+    """Returns the beginning of an error text with lone surrogates replaced."""
     return text[:_MAX_DETAIL_CHARACTERS].encode(errors="replace").decode()
 
 
-# What `tojson` needs and a template must not reach: the marks, to be left out of texts, and the function that sets new.
+# The marks to remove and the `shield` function, which `tojson` needs and a template must not reach.
 _given: ContextVar[tuple[dict[int, int | None], Callable[[str], str]]] = ContextVar("given")
 
 
@@ -110,14 +109,14 @@ def _compiled(template: str) -> Template:
 
 
 class _RefusedError(Exception):
-    """A template refuses a chat, for instance because roles do not alternate."""
+    """The template called `raise_exception`, for instance because roles do not alternate."""
 
 
 def _raise_exception(message: str) -> None:
     raise _RefusedError(message)
 
 
-@pass_context  # otherwise Jinja would compute it once for values written in the template, with the marks of one chat
+@pass_context  # prevents Jinja from evaluating constants once for all chats, with the marks of one of them
 def _to_json(
     context: Context,
     value: Any,
@@ -126,10 +125,10 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Does what templates of the hub expect: unlike Jinja's own, it does not escape for HTML.
+    """Writes JSON without HTML escapes, unlike Jinja's own filter, as published templates expect.
 
-    The JSON is new text, in which markup may be spelled that no string in it spells. So old marks are left out of the
-    value, and the whole is shielded anew.
+    The JSON may spell markup that none of its strings spells. So the old marks are removed from the value, and the JSON
+    is shielded as a whole.
     """
     marks, shield = _given.get()
     bare = json.loads(json.dumps(value, ensure_ascii=False).translate(marks))
@@ -139,11 +138,11 @@ def _to_json(
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks, for training, what the assistant said; here it changes nothing."""
+    """Accepts `{% generation %}`, which marks the assistant's text for training and has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012  # as the library declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Returns the body as it is."""
+        """Returns the body unchanged."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

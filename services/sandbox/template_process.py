@@ -1,11 +1,11 @@
-"""A process that runs one chat template, again and again.
+"""The process that runs one chat template for any number of chats.
 
     python -m services.sandbox.template_process SECONDS < socket
 
 It sends `ready` and receives the template. For each chat it receives `(variables, marks)` and sends a line with the
 outcome, followed by the text. Before that, for each use of `tojson`, it sends a line `shield`, followed by the text to
-shield, and receives the shielded text. It sends bytes and no Python values, because a process that a template might
-have taken over must not choose what the bridge unpickles.
+shield, and receives the shielded text. It sends bytes instead of Python values, because a template that takes over the
+process must not choose what the bridge unpickles.
 """
 
 import os
@@ -25,7 +25,7 @@ SHIELD = "shield"
 
 def _main(time_limit: float) -> None:
     confine(MEMORY_LIMIT_BYTES)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the bridge, which may want to finish its requests
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the bridge may still finish its requests
     threading.Thread(target=_end_with_the_bridge, daemon=True).start()
     connection: Connection[Any, Any] = Connection(os.dup(0))
 
@@ -40,8 +40,8 @@ def _main(time_limit: float) -> None:
     template = connection.recv()
     while True:
         variables, marks = connection.recv()
-        # The bridge keeps the time. This is for when the bridge has ended and the interpreter is inside a function
-        # that lets no other thread run: the system ends the process then.
+        # The bridge enforces the limit. If the bridge has ended while a function here holds the interpreter lock, only
+        # this signal ends the process.
         signal.setitimer(signal.ITIMER_REAL, time_limit)
         outcome, text = attempt(template, variables, marks, shield)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -50,7 +50,7 @@ def _main(time_limit: float) -> None:
 
 def _end_with_the_bridge() -> None:
     poll = select.poll()
-    poll.register(0, 0)  # no event but the other side's hanging up
+    poll.register(0, 0)  # reports only that the other side has closed
     poll.poll()
     os._exit(0)
 

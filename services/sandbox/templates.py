@@ -1,4 +1,4 @@
-"""Chat templates run in the sandbox: each in a process of its own, which is kept for the next chat."""
+"""Runs each chat template in its own sandbox process, which is kept for the next chat."""
 
 import os
 import socket
@@ -16,21 +16,21 @@ from services.sandbox.jinja import MAX_TEXT_CHARACTERS, Outcome, text_of
 from services.sandbox.process import command, environment
 from services.sandbox.template_process import READY, SHIELD
 
-# Templates in use take about a millisecond.
+# Published templates take about a millisecond.
 TIME_LIMIT_SECONDS = 3.0
-# Python and Jinja start in 0.2 s, but not on a machine that is busy loading models.
+# Python and Jinja start in 0.2 s on an idle machine, but more slowly while models are loading.
 _START_LIMIT_SECONDS = 30.0
-# The bridge keeps the time limit; a process ends itself this much later, in case the bridge has gone.
+# The bridge enforces the time limit. A process ends itself this much later, in case the bridge has ended.
 _OWN_LIMIT_SECONDS = 1.0
-# A character has up to 4 bytes in UTF-8.
+# UTF-8 has up to 4 bytes per character.
 _MAX_MESSAGE_BYTES = 4 * MAX_TEXT_CHARACTERS + 1000
 
 
 class TemplateSandbox:
-    """Runs chat templates in processes with limits. Implements `bridge.text.models.TemplateRunner`.
+    """Runs chat templates in processes with limits. Implements `bridge.text.models.TemplateRunner`. Thread-safe.
 
-    Each template renders one chat at a time, so one that hangs delays no other template, and its own chats no longer
-    than it may run. Any thread may call.
+    Each template renders one chat at a time in its own process. So a template that hangs does not delay the others,
+    and delays its own chats by at most the time limit.
     """
 
     def __init__(self, time_limit: float = TIME_LIMIT_SECONDS) -> None:
@@ -42,8 +42,8 @@ class TemplateSandbox:
     def __call__(self, template: str, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> str:
         """Returns what the template writes.
 
-        Raises `InvalidField`, `UnusableModel` or `TemplateLimitExceeded` for what the template does, and `SandboxBusy`
-        if its turn does not come.
+        Raises `InvalidField`, `UnusableModel` or `TemplateLimitExceeded` as `text_of` does, and `SandboxBusy` if the
+        template is still running for other chats or its process cannot start.
         """
         with self._lock:
             if self._closed:
@@ -54,7 +54,7 @@ class TemplateSandbox:
         return text_of(*worker.run(variables, marks, shield))
 
     def close(self) -> None:
-        """Ends the processes, also those of templates that are running, and starts no more."""
+        """Kills all processes, even of running templates, and starts no more."""
         with self._lock:
             self._closed = True
         for worker in self._workers.values():
@@ -62,7 +62,7 @@ class TemplateSandbox:
 
 
 class _Worker:
-    """A template, and its process while there is one."""
+    """Runs one template in a process, which is started on demand."""
 
     def __init__(self, template: str, time_limit: float) -> None:
         self._template, self._time_limit = template, time_limit
@@ -71,13 +71,12 @@ class _Worker:
         self._hung = self._closed = False
 
     def run(self, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> tuple[Outcome, str]:
-        """Returns how the template ended; see `TemplateSandbox`."""
-        # A call that waits keeps a thread of the bridge from other work. A template that hung in its last chat may
-        # have one thread, not more.
+        """Returns how running the template ended, and its text or the reason. Raises as `TemplateSandbox` does."""
+        # A waiting call blocks a thread of the bridge. A template that hung in its last chat may block only one.
         if not self._turn.acquire(timeout=0 if self._hung else self._time_limit):
             raise SandboxBusy("it is running for other chats")
         try:
-            # A process may end for no fault of the template's, for instance when the system is out of memory.
+            # A process may end without the template's fault, for instance when the system is out of memory.
             for _attempt in range(2):
                 process = self._started()
                 try:
@@ -99,7 +98,7 @@ class _Worker:
             outcome, text = process.ask(variables, marks, shield)
             self._hung = False
             if outcome in (Outcome.TEXT, Outcome.REFUSED, Outcome.FAILED):
-                stack.pop_all()  # it is fit for the next chat
+                stack.pop_all()  # the process can run the next chat
             return outcome, text
 
     def _started(self) -> "_Process":
@@ -117,7 +116,7 @@ class _Worker:
         return self._process
 
     def close(self) -> None:
-        """Ends the process; `run` fails from now on."""
+        """Kills the process; `run` fails from now on."""
         self._closed = True
         if (process := self._process) is not None:
             process.kill()
@@ -135,9 +134,9 @@ def _stopping() -> SandboxBusy:
 
 
 class _Process:
-    """A process that runs one template. All methods but `kill` are for one thread at a time.
+    """A process that runs one template. Only `kill` may be called while another thread uses the object.
 
-    Raises `BlockingIOError` if the process takes too long, `EOFError` or another `OSError` if it has ended.
+    Methods raise `BlockingIOError` if the process takes too long, and `EOFError` or another `OSError` if it has ended.
     """
 
     def __init__(self, time_limit: float) -> None:
@@ -157,17 +156,17 @@ class _Process:
 
     @property
     def status(self) -> int | None:
-        """What the process ended with; None while it runs."""
+        """The exit status; None while the process runs."""
         return self._popen.poll()
 
     def prepare(self, template: str) -> None:
-        """Waits until the process can run the template."""
+        """Waits until the process has started and sends it the template."""
         kind, _ = self._receive(monotonic() + _START_LIMIT_SECONDS)
         assert kind == READY
         self._connection.send(template)
 
     def ask(self, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> tuple[Outcome, str]:
-        """Returns how the template ended."""
+        """Returns how running the template ended, and its text or the reason."""
         deadline = monotonic() + self._time_limit
         shielded_characters = 0
         self._limit(socket.SO_SNDTIMEO, self._time_limit)
@@ -187,16 +186,16 @@ class _Process:
         return kind, text
 
     def _limit(self, option: int, seconds: float) -> None:
-        """Sets how long one system call may wait, at least a microsecond, because 0 is without a limit."""
+        """Sets how long a system call may block: at least a microsecond, because 0 means no limit."""
         interval = divmod(max(1, int(seconds * 1e6)), 1_000_000)
         self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *interval))
 
     def kill(self) -> None:
-        """Ends the process; whoever waits for it learns that it has ended."""
+        """Kills the process; a call that waits for it fails."""
         self._popen.kill()
 
     def close(self) -> None:
-        """Ends the process and frees what it had."""
+        """Kills the process and closes the connection."""
         self._popen.kill()
         self._popen.wait()
         self._disconnect()

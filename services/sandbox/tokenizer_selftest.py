@@ -1,11 +1,11 @@
-"""Tests a byte table by the tokenizer's own encode and decode, over fixed texts and the vocabulary's ids.
+"""Tests a tokenizer's byte table against its own encode and decode, on fixed texts and ids of the vocabulary.
 
-A target needs a tokenizer whose decoding is concatenation, because the user receives what it commits token by token.
-A draft needs less: it is enough that what it proposes can be read.
+The decoder of a target must concatenate the tokens' bytes, because the user receives the text token by token. For a
+draft it is enough that the bytes of its tokens are known.
 
     python -m services.sandbox.tokenizer_selftest SECONDS < tokenizer.json
 
-reads a tokenizer, makes its byte table, tests it, and prints one line of JSON.
+reads a tokenizer, builds and tests its byte table, and prints one line of JSON.
 """
 
 import json
@@ -17,7 +17,7 @@ from bridge.errors import TokenizerNotUnderstood
 from bridge.text.vocabulary import Vocabulary
 from services.sandbox.process import confine
 
-# The largest tokenizers in use take 1.2 GB.
+# The largest published tokenizers take 1.2 GB.
 _MEMORY_LIMIT_BYTES = 6 << 30
 TEXTS = (
     "Hello, world! It's 12:34 (or 1234567.89?) in the U.S.A. -- isn't it?",
@@ -28,50 +28,50 @@ TEXTS = (
     "def f(x):\n    return {'a': [x, 0]}  # <b>&amp;</b>",
     "0, 0, 0, 0 |---|---| aaaaaaaaaaaaaaaa ................",
 )
-# Ids tried one by one; spread over the vocabulary where it has more.
-_MOST_IDS = 4096
+# About the number of ids that are tested one by one, spread evenly over a larger vocabulary.
+_MAX_TESTED_IDS = 4096
 
 
 def self_test(vocabulary: Vocabulary) -> str:
-    """Returns what makes a text of this tokenizer differ from its tokens' bytes in a row; empty if nothing does.
+    """Returns why decoded texts differ from the concatenated bytes of their tokens; empty if they are equal.
 
     Raises `TokenizerNotUnderstood` if the byte table is wrong.
     """
     _check_tokens(vocabulary)
     for text in TEXTS:
         ids = vocabulary.pieces(text.encode(), whole=True).ids
-        said = vocabulary.decode(ids)
+        decoded = vocabulary.decode(ids)
         spelled = vocabulary.spell(ids).decode(errors="replace")
-        if not _alike(said, spelled):
-            if _alike(said.replace(" ", ""), spelled.replace(" ", "")):
-                return f"its decoder moves spaces: it says {said!r} where its tokens spell {spelled!r}"
-            raise _wrong(f"the text {text!r}", said, spelled)
+        if not _alike(decoded, spelled):
+            if _alike(decoded.replace(" ", ""), spelled.replace(" ", "")):
+                return f"its decoder moves spaces: it writes {decoded!r} where its tokens spell {spelled!r}"
+            raise _wrong(f"the text {text!r}", decoded, spelled)
     return vocabulary.whole_text_step
 
 
 def _check_tokens(vocabulary: Vocabulary) -> None:
-    """Each id between two others, where nothing is trimmed."""
+    """Tests each id between two others, where decoders do not trim."""
     anchor = vocabulary.pieces(b"x", whole=True).ids
     known = [id_ for id_, data in enumerate(vocabulary.tokens) if data]
-    for id_ in known[:: max(1, len(known) // _MOST_IDS)]:
+    for id_ in known[:: max(1, len(known) // _MAX_TESTED_IDS)]:
         ids = [*anchor, id_, *anchor]
-        said, spelled = vocabulary.decode(ids), vocabulary.spell(ids).decode(errors="replace")
-        if not _alike(said.replace(" ", ""), spelled.replace(" ", "")) and id_ not in vocabulary.added:
-            raise _wrong(f"the id {id_} ({vocabulary.name(id_)!r})", said, spelled)
+        decoded, spelled = vocabulary.decode(ids), vocabulary.spell(ids).decode(errors="replace")
+        if not _alike(decoded.replace(" ", ""), spelled.replace(" ", "")) and id_ not in vocabulary.added:
+            raise _wrong(f"the id {id_} ({vocabulary.name(id_)!r})", decoded, spelled)
 
 
-def _alike(said: str, spelled: str) -> bool:
-    """Equal, but for a space in front and for how many marks stand for bytes that are no text."""
-    if "\ufffd" not in said and "\ufffd" not in spelled:
-        return spelled in (said, " " + said)
-    # Byte fallback marks every byte of a run that has one wrong, so no more can be told than what stands around.
-    left, right = said.strip(" "), spelled.strip(" ")
+def _alike(decoded: str, spelled: str) -> bool:
+    """Whether the two are equal, except for a leading space and the number of U+FFFD for bytes that are not UTF-8."""
+    if "\ufffd" not in decoded and "\ufffd" not in spelled:
+        return spelled in (decoded, " " + decoded)
+    # Byte fallback replaces every byte of a run that has one invalid byte, so only the surroundings can be compared.
+    left, right = decoded.strip(" "), spelled.strip(" ")
     return "\ufffd" in left and left[0] == right[0] and left[-1] == right[-1]
 
 
-def _wrong(what: str, said: str, spelled: str) -> TokenizerNotUnderstood:
+def _wrong(what: str, decoded: str, spelled: str) -> TokenizerNotUnderstood:
     return TokenizerNotUnderstood(
-        f"the byte table made of this tokenizer is wrong: for {what} its decoder says {said!r} and the table "
+        f"the byte table of this tokenizer is wrong: for {what} its decoder writes {decoded!r}, but the table "
         f"{spelled!r}; save the model's fast tokenizer again with save_pretrained, and report it if that does not help",
         component="decoder",
     )
@@ -79,16 +79,16 @@ def _wrong(what: str, said: str, spelled: str) -> TokenizerNotUnderstood:
 
 def _main() -> None:
     confine(_MEMORY_LIMIT_BYTES)
-    # The bridge keeps the time. This is for when the bridge has ended.
+    # The bridge enforces the limit. This signal ends the process if the bridge has ended.
     signal.setitimer(signal.ITIMER_REAL, float(sys.argv[1]))
     try:
         answer: dict[str, Any] = {"flaw": self_test(Vocabulary(sys.stdin.buffer.read()))}
     except TokenizerNotUnderstood as error:
         answer = {"error": str(error), "metadata": error.metadata}
-    except BaseException as error:  # whatever it is, the tokenizer caused it; the library's panics are not Exceptions
-        said = f"the library fails over this tokenizer ({type(error).__name__}: {error})"
+    except BaseException as error:  # the library's panics are not Exceptions
+        failure = f"the tokenizers library fails on this tokenizer ({type(error).__name__}: {error})"
         remedy = "save the model's fast tokenizer again with save_pretrained"
-        answer = {"error": f"{said}: {remedy}", "metadata": {"component": "file"}}
+        answer = {"error": f"{failure}: {remedy}", "metadata": {"component": "file"}}
     print(json.dumps(answer))
 
 

@@ -1,6 +1,6 @@
-"""A tokenizer that came from another process, read and tested in a process with limits.
+"""Reads and tests a tokenizer from another server in a process with limits.
 
-A file that is made to take all the memory, or forever, or to crash the library, ends that process and nothing else.
+A hostile file that exhausts memory or time, or crashes the library, ends only that process.
 """
 
 import asyncio
@@ -11,14 +11,14 @@ from typing import Any
 from bridge.errors import TokenizerNotUnderstood
 from services.sandbox.process import command, environment
 
-# The largest tokenizers in use take 3 s.
+# The largest published tokenizers take 3 s.
 TIME_LIMIT_SECONDS = 60
 
 
 async def flaw_of(tokenizer_json: bytes, time_limit: float = TIME_LIMIT_SECONDS) -> str:
-    """Returns what keeps a tokenizer from being a target's; empty if nothing does.
+    """Returns why a target cannot use the tokenizer; empty if it can.
 
-    Raises `TokenizerNotUnderstood` for one that no model can be served with, or that goes beyond the limits.
+    Raises `TokenizerNotUnderstood` if a draft cannot use it either, or if it exceeds the limits.
     """
     process = await asyncio.create_subprocess_exec(
         *command("services.sandbox.tokenizer_selftest", str(TIME_LIMIT_SECONDS)),
@@ -28,7 +28,7 @@ async def flaw_of(tokenizer_json: bytes, time_limit: float = TIME_LIMIT_SECONDS)
         env=environment(),
     )
     try:
-        said, _ = await asyncio.wait_for(process.communicate(tokenizer_json), time_limit)
+        output, _ = await asyncio.wait_for(process.communicate(tokenizer_json), time_limit)
     except TimeoutError:
         raise _unusable(f"it took more than {time_limit:g} s to read") from None
     finally:
@@ -36,9 +36,9 @@ async def flaw_of(tokenizer_json: bytes, time_limit: float = TIME_LIMIT_SECONDS)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-    if not said:
-        raise _unusable(f"the process that tried it ended with status {process.returncode}")
-    answer: dict[str, Any] = json.loads(said)
+    if not output:
+        raise _unusable(f"the process that read it ended with status {process.returncode}")
+    answer: dict[str, Any] = json.loads(output)
     if "error" in answer:
         raise TokenizerNotUnderstood(answer["error"], **answer["metadata"])
     return str(answer["flaw"])
@@ -46,6 +46,6 @@ async def flaw_of(tokenizer_json: bytes, time_limit: float = TIME_LIMIT_SECONDS)
 
 def _unusable(what: str) -> TokenizerNotUnderstood:
     return TokenizerNotUnderstood(
-        f"the tokenizer goes beyond what a tokenizer may ask for: {what}; serve the model with another tokenizer.json",
+        f"the tokenizer exceeds the limits for tokenizers: {what}; serve the model with another tokenizer.json",
         component="file",
     )

@@ -173,7 +173,7 @@ def test_a_chat_takes_what_its_template_knows_besides(client: Client) -> None:
     assert alone.text == client.generate(messages=[{"role": "user", "content": "the dog"}], max_tokens=8).text
     with pytest.raises(CallError, match="add_generation_prompt"):
         client.generate(messages=messages, template_variables={"add_generation_prompt": False})
-    with pytest.raises(CallError, match="go with messages"):
+    with pytest.raises(CallError, match="need messages"):
         client.generate("x", template_variables={"tools": []})
     with pytest.raises(CallError, match="surrogates"):
         client.generate("a\ud800b")

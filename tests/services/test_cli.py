@@ -130,7 +130,7 @@ def test_wrong_generations_are_refused(tiny_fleet: Fleet) -> None:
     assert "does not fit" in refused(command("generate", "x", "--max-tokens", "1000", *at))
     assert "sampling.top_p must be" in refused(command("generate", "x", "--top-p", "7", *at))
     assert "opportunistic" in refused(command("generate", "x", "--speculation", "no", *at))
-    assert "is no bridge" in refused(command("generate", "x", "--server", tiny_fleet.target))
+    assert "is not a bridge" in refused(command("generate", "x", "--server", tiny_fleet.target))
     assert "--max-tokens" in refused(command("generate", "x", "--max-tokens", "-3", *at))
     assert "HOST:PORT" in refused(command("generate", "x", "--server", ""))
     assert "valid Unicode" in refused(
@@ -160,9 +160,9 @@ def test_a_bridge_refuses_a_server_in_the_wrong_role(tiny_fleet: Fleet) -> None:
 
 def test_a_taken_port_is_said_so(tiny_fleet: Fleet, tiny_models: tuple[Path, Path]) -> None:
     message = refused(command("bridge", "--target", tiny_fleet.target, "--listen", tiny_fleet.draft))
-    assert f"{tiny_fleet.draft} cannot be listened on" in message
+    assert f"cannot listen on {tiny_fleet.draft}" in message
     message = refused(command("serve", str(tiny_models[0]), "--listen", tiny_fleet.draft))
-    assert f"{tiny_fleet.draft} cannot be listened on" in message
+    assert f"cannot listen on {tiny_fleet.draft}" in message
     assert "HOST:PORT" in refused(command("bridge", "--target", tiny_fleet.target, "--listen", "nonsense"))
 
 

@@ -66,7 +66,7 @@ def test_wrong_requests_are_refused_with_code_reason_and_remedy(
         ({"seed": -1}, "seed must be between 0"),
         ({"min_tokens": -1}, "min_tokens must be between 0"),
         ({"max_tokens": -5}, "max_tokens must be between 0"),
-        ({"logit_bias": {-5: 1.0}}, "logit_bias must be of ids between 0"),
+        ({"logit_bias": {-5: 1.0}}, "logit_bias must hold ids between 0"),
         ({"temperature": -1.0}, "sampling.temperature must be between 0 and 100"),
         ({"top_p": 0.0}, "sampling.top_p must be above 0 and at most 1"),
         ({"logit_bias": {3: 1e39}}, r"sampling.logit_bias\[3\] must be between -1e9 and 1e9"),
@@ -167,7 +167,7 @@ async def test_a_role_that_is_not_served_says_so(tiny_fleet: Fleet) -> None:
                 await method(channel).read()
         error = CallError.from_rpc(caught.value, "")
         assert (error.code, error.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "ROLE_NOT_SERVED")
-    with Client(tiny_fleet.draft) as client, pytest.raises(CallError, match="is no bridge"):
+    with Client(tiny_fleet.draft) as client, pytest.raises(CallError, match="is not a bridge"):
         client.generate("x")
 
 

@@ -1,1 +1,1 @@
-"""What tests share: tiny models, tokenizer families, real models, reference loops."""
+"""What tests share: tiny models, tokenizer families, real tokenizers, and reference loops."""

@@ -1,4 +1,4 @@
-"""What the target says by itself, and what it says in a generation with a draft."""
+"""Generates a text with the target alone, and with a draft and the other sources."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ PROMPT = "The quick brown"
 
 
 class QueuedDrafter:
-    """A draft that says what stands in its queue, and fails with an error that stands there. It needs `sync`."""
+    """A draft that yields the proposals in its queue and raises the errors in it. Subclasses add `sync`."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Proposal | Exception] = asyncio.Queue()
@@ -30,14 +30,14 @@ class QueuedDrafter:
 
     async def proposals(self) -> AsyncIterator[Proposal]:
         while True:
-            said = await self.queue.get()
-            if isinstance(said, Exception):
-                raise said
-            yield said
+            queued = await self.queue.get()
+            if isinstance(queued, Exception):
+                raise queued
+            yield queued
 
 
 def did(statistics: Any, source: str) -> Any:
-    """What a source did, in the bridge's statistics or in the contract's."""
+    """Returns the statistics of a source, from the bridge's or the contract's statistics."""
     sources = statistics.sources
     return sources[source] if isinstance(sources, dict) else next(one for one in sources if one.name == source)
 

@@ -1,4 +1,4 @@
-"""What every engine must do, against transformers in float32: one class that each engine's tests inherit."""
+"""The contract of all engines, tested against transformers in float32: a class that each engine's tests inherit."""
 
 import random
 from pathlib import Path
@@ -36,9 +36,9 @@ FAMILIES = {
         vocab_size=120, max_position_embeddings=256, hidden_size=32, ffn_dim=48, num_hidden_layers=2,
         num_attention_heads=4, word_embed_proj_dim=32,
     ),
-    # A window that only the mask tells of.
+    # A sliding window that only the mask shows.
     "phimoe": transformers.PhimoeConfig(**LLAMA_LIKE, sliding_window=8, num_local_experts=4, pad_token_id=0),
-    # Scores that are limited, and a score for nothing at all.
+    # Soft-capped attention scores (gemma2) and attention sinks (gpt_oss).
     "gemma2": transformers.Gemma2Config(
         **LLAMA_LIKE, head_dim=8, sliding_window=8, attn_logit_softcapping=0.5, query_pre_attn_scalar=8
     ),
@@ -71,34 +71,34 @@ STEPS = st.lists(
 
 
 def saved(config: transformers.PretrainedConfig, directory: Path) -> torch.nn.Module:
-    """A random model of transformers, and its files in a directory."""
+    """Returns a random model of transformers and saves its files in a directory."""
     torch.manual_seed(0)
-    # Attention as it is written down: others leave out what they have no kernel for, some silently.
+    # Eager attention has every feature; other implementations leave some out, partly without a warning.
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     model.save_pretrained(directory)
     return model
 
 
 def family(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, Path]:
-    """A random model of one of `FAMILIES`, and where its files are."""
+    """Returns a random model of one of `FAMILIES`, and the directory of its files."""
     directory = tmp_path_factory.mktemp(name)
     return saved(FAMILIES[name], directory), directory
 
 
 def expected(model: torch.nn.Module, ids: list[int]) -> np.ndarray:
-    """Transformers' logits at every position."""
+    """Returns transformers' logits at every position."""
     with torch.inference_mode():
         return model(torch.tensor([ids]), use_cache=False).logits[0].numpy()
 
 
 def random_ids(seed: int, count: int) -> list[int]:
-    """Ids that differ, so that it matters which of them is seen."""
+    """Returns varied ids, so that attention to a wrong position changes the logits."""
     choose = random.Random(seed)
     return [choose.randrange(1, 120) for _ in range(count)]
 
 
 def check_that_every_mode_says_the_same(engine: str, *, target_options: tuple[str, ...]) -> None:
-    """The real pair in processes of their own. `target_options` make a target whose logits no width moves."""
+    """Runs the real pair as processes. `target_options` must make the target's logits independent of the width."""
     options = ("--engine", engine, "--threads", "1", "--kv-memory", "0.5")
     with (
         fleet(
@@ -122,7 +122,7 @@ def check_that_every_mode_says_the_same(engine: str, *, target_options: tuple[st
 
 
 class EngineContract:
-    """Its module has a fixture `pair`: transformers' model with 120 ids, and an engine of the same with three slots."""
+    """Needs a fixture `pair`: a model of transformers with 120 ids, and an engine for it with three slots."""
 
     tolerance: ClassVar[float] = 1e-4
 
@@ -156,7 +156,7 @@ class EngineContract:
         np.testing.assert_allclose(other, expected(model, ids[:shared] + more)[shared:], atol=self.tolerance)
 
     def test_greedy_text_is_that_of_generate_over_a_long_text(self, pair: tuple) -> None:
-        """Longer than sliding windows are here."""
+        """The text is longer than the sliding windows."""
         model, engine = pair
         prompt = random_ids(0, 60)
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Tokenizers of every family in use, trained in a moment on the corpus of `tiny`, and real ones beside them."""
+"""Tokenizers of every family in use, trained on the corpus of `tiny`, and the real ones of `real`."""
 
 import functools
 import io
@@ -36,7 +36,7 @@ DEEPSEEK = (r"\p{N}{1,3}", r"[一-龥぀-ゟ゠-ヿ]+", LLAMA_3)
 
 
 def _byte_level(*patterns: str, normalizer: normalizers.Normalizer | None = None, size: int = 400) -> Tokenizer:
-    """As the GPT family's: bytes as characters, split by patterns first."""
+    """Like the GPT family: bytes written as characters, after a split by patterns."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=bool(patterns)))
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -56,7 +56,7 @@ def _byte_level(*patterns: str, normalizer: normalizers.Normalizer | None = None
 
 
 def _roberta() -> Tokenizer:
-    """A space in front of every text, and a control token that eats the white space before it."""
+    """Puts a space in front of every text, and has a control token that removes white space before it."""
     tokenizer = _byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     tokenizer.add_special_tokens([AddedToken("<mask>", lstrip=True)])
@@ -67,7 +67,7 @@ def _roberta() -> Tokenizer:
 
 
 def _added_tokens() -> Tokenizer:
-    """With added tokens that are not special, one of them beginning with a space, and padding ids between."""
+    """Has added tokens that are not special, one of which begins with a space."""
     tokenizer = _byte_level(LLAMA_3)
     tokenizer.add_tokens([AddedToken("<think>", normalized=False), AddedToken("</think>", normalized=False)])
     tokenizer.add_tokens([AddedToken(" fox jumps"), AddedToken("é🎉", normalized=False)])
@@ -76,7 +76,7 @@ def _added_tokens() -> Tokenizer:
 
 
 def _llama_2_added() -> Tokenizer:
-    """A space in front by a normalizer, and added tokens, some of them found only behind it."""
+    """Puts a space in front by a normalizer, and has added tokens, some of which match only normalized text."""
     tokenizer = Tokenizer.from_str(tiny.tokenizer_json("sentencepiece").decode())
     tokenizer.add_tokens([AddedToken("<think>", normalized=True), AddedToken("</think>", normalized=False)])
     tokenizer.add_special_tokens([AddedToken("<|im end|>", normalized=True), AddedToken("[INST]", normalized=False)])
@@ -84,14 +84,14 @@ def _llama_2_added() -> Tokenizer:
 
 
 def _t5_words() -> Tokenizer:
-    """As its file has it: words first, then a space in front of each."""
+    """Like T5's own file: splits into words, then puts a space in front of each."""
     tokenizer = _t5()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     return tokenizer
 
 
 def _byte_level_words() -> Tokenizer:
-    """A space in front of every word, whether there was one or not."""
+    """Puts a space in front of every word, even if there was none."""
     tokenizer = _byte_level(LLAMA_3)
     split = pre_tokenizers.Split(Regex(LLAMA_3), "isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -101,7 +101,7 @@ def _byte_level_words() -> Tokenizer:
 
 
 def _gemma() -> Tokenizer:
-    """Spaces as ▁, no space in front, no words, bytes for what is unknown."""
+    """Writes spaces as ▁, puts none in front, does not split into words, and falls back to bytes."""
     spec = json.loads(tiny.tokenizer_json("sentencepiece"))
     spec["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     spec["pre_tokenizer"] = {
@@ -115,7 +115,7 @@ def _gemma() -> Tokenizer:
 
 
 def _llama_2_new() -> Tokenizer:
-    """The same kind as it is saved now: Metaspace, a space in front of the whole text only."""
+    """Like newer Llama-2 files: Metaspace, with a space in front of the whole text only."""
     spec = json.loads(tiny.tokenizer_json("sentencepiece"))
     spec["normalizer"] = None
     spec["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
@@ -123,7 +123,7 @@ def _llama_2_new() -> Tokenizer:
 
 
 def _sentencepiece(kind: str, **options: object) -> tuple[list[tuple[str, float]], bytes]:
-    """Pieces and normalization table of a freshly trained SentencePiece model."""
+    """Trains a SentencePiece model and returns its pieces and normalization table."""
     import sentencepiece
     from sentencepiece import sentencepiece_model_pb2 as pb2
 
@@ -157,7 +157,7 @@ def _scored(pieces: list[tuple[str, float]], unknown: int = 4) -> Tokenizer:
 
 
 def _t5() -> Tokenizer:
-    """Scored pieces behind SentencePiece's own normalization; an unknown token; an end of text behind each text."""
+    """Scored pieces after SentencePiece's normalization, an unknown token, and an end of text after each text."""
     pieces, charsmap = _sentencepiece("unigram", vocab_size=250)
     tokenizer = _scored(pieces)
     steps = [normalizers.Precompiled(charsmap), normalizers.Strip(left=False, right=True)]
@@ -167,7 +167,7 @@ def _t5() -> Tokenizer:
 
 
 def _xlnet() -> Tokenizer:
-    """Lower case, no accents, quotation marks made one; control tokens behind a text only."""
+    """Lower-cases, removes accents, unifies quotation marks; adds control tokens only after a text."""
     pieces, charsmap = _sentencepiece("unigram", vocab_size=200, normalization_rule_name="nmt_nfkc_cf")
     tokenizer = _scored(pieces)
     quotes = [normalizers.Replace("``", '"'), normalizers.Replace("''", '"')]
@@ -181,7 +181,7 @@ def _xlnet() -> Tokenizer:
 
 
 def _characters() -> Tokenizer:
-    """A token for each character that was seen, and one for all others."""
+    """Has a token for each character of the corpus, and one for all others."""
     pieces, _ = _sentencepiece("char", vocab_size=250, normalization_rule_name="identity")
     return _scored(pieces)
 
@@ -219,8 +219,8 @@ FAMILIES: dict[str, Callable[[], Tokenizer]] = {
     "bert": _wordpiece_uncased,
     "bert-cased": _wordpiece_cased,
 }
-# Those that say any Unicode text as it is. The others have a normalizer, or no token for some characters; SmolLM2
-# has none for some bytes.
+# Tokenizers that reproduce any Unicode text. The others have a normalizer, or lack tokens for some characters; SmolLM2
+# lacks tokens for some bytes.
 EXACT = [*("gpt-2", "llama-3", "deepseek", "o200k", "roberta", "bytes", "added-tokens"), "gemma", "unigram"]
 EXACT += [
     "llama-2",
@@ -228,7 +228,7 @@ EXACT += [
     "llama-2-added",
     *(f"real {name}" for name in real.NAMES if name not in ("qwen", "smollm2")),
 ]
-# Those that cannot tell ▁ from a space.
+# Tokenizers that cannot distinguish ▁ from a space.
 SPACED = (
     "llama-2",
     "llama-2-new",
@@ -244,7 +244,7 @@ NAMES = [*FAMILIES, *(f"real {name}" for name in real.NAMES)]
 
 @functools.cache
 def tokenizer_json(name: str) -> bytes:
-    """The tokenizer as a file's content."""
+    """Returns the content of the `tokenizer.json`."""
     if name.startswith("real "):
         return real.tokenizer_json(name.removeprefix("real "))
     return FAMILIES[name]().to_str().encode()
@@ -252,11 +252,11 @@ def tokenizer_json(name: str) -> bytes:
 
 @functools.cache
 def vocabulary(name: str) -> Vocabulary:
-    """The tokenizer, understood."""
+    """Returns the `Vocabulary` of the tokenizer."""
     return Vocabulary(tokenizer_json(name))
 
 
 @functools.cache
 def library(name: str) -> Tokenizer:
-    """The tokenizers library's own, as the slow oracle."""
+    """Returns the tokenizers library's own tokenizer, as the oracle."""
     return Tokenizer.from_str(tokenizer_json(name).decode())

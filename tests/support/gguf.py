@@ -1,4 +1,4 @@
-"""A GGUF file of a tiny Llama of transformers, so that llama.cpp has something to run that transformers runs too."""
+"""Writes a tiny Llama of transformers as a GGUF file, so that llama.cpp can run the same model."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 
 
 def write(model: Any, path: Path) -> None:
-    """Writes the weights in float32, with a vocabulary of mere ids."""
+    """Writes the weights in float32 and no tokenizer."""
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -38,6 +38,6 @@ def write(model: Any, path: Path) -> None:
 
 
 def _interleaved(data: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp turns neighbouring rows of a head together, transformers those half a head apart."""
+    """Reorders rows: llama.cpp rotates neighbouring rows of a head, transformers rows half a head apart."""
     rows, columns = data.shape
     return data.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)

@@ -1,4 +1,4 @@
-"""Real tokenizers, from packages of the development environment, each as the content of a `tokenizer.json`."""
+"""Real tokenizers from packages of the development environment, as contents of `tokenizer.json` files."""
 
 import base64
 import functools
@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from bridge.text.vocabulary import Vocabulary
 
-# Where each comes from, by the name that the tests and the benchmark use.
+# Names that tests and benchmarks use.
 NAMES = ("smollm2", "gemma-3", "deepseek", "mistral-v1", "mistral-v3", "tekken", "qwen")
 _QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -25,7 +25,7 @@ def _package(name: str) -> Path:
 
 @functools.cache
 def tokenizer_json(name: str) -> bytes:
-    """The tokenizer as a file's content."""
+    """Returns the content of the `tokenizer.json`."""
     match name:
         case "smollm2":
             return _built_in("smollm2-135m-instruct")
@@ -46,7 +46,7 @@ def tokenizer_json(name: str) -> bytes:
 
 @functools.cache
 def vocabulary(name: str) -> Vocabulary:
-    """The tokenizer, understood."""
+    """Returns the `Vocabulary` of the tokenizer."""
     return Vocabulary(tokenizer_json(name))
 
 
@@ -61,14 +61,14 @@ def _content(tokenizer: Tokenizer) -> bytes:
 
 
 def _sentencepiece(file: str) -> bytes:
-    """As the hub's files of these models were made: a dummy space by a normalizer, no pre-tokenizer."""
+    """Converts as the published files were: a dummy space by a normalizer, no pre-tokenizer."""
     from tokenizers import decoders, models, normalizers, processors
     from transformers.convert_slow_tokenizer import SentencePieceExtractor
 
-    said = SentencePieceExtractor(str(_package("mistral_common") / "data" / file)).extract(models.BPE)
-    model = models.BPE(said["vocab"], said["merges"], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    extracted = SentencePieceExtractor(str(_package("mistral_common") / "data" / file)).extract(models.BPE)
+    model = models.BPE(extracted["vocab"], extracted["merges"], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
-    tokenizer.add_special_tokens(["<unk>", *said["additional_special_tokens"]])
+    tokenizer.add_special_tokens(["<unk>", *extracted["additional_special_tokens"]])
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
@@ -77,7 +77,7 @@ def _sentencepiece(file: str) -> bytes:
 
 
 def _tekken() -> bytes:
-    """Ranks of byte strings behind the control tokens, as the model has them."""
+    """Converts ranks of byte strings, whose ids follow those of the control tokens."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
 
@@ -103,7 +103,7 @@ def _tekken() -> bytes:
 
 
 def _qwen() -> bytes:
-    """With the NFC normalizer that the model's own file has."""
+    """Converts with the NFC normalizer of the model's own file."""
     from tokenizers import normalizers
     from transformers.convert_slow_tokenizer import TikTokenConverter
 

@@ -1,4 +1,4 @@
-"""Texts that tokenizers find hard, for Hypothesis."""
+"""Hypothesis strategies for texts that are hard for tokenizers."""
 
 from itertools import pairwise
 
@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from tests.support.tiny import CORPUS, SPECIALS
 
-# What has gone wrong somewhere: runs that a pattern looks at whole, characters that a normalizer joins or
-# turns round, white space of other scripts, characters of several code points, characters of many bytes.
+# Texts that have revealed errors: runs that a pattern matches as a whole, characters that a normalizer joins or
+# reorders, white space of other scripts, characters of several code points, characters of several bytes.
 SPACES = [" ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", "\x85", "\u00a0", "\u2028", "\u3000", "\u3000\u3000"]
 CONTROLS = ["\x00", "\x1b", "\x7f", "\u202e", "\u200b", "\u200d", "\ufdd0", "\ufffd", "\ufeff"]
 NUMBERS = ["0, ", "1", "1234567", "٣٤", "½", "²"]
@@ -26,13 +26,13 @@ PIECES = st.one_of(
     st.tuples(st.sampled_from(HARD), st.integers(2, 60)).map(lambda pair: pair[0] * pair[1]),
 )
 TEXTS = st.lists(PIECES, max_size=40).map("".join)
-# Control tokens and other added ones, of any family, among them.
+# Texts that also contain control tokens and other added tokens of any family.
 MARKUP = [*SPECIALS, "<unk>", "<mask>", "<|end|>", "<|im end|>", "[INST]", "<think>", "</think>", "<s>", "<|im_start|>"]
 MARKED_TEXTS = st.lists(st.one_of(PIECES, PIECES, st.sampled_from(MARKUP)), max_size=40).map("".join)
 PLACES = st.lists(st.integers(0, 100_000), max_size=30)
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
-    """`data` in pieces that end anywhere."""
+    """Cuts `data` into pieces at any byte offsets."""
     edges = sorted({0, len(data), *(place % (len(data) + 1) for place in places)})
     return [data[start:end] for start, end in pairwise(edges)]

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind, trained in a moment, and engines that answer at once."""
+"""Tiny tokenizers of every kind, and an engine with random logits that needs no weights."""
 
 import functools
 import json
@@ -26,13 +26,13 @@ CORPUS = [
 ]
 SPECIALS = ["<pad>", "<bos>", "<eos>", "<turn>"]
 KINDS = ("byte_level", "sentencepiece", "unigram", "wordpiece")
-# Those that can say any bytes at all; WordPiece has no token for white space and lower-cases.
+# Kinds that can spell any bytes; WordPiece has no token for white space and lower-cases.
 EXACT_KINDS = ("byte_level", "sentencepiece", "unigram")
 
 
 @functools.cache
 def tokenizer_json(kind: str) -> bytes:
-    """A small tokenizer of the given kind, as a file's content."""
+    """Returns the content of the `tokenizer.json` of a small tokenizer of the given kind."""
     spec = {
         "byte_level": _byte_level,
         "sentencepiece": _sentencepiece,
@@ -61,7 +61,7 @@ def _byte_level() -> dict:
 
 
 def _sentencepiece() -> dict:
-    """As Llama-2's: a dummy space in front, one word from end to end, bytes for unknown characters."""
+    """Like Llama-2: a dummy space in front, no split into words, bytes for unknown characters."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
@@ -96,7 +96,7 @@ def _sentencepiece() -> dict:
 
 
 def _unigram() -> dict:
-    """As T5's: a dummy space in front, scored pieces; closes every text with its end-of-text."""
+    """Like T5: a dummy space in front, scored pieces, an end of text after every text."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -113,7 +113,7 @@ def _unigram() -> dict:
 
 
 def _wordpiece() -> dict:
-    """As BERT's."""
+    """Like BERT."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -125,18 +125,18 @@ def _wordpiece() -> dict:
 
 @functools.cache
 def vocabulary(kind: str) -> Vocabulary:
-    """The tokenizer of that kind, understood."""
+    """Returns the `Vocabulary` of that kind of tokenizer."""
     return Vocabulary(tokenizer_json(kind))
 
 
 def own_ids(kind: str, text: str, *, framed: bool) -> list[int]:
-    """What the library gives for a text, but for an end of text behind it, which would end a prompt."""
+    """Returns the library's ids for a text, without an end of text after it, which would end a prompt."""
     ids: list[int] = Tokenizer.from_str(tokenizer_json(kind).decode()).encode(text, add_special_tokens=framed).ids
     return ids[:-1] if framed and ids and ids[-1] == 2 else ids
 
 
 def model(kind: str, context_length: int = 512, padding: int = 5, **options: object) -> Model:
-    """A model with that tokenizer; `padding` rows of its output belong to no token."""
+    """Returns a model with that tokenizer, whose last `padding` columns of logits have no token."""
     words = vocabulary(kind)
     return Model(
         name=f"tiny-{kind}",
@@ -150,9 +150,9 @@ def model(kind: str, context_length: int = 512, padding: int = 5, **options: obj
 
 
 class HashEngine:
-    """A random model: the logits of a position depend on the last three ids there, and on nothing else.
+    """A random model, whose logits at a position depend only on the last three ids.
 
-    Keeps a real cache of ids for each slot, so that a wrong `keep` shows in the text.
+    Keeps a cache of ids for each slot, so that a wrong `keep` changes the text.
     """
 
     name, device, dtype, logit_tolerance = "hash", "cpu", "float32", 0.0
@@ -168,12 +168,12 @@ class HashEngine:
         self._memo: dict[tuple[int, ...], Logits] = {}
 
     def logits(self, ids: Sequence[int]) -> Logits:
-        """What follows `ids`."""
+        """Returns the logits after `ids`."""
         last = tuple(ids[-3:])
         if last not in self._memo:
             generator = np.random.default_rng([self._seed, *last])
             scores = generator.standard_normal(self.vocabulary_size, dtype=np.float32) * self._sharpness
-            scores[2] -= 2.0  # let texts be longer than a few tokens
+            scores[2] -= 2.0  # makes an end of text less likely
             self._memo[last] = scores
         return self._memo[last]
 
@@ -200,12 +200,12 @@ class HashEngine:
 
 
 def scheduler(engine: HashEngine, queue_limit: int = 64) -> Scheduler:
-    """The engine with its thread and slots."""
+    """Returns a scheduler that runs the engine."""
     return Scheduler(lambda: engine, queue_limit)
 
 
 def loaded(kind: str, seed: int = 0, **options: object) -> LoadedModel:
-    """A model that can be served."""
+    """Returns a model that can be served."""
     of = model(kind, **options)  # type: ignore[arg-type]
     engine = HashEngine(of, seed)
     files = ModelFiles(tokenizer_json(kind), of.vocabulary, of.special_ids, of.chat_template, "0")
@@ -213,7 +213,7 @@ def loaded(kind: str, seed: int = 0, **options: object) -> LoadedModel:
 
 
 def sampler(of: Model, temperature: float = 0.0, seed: int = 0, **options: object) -> Sampler:
-    """A sampler for the model."""
+    """Returns a sampler for the model."""
     from bridge.sampling.noise import token_keys
 
     missing = np.array([id_ for id_, data in enumerate(of.vocabulary.tokens) if data is None], int)
@@ -223,7 +223,7 @@ def sampler(of: Model, temperature: float = 0.0, seed: int = 0, **options: objec
 
 
 def decode_alone(of: Model, engine: HashEngine, choose: Sampler, prompt: Sequence[int], count: int) -> list[int]:
-    """The slow oracle: one token after the other, no cache, no candidates; ids behind the prompt."""
+    """Returns the generated ids by plain decoding without cache and candidates, as the slow oracle."""
     ids, offset, empty, history = list(prompt), 0, 0, History(prompt)
     while len(ids) - len(prompt) < count and len(ids) < of.context_length:
         id_ = choose.choose(engine.logits(ids), offset, empty, history).token_id

@@ -1,4 +1,4 @@
-"""Waiting for something that comes about by itself."""
+"""Waits for conditions."""
 
 import threading
 import time
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Returns as soon as the condition holds; fails if it does not in time."""
+    """Returns once the condition holds; fails if it does not within `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not come about"
+        assert time.monotonic() < end, "the condition did not hold in time"
         threading.Event().wait(0.02)

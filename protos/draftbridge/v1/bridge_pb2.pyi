@@ -32,12 +32,14 @@ class ChatMessage(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     FIELDS_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user" or "assistant", or what the models' templates know besides."""
+    """"system", "user", "assistant", or another role that the models' chat templates know."""
     content: _builtins.str
-    """What was said. Control tokens of any model in here are plain text."""
+    """The text. Control tokens of any model that are spelled in it are treated as plain text."""
     @_builtins.property
     def fields(self) -> _struct_pb2.Struct:
-        """What templates may want beside, such as `tool_calls`, `tool_call_id` or `name`. Plain text throughout."""
+        """Further fields for the chat template, such as `tool_calls`, `tool_call_id` or `name`. Strings in it are plain text;
+        whole numbers reach the template as integers.
+        """
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class Chat(_message.Message):
-    """A chat to be continued by the assistant."""
+    """A chat for the assistant to continue. A chat that the model's template refuses is INVALID_ARGUMENT."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -64,12 +66,12 @@ class Chat(_message.Message):
     TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """In order."""
+        """The messages in order, at least one."""
 
     @_builtins.property
     def template_variables(self) -> _struct_pb2.Struct:
-        """Variables for the models' templates, such as `tools`. Plain text throughout; `messages`,
-        `add_generation_prompt` and the names of control tokens are the bridge's own.
+        """Variables for the models' chat templates, such as `tools`. Strings in it are plain text. The names `messages`,
+        `add_generation_prompt`, `bos_token`, `eos_token`, `pad_token` and those of Jinja's own functions are refused.
         """
 
     def __init__(
@@ -95,7 +97,7 @@ class TokenIds(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In order."""
+        """The ids in order."""
 
     def __init__(
         self,
@@ -112,7 +114,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Speculation(_message.Message):
-    """How speculation is done."""
+    """How candidates are proposed and verified."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -125,27 +127,27 @@ class Speculation(_message.Message):
         MODE_UNSPECIFIED: Speculation._Mode.ValueType  # 0
         """The same as AUTO."""
         MODE_AUTO: Speculation._Mode.ValueType  # 1
-        """The bridge predicts the speed of every way to get candidates, from every source, and takes the fastest."""
+        """For each forward the bridge predicts the speed of plain decoding and of every source, and uses the fastest."""
         MODE_OFF: Speculation._Mode.ValueType  # 2
-        """The target alone."""
+        """Plain decoding: the target runs without candidates."""
         MODE_LOCKSTEP: Speculation._Mode.ValueType  # 3
-        """Draft and verify strictly in turn."""
+        """Strictly in turns: the draft proposes, then the target verifies."""
         MODE_OPPORTUNISTIC: Speculation._Mode.ValueType  # 4
-        """Both run; candidates that come in time are taken along."""
+        """Draft and target both run all the time; each forward verifies the candidates that have arrived by then."""
 
     class Mode(_Mode, metaclass=_ModeEnumTypeWrapper):
-        """How draft and target take turns."""
+        """How draft and target work together."""
 
     MODE_UNSPECIFIED: Speculation.Mode.ValueType  # 0
     """The same as AUTO."""
     MODE_AUTO: Speculation.Mode.ValueType  # 1
-    """The bridge predicts the speed of every way to get candidates, from every source, and takes the fastest."""
+    """For each forward the bridge predicts the speed of plain decoding and of every source, and uses the fastest."""
     MODE_OFF: Speculation.Mode.ValueType  # 2
-    """The target alone."""
+    """Plain decoding: the target runs without candidates."""
     MODE_LOCKSTEP: Speculation.Mode.ValueType  # 3
-    """Draft and verify strictly in turn."""
+    """Strictly in turns: the draft proposes, then the target verifies."""
     MODE_OPPORTUNISTIC: Speculation.Mode.ValueType  # 4
-    """Both run; candidates that come in time are taken along."""
+    """Draft and target both run all the time; each forward verifies the candidates that have arrived by then."""
 
     MODE_FIELD_NUMBER: _builtins.int
     NUM_ASSISTANT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -153,21 +155,19 @@ class Speculation(_message.Message):
     DRAFT_TEMPERATURE_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
-    """How draft and target take turns."""
+    """The mode. Default AUTO."""
     num_assistant_tokens: _builtins.int
-    """Tokens that the draft proposes in a turn (LOCKSTEP), or that it may be ahead of the text (other modes); unset
-    lets the bridge choose. Between 1 and 64.
+    """LOCKSTEP: tokens that the draft proposes per turn. OPPORTUNISTIC: tokens that it may be ahead of the target. AUTO:
+    the most tokens for either. Between 1 and 64; if unset, the bridge chooses.
     """
     assistant_confidence_threshold: _builtins.float
-    """The draft's turn ends behind a token that it finds less probable than this, in [0, 1]."""
+    """The draft stops proposing after the first token to which it gives a probability below this. From 0 to 1; default 0."""
     draft_temperature: _builtins.float
-    """Temperature that the draft guesses at; unset takes the request's, 0 is greedy. It changes how often
-    the draft is right, never the text.
-    """
+    """Temperature of the draft, 0 to 100; default is the request's. It affects the number of accepted candidates only."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the sources that may propose candidates: "draft", "suffix". Empty allows all that the mode uses: AUTO
-        uses every source, LOCKSTEP and OPPORTUNISTIC the draft.
+        """Names of the sources that may propose candidates: "draft" (the draft model) and "suffix" (text that followed an
+        earlier occurrence of the output's end). Empty allows all that the mode uses: AUTO both, the others "draft" only.
         """
 
     def __init__(
@@ -200,7 +200,7 @@ Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
-    """Asks for a generation."""
+    """Request of Generate."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -216,42 +216,44 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
-    """A text. Control tokens of the target in it are understood as such."""
+    """A text. The target's control tokens in it are read as control tokens; a beginning of text is added."""
     max_tokens: _builtins.int
-    """The most tokens to generate; unset fills the target's context."""
+    """The most tokens to generate, at least 1. Prompt and `max_tokens` must fit into the target's context, otherwise the
+    request fails with MAX_TOKENS_TOO_LARGE. Unset: until the context is full.
+    """
     logprobs: _builtins.int
-    """The most probable tokens to report at each position; unset reports none, 0 the chosen one only."""
+    """Number of most probable tokens to report per position, at most 100. 0: only the chosen one; unset: nothing."""
     target: _builtins.str
-    """Name of the target; empty lets the bridge choose."""
+    """Name of the target. Empty: the first target that the bridge was configured with. Unknown: NOT_FOUND."""
     draft: _builtins.str
-    """Name of the draft; empty lets the bridge choose. Without a name, a request goes on without a draft while none is
-    there, and `note` in its statistics says so. A name that no draft has is NOT_FOUND; it is UNAVAILABLE, with reason
-    DRAFT_AWAY, while the bridge waits for a configured draft that has not said its name yet, or has said this one.
+    """Name of the draft. Empty: the first available draft; if none is available the target runs without one, which
+    `SpeculationStatistics.note` reports. A name that is unknown fails with NOT_FOUND, or with UNAVAILABLE, reason
+    DRAFT_AWAY, if a configured draft that may have this name is not available. MODE_OFF ignores the name.
     """
     tenant: _builtins.str
-    """Outputs of requests with the same tenant are used as drafts of each other, as far as the bridge keeps them. Empty:
-    this one is neither kept nor are others used. At most 256 characters. Whoever can tell how fast a text comes can
-    tell what the tenant was told before: set it only for those who may know that.
+    """Key under which the bridge keeps this output to find candidates for later requests with the same key, if it was
+    started with --suffix-memory. Empty: nothing is kept or reused. At most 256 characters. Response times can reveal
+    earlier outputs of a tenant, so share a key only among clients that may see each other's outputs.
     """
     @_builtins.property
     def chat(self) -> Global___Chat:
-        """A chat, rendered by each model's own template."""
+        """A chat, rendered with each model's own chat template, or as a plain transcript for a model that has none."""
 
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Ids of the target's vocabulary, taken as they are."""
+        """Ids of the target's vocabulary, used unchanged."""
 
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParameters:
-        """How tokens are chosen."""
+        """How the target chooses tokens. Default: greedy."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The text ends before the first of these strings to be complete. None is empty; at most 64."""
+        """Strings that end the text. The first one to be complete counts, and the text ends before it. At most 64, not empty."""
 
     @_builtins.property
     def speculation(self) -> Global___Speculation:
-        """How speculation is done."""
+        """How candidates are proposed and verified."""
 
     def __init__(
         self,
@@ -289,8 +291,8 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
-    """A piece of a generation. `started` comes first, `finished` last; an error ends the stream with a
-    `google.rpc.Status` that carries an ErrorInfo, and without `finished`.
+    """A part of a generation: first `started`, then any number of `delta`, last `finished`. A generation that fails ends
+    with a status instead of `finished`.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -300,7 +302,7 @@ class GenerateResponse(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def started(self) -> Global___GenerateStarted:
-        """The request was understood."""
+        """The request was accepted."""
 
     @_builtins.property
     def delta(self) -> Global___GenerateDelta:
@@ -308,7 +310,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def finished(self) -> Global___GenerateFinished:
-        """The end."""
+        """The generation has ended."""
 
     def __init__(
         self,
@@ -329,7 +331,7 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class GenerateStarted(_message.Message):
-    """The request was understood."""
+    """The request was accepted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -338,13 +340,13 @@ class GenerateStarted(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     target: _builtins.str
-    """The target that answers."""
+    """Name of the target."""
     draft: _builtins.str
-    """The draft that helps; empty if none does."""
+    """Name of the draft; empty if the request has none."""
     seed: _builtins.int
-    """Seed in use: ask with it again for the same text."""
+    """Seed in use: the one requested, or the one that the bridge drew. Repeat it to get the same text again."""
     prompt_token_count: _builtins.int
-    """Tokens of the prompt, in the target's vocabulary."""
+    """Number of tokens of the prompt, in the target's vocabulary."""
     def __init__(
         self,
         *,
@@ -363,16 +365,16 @@ Global___GenerateStarted: _TypeAlias = GenerateStarted  # noqa: Y015
 
 @_typing.final
 class TextSpan(_message.Message):
-    """A piece of a delta's text."""
+    """A run of bytes of a delta's text that one source proposed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BYTE_COUNT_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     byte_count: _builtins.int
-    """Bytes of the text."""
+    """Number of bytes, in UTF-8."""
     source: _builtins.str
-    """The source that proposed them; empty where they are the target's own."""
+    """Name of the source; empty if the target produced the bytes without a candidate."""
     def __init__(
         self,
         *,
@@ -389,7 +391,7 @@ Global___TextSpan: _TypeAlias = TextSpan  # noqa: Y015
 
 @_typing.final
 class GenerateDelta(_message.Message):
-    """More text."""
+    """More text. Concatenate the deltas."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -398,22 +400,18 @@ class GenerateDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Whole characters only."""
+    """Whole characters; empty while a character or a possible stop string is incomplete. Invalid UTF-8 becomes U+FFFD."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The target's ids committed since the last delta. A character in several tokens makes them run
-        ahead of the text.
-        """
+        """The target's ids committed since the last delta. They may be ahead of `text`."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_sampling_pb2.TokenLogprobs]:
-        """One for each id, if asked for."""
+        """One for each of `token_ids` if the request set `logprobs`, otherwise empty."""
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextSpan]:
-        """Who proposed the text, piece by piece; the pieces add up to the text. Where a character is made of several
-        tokens, it counts for the last of them.
-        """
+        """The sources of `text`, in order; the byte counts add up to its length in UTF-8."""
 
     def __init__(
         self,
@@ -441,14 +439,14 @@ class GenerateFinished(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     finish_reason: _sampling_pb2.FinishReason.ValueType
-    """Why."""
+    """Why it ended."""
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """What was consumed."""
+        """Token counts."""
 
     @_builtins.property
     def speculation(self) -> Global___SpeculationStatistics:
-        """What speculation did."""
+        """Statistics of the passes and of speculation."""
 
     def __init__(
         self,
@@ -467,7 +465,7 @@ Global___GenerateFinished: _TypeAlias = GenerateFinished  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """What a generation consumed, in the target's tokens."""
+    """Token counts of a generation, in the target's vocabulary."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -475,11 +473,11 @@ class Usage(_message.Message):
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CACHED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     prompt_token_count: _builtins.int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     generated_token_count: _builtins.int
-    """Of the answer."""
+    """Tokens sent to the client, including one that ended the text."""
     cached_token_count: _builtins.int
-    """Of the prompt, found in the target's cache."""
+    """Tokens of the prompt that were found in the target's cache."""
     def __init__(
         self,
         *,
@@ -497,8 +495,8 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class SpeculationStatistics(_message.Message):
-    """What speculation did. Token counts are in the target's tokens. The last pass counts whole, also what it verified
-    after the place where a stop string ended the text.
+    """Statistics of a generation. A pass is one forward of the target. Token counts are in the target's vocabulary unless
+    stated otherwise. The last pass counts in full, even if a stop string ended the text inside it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -525,56 +523,54 @@ class SpeculationStatistics(_message.Message):
     MEASURED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     PLAN_SUMMARY_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
-    """The mode in use at the end; MODE_OFF if no source was left."""
+    """The requested mode; MODE_OFF if there was no source or every source failed."""
     target_pass_count: _builtins.int
-    """Forwards of the target, prefill included."""
+    """Number of passes, the one that reads the prompt included."""
     num_drafts: _builtins.int
-    """Forwards that took candidates along."""
+    """Number of passes that verified candidates."""
     num_draft_tokens: _builtins.int
-    """Candidates that forwards took along, of all sources."""
+    """Number of candidates verified, of all sources."""
     num_accepted_tokens: _builtins.int
-    """Candidates accepted, of all sources."""
+    """Number of candidates accepted, of all sources."""
     accepted_byte_count: _builtins.int
-    """Bytes of text that the accepted candidates stand for."""
+    """Number of bytes in the accepted candidates."""
     generated_byte_count: _builtins.int
-    """Bytes of generated text."""
+    """Number of bytes in the generated tokens."""
     elapsed_ns: _builtins.int
-    """Nanoseconds from the request to its end, as the bridge saw it."""
+    """Nanoseconds from the request's arrival at the bridge to the end of the text."""
     first_token_ns: _builtins.int
-    """Nanoseconds from the request to the first token."""
+    """Nanoseconds from the request's arrival at the bridge to the end of the first pass."""
     verify_ns: _builtins.int
-    """Nanoseconds of the target's forwards."""
+    """Nanoseconds of all passes, as the target measured them."""
     bridge_ns: _builtins.int
-    """Nanoseconds that the bridge itself worked between the target's passes: translation and planning."""
+    """Nanoseconds that the bridge spent on translation and planning."""
     waited_ns: _builtins.int
     """Nanoseconds that the target waited for candidates."""
     network_ns: _builtins.int
-    """Nanoseconds between the target's passes in which it neither computed nor waited for candidates: messages, queues
-    and choosing tokens.
-    """
+    """Nanoseconds between passes, less the waiting for candidates: messages, queues and sampling."""
     near_ties: _builtins.int
-    """Tokens whose choice was so close that rounding may have decided it. The same request may part there from its
-    text in another mode; a deterministic target has none.
+    """Number of tokens chosen by so small a margin that rounding may have decided. At such a token the text may differ
+    from that of the same request in another mode. Always 0 with a deterministic target.
     """
     note: _builtins.str
-    """Why speculation ended or was left out, in words; empty if nothing went wrong."""
+    """Why speculation ended or was left out, as a sentence; empty if nothing went wrong."""
     predicted_tokens_per_second: _builtins.float
-    """Tokens a second that the planner predicted, over the passes after the first; 0 where there was none."""
+    """Predicted speed over all passes after the first, in tokens per second; 0 if there was only one pass."""
     measured_tokens_per_second: _builtins.float
-    """Tokens a second of the same passes, as measured."""
+    """Measured speed over the same passes."""
     plan_summary: _builtins.str
-    """What the planner chose and why, in words; empty where the request fixed it."""
+    """The predicted speed of each plan at the end, as a sentence; empty if the mode was not AUTO."""
     @_builtins.property
     def num_accepted_tokens_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Candidates accepted, by their place in a forward, from the first."""
+        """Number of candidates accepted at each position in a pass; the first candidate of a pass comes first."""
 
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceStatistics]:
-        """Every source of the request, also those that proposed nothing."""
+        """One entry for each source of the request, even if it proposed nothing."""
 
     @_builtins.property
     def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanStatistics]:
-        """How passes got their candidates, with the speed that was predicted and the speed that was measured."""
+        """One entry for each kind of plan, with predicted and measured speed. The first pass is not counted."""
 
     def __init__(
         self,
@@ -611,7 +607,7 @@ Global___SpeculationStatistics: _TypeAlias = SpeculationStatistics  # noqa: Y015
 
 @_typing.final
 class SourceStatistics(_message.Message):
-    """What a source did in a generation."""
+    """What one source contributed to a generation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -622,17 +618,17 @@ class SourceStatistics(_message.Message):
     ACCEPTED_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     COMPUTE_NS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the source."""
+    """Name of the source: "draft" or "suffix"."""
     proposed_token_count: _builtins.int
-    """Tokens that it proposed, in its own vocabulary; 0 for a source that has none."""
+    """Number of tokens that the draft proposed, in its own vocabulary; 0 for a source without a vocabulary."""
     num_draft_tokens: _builtins.int
-    """Its candidates that forwards took along, in the target's tokens."""
+    """Number of its candidates that were verified."""
     num_accepted_tokens: _builtins.int
-    """Those of them that were accepted."""
+    """Number of its candidates that were accepted."""
     accepted_byte_count: _builtins.int
-    """Bytes that the accepted ones stand for."""
+    """Number of bytes in its accepted candidates."""
     compute_ns: _builtins.int
-    """Nanoseconds that it computed: forwards of a draft model."""
+    """Nanoseconds of the draft's forwards, as the draft measured them; 0 for other sources."""
     def __init__(
         self,
         *,
@@ -653,7 +649,7 @@ Global___SourceStatistics: _TypeAlias = SourceStatistics  # noqa: Y015
 
 @_typing.final
 class PlanStatistics(_message.Message):
-    """What passes did under one kind of plan."""
+    """Totals of the passes that were made under one kind of plan."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -664,17 +660,17 @@ class PlanStatistics(_message.Message):
     PREDICTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PREDICTED_NS_FIELD_NUMBER: _builtins.int
     plan: _builtins.str
-    """The kind, such as "none", "suffix", "draft in turns" or "draft ahead"."""
+    """The kind of plan: "none", "suffix", "draft in turns" or "draft ahead"."""
     target_pass_count: _builtins.int
-    """Passes made under it."""
+    """Number of passes."""
     token_count: _builtins.int
-    """Tokens that they yielded."""
+    """Number of tokens that they yielded."""
     elapsed_ns: _builtins.int
-    """Nanoseconds that they took, waiting included."""
+    """Nanoseconds that they took, from the end of the pass before each, waiting included."""
     predicted_token_count: _builtins.float
-    """Tokens that the planner predicted for them."""
+    """Number of tokens that the planner predicted for them."""
     predicted_ns: _builtins.float
-    """Nanoseconds that it predicted for them."""
+    """Nanoseconds that the planner predicted for them."""
     def __init__(
         self,
         *,
@@ -695,7 +691,7 @@ Global___PlanStatistics: _TypeAlias = PlanStatistics  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):
-    """Asks how the bridge is doing."""
+    """Request of GetStatus."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -712,7 +708,7 @@ Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 
 @_typing.final
 class GetStatusResponse(_message.Message):
-    """How the bridge is doing."""
+    """The state of the bridge."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -729,18 +725,18 @@ class GetStatusResponse(_message.Message):
     version: _builtins.str
     """Version of the software."""
     uptime_ns: _builtins.int
-    """Nanoseconds since it started."""
+    """Nanoseconds since the bridge started."""
     active_count: _builtins.int
-    """Generations under way."""
+    """Number of generations in progress."""
     finished_count: _builtins.int
-    """Generations that ended well."""
+    """Number of generations that succeeded."""
     failed_count: _builtins.int
-    """Generations that ended in an error."""
+    """Number of generations that failed."""
     cancelled_count: _builtins.int
-    """Generations that their client gave up."""
+    """Number of generations that the client cancelled."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]:
-        """Services that it was told of."""
+        """The model services that the bridge is configured with. Each is asked now, for up to 2 seconds."""
 
     @_builtins.property
     def prefix_caches(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixCacheStatus]:
@@ -748,11 +744,11 @@ class GetStatusResponse(_message.Message):
 
     @_builtins.property
     def speculation(self) -> Global___SpeculationStatistics:
-        """Sums over all generations that ended well; `mode`, texts and speeds are not set."""
+        """Sums over all generations that succeeded. Mode, `note`, `plan_summary` and the two speeds are not set."""
 
     @_builtins.property
     def suffix_memory(self) -> Global___SuffixMemoryStatus:
-        """What tenants were told before; not set where nothing is kept."""
+        """Outputs kept for tenants; not set if the bridge keeps none."""
 
     def __init__(
         self,
@@ -778,7 +774,7 @@ Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
 
 @_typing.final
 class SuffixMemoryStatus(_message.Message):
-    """Outputs that are kept for their tenants' next requests."""
+    """Outputs kept to find candidates for later requests of the same tenant."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -786,11 +782,11 @@ class SuffixMemoryStatus(_message.Message):
     HELD_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     LIMIT_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     tenant_count: _builtins.int
-    """Tenants of whom something is kept."""
+    """Number of tenants with at least one output kept."""
     held_byte_count: _builtins.int
-    """Memory held, in bytes, or more."""
+    """Upper bound of the memory in use, in bytes."""
     limit_byte_count: _builtins.int
-    """Memory that may be held, in bytes."""
+    """Limit of the memory in use, in bytes."""
     def __init__(
         self,
         *,
@@ -808,7 +804,7 @@ Global___SuffixMemoryStatus: _TypeAlias = SuffixMemoryStatus  # noqa: Y015
 
 @_typing.final
 class PrefixCacheStatus(_message.Message):
-    """What a tokenizer made of the beginnings of prompts, kept so that they are not encoded again."""
+    """Encoded prompts of one tokenizer, kept so that a prompt with the same beginning is encoded only from there on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -818,15 +814,15 @@ class PrefixCacheStatus(_message.Message):
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     HELD_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     tokenizer_sha256: _builtins.str
-    """SHA-256 of the `tokenizer.json`, in hex."""
+    """SHA-256 of the `tokenizer.json` in hex."""
     query_byte_count: _builtins.int
-    """Bytes of prompts that were looked up."""
+    """Number of bytes of all prompts looked up."""
     hit_byte_count: _builtins.int
-    """Those of them that were found."""
+    """Number of those bytes that the cache had."""
     block_count: _builtins.int
-    """Blocks held."""
+    """Number of prompts in the cache."""
     held_byte_count: _builtins.int
-    """Memory held, in bytes."""
+    """Memory of these prompts, in bytes."""
     def __init__(
         self,
         *,
@@ -846,7 +842,7 @@ Global___PrefixCacheStatus: _TypeAlias = PrefixCacheStatus  # noqa: Y015
 
 @_typing.final
 class Endpoint(_message.Message):
-    """A model service that the bridge was told of."""
+    """A model service that the bridge is configured with."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -855,13 +851,13 @@ class Endpoint(_message.Message):
     REACHABLE_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """HOST:PORT."""
+    """Address as HOST:PORT."""
     role: _model_pb2.Role.ValueType
-    """The role that the bridge uses it in."""
+    """The role in which the bridge uses the service: ROLE_TARGET or ROLE_DRAFT."""
     reachable: _builtins.bool
-    """It answered."""
+    """True if the service answers and the bridge can use it."""
     problem: _builtins.str
-    """What is wrong, if something is."""
+    """Why it cannot be used, as a sentence; empty if it can."""
     def __init__(
         self,
         *,
@@ -880,7 +876,7 @@ Global___Endpoint: _TypeAlias = Endpoint  # noqa: Y015
 
 @_typing.final
 class ListModelsRequest(_message.Message):
-    """Asks for the models."""
+    """Request of ListModels."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -897,14 +893,14 @@ Global___ListModelsRequest: _TypeAlias = ListModelsRequest  # noqa: Y015
 
 @_typing.final
 class ListModelsResponse(_message.Message):
-    """The models that the bridge reaches."""
+    """The models that the bridge can use."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.Model]:
-        """Each once per service."""
+        """One entry for each server address."""
 
     def __init__(
         self,
@@ -921,7 +917,7 @@ Global___ListModelsResponse: _TypeAlias = ListModelsResponse  # noqa: Y015
 
 @_typing.final
 class ListPairsRequest(_message.Message):
-    """Asks for the pairs."""
+    """Request of ListPairs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -938,7 +934,7 @@ Global___ListPairsRequest: _TypeAlias = ListPairsRequest  # noqa: Y015
 
 @_typing.final
 class Pair(_message.Message):
-    """A draft and a target."""
+    """A target and a draft."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -950,7 +946,7 @@ class Pair(_message.Message):
     draft: _builtins.str
     """Name of the draft."""
     same_tokenizer: _builtins.bool
-    """Both have the same tokenizer file."""
+    """True if both have the same `tokenizer.json`."""
     def __init__(
         self,
         *,
@@ -968,14 +964,14 @@ Global___Pair: _TypeAlias = Pair  # noqa: Y015
 
 @_typing.final
 class ListPairsResponse(_message.Message):
-    """The pairs that the bridge can form."""
+    """The pairs that the bridge can form; empty without a draft."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PAIRS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pair]:
-        """The one that the bridge chooses by itself comes first."""
+        """The first pair is used for a request that names neither target nor draft."""
 
     def __init__(
         self,
@@ -992,7 +988,7 @@ Global___ListPairsResponse: _TypeAlias = ListPairsResponse  # noqa: Y015
 
 @_typing.final
 class TranslateRequest(_message.Message):
-    """Asks for a translation."""
+    """Request of Translate."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1001,14 +997,14 @@ class TranslateRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """A text; control tokens in it are plain text."""
+    """A text. Control tokens spelled in it are plain text."""
     source: _builtins.str
-    """Name of the model whose tokens come in."""
+    """Name of the model to translate from. Required; an unknown name is NOT_FOUND."""
     target: _builtins.str
-    """Name of the model whose tokens come out."""
+    """Name of the model to translate to. Required; an unknown name is NOT_FOUND."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Ids of the model `source`. Its control tokens become those of the same role."""
+        """Ids of the model `source`. A control token becomes that of the same role or name in `target`, or is left out."""
 
     def __init__(
         self,
@@ -1030,7 +1026,7 @@ Global___TranslateRequest: _TypeAlias = TranslateRequest  # noqa: Y015
 
 @_typing.final
 class TokenSpan(_message.Message):
-    """A token and where it stands."""
+    """A token and its bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1038,13 +1034,13 @@ class TokenSpan(_message.Message):
     BYTE_OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
-    """Id in its model's vocabulary."""
+    """Id in the model's vocabulary."""
     byte_offset: _builtins.int
-    """Offset of its first byte among the bytes of all tokens before it; they are those of the text but
-    where a tokenizer changes what it reads.
+    """Sum of the lengths in bytes of all tokens before this one. It is the offset in the text, except where the tokenizer
+    changes the text that it reads.
     """
     data: _builtins.bytes
-    """The bytes that it stands for; none for a control token."""
+    """The bytes that the token stands for; empty for a control token."""
     def __init__(
         self,
         *,
@@ -1062,7 +1058,7 @@ Global___TokenSpan: _TypeAlias = TokenSpan  # noqa: Y015
 
 @_typing.final
 class TranslateResponse(_message.Message):
-    """The same bytes in two vocabularies, as the middle of a text: no space is put in front."""
+    """The same bytes in two vocabularies, encoded as the middle of a text: no space or control token is put in front."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1070,11 +1066,11 @@ class TranslateResponse(_message.Message):
     TARGET_TOKENS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def source_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSpan]:
-        """In the tokens of `source`."""
+        """Tokens of `source`."""
 
     @_builtins.property
     def target_tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSpan]:
-        """In the tokens of `target`."""
+        """Tokens of `target`."""
 
     def __init__(
         self,

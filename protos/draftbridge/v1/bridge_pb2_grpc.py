@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class BridgeServiceStub:
-    """What applications talk to. Only the bridge speaks text.
+    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
     """
 
     def __init__(self, channel):
@@ -63,39 +64,40 @@ class BridgeServiceStub:
 
 
 class BridgeServiceServicer:
-    """What applications talk to. Only the bridge speaks text.
+    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
     """
 
     def Generate(self, request, context):
-        """Continues a prompt or a chat with exactly the target's own text.
+        """Generates text with a target model. A draft and other sources only make it faster.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """How the bridge is doing.
+        """Returns the state of the bridge and of its model services, and counters since its start.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models that the bridge reaches.
+        """Lists the models that the bridge can use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPairs(self, request, context):
-        """The pairs that it can form of them.
+        """Lists the pairs of a target and a draft that the bridge can form.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Translate(self, request, context):
-        """Says a text or token ids in another model's tokens.
+        """Converts a text or token ids into the tokens of two models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +140,8 @@ def add_BridgeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BridgeService:
-    """What applications talk to. Only the bridge speaks text.
+    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
     """
 
     @staticmethod

@@ -27,41 +27,47 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class BridgeServiceStub:
-    """What applications talk to. Only the bridge speaks text."""
+    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BridgeServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_bridge_pb2.GenerateRequest, _bridge_pb2.GenerateResponse]
-    """Continues a prompt or a chat with exactly the target's own text."""
+    """Generates text with a target model. A draft and other sources only make it faster."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_bridge_pb2.GetStatusRequest, _bridge_pb2.GetStatusResponse]
-    """How the bridge is doing."""
+    """Returns the state of the bridge and of its model services, and counters since its start."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_bridge_pb2.ListModelsRequest, _bridge_pb2.ListModelsResponse]
-    """The models that the bridge reaches."""
+    """Lists the models that the bridge can use."""
     ListPairs: _grpc.UnaryUnaryMultiCallable[_bridge_pb2.ListPairsRequest, _bridge_pb2.ListPairsResponse]
-    """The pairs that it can form of them."""
+    """Lists the pairs of a target and a draft that the bridge can form."""
     Translate: _grpc.UnaryUnaryMultiCallable[_bridge_pb2.TranslateRequest, _bridge_pb2.TranslateResponse]
-    """Says a text or token ids in another model's tokens."""
+    """Converts a text or token ids into the tokens of two models."""
 
 @_typing.type_check_only
 class BridgeServiceAsyncStub(BridgeServiceStub):
-    """What applications talk to. Only the bridge speaks text."""
+    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_bridge_pb2.GenerateRequest, _bridge_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Continues a prompt or a chat with exactly the target's own text."""
+    """Generates text with a target model. A draft and other sources only make it faster."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_bridge_pb2.GetStatusRequest, _bridge_pb2.GetStatusResponse]  # type: ignore[assignment]
-    """How the bridge is doing."""
+    """Returns the state of the bridge and of its model services, and counters since its start."""
     ListModels: _aio.UnaryUnaryMultiCallable[_bridge_pb2.ListModelsRequest, _bridge_pb2.ListModelsResponse]  # type: ignore[assignment]
-    """The models that the bridge reaches."""
+    """Lists the models that the bridge can use."""
     ListPairs: _aio.UnaryUnaryMultiCallable[_bridge_pb2.ListPairsRequest, _bridge_pb2.ListPairsResponse]  # type: ignore[assignment]
-    """The pairs that it can form of them."""
+    """Lists the pairs of a target and a draft that the bridge can form."""
     Translate: _aio.UnaryUnaryMultiCallable[_bridge_pb2.TranslateRequest, _bridge_pb2.TranslateResponse]  # type: ignore[assignment]
-    """Says a text or token ids in another model's tokens."""
+    """Converts a text or token ids into the tokens of two models."""
 
 class BridgeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What applications talk to. Only the bridge speaks text."""
+    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
+    """
 
     @_abc_1.abstractmethod
     def Generate(
@@ -69,7 +75,7 @@ class BridgeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _bridge_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_bridge_pb2.GenerateResponse], _abc.AsyncIterator[_bridge_pb2.GenerateResponse]]:
-        """Continues a prompt or a chat with exactly the target's own text."""
+        """Generates text with a target model. A draft and other sources only make it faster."""
 
     @_abc_1.abstractmethod
     def GetStatus(
@@ -77,7 +83,7 @@ class BridgeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _bridge_pb2.GetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_bridge_pb2.GetStatusResponse, _abc.Awaitable[_bridge_pb2.GetStatusResponse]]:
-        """How the bridge is doing."""
+        """Returns the state of the bridge and of its model services, and counters since its start."""
 
     @_abc_1.abstractmethod
     def ListModels(
@@ -85,7 +91,7 @@ class BridgeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _bridge_pb2.ListModelsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_bridge_pb2.ListModelsResponse, _abc.Awaitable[_bridge_pb2.ListModelsResponse]]:
-        """The models that the bridge reaches."""
+        """Lists the models that the bridge can use."""
 
     @_abc_1.abstractmethod
     def ListPairs(
@@ -93,7 +99,7 @@ class BridgeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _bridge_pb2.ListPairsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_bridge_pb2.ListPairsResponse, _abc.Awaitable[_bridge_pb2.ListPairsResponse]]:
-        """The pairs that it can form of them."""
+        """Lists the pairs of a target and a draft that the bridge can form."""
 
     @_abc_1.abstractmethod
     def Translate(
@@ -101,6 +107,6 @@ class BridgeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _bridge_pb2.TranslateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_bridge_pb2.TranslateResponse, _abc.Awaitable[_bridge_pb2.TranslateResponse]]:
-        """Says a text or token ids in another model's tokens."""
+        """Converts a text or token ids into the tokens of two models."""
 
 def add_BridgeServiceServicer_to_server(servicer: BridgeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub:
-    """A draft model proposes tokens of its own vocabulary.
+    """A draft model proposes tokens of its own vocabulary. Proposals cannot change the generated text, only its speed.
     """
 
     def __init__(self, channel):
@@ -43,13 +43,13 @@ class DraftServiceStub:
 
 
 class DraftServiceServicer:
-    """A draft model proposes tokens of its own vocabulary.
+    """A draft model proposes tokens of its own vocabulary. Proposals cannot change the generated text, only its speed.
     """
 
     def Draft(self, request_iterator, context):
-        """One stream is one sequence: its cache lives as long as the stream. The client opens, then syncs
-        and grants as often as it likes; the service streams proposals as it makes them, while credit lasts.
-        A client that closes its side still gets what it has given credit for.
+        """One stream is one sequence. Send `open` first, then any number of `sync` and `grant`. The service sends proposals
+        while it has credit, and after a half-close ends the stream when the credit is used up. A full server fails with
+        SLOTS_EXHAUSTED, one without this role with ROLE_NOT_SERVED, an invalid message with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,7 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService:
-    """A draft model proposes tokens of its own vocabulary.
+    """A draft model proposes tokens of its own vocabulary. Proposals cannot change the generated text, only its speed.
     """
 
     @staticmethod

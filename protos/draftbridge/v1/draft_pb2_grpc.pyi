@@ -27,31 +27,31 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DraftServiceStub:
-    """A draft model proposes tokens of its own vocabulary."""
+    """A draft model proposes tokens of its own vocabulary. Proposals cannot change the generated text, only its speed."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftServiceAsyncStub: ...
     Draft: _grpc.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]
-    """One stream is one sequence: its cache lives as long as the stream. The client opens, then syncs
-    and grants as often as it likes; the service streams proposals as it makes them, while credit lasts.
-    A client that closes its side still gets what it has given credit for.
+    """One stream is one sequence. Send `open` first, then any number of `sync` and `grant`. The service sends proposals
+    while it has credit, and after a half-close ends the stream when the credit is used up. A full server fails with
+    SLOTS_EXHAUSTED, one without this role with ROLE_NOT_SERVED, an invalid message with INVALID_ARGUMENT.
     """
 
 @_typing.type_check_only
 class DraftServiceAsyncStub(DraftServiceStub):
-    """A draft model proposes tokens of its own vocabulary."""
+    """A draft model proposes tokens of its own vocabulary. Proposals cannot change the generated text, only its speed."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Draft: _aio.StreamStreamMultiCallable[_draft_pb2.DraftRequest, _draft_pb2.DraftResponse]  # type: ignore[assignment]
-    """One stream is one sequence: its cache lives as long as the stream. The client opens, then syncs
-    and grants as often as it likes; the service streams proposals as it makes them, while credit lasts.
-    A client that closes its side still gets what it has given credit for.
+    """One stream is one sequence. Send `open` first, then any number of `sync` and `grant`. The service sends proposals
+    while it has credit, and after a half-close ends the stream when the credit is used up. A full server fails with
+    SLOTS_EXHAUSTED, one without this role with ROLE_NOT_SERVED, an invalid message with INVALID_ARGUMENT.
     """
 
 class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
-    """A draft model proposes tokens of its own vocabulary."""
+    """A draft model proposes tokens of its own vocabulary. Proposals cannot change the generated text, only its speed."""
 
     @_abc_1.abstractmethod
     def Draft(
@@ -59,9 +59,9 @@ class DraftServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_draft_pb2.DraftRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_draft_pb2.DraftResponse], _abc.AsyncIterator[_draft_pb2.DraftResponse]]:
-        """One stream is one sequence: its cache lives as long as the stream. The client opens, then syncs
-        and grants as often as it likes; the service streams proposals as it makes them, while credit lasts.
-        A client that closes its side still gets what it has given credit for.
+        """One stream is one sequence. Send `open` first, then any number of `sync` and `grant`. The service sends proposals
+        while it has credit, and after a half-close ends the stream when the credit is used up. A full server fails with
+        SLOTS_EXHAUSTED, one without this role with ROLE_NOT_SERVED, an invalid message with INVALID_ARGUMENT.
         """
 
 def add_DraftServiceServicer_to_server(servicer: DraftServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

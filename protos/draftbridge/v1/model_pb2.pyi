@@ -28,28 +28,28 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     ROLE_UNSPECIFIED: _Role.ValueType  # 0
     """Never sent."""
     ROLE_DRAFT: _Role.ValueType  # 1
-    """Serves DraftService."""
+    """DraftService."""
     ROLE_TARGET: _Role.ValueType  # 2
-    """Serves TargetService."""
+    """TargetService."""
     ROLE_BOTH: _Role.ValueType  # 3
-    """Serves both."""
+    """DraftService and TargetService."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
-    """What a model server does."""
+    """The services that a model server offers."""
 
 ROLE_UNSPECIFIED: Role.ValueType  # 0
 """Never sent."""
 ROLE_DRAFT: Role.ValueType  # 1
-"""Serves DraftService."""
+"""DraftService."""
 ROLE_TARGET: Role.ValueType  # 2
-"""Serves TargetService."""
+"""TargetService."""
 ROLE_BOTH: Role.ValueType  # 3
-"""Serves both."""
+"""DraftService and TargetService."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
 class SpecialIds(_message.Message):
-    """Ids that play a role in the model's texts."""
+    """Ids of tokens with a special role."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -57,12 +57,12 @@ class SpecialIds(_message.Message):
     EOS_FIELD_NUMBER: _builtins.int
     PAD_FIELD_NUMBER: _builtins.int
     bos: _builtins.int
-    """Starts a text, where the model has such a token."""
+    """Begins a text. Unset if the model has no such token."""
     pad: _builtins.int
-    """Fills batches where a library needs it."""
+    """Padding. Unset if the model has no such token."""
     @_builtins.property
     def eos(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """End a text or a turn; the first is the tokenizer's own."""
+        """The ids that end a text or a turn, the tokenizer's own first."""
 
     def __init__(
         self,
@@ -109,49 +109,47 @@ class Model(_message.Message):
     COMPUTE_UNITS_FIELD_NUMBER: _builtins.int
     COMPUTE_UNIT_COUNT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The name that it is served under."""
+    """Name that the model is served under. A bridge accepts 1 to 256 printable characters."""
     revision: _builtins.str
-    """Fingerprint of the weights' files, or the hub's revision."""
+    """Identifies the weights: a fingerprint of their files, or the hub's revision."""
     role: Global___Role.ValueType
     """The roles that this server serves."""
     engine: _builtins.str
-    """What runs it: "torch", ..."""
+    """The library that runs the model, such as "torch" or "llamacpp"."""
     device: _builtins.str
-    """"cpu", "cuda:0", ..."""
+    """The device that it runs on, such as "cpu" or "cuda:0"."""
     dtype: _builtins.str
-    """Type of the weights: "bfloat16", "float32", ..."""
+    """Type of the weights, such as "bfloat16" or "float32"."""
     context_length: _builtins.int
-    """The longest sequence in tokens, prompt included."""
+    """Length of the longest sequence in tokens, prompt included."""
     vocabulary_size: _builtins.int
-    """Rows of the output matrix. Ids from the tokenizer's size up to here are
-    padding: never sampled, never proposed.
-    """
+    """Number of columns of the logits. Ids from the tokenizer's size up to here are padding: they are never sampled."""
     tokenizer_sha256: _builtins.str
-    """SHA-256 of `tokenizer.json`, in hex."""
+    """SHA-256 of `tokenizer.json` in hex. A bridge refuses a tokenizer with another checksum."""
     chat_template: _builtins.str
     """The Jinja template that renders a chat; empty if the model has none."""
     slot_count: _builtins.int
-    """The most sequences that this server holds at a time."""
+    """The most sequences that this server holds at once; further ones wait or are refused."""
     deterministic: _builtins.bool
-    """Whether its logits depend on the text alone, bit for bit, and not on how the text went through the model."""
+    """True if logits depend on the token ids only, bit for bit, and not on how the ids were divided into forwards."""
     compute_unit_count: _builtins.int
-    """How many of them a forward uses at a time. Two models that together use more than they have between them slow
-    each other down when both compute.
+    """Number of `compute_units` that a forward uses at once. If two models together use more than there are distinct
+    units, the bridge expects each to slow the other down.
     """
     @_builtins.property
     def special_ids(self) -> Global___SpecialIds:
-        """Ids by role."""
+        """Ids of the model's special tokens."""
 
     @_builtins.property
     def forward_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForwardCost]:
-        """What forwards of one sequence took when the server started, from few tokens to many; empty if it did not
-        measure that. A bridge expects such costs until it has seen some.
+        """Times of forwards of one sequence, measured when the server started, in ascending order of tokens. A bridge plans
+        with them until it has measured its own. Empty if the server did not measure.
         """
 
     @_builtins.property
     def compute_units(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What its forwards can run on: a name for each core or accelerator, the same in all processes of one machine and
-        different on every machine. Empty if the server cannot tell.
+        """Names of the cores or accelerators that forwards run on. All processes on one machine use the same names; different
+        machines never share a name. Empty if the server cannot tell.
         """
 
     def __init__(
@@ -184,14 +182,14 @@ Global___Model: _TypeAlias = Model  # noqa: Y015
 
 @_typing.final
 class ForwardCost(_message.Message):
-    """How long a forward takes."""
+    """The time of one forward."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     FORWARD_NS_FIELD_NUMBER: _builtins.int
     token_count: _builtins.int
-    """Tokens that it runs."""
+    """Number of tokens that the forward runs."""
     forward_ns: _builtins.int
     """Nanoseconds that it takes."""
     def __init__(
@@ -210,7 +208,7 @@ Global___ForwardCost: _TypeAlias = ForwardCost  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):
-    """Asks who is there."""
+    """Request of GetModel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -227,7 +225,7 @@ Global___GetModelRequest: _TypeAlias = GetModelRequest  # noqa: Y015
 
 @_typing.final
 class GetModelResponse(_message.Message):
-    """Answers who is there."""
+    """Response of GetModel."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -251,7 +249,7 @@ Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
 class GetTokenizerRequest(_message.Message):
-    """Asks for the tokenizer."""
+    """Request of GetTokenizer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -268,7 +266,7 @@ Global___GetTokenizerRequest: _TypeAlias = GetTokenizerRequest  # noqa: Y015
 
 @_typing.final
 class GetTokenizerResponse(_message.Message):
-    """A piece of `tokenizer.json`."""
+    """A piece of `tokenizer.json`. A bridge refuses a message of more than 320 KiB and a file of more than 256 MiB."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -277,7 +275,7 @@ class GetTokenizerResponse(_message.Message):
     chunk: _builtins.bytes
     """The next bytes of the file."""
     sha256: _builtins.str
-    """SHA-256 of the whole file in hex; on the last piece only."""
+    """SHA-256 of the whole file in hex; set on the last piece only."""
     def __init__(
         self,
         *,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ModelServiceStub:
-    """Who a model is. Every model server has it, whichever roles it serves.
+    """Describes a model and its tokenizer. Every model server offers this service, whatever roles it serves.
     """
 
     def __init__(self, channel):
@@ -48,18 +48,18 @@ class ModelServiceStub:
 
 
 class ModelServiceServicer:
-    """Who a model is. Every model server has it, whichever roles it serves.
+    """Describes a model and its tokenizer. Every model server offers this service, whatever roles it serves.
     """
 
     def GetModel(self, request, context):
-        """Describes the model.
+        """Returns the description of the model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """Streams the model's `tokenizer.json`, so that a bridge needs no file of the model.
+        """Streams the model's `tokenizer.json`, so that a bridge needs none of the model's files.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,7 +87,7 @@ def add_ModelServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ModelService:
-    """Who a model is. Every model server has it, whichever roles it serves.
+    """Describes a model and its tokenizer. Every model server offers this service, whatever roles it serves.
     """
 
     @staticmethod

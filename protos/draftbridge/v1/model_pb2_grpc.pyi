@@ -27,29 +27,29 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ModelServiceStub:
-    """Who a model is. Every model server has it, whichever roles it serves."""
+    """Describes a model and its tokenizer. Every model server offers this service, whatever roles it serves."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ModelServiceAsyncStub: ...
     GetModel: _grpc.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.GetModelResponse]
-    """Describes the model."""
+    """Returns the description of the model."""
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_model_pb2.GetTokenizerRequest, _model_pb2.GetTokenizerResponse]
-    """Streams the model's `tokenizer.json`, so that a bridge needs no file of the model."""
+    """Streams the model's `tokenizer.json`, so that a bridge needs none of the model's files."""
 
 @_typing.type_check_only
 class ModelServiceAsyncStub(ModelServiceStub):
-    """Who a model is. Every model server has it, whichever roles it serves."""
+    """Describes a model and its tokenizer. Every model server offers this service, whatever roles it serves."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetModel: _aio.UnaryUnaryMultiCallable[_model_pb2.GetModelRequest, _model_pb2.GetModelResponse]  # type: ignore[assignment]
-    """Describes the model."""
+    """Returns the description of the model."""
     GetTokenizer: _aio.UnaryStreamMultiCallable[_model_pb2.GetTokenizerRequest, _model_pb2.GetTokenizerResponse]  # type: ignore[assignment]
-    """Streams the model's `tokenizer.json`, so that a bridge needs no file of the model."""
+    """Streams the model's `tokenizer.json`, so that a bridge needs none of the model's files."""
 
 class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Who a model is. Every model server has it, whichever roles it serves."""
+    """Describes a model and its tokenizer. Every model server offers this service, whatever roles it serves."""
 
     @_abc_1.abstractmethod
     def GetModel(
@@ -57,7 +57,7 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_model_pb2.GetModelResponse, _abc.Awaitable[_model_pb2.GetModelResponse]]:
-        """Describes the model."""
+        """Returns the description of the model."""
 
     @_abc_1.abstractmethod
     def GetTokenizer(
@@ -65,6 +65,6 @@ class ModelServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _model_pb2.GetTokenizerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_model_pb2.GetTokenizerResponse], _abc.AsyncIterator[_model_pb2.GetTokenizerResponse]]:
-        """Streams the model's `tokenizer.json`, so that a bridge needs no file of the model."""
+        """Streams the model's `tokenizer.json`, so that a bridge needs none of the model's files."""
 
 def add_ModelServiceServicer_to_server(servicer: ModelServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TargetServiceStub:
-    """A target model decodes, and takes candidates along where there are any.
+    """A target model decodes and verifies candidates, which decide how many tokens a forward yields, never which tokens.
     """
 
     def __init__(self, channel):
@@ -43,13 +43,13 @@ class TargetServiceStub:
 
 
 class TargetServiceServicer:
-    """A target model decodes, and takes candidates along where there are any.
+    """A target model decodes and verifies candidates, which decide how many tokens a forward yields, never which tokens.
     """
 
     def Verify(self, request_iterator, context):
-        """One stream is one sequence: its cache lives as long as the stream. The client opens, then runs,
-        offers candidates and grants as often as it likes; the service answers once per forward. A client
-        that closes its side still gets what it has given credit for.
+        """One stream is one sequence. Send `open`, then `run`, then any of the others. The service answers once per forward
+        while it has credit, and after a half-close ends the stream when the credit is used up. A full server fails with
+        SLOTS_EXHAUSTED, one without this role with ROLE_NOT_SERVED, an invalid message with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,7 @@ def add_TargetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TargetService:
-    """A target model decodes, and takes candidates along where there are any.
+    """A target model decodes and verifies candidates, which decide how many tokens a forward yields, never which tokens.
     """
 
     @staticmethod

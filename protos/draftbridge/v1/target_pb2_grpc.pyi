@@ -27,31 +27,31 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TargetServiceStub:
-    """A target model decodes, and takes candidates along where there are any."""
+    """A target model decodes and verifies candidates, which decide how many tokens a forward yields, never which tokens."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
     Verify: _grpc.StreamStreamMultiCallable[_target_pb2.VerifyRequest, _target_pb2.VerifyResponse]
-    """One stream is one sequence: its cache lives as long as the stream. The client opens, then runs,
-    offers candidates and grants as often as it likes; the service answers once per forward. A client
-    that closes its side still gets what it has given credit for.
+    """One stream is one sequence. Send `open`, then `run`, then any of the others. The service answers once per forward
+    while it has credit, and after a half-close ends the stream when the credit is used up. A full server fails with
+    SLOTS_EXHAUSTED, one without this role with ROLE_NOT_SERVED, an invalid message with INVALID_ARGUMENT.
     """
 
 @_typing.type_check_only
 class TargetServiceAsyncStub(TargetServiceStub):
-    """A target model decodes, and takes candidates along where there are any."""
+    """A target model decodes and verifies candidates, which decide how many tokens a forward yields, never which tokens."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Verify: _aio.StreamStreamMultiCallable[_target_pb2.VerifyRequest, _target_pb2.VerifyResponse]  # type: ignore[assignment]
-    """One stream is one sequence: its cache lives as long as the stream. The client opens, then runs,
-    offers candidates and grants as often as it likes; the service answers once per forward. A client
-    that closes its side still gets what it has given credit for.
+    """One stream is one sequence. Send `open`, then `run`, then any of the others. The service answers once per forward
+    while it has credit, and after a half-close ends the stream when the credit is used up. A full server fails with
+    SLOTS_EXHAUSTED, one without this role with ROLE_NOT_SERVED, an invalid message with INVALID_ARGUMENT.
     """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
-    """A target model decodes, and takes candidates along where there are any."""
+    """A target model decodes and verifies candidates, which decide how many tokens a forward yields, never which tokens."""
 
     @_abc_1.abstractmethod
     def Verify(
@@ -59,9 +59,9 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_target_pb2.VerifyRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_pb2.VerifyResponse], _abc.AsyncIterator[_target_pb2.VerifyResponse]]:
-        """One stream is one sequence: its cache lives as long as the stream. The client opens, then runs,
-        offers candidates and grants as often as it likes; the service answers once per forward. A client
-        that closes its side still gets what it has given credit for.
+        """One stream is one sequence. Send `open`, then `run`, then any of the others. The service answers once per forward
+        while it has credit, and after a half-close ends the stream when the credit is used up. A full server fails with
+        SLOTS_EXHAUSTED, one without this role with ROLE_NOT_SERVED, an invalid message with INVALID_ARGUMENT.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,1 +1,1 @@
-"""DraftService: proposes tokens ahead of the target."""
+"""DraftService, which proposes tokens ahead of the target."""

@@ -1,4 +1,4 @@
-"""DraftService: one stream, one session."""
+"""Implements DraftService; each stream has one session."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
@@ -13,12 +13,12 @@ from services.model.draft.credit import CreditedSession
 from services.rpc import codec, limits
 from services.rpc.streams import RoleServicer, check_model, first_message, listening
 
-# A session for sampling parameters and a seed.
+# Opens a session, given sampling parameters and a seed.
 OpenSession = Callable[[SamplingParameters, int], CreditedSession]
 
 
 class DraftServicer(RoleServicer[OpenSession], draft_pb2_grpc.DraftServiceServicer):
-    """Drafts for anyone who opens a stream; see `RoleServicer`. gRPC asks for this method name."""
+    """Serves one draft; see `RoleServicer`. gRPC prescribes the method name."""
 
     role = "draft"
 
@@ -33,14 +33,14 @@ class DraftServicer(RoleServicer[OpenSession], draft_pb2_grpc.DraftServiceServic
         sampling = limits.read_sampling(opening.sampling, self._model)
         with closing(open_session(sampling, opening.seed)) as session:
 
-            async def hear(request: draft_pb2.DraftRequest) -> None:
+            async def on_request(request: draft_pb2.DraftRequest) -> None:
                 match request.WhichOneof("kind"):
                     case "sync":
                         await session.sync(limits.read_sync(request.sync, self._model))
                     case "grant":
                         await session.grant(request.grant.epoch, request.grant.credit)
                     case kind:
-                        raise ProtocolViolation(f"{kind or 'nothing'} came in the middle of a stream: open only once")
+                        raise ProtocolViolation(f"got {kind or 'no kind'} after open: send sync or grant")
 
-            async for proposal in listening(requests, hear, session.no_more, session.proposals()):
+            async for proposal in listening(requests, on_request, session.no_more, session.proposals()):
                 yield codec.write_proposal(proposal)

@@ -1,4 +1,4 @@
-"""A draft model's side of one stream."""
+"""The session of a draft model."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ from services.model.draft.credit import CreditedSession
 
 
 class DraftSession(CreditedSession):
-    """Implements `bridge.ports.Drafter` over a model in this process: each token is from a forward of its own.
+    """Implements `bridge.ports.Drafter` over a model in this process. Each proposed token takes one forward.
 
-    `proposals` raises `SlotsExhausted` or `EngineFailure` besides.
+    `proposals` also raises `SlotsExhausted` and `EngineFailure`.
     """
 
     def __init__(self, model: Model, scheduler: Scheduler, sampler: Sampler) -> None:
@@ -41,9 +41,9 @@ class DraftSession(CreditedSession):
         room = min(self._batch, self._credit, self._model.context_length - self._held + 1)
         while len(forwards) < room and not self._ends(forwards[-1]):
             if self._inbox:
-                break  # the bridge wants something else by now
+                break  # it may end this epoch
             forwards.append(await self._forward())
-        self._batch = 1  # the rest of the epoch goes out token by token
+        self._batch = 1  # the rest of the epoch is sent token by token
         confidences = [one.value.probability for one in forwards]
         return Proposal(
             self._epoch,

@@ -1,4 +1,4 @@
-"""A draft without a model, for any bridge: its tokens are bytes, and it proposes how the text went on before."""
+"""A draft service without a model: its tokens are bytes, and it proposes what followed an earlier match of the text."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,24 +13,24 @@ from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from services.model.draft.credit import CreditedSession
 
-# As many bytes as a `SuffixDrafter` knows.
-_CONTEXT = 1 << 20
-# Bytes that take so long to read that others want to go on meanwhile.
-_MANY = 1 << 14
+# The most bytes that a `SuffixDrafter` indexes.
+_CONTEXT_BYTES = 1 << 20
+# Indexing this many bytes takes long enough to delay other requests, so it is done in a thread.
+_THREAD_MIN_BYTES = 1 << 14
 
 
 class SuffixModel:
-    """What a server of it says of itself, and its sessions, of which `slot_count` at a time have been told a text."""
+    """The model and sessions of a suffix server. At most `slot_count` sessions may hold a text at once."""
 
     def __init__(self, name: str, slot_count: int) -> None:
         self.tokenizer_json = _tokenizer_json()
         vocabulary = Vocabulary(self.tokenizer_json)
-        self.model = Model(name, _CONTEXT, vocabulary.size, vocabulary)
+        self.model = Model(name, _CONTEXT_BYTES, vocabulary.size, vocabulary)
         self.slot_count = slot_count
         self._taken_count = 0
 
     def open(self) -> "SuffixSession":
-        """A session, to be closed. `proposals` raises `SlotsExhausted` where there is no room for its text."""
+        """Opens a session. Its `proposals` raises `SlotsExhausted` if all slots are in use."""
         return SuffixSession(self.model, self._take, self._give_back)
 
     def _take(self) -> None:
@@ -43,27 +43,27 @@ class SuffixModel:
 
 
 class SuffixSession(CreditedSession):
-    """Implements `bridge.ports.Drafter`: in each epoch, what followed the longest match of the text's end.
+    """Implements `bridge.ports.Drafter`: proposes, in each epoch, what followed the longest match of the text's end.
 
-    It has nothing more to say where there is no match, or when that is said. How sure it is it cannot tell.
+    It is done if there is no match, or after the end of what followed. It reports no confidence.
     """
 
     def __init__(
         self, model: Model, take: Callable[[], None] = lambda: None, give_back: Callable[[], None] = lambda: None
     ) -> None:
-        """`take`: called once there is a text to hold; `give_back`: when there is none any more."""
+        """Calls `take` when the session gets its first text, and `give_back` when it is closed."""
         super().__init__(model)
         self._take, self._give_back = take, give_back
         self._holds = False
         self._drafter = SuffixDrafter(limit=model.context_length)
-        # The whole sequence, and how much of it the drafter knows; what was only proposed it need not know.
+        # The whole sequence, and how much of it the drafter has indexed. Proposed bytes are not indexed before a sync.
         self._text = bytearray()
         self._known = 0
-        # What is still to be said in this epoch, once a match was looked for.
+        # What this epoch has still to propose; None until a match was searched for.
         self._ahead: bytes | None = None
 
     def close(self) -> None:
-        """Lets another have its place."""
+        """Frees the slot."""
         if self._holds:
             self._holds = False
             self._give_back()
@@ -73,7 +73,7 @@ class SuffixSession(CreditedSession):
         return len(self._text)
 
     def _replace(self, keep: int, token_ids: Sequence[int], byte_offset: int) -> None:
-        # A little beyond the context there is nothing to say; far beyond it, nothing to keep.
+        # `limits.read_sync` bounds the ids of one sync; this bounds the whole sequence.
         if keep + len(token_ids) > 2 * self._model.context_length:
             raise PromptTooLong(keep + len(token_ids), self._model.context_length, self._model.name)
         if not self._holds:
@@ -90,11 +90,11 @@ class SuffixSession(CreditedSession):
             match = self._drafter.match()
             self._ahead = match.data if match else b""
         count = min(self._credit, self._model.context_length - self._held)
-        said, self._ahead = self._ahead[:count], self._ahead[count:]
-        self._text += said
+        proposed, self._ahead = self._ahead[:count], self._ahead[count:]
+        self._text += proposed
         return Proposal(
             self._epoch,
-            tuple(said),
+            tuple(proposed),
             (),
             done=not self._ahead,
             forward_ns=perf_counter_ns() - started,
@@ -102,19 +102,19 @@ class SuffixSession(CreditedSession):
         )
 
     async def _learn(self) -> None:
-        """Lets the drafter know the whole sequence. Each byte is read once, and taken back once at most."""
+        """Indexes the rest of the sequence. Each byte is indexed once and removed at most once."""
         self._drafter.cut(self._known)
         news = self._text[self._known :]
         self._known = len(self._text)
-        if len(news) < _MANY:
+        if len(news) < _THREAD_MIN_BYTES:
             self._drafter.append(news)
         else:
             await asyncio.to_thread(self._drafter.append, news)
 
 
 def _tokenizer_json() -> bytes:
-    """A token for each byte, whose id is the byte."""
-    # The format writes bytes as characters: most Latin ones for themselves, the rest, in order, as those from 256 on.
+    """Returns a tokenizer with a token for each byte, whose id is the byte."""
+    # ByteLevel writes most Latin-1 bytes as themselves and the others, in order, as the characters from 256 on.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     others = iter([byte for byte in range(256) if chr(byte) not in alphabet])
     ids = {char: ord(char) if ord(char) < 256 else next(others) for char in alphabet}

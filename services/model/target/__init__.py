@@ -1,1 +1,1 @@
-"""TargetService: decodes, and verifies candidates on the way."""
+"""TargetService, which decodes and verifies candidates."""

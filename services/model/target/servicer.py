@@ -1,4 +1,4 @@
-"""TargetService: one stream, one `TargetSession`."""
+"""Implements TargetService; each stream has one `TargetSession`."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
@@ -13,12 +13,12 @@ from services.model.target.session import TargetSession
 from services.rpc import codec, limits
 from services.rpc.streams import RoleServicer, check_model, first_message, listening
 
-# A session for sampling parameters, a seed and how many log probabilities to tell.
+# Opens a session, given sampling parameters, a seed and the number of log probabilities to report, if any.
 OpenSession = Callable[[SamplingParameters, int, int | None], TargetSession]
 
 
 class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceServicer):
-    """Verifies for anyone who opens a stream; see `RoleServicer`. gRPC asks for this method name."""
+    """Serves one target; see `RoleServicer`. gRPC prescribes the method name."""
 
     role = "target"
 
@@ -33,7 +33,7 @@ class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceSer
         sampling = limits.read_sampling(opening.sampling, self._model)
         with closing(open_session(sampling, opening.seed, limits.read_logprobs(opening))) as session:
 
-            async def hear(request: target_pb2.VerifyRequest) -> None:
+            async def on_request(request: target_pb2.VerifyRequest) -> None:
                 match request.WhichOneof("kind"):
                     case "run":
                         await session.run(limits.read_run(request.run, self._model))
@@ -42,7 +42,7 @@ class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceSer
                     case "grant":
                         await session.grant(limits.read_grant(request.grant))
                     case kind:
-                        raise ProtocolViolation(f"{kind or 'nothing'} came in the middle of a stream: open only once")
+                        raise ProtocolViolation(f"got {kind or 'no kind'} after open: send run, candidates or grant")
 
-            async for result in listening(requests, hear, session.no_more, session.passes()):
+            async for result in listening(requests, on_request, session.no_more, session.passes()):
                 yield codec.write_pass(result)

@@ -1,4 +1,4 @@
-"""A target's side of one stream: decodes under credit, and takes candidates along when they come in time."""
+"""The session of a target: decodes under credit, and verifies the candidates that arrive in time."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -26,7 +26,7 @@ class _Verdict:
 class TargetSession:
     """Implements `bridge.ports.Verifier` over a model in this process.
 
-    What it is told waits in an inbox; `passes` reads it between forwards, and runs them.
+    Incoming messages wait in an inbox, which `passes` reads between two forwards.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class TargetSession:
         self._offset = 0
         self._empty_tokens = 0
         self._history = History(())
-        self._go = False  # an empty offer came: the next forward need not wait
+        self._skips_wait = False  # an empty offer came: the next forward need not wait
         self._prefilled = False
-        self._ended = False  # the text is over, whatever credit there is
-        self._last = False  # nothing more will be told
+        self._ended = False  # the text has ended, even if there is credit left
+        self._last = False  # the client has closed its side
         self._running: asyncio.Task[Pass | None] | None = None
 
     async def run(self, run: Run) -> None:
@@ -65,15 +65,15 @@ class TargetSession:
         await self._tell(grant)
 
     def no_more(self) -> None:
-        """Nothing more will be told: `passes` ends when the credit does."""
+        """Announces that no message follows: `passes` ends when the credit is used up."""
         self._last = True
         self._news.set()
 
     async def passes(self) -> AsyncGenerator[Pass, None]:
-        """One for each forward that yielded tokens.
+        """Yields the result of each forward.
 
-        Raises `BaseMismatch`, `TokenOutOfRange`, `PromptTooLong` or `ProtocolViolation` for a bad message,
-        `SlotsExhausted` or `EngineFailure`.
+        Raises `BaseMismatch`, `TokenOutOfRange`, `PromptTooLong` or `ProtocolViolation` for an invalid message, and
+        `SlotsExhausted` and `EngineFailure`.
         """
         while True:
             if self._running is None:
@@ -89,7 +89,7 @@ class TargetSession:
                 result = await self._forward(waited_ns)
             else:
                 result = await self._running
-            # Where there is nothing to wait for, the next one begins before this one is told.
+            # If there is nothing to wait for, the next forward starts before this result is sent.
             ready = self._credit and not self._ended and not self._waits and not self._inbox
             self._running = asyncio.create_task(self._forward(0)) if ready else None
             if result:
@@ -100,7 +100,7 @@ class TargetSession:
         self._news.set()
 
     def _read(self) -> None:
-        """Takes over what came; only between forwards, which read the ids."""
+        """Applies the messages in the inbox. Only between forwards, because these read the ids."""
         while self._inbox:
             match self._inbox.popleft():
                 case Run() as run:
@@ -124,7 +124,7 @@ class TargetSession:
         check_ids(run.token_ids, self._model)
         self._sequence.replace(run.base_token_count, run.token_ids)
         self._pending.clear()
-        self._go = self._ended = False
+        self._skips_wait = self._ended = False
         self._prefilled &= run.base_token_count > 0
         self._credit, self._patience_us = run.credit, run.patience_us
         self._offset, self._empty_tokens = run.byte_offset, run.empty_token_count
@@ -132,14 +132,14 @@ class TargetSession:
         self._history = History(self._sequence.ids[:prompt_length], self._sequence.ids[prompt_length:])
 
     def _take(self, candidates: Candidates) -> None:
-        """Takes over an offer that continues the sequence; one that disagrees or leaves a gap is dropped."""
+        """Stores an offer that continues the sequence; ignores one that disagrees with it or leaves a gap."""
         produced = self._sequence.ids[candidates.base_token_count :]
         if candidates.base_token_count > len(self._sequence.ids):
             return
         if not candidates.token_ids:
-            if not produced:  # one for an earlier pass says nothing about this one
+            if not produced:  # an empty offer for an earlier pass is out of date
                 self._pending.clear()
-                self._go = True
+                self._skips_wait = True
             return
         size = self._model.vocabulary_size
         ids = list(takewhile(lambda id_: id_ < size, candidates.token_ids))
@@ -147,21 +147,21 @@ class TargetSession:
             self._pending, self._offer_id, self._width = ids[len(produced) :], candidates.offer_id, candidates.width
 
     def close(self) -> None:
-        """Ends the forward that is under way, and frees the slot."""
+        """Cancels a running forward and frees the slot."""
         if self._running:
             self._running.cancel()
         self._sequence.close()
 
     @property
     def _waits(self) -> bool:
-        """Whether the next forward would be one without candidates, and may wait for some."""
-        if self._patience_us == 0 or self._pending or self._go or self._last or not self._credit:
+        """Whether the next forward has no candidates and may wait for some."""
+        if self._patience_us == 0 or self._pending or self._skips_wait or self._last or not self._credit:
             return False
-        # The first forward reads the whole prompt: that gives the draft all the time that it needs.
+        # The first forward reads the whole prompt, which leaves the draft enough time.
         return self._prefilled
 
     async def _wait_for_candidates(self) -> int:
-        """Waits for candidates as long as patience says; nanoseconds waited."""
+        """Waits for candidates up to the patience and returns the nanoseconds waited."""
         started = self._clock()
         while self._waits:
             left_ns = started + self._patience_us * 1000 - self._clock()
@@ -173,7 +173,7 @@ class TargetSession:
             except TimeoutError:
                 break
             self._read()
-        self._go = False
+        self._skips_wait = False
         return self._clock() - started
 
     async def _forward(self, waited_ns: int) -> Pass | None:
@@ -184,7 +184,7 @@ class TargetSession:
         offset, empty, history = self._offset, self._empty_tokens, self._history.copy()
         done = await sequence.forward(extra, lambda logits: self._verify(logits, extra, offset, empty, history))
         if any(isinstance(message, Run) for message in self._inbox):
-            return None  # it is of a sequence that is no longer wanted
+            return None  # the new run replaces this sequence
         verdict = done.value
         ids = tuple(choice.token_id for choice in verdict.choices)
         accepted = common_prefix_length(extra[: verdict.candidate_token_count], ids)
@@ -222,9 +222,9 @@ class TargetSession:
         )
 
     def _verify(self, logits: Logits, extra: tuple[int, ...], offset: int, empty: int, history: History) -> _Verdict:
-        """Chooses the target's own token at each position, as long as candidates agree.
+        """Chooses the target's own token at each position up to the first candidate that differs from it.
 
-        logits [1 + candidates, ids], for as many of `extra` as there was room for.
+        `logits`: shape [1 + candidates, ids]. The engine may have run only the first candidates of `extra`.
         """
         count = len(logits) - 1
         choices: list[Choice] = []
