@@ -9,7 +9,7 @@ import typer
 
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError
-from services.cli import client, servers
+from services.cli import bench_command, client, servers
 from services.cli.options import configured
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, fail, out, report
 from services.config import BridgeServerConfig, ModelServerConfig
@@ -50,6 +50,7 @@ app.command("bridge", help=servers.bridge.__doc__)(configured(BridgeServerConfig
 app.command("generate")(client.generate)
 app.command("models")(client.models)
 app.command("translate")(client.translate)
+app.command("bench")(bench_command.run)
 app.command("pull")(servers.pull)
 app.command("engines")(servers.list_engines)
 app.add_typer(servers.config_app, name="config")
