@@ -137,11 +137,11 @@ def ratio(samples: Sequence[Sample], way: str) -> float:
     return speed(ways[way]) / alone if alone else 0.0
 
 
-def table(samples: Sequence[Sample], title: str) -> Table:
+def table(samples: Sequence[Sample]) -> Table:
     """A row for each way: speed, its prediction, acceptance, and where the time goes, in parts of the whole."""
     result = Table(
         "", "tokens/s", "ratio", "predicted", "tokens/pass", "accepted", "target", "waiting", "network", "bridge",
-        title=title, box=box.SIMPLE_HEAD, title_justify="left",
+        box=box.SIMPLE_HEAD,
     )  # fmt: skip
     for way, found in by(samples, lambda one: one.way).items():
         did = [one.speculation for one in found]
@@ -196,7 +196,7 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
 
 
 def plot(samples: Sequence[Sample], title: str, path: Path) -> None:
-    """Writes a picture (PNG, SVG or PDF) with a bar for each category and way, as long as its ratio to the target alone.
+    """Writes a picture (PNG, SVG or PDF) with a bar for each category and way: its speed over that of the target alone.
 
     Needs matplotlib, the extra `plot`.
     """

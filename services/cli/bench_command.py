@@ -73,13 +73,14 @@ def run(
             for number, some in enumerate(bench.measure(client, given, ways, tokens, temperature), start=1):
                 samples += some
                 status.update(escape(f"measured {number} of {len(given)} prompts"))
-    out.print(bench.table(samples, title))
+    out.print(title, highlight=False, soft_wrap=True)
+    out.print(bench.table(samples))
     different = sum(one.text != alone.text for one, alone in _with_alone(samples))
     ties = sum(one.speculation.near_ties > 0 for one in samples if one.way == bench.ALONE)
     if different:
         out.print(
-            f"{different} texts differ from the target's own at a near tie, where rounding decides; {ties} of its texts "
-            "have one. `serve --deterministic` makes all texts equal.",
+            f"{different} texts differ from the target's own at a near tie, where rounding decides; {ties} of its "
+            "texts have one. `serve --deterministic` makes all texts equal.",
             style="dim",
         )
     out.print(bench.verdict(samples, draft), style="bold", highlight=False, soft_wrap=True)
