@@ -19,7 +19,7 @@ from rich import box
 from rich.table import Table
 
 from bridge.errors import DraftBridgeError
-from draftbridge import Client
+from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
 
 # Prompts of six kinds that come with the package.
@@ -100,13 +100,15 @@ def measure(
         samples = {}
         for place in range(len(ways)):
             way = ways[(place + index) % len(ways)]
-            samples[way] = _sample(client, index, prompt["category"], way, text, options | {"max_tokens": max_tokens})
+            events = client.stream(text, **options, max_tokens=max_tokens, **WAYS[way])
+            samples[way] = sample_of(events, way, index, prompt["category"])
         yield [samples[way] for way in ways]
 
 
-def _sample(client: Client, index: int, category: str, way: str, prompt: str | None, options: dict[str, Any]) -> Sample:
+def sample_of(events: Iterable[Event], way: str, index: int = 0, category: str = "") -> Sample:
+    """Returns what the events of one generation tell."""
     text, token_count, first_count = "", 0, 0
-    for event in client.stream(prompt, **options, **WAYS[way]):
+    for event in events:
         if isinstance(event, bridge_pb2.GenerateDelta):
             text, token_count = text + event.text, token_count + len(event.token_ids)
             first_count = first_count or len(event.token_ids)
