@@ -10,10 +10,11 @@ PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: .venv/demo ## Generate with and without a draft, side by side. PROMPT="..." takes another prompt.
-	@$(BIN)/draftbridge demo $(if $(PROMPT),"$$PROMPT")
+demo: .venv/demo ## See what a draft gains. PROMPT="...", TARGET=..., DRAFT=..., SMALL=1 (no 1.1 GB).
+	@$(BIN)/draftbridge demo $(if $(PROMPT),"$$PROMPT") $(if $(TARGET),--target "$$TARGET") \
+		$(if $(DRAFT),--draft "$$DRAFT") $(if $(SMALL),--small)
 
-export PROMPT
+export PROMPT TARGET DRAFT
 
 test: .venv/dev ## Run all tests.
 	$(BIN)/pytest

@@ -3,16 +3,17 @@
 import logging
 import os
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError
-from services.cli import client, servers
+from services.cli import bench_command, client, servers
 from services.cli.options import configured
-from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, fail, out, report
-from services.config import BridgeServerConfig, ModelServerConfig
+from services.cli.terminal import fail, out, report
+from services.config import MODEL_HELP, BridgeServerConfig, ModelServerConfig
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -27,13 +28,21 @@ app = typer.Typer(
 
 @app.command()
 def demo(
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens to generate.")] = 64,
+    prompt: Annotated[str, typer.Argument(help="What to ask the target; by default one of our own.")] = "",
+    target: Annotated[str, typer.Option(help=f"Another target. {MODEL_HELP}")] = "",
+    draft: Annotated[str, typer.Option(help="Another draft.")] = "",
+    small: Annotated[bool, typer.Option("--small", help="Take models of 270M and 135M parameters: no 1.1 GB.")] = False,
+    engine: Annotated[str, typer.Option(help="Another engine for the target; see `draftbridge engines`.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=2, help="The most tokens to generate.")] = 96,
 ) -> None:
-    """Start everything with the default pair, generate once with the draft and once without, and compare."""
-    from services.cli.demo import run
+    """Generate once with a draft and once without, in front of your eyes, and compare."""
+    from services.cli.demo import LARGE, SMALL, run
 
-    run(out, prompt, max_tokens, DEFAULT_TARGET, DEFAULT_DRAFT, report)
+    wanted = SMALL if small else LARGE
+    if target or engine:  # the reason given is that of our own choice
+        wanted = replace(wanted, target=target or wanted.target, engine=engine or "auto", reason="")
+    wanted = replace(wanted, draft=draft or wanted.draft, prompt=prompt or wanted.prompt)
+    run(out, wanted, max_tokens, report)
 
 
 @app.command()
@@ -50,6 +59,7 @@ app.command("bridge", help=servers.bridge.__doc__)(configured(BridgeServerConfig
 app.command("generate")(client.generate)
 app.command("models")(client.models)
 app.command("translate")(client.translate)
+app.command("bench")(bench_command.run)
 app.command("pull")(servers.pull)
 app.command("engines")(servers.list_engines)
 app.add_typer(servers.config_app, name="config")

@@ -1,79 +1,143 @@
-"""The first impression: the default pair, with and without its draft, side by side."""
+"""`draftbridge demo`: two models with different tokenizers generate together, and a table shows what that gained."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
+from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from draftbridge import Client, Generation
+from bridge.errors import ModelNotFound
+from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
+from services.cli import bench
+from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.processes import draft_threads, fleet
-from services.store.resolve import resolve
+from services.store.resolve import default_name, resolve
 
-PROMPT = "The planets of the solar system, in order from the Sun, are"
-# What the bridge learns on, before it is timed.
-LEARNT_ON, LEARNT = "The seven days of the week are", 120
-# Colours of the sources, by name; one that is not here takes the next of `OTHERS`.
+# Colours of the sources, by name; one that is not here takes one of `OTHERS`.
 STYLES = {"": "", "draft": "green", "suffix": "cyan"}
 OTHERS = ("magenta", "yellow", "blue")
+NAMES = {"": "the target's own", "draft": "proposed by the draft", "suffix": "by prompt lookup"}
 
 
-def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str, report: Callable[[str], None]) -> None:
+@dataclass(frozen=True)
+class Demonstration:
+    """What the demo runs. `engine`: the target's, with `reason` why; `prompt` is a chat message if the target chats."""
+
+    target: str
+    draft: str
+    prompt: str
+    engine: str = "auto"
+    reason: str = ""
+
+
+# Eleven to one in size, from two families, with two tokenizers.
+LARGE = Demonstration(
+    "qwen2.5-coder-1.5b-instruct",
+    "smollm2-135m-instruct",
+    "Write a Python function that counts the words of a text, with a docstring and an example.",
+    engine="torch",
+    reason="The target runs in torch with its weights in full precision, where a pass over several tokens costs little "
+    "more than a pass over one. Weights in 4 or 8 bits (--engine auto) give more tokens per second without a draft.",
+)
+SMALL = Demonstration(
+    "gemma-3-270m",
+    "smollm2-135m-instruct",
+    "The planets of the solar system, in order from the Sun, are",
+)
+
+
+def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callable[[str], None]) -> None:
     """Starts three processes, prints the text as it comes and a table, and stops the processes."""
-    prompt = prompt or PROMPT
-    for model in (target, draft):
-        resolve(model, report)
+    wanted = _fetched(wanted, report)
     report("starting a target, a draft and a bridge")
     with (
-        # Deterministic, so that the two texts below can be compared byte for byte.
+        # Deterministic, so that the two texts can be compared byte for byte.
         fleet(
-            target, draft, target_options=("--deterministic",), draft_options=("--threads", str(draft_threads()))
+            wanted.target,
+            wanted.draft,
+            target_options=("--engine", wanted.engine, "--deterministic"),
+            draft_options=("--engine", "auto", "--threads", str(draft_threads())),
         ) as running,
         Client(running.bridge) as client,
     ):
-        report(f"target {target} at {running.target}, draft {draft} at {running.draft}, bridge at {running.bridge}")
-        for mode in ("off", "auto"):  # the first call of each is slower and tells nothing
-            client.generate(prompt, max_tokens=4, speculation=mode)
-        report("learning what pays here, on another prompt")
-        client.generate(LEARNT_ON, max_tokens=LEARNT)
+        served = {model.name: model for model in client.models()}
+        described = ", ".join(f"{one.name} ({one.engine}, {one.dtype})" for one in served.values())
+        report(f"{described}; bridge at {running.bridge}")
+        chats = bool(served[default_name(wanted.target)].chat_template)
+        options: dict[str, Any] = {"prompt": wanted.prompt}
+        if chats:
+            options = {"messages": [{"role": "user", "content": wanted.prompt}]}
+        for speculation in ("off", "auto"):  # the first requests read the prompt and are slower
+            client.generate(**options, max_tokens=8, speculation=speculation)
         console.print()
         console.print(_legend(("", "draft", "suffix")))
         console.print()
-        console.print(prompt, style="dim", end="", soft_wrap=True, markup=False, highlight=False)
-        together = _stream(console, client, prompt, max_tokens)
-        console.print()
-        alone = client.generate(prompt, max_tokens=max_tokens, speculation="off")
-    console.print()
-    console.print(_table(together, alone, target, draft))
-    if together.text == alone.text:
         console.print(
-            "The two texts are the same, byte for byte: both with serve --deterministic, which takes its time."
+            wanted.prompt, style="dim", end="\n\n" if chats else "", soft_wrap=True, markup=False, highlight=False
         )
-        console.print(f"The planner: {together.finished.speculation.plan_summary}.", style="dim", highlight=False)
-        console.print("Times vary from run to run; `draftbridge demo --help` tells what to change.", style="dim")
+        events = client.stream(**options, max_tokens=max_tokens)
+        together = bench.sample_of(_printed(console, events), AUTO)
+        console.print()
+        alone = bench.sample_of(client.stream(**options, max_tokens=max_tokens, speculation="off"), ALONE)
+    console.print(bench.table([alone, together]))
+    console.print(_why(together, alone), highlight=False, soft_wrap=True)
+    if wanted.reason:
+        console.print(wanted.reason, style="dim", highlight=False, soft_wrap=True)
+    if together.text == alone.text:
+        console.print("Both texts are the same, byte for byte (the target is served with --deterministic).")
     else:
         console.print("[bold red]The two texts differ. That is a bug: please report it with the prompt.[/]")
 
 
-def _stream(console: Console, client: Client, prompt: str, max_tokens: int) -> Generation:
-    events = []
-    for event in client.stream(prompt, max_tokens=max_tokens):
+def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstration:
+    """Downloads the models. Where the large pair cannot be had, says so and returns the small one."""
+    try:
+        for model in (wanted.target, wanted.draft):
+            resolve(model, report)
+    except ModelNotFound as error:
+        if wanted.target != LARGE.target:
+            raise
+        report(f"{error}; going on with the small pair")
+        return _fetched(SMALL, report)
+    return wanted
+
+
+def _why(together: Sample, alone: Sample) -> str:
+    """Returns in plain words where the gain comes from."""
+    did, plain = together.speculation, alone.speculation
+    if not did.num_accepted_tokens:
+        return "The planner expected no gain from any source here, and left the target alone."
+    pass_cost = (did.verify_ns / did.target_pass_count) / (plain.verify_ns / plain.target_pass_count)
+    shares = [
+        f"{one.accepted_byte_count / did.generated_byte_count:.0%} of the text {NAMES.get(one.name, f'by {one.name}')}"
+        for one in did.sources
+        if one.accepted_byte_count
+    ]
+    return (
+        f"Why: {' and '.join(shares)} was right. So a pass of the target gave "
+        f"{(together.token_count + 1) / did.target_pass_count:.1f} tokens instead of 1 and took {pass_cost:.2f} times "
+        f"as long; {did.waited_ns / did.elapsed_ns:.0%} of the time the target waited for the draft. "
+        f"Predicted: {did.predicted_tokens_per_second:.1f} tokens/s, measured: {did.measured_tokens_per_second:.1f}."
+    )
+
+
+def _printed(console: Console, events: Iterator[Event]) -> Iterator[Event]:
+    """Passes events on, and prints their text in the colours of its sources."""
+    for event in events:
         if isinstance(event, bridge_pb2.GenerateDelta):
             for part, source in _by_source(event):
                 console.print(part, style=_style(source), end="", soft_wrap=True, markup=False, highlight=False)
-        events.append(event)
-    return Generation.of(events)
+        yield event
 
 
 def _by_source(delta: bridge_pb2.GenerateDelta) -> Iterator[tuple[str, str]]:
-    """A delta's text, piece by piece, with the name of the source that proposed it; empty for the target's own."""
+    """Yields a delta's text in pieces, each with the name of its source; empty for the target's own."""
     data, begin = delta.text.encode(), 0
     for number, span in enumerate(delta.spans, start=1):
         end = len(data) if number == len(delta.spans) else begin + span.byte_count
-        # A character that a border cuts belongs to the piece after it.
+        # A character that spans two pieces belongs to the second.
         part = data[begin:end].decode(errors="ignore")
         yield part, span.source
         begin += len(part.encode())
@@ -84,37 +148,4 @@ def _style(source: str) -> str:
 
 
 def _legend(sources: Sequence[str]) -> Text:
-    pieces = [(f"proposed by the {source}" if source else "the target's own", _style(source)) for source in sources]
-    return Text(" · ").join(Text(*piece) for piece in pieces)
-
-
-def _table(together: Generation, alone: Generation, target: str, draft: str) -> Table:
-    table = Table("", f"{target}\n+ {draft}", f"{target}\nalone", box=box.SIMPLE_HEAD)
-    runs = [(run.finished.usage, run.finished.speculation) for run in (together, alone)]
-    reference = _speed(alone)
-
-    def row(label: str, of: Callable[[bridge_pb2.Usage, bridge_pb2.SpeculationStatistics], str]) -> None:
-        table.add_row(label, *(of(usage, speculation) for usage, speculation in runs))
-
-    row("tokens", lambda usage, _: str(usage.generated_token_count))
-    row("target passes", lambda _, did: str(did.target_pass_count))
-    row("accepted tokens", lambda _, did: f"{did.num_accepted_tokens} of {did.num_draft_tokens} candidates")
-    for name in (source.name for source in together.finished.speculation.sources):
-        row(f"  of the {name}", partial(_accepted_of, name))
-    row("accepted bytes", lambda _, did: f"{did.accepted_byte_count} of {did.generated_byte_count} generated")
-    row("time", lambda _, did: f"{did.elapsed_ns / 1e9:.2f} s")
-    table.add_row("speed", *(f"{_speed(run):.1f} tokens/s" for run in (together, alone)))
-    table.add_row("ratio", *(f"{_speed(run) / reference:.2f}" for run in (together, alone)))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
-
-
-def _accepted_of(name: str, _: bridge_pb2.Usage, did: bridge_pb2.SpeculationStatistics) -> str:
-    source = next((one for one in did.sources if one.name == name), bridge_pb2.SourceStatistics())
-    return f"{source.num_accepted_tokens} of {source.num_draft_tokens}"
-
-
-def _speed(result: Generation) -> float:
-    finished = result.finished
-    return float(finished.usage.generated_token_count / (finished.speculation.elapsed_ns / 1e9))
+    return Text(" · ").join(Text(NAMES[source], _style(source)) for source in sources)

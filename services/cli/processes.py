@@ -75,6 +75,29 @@ class StopSignals:
 
 
 @contextlib.contextmanager
+def pinned(cores: Iterable[int] | None) -> Iterator[None]:
+    """Processes that are started meanwhile run on these cores only; None leaves them all cores.
+
+    Raises `ProcessFailed` for cores that this machine, or this process, does not have.
+    """
+    if cores is None:
+        yield
+        return
+    if not hasattr(os, "sched_setaffinity"):
+        raise ProcessFailed("this system cannot pin processes to cores: leave out the option for cores")
+    allowed, wanted = os.sched_getaffinity(0), set(cores)
+    if not wanted or not wanted <= allowed:
+        raise ProcessFailed(
+            f"cores {sorted(wanted)} are not all available: choose among {', '.join(map(str, sorted(allowed)))}"
+        )
+    os.sched_setaffinity(0, wanted)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@contextlib.contextmanager
 def fleet(
     target: str,
     draft: str | None,
@@ -83,8 +106,13 @@ def fleet(
     target_options: Sequence[str] = (),
     draft_options: Sequence[str] = (),
     bridge_options: Sequence[str] = (),
+    target_cores: Sequence[int] | None = None,
+    draft_cores: Sequence[int] | None = None,
 ) -> Iterator[Fleet]:
-    """Starts all three, or two without a draft, waits until they are ready, and stops them whatever happens."""
+    """Starts all three, or two without a draft, waits until they are ready, and stops them whatever happens.
+
+    `target_cores`, `draft_cores`: the cores that a model server runs on, all if None.
+    """
     processes: dict[str, subprocess.Popen[str]] = {}
     with contextlib.ExitStack() as stack:
 
@@ -94,9 +122,11 @@ def fleet(
             stack.callback(stop, process)
 
         common = ("--until-stdin-closes", "--listen", "127.0.0.1:0")
-        start("target", "serve", target, "--role", "target", *common, *target_options)
+        with pinned(target_cores):
+            start("target", "serve", target, "--role", "target", *common, *target_options)
         if draft is not None:
-            start("draft", "serve", draft, "--role", "draft", *common, *draft_options)
+            with pinned(draft_cores):
+                start("draft", "serve", draft, "--role", "draft", *common, *draft_options)
         addresses = {name: _ready(name, process) for name, process in processes.items()}
         models = [word for name, address in addresses.items() for word in (f"--{name}", address)]
         start("bridge", "bridge", *models, "--listen", listen, "--until-stdin-closes", *bridge_options)

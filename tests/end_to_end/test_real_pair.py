@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import services.cli
 from bridge.sampling.noise import token_keys
 from bridge.sampling.sampler import History, Sampler, SamplingParameters
 from draftbridge import Client, Generation
@@ -24,7 +25,7 @@ from services.store.resolve import resolve
 pytestmark = [pytest.mark.models, pytest.mark.timeout(900)]
 
 PAIRS = [("gemma-3-270m", "smollm2-135m-instruct"), ("smollm2-135m-instruct", "gemma-3-270m")]
-PROMPTS = json.loads((Path(__file__).parents[1] / "prompts.json").read_text())
+PROMPTS = json.loads((Path(services.cli.__file__).with_name("prompts.json")).read_text())
 TOKENS = 64
 NEAR_TIE = 1e-3
 

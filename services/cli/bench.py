@@ -1,0 +1,249 @@
+"""`draftbridge bench`: how fast a pair is on this machine, source by source, and whether it is worth it.
+
+Every prompt is generated in every way, one way after the other, so that the machine's moods fall on all ways alike; the
+order rotates from prompt to prompt. Before its turn a prompt is read once by both models. Times are those after the
+first pass of the target, which mostly measures how long the prompt is.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich import box
+from rich.table import Table
+
+from bridge.errors import DraftBridgeError
+from draftbridge import Client, Event
+from draftbridge.v1 import bridge_pb2
+
+# Prompts of six kinds that come with the package.
+OWN_PROMPTS = Path(__file__).with_name("prompts.json")
+ALONE, AUTO = "target alone", "auto"
+# Ways to generate, by name: options of `Client.generate`.
+WAYS: dict[str, dict[str, Any]] = {
+    ALONE: {"speculation": "off"},
+    "prompt lookup": {"sources": ["suffix"]},
+    "draft model": {"sources": ["draft"]},
+    AUTO: {},
+}
+# Speculation that gains less is not worth a second model: it is within what two runs differ by.
+_WORTH_IT = 1.05
+
+
+class InvalidPrompts(DraftBridgeError, reason="INVALID_PROMPTS"):
+    """A file of prompts cannot be read."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt in one way. Times in nanoseconds; `token_count` and `elapsed_ns` leave the target's first pass out."""
+
+    prompt: int
+    category: str
+    way: str
+    token_count: int
+    elapsed_ns: int
+    first_token_ns: int
+    text: str
+    speculation: bridge_pb2.SpeculationStatistics
+
+
+def read_prompts(path: Path, count: int | None = None) -> list[dict[str, Any]]:
+    """Returns dictionaries with a `category` and `prompt` or `messages`, at most `count`, evenly over the categories.
+
+    `path`: a JSON list of such; JSON lines of such, or with `turns` as in Spec-Bench, of which the first is taken; or
+    plain text, a prompt on each line. Raises `InvalidPrompts`.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        found: list[dict[str, Any]]
+        if path.suffix == ".txt":
+            found = [{"prompt": line, "category": ""} for line in text.splitlines() if line.strip()]
+        elif text.lstrip().startswith("["):
+            found = json.loads(text)
+        else:
+            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        by_category: dict[str, list[dict[str, Any]]] = {}
+        for one in found:
+            category = one.get("category", "")
+            if "turns" in one:
+                one = {"messages": [{"role": "user", "content": one["turns"][0]}]}
+            if not ("prompt" in one or "messages" in one):
+                raise ValueError("a prompt has neither prompt nor messages nor turns")
+            by_category.setdefault(category, []).append(one | {"category": category})
+    except (OSError, ValueError, AttributeError, TypeError, LookupError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidPrompts(
+            f"{path} cannot be read ({reason}): give a .txt file with a prompt on each line, or JSON with prompt or "
+            "messages, and optionally category, in each entry"
+        ) from None
+    in_turn = [one for one in chain.from_iterable(zip_longest(*by_category.values())) if one][:count]
+    if not in_turn:
+        raise InvalidPrompts(f"{path} has no prompts: put at least one into it")
+    return in_turn
+
+
+def measure(
+    client: Client, prompts: Sequence[Mapping[str, Any]], ways: Sequence[str], max_tokens: int, temperature: float
+) -> Iterator[list[Sample]]:
+    """Yields the samples of one prompt after the other, in the order of `ways`. Each prompt has its own seed."""
+    for index, prompt in enumerate(prompts):
+        options = {"temperature": temperature, "seed": index, "messages": prompt.get("messages")}
+        text = prompt.get("prompt")
+        client.generate(text, **options, max_tokens=2)  # both models read the prompt
+        samples = {}
+        for place in range(len(ways)):
+            way = ways[(place + index) % len(ways)]
+            events = client.stream(text, **options, max_tokens=max_tokens, **WAYS[way])
+            samples[way] = sample_of(events, way, index, prompt["category"])
+        yield [samples[way] for way in ways]
+
+
+def sample_of(events: Iterable[Event], way: str, index: int = 0, category: str = "") -> Sample:
+    """Returns what the events of one generation tell."""
+    text, token_count, first_count = "", 0, 0
+    for event in events:
+        if isinstance(event, bridge_pb2.GenerateDelta):
+            text, token_count = text + event.text, token_count + len(event.token_ids)
+            first_count = first_count or len(event.token_ids)
+        elif isinstance(event, bridge_pb2.GenerateFinished):
+            did = event.speculation
+    after_first_ns = did.elapsed_ns - did.first_token_ns
+    return Sample(index, category, way, token_count - first_count, after_first_ns, did.first_token_ns, text, did)
+
+
+def speed(samples: Iterable[Sample]) -> float:
+    """Returns tokens per second over all samples, or 0 if they have no token after the first pass."""
+    timed = [one for one in samples if one.token_count]
+    return 1e9 * sum(one.token_count for one in timed) / sum(one.elapsed_ns for one in timed) if timed else 0.0
+
+
+def by(samples: Iterable[Sample], key: Callable[[Sample], str]) -> dict[str, list[Sample]]:
+    """Returns the samples grouped by a property, in order of appearance."""
+    found: dict[str, list[Sample]] = {}
+    for one in samples:
+        found.setdefault(key(one), []).append(one)
+    return found
+
+
+def ratio(samples: Sequence[Sample], way: str) -> float:
+    """Returns the speed of a way over that of the target alone, or 0 if there is nothing to compare."""
+    ways = by(samples, lambda one: one.way)
+    alone = speed(ways[ALONE])
+    return speed(ways[way]) / alone if alone else 0.0
+
+
+def table(samples: Sequence[Sample]) -> Table:
+    """A row for each way: speed, its prediction, acceptance, and where the time goes, in parts of the whole."""
+    result = Table(
+        "", "tokens/s", "ratio", "predicted", "tokens/pass", "accepted", "target", "waiting", "network", "bridge",
+        box=box.SIMPLE_HEAD,
+    )  # fmt: skip
+    for way, found in by(samples, lambda one: one.way).items():
+        did = [one.speculation for one in found]
+
+        def total(field: str, did: Sequence[Any] = did) -> int:
+            return sum(getattr(one, field) for one in did)
+
+        candidates, predicted = total("num_draft_tokens"), _predicted(found)
+        elapsed = total("elapsed_ns")
+        result.add_row(
+            way,
+            f"{speed(found):.1f}",
+            f"{ratio(samples, way):.2f}x",
+            f"{predicted:.1f}" if predicted and way == AUTO else "",
+            f"{(sum(one.token_count for one in found) + len(found)) / total('target_pass_count'):.2f}",
+            f"{total('num_accepted_tokens') / candidates:.0%} of {candidates}" if candidates else "",
+            *(
+                f"{total(part) / elapsed:.0%}" if elapsed else ""
+                for part in ("verify_ns", "waited_ns", "network_ns", "bridge_ns")
+            ),
+        )
+    for column in result.columns[1:]:
+        column.justify = "right"
+    return result
+
+
+def _predicted(found: Sequence[Sample]) -> float:
+    """Returns the predicted tokens per second over all samples, by the time that all their tokens take."""
+    timed = [one for one in found if one.token_count and one.speculation.predicted_tokens_per_second]
+    if not timed:
+        return 0.0
+    seconds = sum(one.token_count / one.speculation.predicted_tokens_per_second for one in timed)
+    return sum(one.token_count for one in timed) / seconds
+
+
+def verdict(samples: Sequence[Sample], draft: str) -> str:
+    """Returns one sentence: what to use, what to expect of it, and where it is not worth it."""
+    ways = [way for way in by(samples, lambda one: one.way) if way != ALONE]
+    if not speed(one for one in samples if one.way == ALONE):
+        return "No text was longer than one pass: give longer prompts or more --tokens."
+    gain = {way: ratio(samples, way) for way in ways}
+    lookup, auto = gain.get("prompt lookup", 0.0), gain.get(AUTO, 0.0)
+    categories = by(samples, lambda one: one.category)
+    losers = [name for name, some in categories.items() if name and ratio(some, AUTO) < _WORTH_IT]
+    for_all = f"; it is not worth it for {', '.join(losers)}" if losers and len(losers) < len(categories) else ""
+    if max(lookup, auto) < _WORTH_IT:
+        return f"Use the target alone: speculation gains nothing here ({auto:.2f}x)."
+    if "draft model" in ways and auto >= _WORTH_IT * lookup:
+        return f"Use {draft} as the draft: expect {auto:.2f}x ({lookup:.2f}x without a draft){for_all}."
+    without = f", and {draft} adds nothing" if "draft model" in ways else ""
+    return f"Use no draft: expect {max(lookup, auto):.2f}x from prompt lookup{without}{for_all}."
+
+
+def plot(samples: Sequence[Sample], title: str, path: Path) -> None:
+    """Writes a picture (PNG, SVG or PDF) with a bar for each category and way: its speed over that of the target alone.
+
+    Needs matplotlib, the extra `plot`.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidPrompts("--plot needs matplotlib: pip install 'draftbridge[plot]'") from error
+    groups = by(samples, lambda one: one.category or "all")
+    if len(groups) > 1:
+        groups = {"all": list(samples), **groups}
+    ways = [way for way in by(samples, lambda one: one.way) if way != ALONE]
+    figure = Figure(figsize=(7.5, 0.9 + 0.24 * len(groups) * (len(ways) + 1)), layout="constrained")
+    axes = figure.subplots()
+    colours = {"prompt lookup": "tab:cyan", "draft model": "tab:green", AUTO: "tab:blue"}
+    height = 0.8 / len(ways)
+    for place, way in enumerate(ways):
+        ratios = [ratio(some, way) for some in groups.values()]
+        places = [row + (place - (len(ways) - 1) / 2) * height for row in range(len(groups))]
+        bars = axes.barh(places, ratios, height, color=colours[way], label=way)
+        axes.bar_label(bars, [f"{value:.2f}" for value in ratios], padding=2, fontsize=7)
+    axes.axvline(1, color="0.3", linewidth=1)
+    axes.set_yticks(range(len(groups)), list(groups))
+    axes.invert_yaxis()
+    axes.set_xlabel("speed over the target alone")
+    axes.set_title(title, fontsize=9)
+    axes.margins(x=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(ways), frameon=False, fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def as_json(samples: Sequence[Sample], about: Mapping[str, Any]) -> str:
+    """Returns everything that was measured, and under which conditions."""
+    runs = [
+        {name: value for name, value in vars(one).items() if name != "speculation"}
+        | {"speculation": MessageToDict(one.speculation, preserving_proto_field_name=True)}
+        for one in samples
+    ]
+    return json.dumps({**about, "processor": processor(), "cores": os.cpu_count(), "runs": runs}, indent=1)
+
+
+def processor() -> str:
+    """Returns the processor's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )

@@ -1,0 +1,106 @@
+"""The command `bench`."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from draftbridge import Client
+from services.cli import bench
+from services.cli.processes import draft_threads, fleet
+from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, err, out, report
+from services.config import MODEL_HELP
+from services.store.resolve import SUFFIX, resolve
+
+_CORES_HELP = "Cores for the {}, such as 0,1 or 0-3. Apart from each other, one machine stands for two."
+
+
+def run(
+    target: Annotated[str, typer.Option(help=f"The model whose text you want. {MODEL_HELP}")] = DEFAULT_TARGET,
+    draft: Annotated[str, typer.Option(help="The draft; none measures prompt lookup only.")] = DEFAULT_DRAFT,
+    server: Annotated[str, typer.Option(help="HOST:PORT of a running bridge to measure instead.")] = "",
+    prompts: Annotated[
+        Path,
+        typer.Option(
+            help="Your prompts: .txt with one on each line, JSON or JSON lines.", show_default="12 of our own"
+        ),
+    ] = bench.OWN_PROMPTS,
+    count: Annotated[int, typer.Option(min=1, help="The most prompts, evenly over their categories.")] = 12,
+    tokens: Annotated[int, typer.Option(min=2, max=2**32 - 1, help="Tokens to generate for each prompt.")] = 96,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    engine: Annotated[str, typer.Option(help="Engine of the target; see `draftbridge engines`.")] = "auto",
+    draft_engine: Annotated[str, typer.Option(help="Engine of the draft.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Type that the target computes in.")] = "auto",
+    weights: Annotated[str, typer.Option(help="How the target's weights are stored.")] = "auto",
+    target_cores: Annotated[str, typer.Option(help=_CORES_HELP.format("target"))] = "",
+    draft_cores: Annotated[str, typer.Option(help=_CORES_HELP.format("draft"))] = "",
+    json: Annotated[Path | None, typer.Option(help="Write everything that was measured to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the ratios to this file, PNG or SVG.")] = None,
+) -> None:
+    """Measure a pair on your prompts and your machine, and say whether speculation pays."""
+    given = bench.read_prompts(prompts, count)
+    drafted = None if draft == "none" else draft
+    with ExitStack() as stack:
+        address = server
+        if not server:
+            for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
+                resolve(model, report)
+            report("starting the model servers and a bridge")
+            of_target, of_draft = _cores(target_cores), _cores(draft_cores)
+            threads = len(of_draft) if of_draft else draft_threads()
+            address = stack.enter_context(
+                fleet(
+                    target,
+                    drafted,
+                    target_options=("--engine", engine, "--dtype", dtype, "--weights", weights),
+                    draft_options=("--engine", draft_engine, "--threads", str(threads)),
+                    target_cores=of_target,
+                    draft_cores=of_draft,
+                )
+            ).bridge
+        client = stack.enter_context(Client(address))
+        models = {model.name: model for model in client.models()}
+        pairs = client.pairs()
+        if server:
+            target, draft = next(((pair.target, pair.draft) for pair in pairs), (next(iter(models)), "none"))
+        ways = [way for way in bench.WAYS if pairs or way != "draft model"]
+        served = ", ".join(f"{one.name} ({one.engine}, {one.dtype}, {one.device})" for one in models.values())
+        title = f"{served}; {bench.processor()}; {len(given)} prompts of {tokens} tokens, temperature {temperature:g}"
+        samples: list[bench.Sample] = []
+        with err.status("measuring") as status:
+            for number, some in enumerate(bench.measure(client, given, ways, tokens, temperature), start=1):
+                samples += some
+                status.update(escape(f"measured {number} of {len(given)} prompts"))
+    out.print(title, highlight=False, soft_wrap=True)
+    out.print(bench.table(samples))
+    different = sum(one.text != alone.text for one, alone in _with_alone(samples))
+    ties = sum(one.speculation.near_ties > 0 for one in samples if one.way == bench.ALONE)
+    if different:
+        out.print(
+            f"{different} texts differ from the target's own at a near tie, where rounding decides; {ties} of its "
+            "texts have one. `serve --deterministic` makes all texts equal.",
+            style="dim",
+        )
+    out.print(bench.verdict(samples, draft), style="bold", highlight=False, soft_wrap=True)
+    if json:
+        json.write_text(bench.as_json(samples, {"title": title}))
+    if plot:
+        bench.plot(samples, title.replace("; ", "\n"), plot)
+
+
+def _with_alone(samples: list[bench.Sample]) -> list[tuple[bench.Sample, bench.Sample]]:
+    alone = {one.prompt: one for one in samples if one.way == bench.ALONE}
+    return [(one, alone[one.prompt]) for one in samples]
+
+
+def _cores(text: str) -> list[int] | None:
+    """Reads "0,2-3" as [0, 2, 3]; None if it is empty."""
+    if not text:
+        return None
+    try:
+        ranges = [[int(number) for number in part.split("-", 1)] for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of cores such as 0,1 or 0-3") from None
+    return [core for ends in ranges for core in range(ends[0], ends[-1] + 1)]

@@ -1,0 +1,136 @@
+"""`draftbridge bench`: prompts of every form, what it concludes from what it measured, and a run on real processes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftbridge.v1 import bridge_pb2
+from services.cli import bench
+from services.cli.bench import ALONE, AUTO, InvalidPrompts, Sample, read_prompts, verdict
+from services.cli.processes import Fleet, ProcessFailed, pinned
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("a.txt", "one\n\ntwo\n", [{"prompt": "one", "category": ""}, {"prompt": "two", "category": ""}]),
+        ("a.json", '[{"prompt": "one", "category": "x"}]', [{"prompt": "one", "category": "x"}]),
+        (
+            "a.jsonl",
+            '{"turns": ["hi", "more"], "category": "chat"}\n{"prompt": "p"}\n',
+            [
+                {"messages": [{"role": "user", "content": "hi"}], "category": "chat"},
+                {"prompt": "p", "category": ""},
+            ],
+        ),
+    ],
+)
+def test_prompts_of_every_form(tmp_path: Path, name: str, text: str, expected: list) -> None:
+    (tmp_path / name).write_text(text)
+    assert read_prompts(tmp_path / name) == expected
+
+
+def test_a_count_takes_prompts_evenly_from_the_categories(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"prompt": str(n), "category": "ab"[n > 3]} for n in range(6)]))
+    assert [one["prompt"] for one in read_prompts(path, 4)] == ["0", "4", "1", "5"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[1]", '[{"text": "no prompt"}]', '{"turns": []}', '"text"', "\udc80"])
+def test_what_is_not_a_file_of_prompts_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(InvalidPrompts, match=r"bad\.json"):
+        read_prompts(path)
+    with pytest.raises(InvalidPrompts, match="No such file"):
+        read_prompts(tmp_path / "none.json")
+
+
+def test_our_own_prompts_are_valid() -> None:
+    assert len(read_prompts(bench.OWN_PROMPTS)) == 12
+
+
+def samples(*speeds: dict[str, float]) -> list[Sample]:
+    """Samples of 100 tokens, by category and way, with these tokens per second."""
+    return [
+        Sample(number, category, way, 100, int(100e9 / speed), 0, "", bridge_pb2.SpeculationStatistics())
+        for number, one in enumerate(speeds)
+        for category, way_speeds in [(chr(ord("a") + number), one)]
+        for way, speed in way_speeds.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "words"),
+    [
+        (
+            [{ALONE: 10, "prompt lookup": 12, "draft model": 16, AUTO: 18}],
+            "Use d as the draft: expect 1.80x (1.20x",
+        ),
+        (
+            [{ALONE: 10, "prompt lookup": 16, "draft model": 9, AUTO: 16}],
+            "Use no draft: expect 1.60x from prompt lookup",
+        ),
+        ([{ALONE: 10, "prompt lookup": 16, "draft model": 9, AUTO: 16}], "and d adds nothing"),
+        ([{ALONE: 10, "prompt lookup": 13, AUTO: 13}], "Use no draft: expect 1.30x from prompt lookup."),
+        ([{ALONE: 10, "prompt lookup": 10, "draft model": 9, AUTO: 10}], "Use the target alone"),
+        (
+            [
+                {ALONE: 10, "prompt lookup": 10, "draft model": 20, AUTO: 20},
+                {ALONE: 10, "prompt lookup": 10, "draft model": 9, AUTO: 10},
+            ],
+            "Use d as the draft: expect 1.33x (1.00x without a draft); it is not worth it for b.",
+        ),
+    ],
+)
+def test_the_verdict(speeds: list[dict[str, float]], words: str) -> None:
+    assert words in verdict(samples(*speeds), "d")
+
+
+def test_speeds_are_of_all_tokens_in_all_times() -> None:
+    some = samples({ALONE: 10, AUTO: 20}, {ALONE: 10, AUTO: 5})
+    assert bench.speed(one for one in some if one.way == AUTO) == pytest.approx(200 / (5 + 20))
+    assert bench.ratio(some, AUTO) == pytest.approx(0.8)
+
+
+def test_a_bridge_is_measured_and_what_was_found_is_written_down(tiny_fleet: Fleet, tmp_path: Path) -> None:
+    prompts, found, picture = tmp_path / "p.txt", tmp_path / "found.json", tmp_path / "found.png"
+    prompts.write_text("The quick brown\nOnce upon\n")
+    command = [sys.executable, "-m", "services.cli", "bench", "--server", tiny_fleet.bridge, "--prompts", str(prompts)]
+    command += ["--tokens", "12", "--json", str(found), "--plot", str(picture)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "160"})
+    assert done.returncode == 0, done.stderr
+    for word in (*bench.WAYS, "tokens/s", "target alone", "2 prompts of 12 tokens"):
+        assert word in done.stdout, word
+    runs = json.loads(found.read_text())["runs"]
+    assert len(runs) == 2 * len(bench.WAYS)
+    by_prompt = {n: {one["text"] for one in runs if one["prompt"] == n} for n in (0, 1)}
+    assert all(len(texts) == 1 for texts in by_prompt.values()), "each way gives the target's own text in float32"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_cores_that_are_not_there_are_refused(tiny_models: tuple[Path, Path]) -> None:
+    with pytest.raises(ProcessFailed, match="cores"), pinned([4096]):
+        pass
+    command = [sys.executable, "-m", "services.cli", "bench", "--target", str(tiny_models[0]), "--draft", "none"]
+    done = subprocess.run([*command, "--target-cores", "x"], capture_output=True, text=True, check=False)
+    assert done.returncode and "is not a list of cores" in done.stderr.replace("\n", " ")
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot pin processes")
+def test_pinning_ends_with_its_context() -> None:
+    before = os.sched_getaffinity(0)
+    with pinned([min(before)]):
+        assert os.sched_getaffinity(0) == {min(before)}
+        seen = subprocess.run(
+            [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    assert seen.stdout.strip() == str({min(before)})
+    assert os.sched_getaffinity(0) == before
