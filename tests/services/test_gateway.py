@@ -25,7 +25,7 @@ async def gateway(tiny_fleet: Fleet):  # type: ignore[no-untyped-def]
 
 
 def asked(**changes: object) -> Request:
-    return Request(PROMPT, **({"sampling": SamplingParameters(), "seed": 3, "max_tokens": 12} | changes))  # type: ignore[arg-type]
+    return Request(PROMPT, **({"sampling": SamplingParameters(temperature=1.0), "seed": 3, "max_tokens": 12} | changes))  # type: ignore[arg-type]
 
 
 async def test_its_text_is_that_of_the_grpc_door(gateway: Gateway, tiny_fleet: Fleet) -> None:

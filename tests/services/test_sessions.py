@@ -362,3 +362,14 @@ async def test_a_draft_whose_context_is_full_says_so() -> None:
         result = await anext(proposals)
         assert result.done
         assert result.token_ids == ()
+
+
+async def test_a_grant_before_anything_that_it_could_be_for_is_refused() -> None:
+    async with target() as session:
+        await session.grant(Grant(credit=2))
+        with pytest.raises(ProtocolViolation, match="send the run first"):
+            await anext(aiter(session.passes()))
+    async with draft() as (drafting, proposals):
+        await drafting.grant(0, 2)
+        with pytest.raises(ProtocolViolation, match="send the sync first"):
+            await anext(proposals)

@@ -100,6 +100,8 @@ class CreditedSession(ABC):
                 case Sync() as sync:
                     self._begin(sync)
                 case Grant(epoch, credit):
+                    if self._epoch == 0:
+                        raise ProtocolViolation("a grant came before the first sync: send the sync first")
                     # A grant for an old epoch was sent before the sync that ended the epoch arrived.
                     self._credit += credit if epoch == self._epoch else 0
         self._news.clear()

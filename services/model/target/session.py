@@ -108,6 +108,8 @@ class TargetSession:
                 case Candidates() as candidates:
                     self._take(candidates)
                 case Grant() as grant:
+                    if not self._sequence.ids:
+                        raise ProtocolViolation("a grant came before the first run: send the run first")
                     self._credit += grant.credit
                     self._patience_us = self._patience_us if grant.patience_us is None else grant.patience_us
         self._news.clear()
