@@ -1,4 +1,4 @@
-"""The first impression: the default pair, with and without its draft, side by side."""
+"""The demo: generates with the default pair, with and without the draft, and compares the two."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,30 +14,30 @@ from services.cli.processes import draft_threads, fleet
 from services.store.resolve import resolve
 
 PROMPT = "The planets of the solar system, in order from the Sun, are"
-# What the bridge learns on, before it is timed.
+# The prompt on which the planner measures before the timed runs, and the tokens generated from it.
 LEARNT_ON, LEARNT = "The seven days of the week are", 120
-# Colours of the sources, by name; one that is not here takes the next of `OTHERS`.
+# Colours of the sources by name. A source that is not listed gets one of `OTHERS`, chosen by its name.
 STYLES = {"": "", "draft": "green", "suffix": "cyan"}
 OTHERS = ("magenta", "yellow", "blue")
 
 
 def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str, report: Callable[[str], None]) -> None:
-    """Starts three processes, prints the text as it comes and a table, and stops the processes."""
+    """Starts a target, a draft and a bridge, prints the text as it arrives and a table, and stops the processes."""
     prompt = prompt or PROMPT
     for model in (target, draft):
         resolve(model, report)
     report("starting a target, a draft and a bridge")
     with (
-        # Deterministic, so that the two texts below can be compared byte for byte.
+        # Without --deterministic, rounding may differ between the two runs, and so may the texts.
         fleet(
             target, draft, target_options=("--deterministic",), draft_options=("--threads", str(draft_threads()))
         ) as running,
         Client(running.bridge) as client,
     ):
         report(f"target {target} at {running.target}, draft {draft} at {running.draft}, bridge at {running.bridge}")
-        for mode in ("off", "auto"):  # the first call of each is slower and tells nothing
+        for mode in ("off", "auto"):  # the first call in each mode is slower, so it is not timed
             client.generate(prompt, max_tokens=4, speculation=mode)
-        report("learning what pays here, on another prompt")
+        report("measuring passes and acceptance on another prompt")
         client.generate(LEARNT_ON, max_tokens=LEARNT)
         console.print()
         console.print(_legend(("", "draft", "suffix")))
@@ -50,12 +50,12 @@ def run(console: Console, prompt: str, max_tokens: int, target: str, draft: str,
     console.print(_table(together, alone, target, draft))
     if together.text == alone.text:
         console.print(
-            "The two texts are the same, byte for byte: both with serve --deterministic, which takes its time."
+            "The two texts are the same, byte for byte. The target runs with --deterministic, which makes it slower."
         )
         console.print(f"The planner: {together.finished.speculation.plan_summary}.", style="dim", highlight=False)
-        console.print("Times vary from run to run; `draftbridge demo --help` tells what to change.", style="dim")
+        console.print("Times vary from run to run. To try another prompt: draftbridge demo 'PROMPT'", style="dim")
     else:
-        console.print("[bold red]The two texts differ. That is a bug: please report it with the prompt.[/]")
+        console.print("[bold red]The two texts differ. This is a bug: please report it with the prompt.[/]")
 
 
 def _stream(console: Console, client: Client, prompt: str, max_tokens: int) -> Generation:
@@ -69,11 +69,11 @@ def _stream(console: Console, client: Client, prompt: str, max_tokens: int) -> G
 
 
 def _by_source(delta: bridge_pb2.GenerateDelta) -> Iterator[tuple[str, str]]:
-    """A delta's text, piece by piece, with the name of the source that proposed it; empty for the target's own."""
+    """Yields pieces of a delta's text, each with the name of the source that proposed it ("" for the target)."""
     data, begin = delta.text.encode(), 0
     for number, span in enumerate(delta.spans, start=1):
         end = len(data) if number == len(delta.spans) else begin + span.byte_count
-        # A character that a border cuts belongs to the piece after it.
+        # A character that is split between two pieces goes to the second one.
         part = data[begin:end].decode(errors="ignore")
         yield part, span.source
         begin += len(part.encode())
@@ -84,7 +84,7 @@ def _style(source: str) -> str:
 
 
 def _legend(sources: Sequence[str]) -> Text:
-    pieces = [(f"proposed by the {source}" if source else "the target's own", _style(source)) for source in sources]
+    pieces = [(f"proposed by {source}" if source else "target's own", _style(source)) for source in sources]
     return Text(" · ").join(Text(*piece) for piece in pieces)
 
 
@@ -100,7 +100,7 @@ def _table(together: Generation, alone: Generation, target: str, draft: str) -> 
     row("target passes", lambda _, did: str(did.target_pass_count))
     row("accepted tokens", lambda _, did: f"{did.num_accepted_tokens} of {did.num_draft_tokens} candidates")
     for name in (source.name for source in together.finished.speculation.sources):
-        row(f"  of the {name}", partial(_accepted_of, name))
+        row(f"  from {name}", partial(_accepted_of, name))
     row("accepted bytes", lambda _, did: f"{did.accepted_byte_count} of {did.generated_byte_count} generated")
     row("time", lambda _, did: f"{did.elapsed_ns / 1e9:.2f} s")
     table.add_row("speed", *(f"{_speed(run):.1f} tokens/s" for run in (together, alone)))

@@ -1,4 +1,4 @@
-"""What the commands print, and the models they take by default."""
+"""Output to the terminal, and the default models of the commands."""
 
 from typing import NoReturn
 
@@ -12,11 +12,11 @@ DEFAULT_DRAFT = "smollm2-135m-instruct"
 
 
 def report(text: str) -> None:
-    """Prints a step of something that takes a while."""
+    """Prints a step of a long operation to standard error."""
     err.print(f"[dim]{text}[/]")
 
 
 def fail(message: str) -> NoReturn:
-    """Prints an error and ends the process with status 1."""
+    """Prints an error, in rich markup, and ends the process with status 1."""
     err.print(f"[bold red]error:[/] {message}", highlight=False, markup=True, soft_wrap=True)
     raise SystemExit(1)
