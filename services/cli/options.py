@@ -14,10 +14,9 @@ CONFIG_HELP = "TOML file with the configuration; `draftbridge config` shows and 
 
 
 def configured(kind: type[C], run: Callable[[C, bool], None]) -> Callable[..., None]:
-    """Returns a Typer command with an option for each field of `kind`, which calls `run` with the configuration.
+    """Returns a Typer command with an option for each field of `kind`. It calls `run(config, until_stdin_closes)`.
 
-    `run` also receives whether to stop when standard input closes. Only options that the user gave override the
-    environment and the file.
+    Only options that the user gave override the environment and the file.
     """
 
     def command(config: Path | None = None, until_stdin_closes: bool = False, **given: Any) -> None:

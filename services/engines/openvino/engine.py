@@ -1,8 +1,7 @@
 """Runs models that `services.engines.openvino.export` wrote, on Intel CPUs and GPUs.
 
-Keys and values are stored in blocks of a fixed number of tokens. Each slot has its own consecutive blocks. Each forward
-passes how many of a slot's tokens are valid, so a rollback passes a smaller number. Rows of any lengths, in any slots,
-share a forward.
+Keys and values are stored in blocks of tokens; each slot has its own consecutive blocks. Each forward passes how many
+of a slot's tokens are valid, so a rollback passes a smaller number. Rows of any lengths, in any slots, share a forward.
 """
 
 from collections.abc import Sequence

@@ -39,10 +39,7 @@ class Attention(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """Takes [1, heads, tokens, size], with fewer heads in `key` and `value` if queries share them.
-
-        Returns [1, tokens, heads, value size].
-        """
+        """Turns [1, heads, tokens, size] into [1, tokens, heads, value size]. Keys and values may have fewer heads."""
         ...
 
 
