@@ -1,8 +1,8 @@
-"""The configuration of each process: one frozen object, declared once, read from a file, the environment and flags.
+"""Declares the configuration of each process and reads it from the command line, the environment and a file.
 
-A value comes from the first place that has it: the command line (`--kv-memory 4`), the environment
+The first of these that sets a value wins: the command line (`--kv-memory 4`), the environment
 (`DRAFTBRIDGE_SERVE_KV_MEMORY=4`), the file (`[serve]`, `kv-memory = 4`), the default. The file is TOML with a table for
-each kind of process; `--config` or `DRAFTBRIDGE_CONFIG` names it. Lists are separated by commas in the environment.
+each kind of process; `--config` or `DRAFTBRIDGE_CONFIG` names it. Lists in the environment are separated by commas.
 """
 
 import os
@@ -23,16 +23,16 @@ from services.engines.spec import Dtype, EngineOptions, Weights
 
 DEFAULT_BRIDGE = "127.0.0.1:50050"
 MODEL_HELP = "A built-in name such as gemma-3-270m, a directory, a GGUF file, or a Hugging Face id."
-_LISTEN_HELP = "HOST:PORT to listen on. Port 0 takes a free port and prints it."
-_ENGINE_HELP = f"The engine: {', '.join(engines())}, or auto for the fastest one that is installed."
+_LISTEN_HELP = "HOST:PORT to listen on. With port 0, the system picks a free port, which is printed."
+_ENGINE_HELP = f"{', '.join(engines())}, or auto for the fastest installed engine that can run the model."
 
 
 class InvalidConfiguration(DraftBridgeError, reason="INVALID_CONFIGURATION"):
-    """A value of the configuration is not allowed, or the file cannot be read; the text names place, key and remedy."""
+    """A configuration value is invalid, or the file cannot be read. The text names the place, the key and the fix."""
 
 
 class Role(StrEnum):
-    """What a model server serves."""
+    """The roles that a model server can serve its model in."""
 
     DRAFT = "draft"
     TARGET = "target"
@@ -46,28 +46,28 @@ class _Configuration(BaseModel):
 class ModelServerConfig(_Configuration):
     """Configuration of a model server, `draftbridge serve`."""
 
-    model: str = Field(description=f"{MODEL_HELP} As a draft also suffix: prompt lookup, which needs no model.")
-    role: Role = Field(Role.BOTH, description="The role to serve the model in.")
+    model: str = Field(description=f"{MODEL_HELP} With --role draft also suffix: prompt lookup, without any model.")
+    role: Role = Field(Role.BOTH, description="Role to serve the model in.")
     listen: str = Field("127.0.0.1:50051", description=_LISTEN_HELP)
-    name: str = Field("", description="Name to serve the model under; by default its own.")
+    name: str = Field("", description="Name to serve the model under; by default derived from MODEL.")
     engine: str = Field("torch", description=_ENGINE_HELP)
-    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, gpu, ...")
-    dtype: Dtype = Field(Dtype.AUTO, description="Type to compute in; auto is bfloat16 where the device has it.")
-    weights: Weights = Field(Weights.AUTO, description="How weights are stored; see `draftbridge engines`.")
+    device: str = Field("auto", description="Device to run on: auto, cpu, cuda, cuda:1, gpu, ...")
+    dtype: Dtype = Field(Dtype.AUTO, description="Data type to compute in; auto lets the engine choose.")
+    weights: Weights = Field(Weights.AUTO, description="Storage format of the weights; see `draftbridge engines`.")
     compile: bool = Field(
-        False, description="Compile at start: takes minutes, then a pass takes half the time. On CUDA: record graphs."
+        False, description="CPU: compile at start, for minutes, to halve the time of short passes. CUDA: record graphs."
     )
-    threads: int | None = Field(None, ge=1, le=1024, description="CPU threads; by default all cores.")
-    slots: int = Field(8, ge=1, le=1024, description="Sequences in memory at a time.")
-    kv_memory: float = Field(2.0, ge=0.001, le=1e6, description="GiB for keys and values, allocated at start.")
-    queue: int = Field(64, ge=0, le=100_000, description="Requests that may wait for a slot.")
+    threads: int | None = Field(None, ge=1, le=1024, description="Number of CPU threads; by default one per core.")
+    slots: int = Field(8, ge=1, le=1024, description="Number of sequences in the KV cache at once.")
+    kv_memory: float = Field(2.0, ge=0.001, le=1e6, description="GiB of memory for the KV cache, reserved at start.")
+    queue: int = Field(64, ge=0, le=100_000, description="Number of requests that may wait for a slot.")
     deterministic: bool = Field(
-        False, description="Give the same text in every mode, bit for bit, in any dtype; costs speed."
+        False, description="Generate the same text in every speculation mode, bit for bit, in any dtype. Slower."
     )
 
     @property
     def options(self) -> EngineOptions:
-        """What the engine is opened with."""
+        """The options that the engine is opened with."""
         return EngineOptions(
             self.device, self.dtype, self.weights, self.compile, self.threads, self.slots, int(self.kv_memory * 2**30)
         )
@@ -78,25 +78,25 @@ class BridgeServerConfig(_Configuration):
 
     target: tuple[str, ...] = Field(min_length=1, description="HOST:PORT of a target service. Repeatable.")
     draft: tuple[str, ...] = Field(
-        (), description="HOST:PORT of a draft service. Repeatable. One that is away is used as soon as it answers."
+        (), description="HOST:PORT of a draft service. Repeatable. A draft that starts later is used once it answers."
     )
     listen: str = Field(DEFAULT_BRIDGE, description=_LISTEN_HELP)
     connect_timeout: float = Field(
-        10.0, ge=0.1, description="Seconds to wait for each target. Without its targets a bridge does not start."
+        10.0, ge=0.1, description="Seconds to wait for each target. The bridge does not start without its targets."
     )
     suffix_memory: int = Field(
-        0, ge=0, le=1 << 20, description="MiB of earlier outputs to draw candidates from, separate for each tenant."
+        0, ge=0, le=1 << 20, description="MiB for earlier outputs, as candidates for the same tenant only; 0: off."
     )
 
 
-# Tables of the file, which are also the commands that start the processes.
+# The tables of the configuration file; each has the name of the command that starts the process.
 SECTIONS: dict[str, type[_Configuration]] = {"serve": ModelServerConfig, "bridge": BridgeServerConfig}
 C = TypeVar("C", bound=_Configuration)
 
 
 @dataclass(frozen=True)
 class Loaded(Generic[C]):
-    """A configuration, and the place that each of its values came from."""
+    """A configuration, and for each field the place that its value came from."""
 
     values: C
     origins: dict[str, str]
@@ -110,9 +110,9 @@ def load(
     *,
     partial: bool = False,
 ) -> Loaded[C]:
-    """Reads the configuration of one kind of process. `flags`: values from the command line, by field.
+    """Reads the configuration of one kind of process. `flags` holds the command line's values by field name.
 
-    `partial`: values that are missing are no error, and are missing from the result. Raises `InvalidConfiguration`.
+    With `partial`, a missing required value is not an error: the result lacks it. Raises `InvalidConfiguration`.
     """
     section = next(name for name, one in SECTIONS.items() if one is kind)
     path = path or (Path(environment["DRAFTBRIDGE_CONFIG"]) if environment.get("DRAFTBRIDGE_CONFIG") else None)
@@ -143,21 +143,21 @@ def load(
 
 
 def check(path: Path) -> list[str]:
-    """Returns the names of a file's tables if all are valid; what a table leaves out may be given elsewhere.
+    """Returns the names of a file's tables. Raises `InvalidConfiguration` for an unknown table, key or invalid value.
 
-    Raises `InvalidConfiguration`.
+    A required value may be missing: the command line or the environment can provide it.
     """
     tables, text = _read(path)
     for section in tables:
         if section not in SECTIONS:
             place = f"{path}, {_line(text, section)}[{section}]"
-            raise InvalidConfiguration(f"{place}: there is no such table: use {' or '.join(SECTIONS)}")
+            raise InvalidConfiguration(f"{place}: unknown table: use {_headers()}")
         load(SECTIONS[section], {}, path, {}, partial=True)
     return list(tables)
 
 
 def option(kind: type[_Configuration], field: str) -> str:
-    """Returns a field's name on the command line."""
+    """Returns the name of a field's option or argument on the command line."""
     return field.upper() if field == "model" else f"--{field.replace('_', '-')}"
 
 
@@ -167,10 +167,10 @@ def _read(path: Path) -> tuple[dict[str, dict[str, Any]], str]:
         tables = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InvalidConfiguration(f"{path} cannot be read ({reason}): give a TOML file, see docs") from None
+        raise InvalidConfiguration(f"{path} cannot be read ({reason}): give the path of a TOML file") from None
     for section, table in tables.items():
         if not isinstance(table, dict):
-            raise InvalidConfiguration(f"{path}: {section} stands outside a table: put it under {_headers()}")
+            raise InvalidConfiguration(f"{path}: {section} is outside any table: put it under {_headers()}")
     return tables, text
 
 
@@ -179,7 +179,7 @@ def _headers() -> str:
 
 
 def _line(text: str, section: str, key: str = "") -> str:
-    """Returns "line N: " for a key or a table of a file; the TOML library does not keep positions."""
+    """Returns "line N: " for a key or a table of a file, because the TOML library does not keep positions."""
     current = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[\s*[\"']?([\w-]+)", line):
@@ -192,16 +192,16 @@ def _line(text: str, section: str, key: str = "") -> str:
 
 
 def _field(kind: type[_Configuration], name: str, place: str, written: str) -> str:
-    """Returns the name if it is a field, else raises `InvalidConfiguration` with the most similar one."""
+    """Returns `name` if it is a field. Raises `InvalidConfiguration` with the most similar name otherwise."""
     if name in kind.model_fields:
         return name
     similar = get_close_matches(name, kind.model_fields, 1) or list(kind.model_fields)
     names = ", ".join(one.replace("_", "-") for one in similar)
-    raise InvalidConfiguration(f"{place}: there is no such setting: did you mean {names}?")
+    raise InvalidConfiguration(f"{place}: unknown setting: did you mean {names}?")
 
 
 def _explain(kind: type[_Configuration], section: str, error: Any, origins: Mapping[str, str]) -> str:
-    """Returns one error of pydantic's in our words: the place, what is allowed, what was given."""
+    """Formats one pydantic error as the place, what is allowed there, and what it has."""
     name = str(error["loc"][0])
     if error["type"] == "missing":
         key = name.replace("_", "-")

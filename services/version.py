@@ -1,4 +1,4 @@
-"""The version, in one place: the package's metadata."""
+"""The version of DraftBridge, read from the metadata of the installed package."""
 
 from importlib.metadata import version
 

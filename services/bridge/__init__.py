@@ -1,1 +1,1 @@
-"""The bridge server: the algorithm of `bridge` between model services at the other end of gRPC streams."""
+"""The bridge server: runs the algorithm of the package `bridge` on model services over gRPC streams."""

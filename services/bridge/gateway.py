@@ -1,4 +1,4 @@
-"""The gateway: runs a request on the models of the zoo, for every door that requests come through."""
+"""The gateway: runs requests on the models of the zoo, whichever protocol they arrive by."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, aclosing, closing, contextmanager
@@ -18,7 +18,7 @@ from services.bridge.zoo import Endpoint, Zoo
 
 @dataclass(frozen=True)
 class Opened:
-    """A request has begun. `draft` is empty if there is none; `seed` repeats the request's sampling."""
+    """Reports that a request has started. `draft` is empty if it has none. The same `seed` repeats its sampling."""
 
     target: str
     draft: str
@@ -28,7 +28,7 @@ class Opened:
 
 @dataclass
 class RequestCounts:
-    """Requests by how they ended; `cancelled`: the client was gone before the end."""
+    """Numbers of requests, running and by how they ended. `cancelled`: the client left before the end."""
 
     active: int = 0
     finished: int = 0
@@ -37,7 +37,7 @@ class RequestCounts:
 
     @contextmanager
     def request(self) -> Iterator[None]:
-        """Counts what happens inside as one request."""
+        """Counts the block as one request."""
         self.active += 1
         try:
             yield
@@ -53,7 +53,7 @@ class RequestCounts:
 
 
 class _ZooDrafter(RemoteDrafter):
-    """A draft of the zoo. Tells the zoo if its stream fails, because another model may be served there now."""
+    """A draft of the zoo. Reports a failed stream to the zoo, because the address may serve another model now."""
 
     def __init__(self, zoo: Zoo, endpoint: Endpoint, sampling: SamplingParameters, seed: int) -> None:
         super().__init__(endpoint.channel, endpoint.address, endpoint.model, sampling, seed)
@@ -70,7 +70,7 @@ class _ZooDrafter(RemoteDrafter):
 
 
 class Gateway:
-    """Generates on the models of a zoo. `memory`: earlier outputs of tenants. `observers` receive every result."""
+    """Runs requests on a zoo. `memory` keeps earlier outputs of tenants. `observers` receive every `Finished`."""
 
     def __init__(self, zoo: Zoo, memory: SuffixMemory | None = None) -> None:
         self.zoo, self.memory = zoo, memory
@@ -83,7 +83,7 @@ class Gateway:
     ) -> AsyncGenerator[Opened | Delta | Finished, None]:
         """Yields `Opened`, then deltas, then `Finished`. An empty name lets the bridge choose.
 
-        Raises a `DraftBridgeError`, at any point.
+        Raises a `DraftBridgeError` at any point.
         """
         with self.counts.request(), ExitStack() as stack:
             check(request)

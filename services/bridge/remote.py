@@ -1,4 +1,4 @@
-"""Draft and target at the other end of a gRPC stream: the ports of `bridge`, spoken over the wire."""
+"""Implements the ports of `bridge` for drafts and targets over gRPC streams."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -15,18 +15,18 @@ from draftbridge.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grp
 from services.rpc import codec
 from services.rpc.status import from_rpc_error
 
-# More tokens than any message has: nothing is offered, and no credit given, for so many. A longer one is not looked at.
+# Tokens of a message. A peer that follows the protocol sends fewer, because neither offers nor credit are this large.
 _MAX_TOKENS = 1024
-# Messages that a peer has not taken yet, after which it is taken to have stopped reading.
+# Messages that may wait to be sent. With more, the peer is considered to have stopped reading.
 _MAX_UNSENT = 256
 
 
 class _Stream:
     """One bidirectional call.
 
-    `send` does not wait for the peer: a draft that hangs must not hold up the target. It only lets the writer have its
-    turn, so that a message is on its way before anything else is done. Sending on a call that has failed is silent;
-    reading reports why it failed. `per_token`: the field of a message that has something for each of its `token_ids`.
+    `send` does not wait for the peer, because a draft that hangs must not delay the target. It yields to the writer
+    once, so that the message is sent before the caller continues. Sending on a failed call does nothing; reading raises
+    the reason. `per_token`: the repeated field that has one entry for each of a message's `token_ids`.
     """
 
     def __init__(self, call: "aio.StreamStreamCall[Any, Any]", address: str, opening: Any, per_token: str) -> None:
@@ -39,7 +39,7 @@ class _Stream:
 
     async def send(self, message: Any) -> None:
         if self._outbox.qsize() >= _MAX_UNSENT:
-            raise Unreachable(self._address, "it has stopped reading what it is sent")
+            raise Unreachable(self._address, "it has stopped reading its stream")
         self._outbox.put_nowait(message)
         await asyncio.sleep(0)
 
@@ -52,10 +52,10 @@ class _Stream:
         try:
             async for message in self._call:
                 if message is None:
-                    raise ProtocolViolation(f"{self._address} sends a message that cannot be parsed")
+                    raise ProtocolViolation(f"{self._address} has sent a message that cannot be parsed")
                 count = max(len(message.token_ids), len(getattr(message, self._per_token)))
                 if count > _MAX_TOKENS:
-                    raise ProtocolViolation(f"{self._address} sends {count} tokens in a message")
+                    raise ProtocolViolation(f"{self._address} has sent {count} tokens in one message")
                 yield message
         except aio.AioRpcError as error:
             raise from_rpc_error(error, self._address) from error

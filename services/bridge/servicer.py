@@ -1,4 +1,4 @@
-"""BridgeService: requests to values of `bridge`, the gateway's events to responses."""
+"""BridgeService: converts between protobuf messages and the gateway's requests and events."""
 
 import asyncio
 import secrets
@@ -22,7 +22,7 @@ from services.version import VERSION
 
 
 class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
-    """The gRPC door of the gateway. gRPC prescribes the names of the methods."""
+    """Serves the gateway over gRPC, which prescribes the names of the methods."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway, self._zoo = gateway, gateway.zoo

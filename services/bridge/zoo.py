@@ -1,7 +1,6 @@
-"""The models that a bridge knows: where they are, what they are, and their tokenizers.
+"""The zoo: connections to all model services of a bridge, their models and tokenizers.
 
-A bridge needs its targets when it starts. It does not need its drafts: one that is away, or of no use, is asked again
-in the background until it can be taken in.
+A bridge does not start without its targets. A draft that is unreachable or unusable is retried in the background.
 """
 
 import asyncio
@@ -41,29 +40,29 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _ROLES = {model_pb2.ROLE_DRAFT: "draft", model_pb2.ROLE_TARGET: "target"}
-# What a model service may send at a time: a piece of a tokenizer is the largest. Parsing more would hold up the event
-# loop for longer than a pass of a fast target takes.
+# The largest message of a model service is a chunk of its tokenizer. Parsing a larger one would block the event loop
+# for longer than a pass of a fast target takes.
 _MAX_MESSAGE_BYTES = (1 << 18) + (64 << 10)
-# A tokenizer.json of a quarter of a million ids has 33 MB.
+# For comparison, a tokenizer.json with 256,000 ids has 33 MB.
 _TOKENIZER_LIMIT_BYTES = 256 << 20
-# Models in use keep theirs; this is for those that come back.
-_TOKENIZERS = 32
+# Tokenizers to keep, so that a model that returns is connected at once. Models in use keep their own.
+_MAX_TOKENIZERS = 32
 # How long `GetStatus` waits for each service.
 _CHECK_SECONDS = 2.0
-# What a bridge that starts allows its drafts beyond the time to answer, for their tokenizers on a busy machine.
+# At its start, a bridge waits this much longer than `timeout` for drafts: reading tokenizers takes time too.
 _START_SECONDS = 20.0
-# The least between two tries to take in a draft. While nobody is there, its channel tries to connect every two seconds.
+# Minimum time between two tries to connect a draft. gRPC itself reconnects a channel every 0.2 to 2 seconds.
 _RETRY_SECONDS = 1.0
 _MAX_NAME_LENGTH = 256
-# Lines that the log gets about one draft: a peer that changes all the time must not fill it.
+# Log lines per draft: a peer that changes all the time must not fill the log.
 _MAX_LOG_LINES = 8
-# What a stream to a draft fails with where another model is served now than was taken in.
+# Reasons with which a draft's stream fails if the address serves another model than before.
 _CHANGED = (ModelChanged.reason, ModelNotFound.reason)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model service in the role that the bridge uses it in. `estimates`: what it costs, as a target."""
+    """A connected model service, in the role that the bridge uses it in. `estimates`: measured costs of a target."""
 
     address: str
     role: model_pb2.Role.ValueType
@@ -74,11 +73,11 @@ class Endpoint:
 
 
 @dataclass(eq=False)
-class _Place:
-    """An address that the bridge was told of, and the service there, once it is taken in.
+class _Service:
+    """A configured address, with its endpoint once it is connected.
 
-    `problem`: why it is not. `refused`: what the service says of itself, if that much is known of one that is of no
-    use. `logged`: kinds of errors that the log has about it. `tried`: set after the first try to take it in.
+    `problem`: why it is not connected. `refused`: the description of a service that was reached but cannot be used.
+    `logged`: types of errors already in the log. `tried`: set after the first try to connect.
     """
 
     address: str
@@ -101,25 +100,25 @@ class Zoo:
         self._addresses = [(address, model_pb2.ROLE_TARGET) for address in targets]
         self._addresses += [(address, model_pb2.ROLE_DRAFT) for address in drafts]
         self._timeout = timeout
-        self._vocabularies: LRUCache[str, tuple[Vocabulary, str]] = LRUCache(_TOKENIZERS)
+        self._vocabularies: LRUCache[str, tuple[Vocabulary, str]] = LRUCache(_MAX_TOKENIZERS)
         self._sandbox = TemplateSandbox()
         self._reading = asyncio.Lock()
-        self._places: list[_Place] = []
+        self._services: list[_Service] = []
 
     async def connect(self) -> "Zoo":
-        """Itself, when every target has said who it is, and every draft that answers has been taken in or refused.
+        """Returns the zoo itself when all targets are connected and all drafts were tried once, up to a time limit.
 
-        Raises `Unreachable`, `RoleNotServed`, ... for a target. A draft that is away or of no use is logged and asked
-        again in the background.
+        Raises `Unreachable`, `RoleNotServed`, ... for a target. A draft that fails is logged and retried in the
+        background.
         """
         for address, role in self._addresses:
-            self._places.append(_Place(address, role, open_channel(address)))
-        for place in self._of(model_pb2.ROLE_TARGET):
-            place.endpoint = await self._take_in(place, await self._describe(place, self._timeout, wait=True))
+            self._services.append(_Service(address, role, open_channel(address)))
+        for service in self._of(model_pb2.ROLE_TARGET):
+            service.endpoint = await self._take_in(service, await self._describe(service, self._timeout, wait=True))
         drafts = self._of(model_pb2.ROLE_DRAFT)
-        for place in drafts:
-            self._await(place)
-        first_tries = [asyncio.create_task(place.tried.wait()) for place in drafts]
+        for service in drafts:
+            self._connect_in_background(service)
+        first_tries = [asyncio.create_task(service.tried.wait()) for service in drafts]
         try:
             if first_tries:
                 await asyncio.wait(first_tries, timeout=self._timeout + _START_SECONDS)
@@ -129,84 +128,84 @@ class Zoo:
         return self
 
     async def close(self) -> None:
-        """Stops asking for drafts, closes the channels, and ends the processes of the sandbox."""
-        tasks = [place.task for place in self._places if place.task]
+        """Stops connecting drafts, closes the channels, and ends the processes of the sandbox."""
+        tasks = [service.task for service in self._services if service.task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for place in self._places:
-            await place.channel.close()
+        for service in self._services:
+            await service.channel.close()
         await asyncio.to_thread(self._sandbox.close)
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """The services that are taken in: targets first, and else in the order in which the bridge was told of them."""
-        return [place.endpoint for place in self._places if place.endpoint]
+        """The connected services: targets, then drafts, each in the order of the configuration."""
+        return [service.endpoint for service in self._services if service.endpoint]
 
     def target(self, name: str) -> Endpoint:
-        """The target of that name, or the first if the name is empty. Raises `ModelNotFound`."""
+        """Returns the target with this name, or the first one if the name is empty. Raises `ModelNotFound`."""
         return self._find(name, model_pb2.ROLE_TARGET)
 
     def draft(self, name: str) -> Endpoint | None:
-        """The draft of that name; if the name is empty, the first, or None if none is there.
+        """Returns the draft with this name. If the name is empty: the first draft, or None if no draft is connected.
 
-        Raises `ModelNotFound`, or `DraftAway` if the bridge waits for a draft that may have this name.
+        Raises `ModelNotFound`, or `DraftAway` if a configured draft that is not connected may have this name.
         """
         if not name and not self.of_role(model_pb2.ROLE_DRAFT):
             return None
         try:
             return self._find(name, model_pb2.ROLE_DRAFT)
         except ModelNotFound:
-            # A draft that never answered may have any name.
-            for place in self._of(model_pb2.ROLE_DRAFT):
-                if not place.endpoint and (place.refused is None or place.refused.name == name):
-                    raise DraftAway(name, place.address, place.problem) from None
+            # A draft that has never answered may have any name.
+            for service in self._of(model_pb2.ROLE_DRAFT):
+                if not service.endpoint and (service.refused is None or service.refused.name == name):
+                    raise DraftAway(name, service.address, service.problem) from None
             raise
 
     @property
     def note_on_drafts(self) -> str:
-        """Why requests go on without a draft, in words; empty if one is there, or if the bridge was told of none."""
+        """Explains why requests run without a draft. Empty if a draft is connected, or if no draft is configured."""
         drafts = self._of(model_pb2.ROLE_DRAFT)
         if not drafts or self.of_role(model_pb2.ROLE_DRAFT):
             return ""
-        addresses = ", ".join(place.address for place in drafts)
-        return f"the draft at {addresses} is not there; the target went on alone"
+        addresses = ", ".join(service.address for service in drafts)
+        return f"no draft is connected (configured: {addresses}); the target decoded alone"
 
     def model(self, name: str) -> Model:
-        """Any model of that name. Raises `ModelNotFound`."""
+        """Returns the first model with this name, of either role. Raises `ModelNotFound`."""
         for endpoint in self.endpoints:
             if endpoint.model.name == name:
                 return endpoint.model
         raise self._unknown(name, "model", self.endpoints)
 
     def of_role(self, role: model_pb2.Role.ValueType) -> list[Endpoint]:
-        """Services that the bridge uses in a role."""
+        """Returns the connected services of a role."""
         return [endpoint for endpoint in self.endpoints if endpoint.role == role]
 
     def vocabularies(self) -> list[Vocabulary]:
-        """The tokenizers in use, each once."""
+        """Returns the tokenizers in use, each once."""
         return list(
             {endpoint.model.vocabulary.sha256: endpoint.model.vocabulary for endpoint in self.endpoints}.values()
         )
 
     async def check(self) -> list[bridge_pb2.Endpoint]:
-        """All services that the bridge was told of, and what is wrong with each right now. They are asked at once."""
+        """Checks all configured services concurrently, and returns for each what is wrong with it now, if anything."""
 
-        async def checked(place: _Place) -> bridge_pb2.Endpoint:
-            problem = await self._check(place, place.endpoint) if place.endpoint else place.problem
-            return bridge_pb2.Endpoint(address=place.address, role=place.role, reachable=not problem, problem=problem)
+        async def checked(one: _Service) -> bridge_pb2.Endpoint:
+            problem = await self._check(one, one.endpoint) if one.endpoint else one.problem
+            return bridge_pb2.Endpoint(address=one.address, role=one.role, reachable=not problem, problem=problem)
 
-        return await asyncio.gather(*(checked(place) for place in self._places))
+        return await asyncio.gather(*map(checked, self._services))
 
     def on_draft_error(self, endpoint: Endpoint, error: DraftBridgeError) -> None:
-        """Takes note that a stream to a draft failed. If there is another model now, that one is taken in instead."""
-        for place in self._places:
-            if place.endpoint is endpoint and error.reason in _CHANGED:
-                place.problem = f"{endpoint.model.name} was replaced by another model, which is being read"
-                self._await(place)
+        """Handles the error of a draft's stream. If the address serves another model now, connects that instead."""
+        for service in self._services:
+            if service.endpoint is endpoint and error.reason in _CHANGED:
+                service.problem = f"{endpoint.model.name} was replaced by another model, which is being connected"
+                self._connect_in_background(service)
 
-    def _of(self, role: model_pb2.Role.ValueType) -> list[_Place]:
-        return [place for place in self._places if place.role == role]
+    def _of(self, role: model_pb2.Role.ValueType) -> list[_Service]:
+        return [service for service in self._services if service.role == role]
 
     def _find(self, name: str, role: model_pb2.Role.ValueType) -> Endpoint:
         candidates = self.of_role(role)
@@ -220,107 +219,107 @@ class Zoo:
         names = ", ".join(dict.fromkeys(endpoint.model.name for endpoint in known)) or "none"
         return ModelNotFound(f"this bridge has no {kind} {name!r}: it has {names}", model=name)
 
-    def _await(self, place: _Place) -> None:
-        """Asks for a draft in the background until it is taken in; requests go on without it meanwhile."""
-        place.endpoint = place.refused = None
-        place.task = asyncio.create_task(self._ask_for(place))
+    def _connect_in_background(self, service: _Service) -> None:
+        """Tries to connect a draft until that succeeds. Requests run without it meanwhile."""
+        service.endpoint = service.refused = None
+        service.task = asyncio.create_task(self._connect_draft(service))
 
-    async def _ask_for(self, place: _Place) -> None:
-        while not place.endpoint:
+    async def _connect_draft(self, service: _Service) -> None:
+        while not service.endpoint:
             try:
-                await self._try(place)
-            except Exception as error:  # whatever it is, it costs the draft only
-                self._leave_out(place, error)
-            place.tried.set()
-            if not place.endpoint:
-                await asyncio.sleep(place.pause_seconds)
+                await self._try(service)
+            except Exception as error:  # no error of a draft may stop the bridge
+                self._on_failed_try(service, error)
+            service.tried.set()
+            if not service.endpoint:
+                await asyncio.sleep(service.pause_seconds)
 
-    async def _try(self, place: _Place) -> None:
-        """Takes a draft in. One that was refused is not read again before it changes, or goes away and comes back."""
-        place.pause_seconds = _RETRY_SECONDS
+    async def _try(self, service: _Service) -> None:
+        """Connects a draft. One that was refused is retried only after it has changed or was unreachable."""
+        service.pause_seconds = _RETRY_SECONDS
         try:
-            # The first time it is there or not; later it is waited for, so that it is noticed as soon as it comes.
-            description = await self._describe(place, self._timeout, wait=place.tried.is_set())
+            # Only later tries wait for a service that is not there yet: the first one must not delay the start.
+            description = await self._describe(service, self._timeout, wait=service.tried.is_set())
         except Exception:
-            place.refused = None
+            service.refused = None
             raise
-        if description == place.refused:
+        if description == service.refused:
             return
         started = perf_counter()
         try:
-            place.endpoint = await self._take_in(place, description)
-            for target in self.of_role(model_pb2.ROLE_TARGET):  # it may compute elsewhere now, or be another model
-                target.estimates.drafts.pop(place.endpoint.model.name, None)
+            service.endpoint = await self._take_in(service, description)
+            for target in self.of_role(model_pb2.ROLE_TARGET):  # another model or machine makes old estimates wrong
+                target.estimates.drafts.pop(service.endpoint.model.name, None)
         except Exception as error:
             lost = isinstance(error, Unreachable | RemoteError)
-            place.refused = None if lost else description
-            # A tokenizer that takes long to be refused must not keep the bridge busy.
-            place.pause_seconds = max(perf_counter() - started, _RETRY_SECONDS)
+            service.refused = None if lost else description
+            # If refusing a tokenizer takes long, waiting as long limits the share of time that it costs.
+            service.pause_seconds = max(perf_counter() - started, _RETRY_SECONDS)
             raise
-        if place.logged:
-            self._log(place, f"the draft at {place.address} can be used now: it is {place.endpoint.model.name}")
+        if service.logged:
+            self._log(service, f"the draft at {service.address} can be used now: it is {service.endpoint.model.name}")
 
-    async def _describe(self, place: _Place, seconds: float, wait: bool = False) -> model_pb2.Model:
-        """What a service says of itself, within so many seconds. `wait`: even if nobody is there at first."""
-        stub = model_pb2_grpc.ModelServiceStub(place.channel)
+    async def _describe(self, service: _Service, seconds: float, wait: bool = False) -> model_pb2.Model:
+        """Gets a service's description within `seconds`. `wait`: also waits for a service that is not there yet."""
+        stub = model_pb2_grpc.ModelServiceStub(service.channel)
         try:
             answer = await stub.GetModel(model_pb2.GetModelRequest(), wait_for_ready=wait, timeout=seconds)
         except aio.AioRpcError as error:
-            raise from_rpc_error(error, place.address) from error
-        return _parsed(answer, place.address).model
+            raise from_rpc_error(error, service.address) from error
+        return _parsed(answer, service.address).model
 
-    async def _take_in(self, place: _Place, description: model_pb2.Model) -> Endpoint:
-        """The service at a place, ready to be used. Raises `RoleNotServed`, `UnusableModel`, ..."""
+    async def _take_in(self, service: _Service, description: model_pb2.Model) -> Endpoint:
+        """Returns a described service as an endpoint. Raises `RoleNotServed`, `UnusableModel`, ..."""
         name = description.name
         if not name.isprintable() or not 0 < len(name) <= _MAX_NAME_LENGTH:
             raise UnusableModel(
-                f"the model at {place.address} has a name of {len(name)} characters: serve it under one of 1 to "
-                f"{_MAX_NAME_LENGTH} printable characters, with --name"
+                f"the model at {service.address} has an invalid name of {len(name)} characters: use --name to serve it "
+                f"under 1 to {_MAX_NAME_LENGTH} printable characters"
             )
-        if description.role not in (place.role, model_pb2.ROLE_BOTH):
-            raise RoleNotServed(place.address, name, _ROLES[place.role])
-        stub = model_pb2_grpc.ModelServiceStub(place.channel)
+        if description.role not in (service.role, model_pb2.ROLE_BOTH):
+            raise RoleNotServed(service.address, name, _ROLES[service.role])
+        stub = model_pb2_grpc.ModelServiceStub(service.channel)
         try:
-            vocabulary, flaw = await self._vocabulary(stub, description, place.address)
+            vocabulary, flaw = await self._vocabulary(stub, description, service.address)
         except aio.AioRpcError as error:
-            raise from_rpc_error(error, place.address) from error
-        if flaw and place.role == model_pb2.ROLE_TARGET:
+            raise from_rpc_error(error, service.address) from error
+        if flaw and service.role == model_pb2.ROLE_TARGET:
             raise TokenizerNotUnderstood(
-                f"{name} at {place.address} can be a draft but no target: a target's text must be its tokens' bytes in "
-                f"a row, and {flaw}",
+                f"{name} at {service.address} can be a draft but not a target: a target's text must be its tokens' "
+                f"bytes, concatenated, and {flaw}",
                 component="decoder",
                 model=name,
             )
         model = replace(codec.read_model(description, vocabulary), run_template=self._sandbox)
         estimates = TargetEstimates(model.forward_costs)
-        return Endpoint(place.address, place.role, place.channel, description, model, estimates)
+        return Endpoint(service.address, service.role, service.channel, description, model, estimates)
 
     async def _vocabulary(
         self, stub: "model_pb2_grpc.ModelServiceAsyncStub", description: model_pb2.Model, address: str
     ) -> tuple[Vocabulary, str]:
-        """The model's tokenizer, fetched and tried once for each checksum, and what keeps it from being a target's."""
+        """Returns the model's tokenizer and why it cannot be a target's, or "". Fetches each checksum once."""
         sha256 = description.tokenizer_sha256
         if sha256 not in self._vocabularies:
-            data, said = bytearray(), ""
+            data, announced = bytearray(), ""
             async for piece in stub.GetTokenizer(model_pb2.GetTokenizerRequest(), timeout=60):
                 data += _parsed(piece, address).chunk
-                said = piece.sha256
+                announced = piece.sha256
                 if len(data) > _TOKENIZER_LIMIT_BYTES:
                     raise ChecksumMismatch(f"{address} sends a tokenizer of more than {_TOKENIZER_LIMIT_BYTES} bytes")
             got = hashlib.sha256(data).hexdigest()
-            if not got == said == sha256:
+            if not got == announced == sha256:
                 raise ChecksumMismatch(
                     f"the tokenizer from {address} has SHA-256 {got}, not {sha256} as announced: restart that server",
                     expected=sha256,
                     got=got,
                 )
-            async with self._reading:  # services that share a tokenizer may come at the same time
+            async with self._reading:  # another service with the same tokenizer may be connecting at the same time
                 if sha256 not in self._vocabularies:
-                    self._vocabularies[sha256] = await self._understood(bytes(data), description, address)
+                    self._vocabularies[sha256] = await self._read_tokenizer(bytes(data), description, address)
         return self._vocabularies[sha256]
 
     @staticmethod
-    async def _understood(data: bytes, description: model_pb2.Model, address: str) -> tuple[Vocabulary, str]:
+    async def _read_tokenizer(data: bytes, description: model_pb2.Model, address: str) -> tuple[Vocabulary, str]:
         try:
             flaw = await flaw_of(data)
             vocabulary = await asyncio.to_thread(Vocabulary, data)
@@ -330,56 +329,56 @@ class Zoo:
             ) from error
         return vocabulary, flaw
 
-    async def _check(self, place: _Place, endpoint: Endpoint) -> str:
-        """What is wrong with a service right now; empty if nothing."""
+    async def _check(self, service: _Service, endpoint: Endpoint) -> str:
+        """Returns what is wrong with a service now, or ""."""
         known = endpoint.description
         try:
-            model = await self._describe(place, _CHECK_SECONDS)
+            model = await self._describe(service, _CHECK_SECONDS)
         except DraftBridgeError as error:
             return str(error)
         if (model.name, model.tokenizer_sha256) != (known.name, known.tokenizer_sha256):
-            is_draft = place.role == model_pb2.ROLE_DRAFT
-            remedy = "the next request that uses it makes the bridge read it" if is_draft else "restart the bridge"
-            return f"{known.name} at {place.address} was replaced by another model or tokenizer: {remedy}"
+            is_draft = service.role == model_pb2.ROLE_DRAFT
+            remedy = "the next request that uses it connects the new one" if is_draft else "restart the bridge"
+            return f"{known.name} at {service.address} was replaced by another model or tokenizer: {remedy}"
         return ""
 
-    def _leave_out(self, place: _Place, error: Exception) -> None:
-        ours = isinstance(error, DraftBridgeError)
-        place.problem = str(error) if ours else "an internal error occurred; the bridge's log has it whole"
-        if type(error) not in place.logged:
-            text = f"requests go on without the draft at {place.address} until it can be used: {place.problem}"
-            self._log(place, text, None if ours else error)
-            place.logged.add(type(error))
+    def _on_failed_try(self, service: _Service, error: Exception) -> None:
+        expected = isinstance(error, DraftBridgeError)
+        service.problem = str(error) if expected else "an internal error occurred: see the bridge's log"
+        if type(error) not in service.logged:
+            text = f"requests go on without the draft at {service.address} until it can be used: {service.problem}"
+            self._log(service, text, None if expected else error)
+            service.logged.add(type(error))
 
     @staticmethod
-    def _log(place: _Place, text: str, error: Exception | None = None) -> None:
-        place.log_lines += 1
-        if place.log_lines <= _MAX_LOG_LINES:
+    def _log(service: _Service, text: str, error: Exception | None = None) -> None:
+        service.log_lines += 1
+        if service.log_lines <= _MAX_LOG_LINES:
             _log.warning(text, exc_info=error)
 
 
 def _parsed(answer: T | None, address: str) -> T:
-    """An answer, for which gRPC gives None if it could not be parsed."""
+    """Returns the answer. Raises `Unreachable` if it is None, which gRPC returns for an answer that it cannot parse."""
     if answer is None:
-        raise Unreachable(address, "its answer is no message of the contract")
+        raise Unreachable(address, "its answer is not a message of the contract")
     return answer
 
 
 def open_channel(address: str) -> aio.Channel:
-    """A channel with the settings that streams of small messages want."""
+    """Returns a channel that is configured for streams of small messages. Raises `Unreachable` if it has no port."""
     if ":" not in address:
         raise Unreachable(address, "an address is HOST:PORT")
     options: list[tuple[str, int]] = [
-        # Messages are small but for tokenizers and prompts.
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        # Prompts can be long.
         ("grpc.max_send_message_length", 64 << 20),
         ("grpc.enable_retries", 0),
-        # A machine that goes away without a word is noticed within half a minute.
+        # Detects a machine that disappears without closing the connection within half a minute.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 2000),
-        # Two channels to one address would share a connection, and with it head-of-line blocking.
+        # Otherwise two channels to one address share a connection, and one delays the other (head-of-line blocking).
         ("grpc.use_local_subchannel_pool", 1),
     ]
     return aio.insecure_channel(address, options=options, compression=grpc.Compression.NoCompression)

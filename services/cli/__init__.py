@@ -1,1 +1,1 @@
-"""The command `draftbridge`: its subcommands, the demo, and the processes that it starts."""
+"""The `draftbridge` command: its subcommands, the demo, and the processes that it starts."""

@@ -1,4 +1,4 @@
-"""`python -m services.cli`: the command `draftbridge`."""
+"""Makes `python -m services.cli` run the `draftbridge` command."""
 
 from services.cli.app import main
 

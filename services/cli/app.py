@@ -1,4 +1,4 @@
-"""The command `draftbridge`: its subcommands, and what happens to errors."""
+"""The `draftbridge` command: assembles its subcommands and reports errors."""
 
 import logging
 import os
@@ -21,8 +21,8 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     help="Speculative decoding across tokenizers, processes and machines.\n\n"
-    "[bold]up[/] starts a target, a draft and a bridge; [bold]generate[/] asks a bridge for text. To spread them over "
-    "machines, run [bold]serve[/] where the models are and [bold]bridge[/] near the target.",
+    "[bold]up[/] starts a target, a draft and a bridge on this machine; [bold]generate[/] generates text through a "
+    "bridge. To use several machines, run [bold]serve[/] on those of the models and [bold]bridge[/] near the target.",
 )
 
 
@@ -35,7 +35,7 @@ def demo(
     engine: Annotated[str, typer.Option(help="Another engine for the target; see `draftbridge engines`.")] = "",
     max_tokens: Annotated[int, typer.Option(min=2, help="The most tokens to generate.")] = 96,
 ) -> None:
-    """Generate once with a draft and once without, in front of your eyes, and compare."""
+    """Generate with and without a draft, and compare text and speed."""
     from services.cli.demo import LARGE, SMALL, run
 
     wanted = SMALL if small else LARGE
@@ -66,23 +66,21 @@ app.add_typer(servers.config_app, name="config")
 
 
 def main() -> None:
-    """The command's entry: errors of ours become a message and exit status 1."""
+    """Runs the command. A DraftBridge error becomes a message on standard error and exit status 1."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    # They tell of every kernel that they have for other devices, as soon as transformers looks for them.
+    # When transformers imports them, they warn about kernels for other devices.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # The library's progress bars and advice are not ours to show.
+    # Hides warnings and advice that users of this command cannot act on.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         app()
     except (DraftBridgeError, CallError) as error:
-        from rich.markup import escape
-
-        fail(escape(str(error)))
+        fail(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # Whoever read our output has seen enough.
+        # The reader of the output has closed the pipe, as `head` does; Python must not flush into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
 

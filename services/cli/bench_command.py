@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from draftbridge import Client
 from services.cli import bench
@@ -72,8 +71,8 @@ def run(
         with err.status("measuring") as status:
             for number, some in enumerate(bench.measure(client, given, ways, tokens, temperature), start=1):
                 samples += some
-                status.update(escape(f"measured {number} of {len(given)} prompts"))
-    out.print(title, highlight=False, soft_wrap=True)
+                status.update(f"measured {number} of {len(given)} prompts")
+    out.print(title, markup=False, highlight=False, soft_wrap=True)
     out.print(bench.table(samples))
     different = sum(one.text != alone.text for one, alone in _with_alone(samples))
     ties = sum(one.speculation.near_ties > 0 for one in samples if one.way == bench.ALONE)
@@ -83,7 +82,7 @@ def run(
             "texts have one. `serve --deterministic` makes all texts equal.",
             style="dim",
         )
-    out.print(bench.verdict(samples, draft), style="bold", highlight=False, soft_wrap=True)
+    out.print(bench.verdict(samples, draft), style="bold", markup=False, highlight=False, soft_wrap=True)
     if json:
         json.write_text(bench.as_json(samples, {"title": title}))
     if plot:

@@ -1,4 +1,4 @@
-"""Commands that ask a bridge: `generate`, `models`, `translate`."""
+"""Commands that call a bridge: `generate`, `models`, `translate`."""
 
 import json
 from collections.abc import Sequence
@@ -6,54 +6,54 @@ from typing import Annotated, Any
 
 import typer
 from google.protobuf.message import Message
+from rich.markup import escape
 from rich.table import Table
 
 from bridge.errors import InvalidField
 from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
-from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, err, out, report
+from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, out, report
 from services.config import DEFAULT_BRIDGE, MODEL_HELP
 
-_TOKENIZER_HELP = f"{MODEL_HELP[:-1]}, or a tokenizer.json; with --server, a name that the bridge knows."
+_TOKENIZER_HELP = f"{MODEL_HELP[:-1]}, or a tokenizer.json. With --server: the name of a model that the bridge knows."
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, what the user says.")],
-    server: Annotated[str, typer.Option(help="HOST:PORT of a bridge.")] = DEFAULT_BRIDGE,
-    max_tokens: Annotated[int, typer.Option(min=1, max=2**32 - 1, help="The most tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float | None, typer.Option(help="Sample from this much of the probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from this many tokens.")] = None,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, the user's message.")],
+    server: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE,
+    max_tokens: Annotated[int, typer.Option(min=1, max=2**32 - 1, help="Maximum number of tokens to generate.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy decoding.")] = 0.0,
+    top_p: Annotated[float | None, typer.Option(help="Keep the most probable tokens that add up to this.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep only this many of the most probable tokens.")] = None,
     min_p: Annotated[
-        float | None, typer.Option(help="Leave out tokens less probable than this part of the best.")
+        float | None, typer.Option(help="Drop tokens less probable than this fraction of the most probable one.")
     ] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: fewer tokens that were there.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Subtracted for a token that was generated.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="Subtracted each time that it was.")] = None,
-    min_tokens: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="The fewest tokens to generate.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the model's end of text.")] = False,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: less likely to repeat tokens.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Subtracted from generated tokens' logits.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time it was generated.")] = None,
+    min_tokens: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Minimum number of tokens to generate.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the model ends its text.")] = False,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text; unset draws one.")
+        int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text; random if unset.")
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End the output before this string. Repeatable.")] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Take the prompt as a chat message, by the models' templates.")
+        bool, typer.Option("--chat", help="Send the prompt as a user's message, with the chat template.")
     ] = False,
-    speculation: Annotated[str, typer.Option(help="off, lockstep, opportunistic or auto.")] = "auto",
+    speculation: Annotated[str, typer.Option(help="Mode: off, lockstep, opportunistic or auto.")] = "auto",
     num_assistant_tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=64, help="Tokens of a draft's turn, or of its lead; chosen if unset."),
+        typer.Option(min=1, max=64, help="Tokens of a turn of the draft, or that it may be ahead; unset: automatic."),
     ] = None,
     source: Annotated[
-        list[str] | None,
-        typer.Option(help="Take candidates only from this source, draft or suffix; may be given several times."),
+        list[str] | None, typer.Option(help="Use only this source of candidates: draft or suffix. Repeatable.")
     ] = None,
     target: Annotated[str, typer.Option(help="Name of the target, if the bridge has several.")] = "",
     draft: Annotated[str, typer.Option(help="Name of the draft, if the bridge has several.")] = "",
-    tenant: Annotated[str, typer.Option(help="Use and keep outputs of requests with the same tenant as drafts.")] = "",
+    tenant: Annotated[str, typer.Option(help="Propose from this tenant's earlier outputs, and keep this one.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
 ) -> None:
-    """Ask a bridge for text, and print it as it comes."""
+    """Generate text through a bridge, and print it as it arrives."""
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,
@@ -84,11 +84,11 @@ def generate(
                 print(event.text, end="", flush=True)
             elif isinstance(event, bridge_pb2.GenerateFinished):
                 print()
-                err.print(f"[dim]{_summary(event)}[/]", highlight=False)
+                report(_summary(event))
 
 
-def models(server: Annotated[str, typer.Option(help="HOST:PORT of a bridge.")] = DEFAULT_BRIDGE) -> None:
-    """List the models that a bridge reaches, and the built-in ones."""
+def models(server: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE) -> None:
+    """List the models that a bridge is connected to, and the built-in models."""
     from services.store.built_in import BUILT_IN
 
     with Client(server) as client:
@@ -97,21 +97,21 @@ def models(server: Annotated[str, typer.Option(help="HOST:PORT of a bridge.")] =
     for model in found:
         role = model_pb2.Role.Name(model.role).removeprefix("ROLE_").lower()
         table.add_row(
-            model.name, role, model.engine, model.device, model.dtype, str(model.context_length),
+            escape(model.name), role, model.engine, model.device, model.dtype, str(model.context_length),
             str(model.vocabulary_size), model.tokenizer_sha256[:8],
         )  # fmt: skip
     out.print(table)
-    err.print(f"[dim]built in, for pull, serve and up: {', '.join(BUILT_IN)}[/]", highlight=False)
+    report(f"built-in models for pull, serve and up: {', '.join(BUILT_IN)}")
 
 
 def translate(
-    text: Annotated[str, typer.Argument(help="The text to be said in both models' tokens.")],
+    text: Annotated[str, typer.Argument(help="The text to tokenize.")],
     source: Annotated[str, typer.Option("--from", help=f"A model. {_TOKENIZER_HELP}")] = DEFAULT_TARGET,
     target: Annotated[str, typer.Option("--to", help="The other model.")] = DEFAULT_DRAFT,
-    server: Annotated[str, typer.Option(help="HOST:PORT of a bridge to ask; without it no service is needed.")] = "",
+    server: Annotated[str, typer.Option(help="HOST:PORT of a bridge that tokenizes; unset: this command does.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print ids, offsets and bytes (in hex) as JSON.")] = False,
 ) -> None:
-    """Show how two models cut the same text into tokens."""
+    """Show how two models split the same text into tokens."""
     from bridge.text.translation import segment
     from services.cli.segmentation import Segmentation, show
     from services.rpc.codec import write_spans
@@ -140,7 +140,7 @@ def _utf_8(text: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise InvalidField("TEXT", "valid UTF-8", "bytes that are none") from None
+        raise InvalidField("TEXT", "valid UTF-8", "other bytes") from None
 
 
 def _as_dict(event: Event) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def _as_dict(event: Event) -> dict[str, Any]:
 
 
 def _fields(message: Any) -> dict[str, Any]:
-    """All fields of a message, also those that are not set."""
+    """Returns all fields of a message, including unset ones."""
     return {field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 

@@ -1,4 +1,4 @@
-"""Command-line options of a process, made from its configuration."""
+"""Generates the command-line options of a process from its configuration class."""
 
 import inspect
 from collections.abc import Callable
@@ -10,14 +10,13 @@ from pydantic.fields import FieldInfo
 
 from services.config import C, load, option
 
-CONFIG_HELP = "TOML file with the configuration; see `draftbridge config`."
+CONFIG_HELP = "TOML file with the configuration; `draftbridge config` shows and checks it."
 
 
 def configured(kind: type[C], run: Callable[[C, bool], None]) -> Callable[..., None]:
-    """Returns a command for Typer with an option for each field of `kind`, which calls `run` with the configuration.
+    """Returns a Typer command with an option for each field of `kind`. It calls `run(config, until_stdin_closes)`.
 
-    `run` is also told whether to stop when standard input ends. Only options that the user gave count as flags: the
-    file and the environment provide the others.
+    Only options that the user gave override the environment and the file.
     """
 
     def command(config: Path | None = None, until_stdin_closes: bool = False, **given: Any) -> None:
@@ -26,7 +25,7 @@ def configured(kind: type[C], run: Callable[[C, bool], None]) -> Callable[..., N
 
     parameters = {name: _annotation(kind, name, field) for name, field in kind.model_fields.items()}
     parameters["config"] = Annotated[Path | None, typer.Option(help=CONFIG_HELP)]
-    # For whoever starts the process: it ends with its parent.
+    # A parent process passes this and keeps the pipe open, so that the process ends with its parent.
     parameters["until_stdin_closes"] = Annotated[bool, typer.Option(hidden=True)]
     command.__annotations__ = parameters
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -44,14 +43,15 @@ def configured(kind: type[C], run: Callable[[C, bool], None]) -> Callable[..., N
 
 
 def _annotation(kind: type[C], name: str, field: FieldInfo) -> Any:
-    """Returns a field's type for Typer. Values are checked by the configuration, so that there is one set of rules."""
+    """Returns a field's annotation for Typer. Types are plain, because the configuration validates the values."""
     flag = option(kind, name)
     if not flag.startswith("--"):
         return Annotated[str | None, typer.Argument(help=field.description, metavar=flag, show_default=False)]
-    default = "" if field.is_required() or field.default in (None, "", (), False) else f" [default: {field.default}]"
+    # The backslash keeps rich from reading the bracket as markup.
+    default = "" if field.is_required() or field.default in (None, "", (), False) else rf" \[default: {field.default}]"
     help_ = f"{field.description}{default}"
     if field.annotation is bool:
-        # `--no-...` takes back what the file or the environment switched on.
+        # `--no-...` overrides a value of the file or the environment.
         names = f"{flag}/--no-{flag.removeprefix('--')}"
         return Annotated[bool | None, typer.Option(names, help=help_, show_default=False)]
     type_: Any = list[str] if "tuple" in str(field.annotation) else str

@@ -1,4 +1,4 @@
-"""A target, a draft and a bridge as processes of ours, gone when we are."""
+"""Starts model servers and bridges as child processes, and stops them. They also end if this process dies."""
 
 import contextlib
 import os
@@ -18,14 +18,14 @@ _STOP_SECONDS = 10.0
 
 
 class ProcessFailed(DraftBridgeError):
-    """A process that we started ended before it was ready; its own message stands above ours."""
+    """A child process ended before it was ready. It has printed its own error message."""
 
     reason = "PROCESS_FAILED"
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Addresses of the three, and their processes by name."""
+    """The addresses of target, draft ("" if there is none) and bridge, and their processes by name."""
 
     bridge: str
     target: str
@@ -34,44 +34,44 @@ class Fleet:
 
 
 def draft_threads() -> int:
-    """For a draft beside a target that has the whole machine: half of it.
+    """Returns the number of threads for a draft on the target's machine: half of the cores.
 
-    Cores that a target is denied it never has, also where no draft pays; whether one pays beside it, `auto` finds out.
+    The target still uses all cores: cores reserved for a draft are wasted whenever speculation does not help.
     """
     return max(1, core_count() // 2)
 
 
 class StopSignals:
-    """SIGINT and SIGTERM of this process, from its making on: `asked` is true once one came.
+    """Handles SIGINT and SIGTERM from its construction on: `asked` becomes true when one arrives.
 
-    Until `started` is set, they raise `KeyboardInterrupt` as well, so that waiting ends. That alone is not enough:
-    raised in a destructor or in a weak reference's callback, as imports have them, it is lost.
+    Until the caller sets `started`, a signal also raises `KeyboardInterrupt`, to interrupt the start. The exception
+    alone is not enough: Python drops it if it is raised in a destructor or in a weak reference's callback.
     """
 
     def __init__(self) -> None:
         self.asked = False
         self.started = False
-        self._ears, self._mouth = os.pipe()
+        self._read_end, self._write_end = os.pipe()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
-        # No more than this: whatever lock it took, the main thread might hold it right now.
+        # A signal handler must not take a lock: the main thread may hold it.
         self.asked = True
-        os.write(self._mouth, b"!")
+        os.write(self._write_end, b"!")
         if not self.started:
             raise KeyboardInterrupt
 
     def wait(self, processes: Iterable["subprocess.Popen[str]"]) -> None:
-        """Until a signal came, also one before, or one of the processes ended."""
+        """Returns when a signal has arrived, even before this call, or when one of the processes has ended."""
 
         def watch(process: "subprocess.Popen[str]") -> None:
             process.wait()
-            os.write(self._mouth, b"!")
+            os.write(self._write_end, b"!")
 
         for process in processes:
             threading.Thread(target=watch, args=(process,), daemon=True).start()
-        os.read(self._ears, 1)
+        os.read(self._read_end, 1)
 
 
 @contextlib.contextmanager
@@ -109,9 +109,9 @@ def fleet(
     target_cores: Sequence[int] | None = None,
     draft_cores: Sequence[int] | None = None,
 ) -> Iterator[Fleet]:
-    """Starts all three, or two without a draft, waits until they are ready, and stops them whatever happens.
+    """Runs a target, a bridge and, unless it is None, a draft. Yields when all are ready.
 
-    `target_cores`, `draft_cores`: the cores that a model server runs on, all if None.
+    `target_cores`, `draft_cores`: the cores of a model server, all if None. Raises `ProcessFailed`.
     """
     processes: dict[str, subprocess.Popen[str]] = {}
     with contextlib.ExitStack() as stack:
@@ -135,14 +135,14 @@ def fleet(
 
 @contextlib.contextmanager
 def serve(model: str, *options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """Starts one model server, and stops it in the end; its address and process."""
+    """Runs a model server. Yields its address and process. Raises `ProcessFailed`."""
     with launched(model, "serve", model, "--until-stdin-closes", "--listen", "127.0.0.1:0", *options) as server:
         yield server
 
 
 @contextlib.contextmanager
 def launched(name: str, *arguments: str, module: str = "services.cli") -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """Starts a module that prints its address and ends with its standard input, and stops it in the end."""
+    """Runs a module that prints its address and ends when its standard input closes. See `serve`."""
     process = _start(*arguments, module=module)
     try:
         yield _ready(name, process), process
@@ -151,7 +151,7 @@ def launched(name: str, *arguments: str, module: str = "services.cli") -> Iterat
 
 
 def stop(process: "subprocess.Popen[str]") -> None:
-    """Ends a process: politely, then not."""
+    """Ends a process with SIGTERM, and with SIGKILL if it has not ended after 10 seconds."""
     if process.stdin:
         process.stdin.close()
     if process.poll() is None:
@@ -171,25 +171,25 @@ def _start(*arguments: str, module: str = "services.cli") -> "subprocess.Popen[s
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # Ctrl-C is for us; we stop them in our own order.
+        # In a session of its own, a child does not receive Ctrl-C: this process stops the children in order.
         start_new_session=os.name == "posix",
     )
 
 
 def _ready(name: str, process: "subprocess.Popen[str]") -> str:
-    """The address that a process prints when it is ready. Raises `ProcessFailed`."""
+    """Returns the address that a process prints when it is ready. Raises `ProcessFailed`."""
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
         assert process.stdout is not None
-        with contextlib.suppress(ValueError):  # closed while we read
+        with contextlib.suppress(ValueError):  # `stop` closed the pipe
             for line in process.stdout:
                 lines.put(line)
         lines.put(None)
 
-    # Read to the end, so that the process never blocks on a full pipe.
+    # The thread keeps reading after the address, so that the process never blocks on a full pipe.
     threading.Thread(target=read, name=f"{name} output", daemon=True).start()
     while (line := lines.get()) is not None:
         if READY in line:
             return line.split(READY, 1)[1].strip()
-    raise ProcessFailed(f"the {name} did not start; its own message is above")
+    raise ProcessFailed(f"the {name} did not start: see its message above")

@@ -1,4 +1,4 @@
-"""Two segmentations of the same bytes, one above the other: what `draftbridge translate` prints."""
+"""Prints two models' tokens of the same text, one row above the other, for `draftbridge translate`."""
 
 import unicodedata
 from bisect import bisect_left
@@ -11,33 +11,33 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-# Neighbouring tokens differ in colour; each row has colours of its own.
+# Two alternating styles for the tokens of each row.
 _STYLES = (("black on bright_cyan", "black on cyan"), ("black on bright_yellow", "black on yellow"))
-# White space and control characters, made visible. A line's end is shown where it is.
+# Visible symbols for white space and control characters.
 _VISIBLE = {" ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥", "\x7f": "␡"} | {
     chr(code): chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\r\t"
 }
-# Those that a terminal obeys or hides: controls, formats such as the one that turns the writing round, separators.
-_OBEYED = ("Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn")
+# Unicode categories of characters that a terminal interprets or hides, such as controls and right-to-left overrides.
+_INVISIBLE = ("Cc", "Cf", "Zl", "Zp", "Cs", "Co", "Cn")
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """A model's tokens, in bytes. A control token has none."""
+    """A text as one model's tokens, each as its bytes. A control token is empty."""
 
     name: str
     tokens: Sequence[bytes]
 
     @cached_property
     def ends(self) -> list[int]:
-        """The offset behind each token."""
+        """The byte offset at which each token ends."""
         return list(accumulate(map(len, self.tokens)))
 
 
 def show(console: Console, above: Segmentation, below: Segmentation) -> None:
-    """Prints both, aligned at byte offsets, a mark where a token ends, and how many there are of each."""
+    """Prints both rows, aligned at byte offsets, with a mark at each token's end, and counts tokens and bytes."""
     data = b"".join(above.tokens)
-    # A tokenizer that changes what it reads says other bytes; then each row stands by itself.
+    # A tokenizer that normalizes its input may spell other bytes. Then the rows cannot be aligned.
     if data == b"".join(below.tokens):
         segments = list(_segments(data, {*above.ends, *below.ends}))
         width = max(console.width - len(str(len(data))) - 2, 8)
@@ -48,28 +48,28 @@ def show(console: Console, above: Segmentation, below: Segmentation) -> None:
             console.print()
     else:
         for one, styles in zip((above, below), _STYLES, strict=True):
-            said = b"".join(one.tokens)
-            console.print(_row(list(_segments(said, set(one.ends))), one, styles), soft_wrap=True)
+            spelled = b"".join(one.tokens)
+            console.print(_row(list(_segments(spelled, set(one.ends))), one, styles), soft_wrap=True)
     for one, styles in zip((above, below), _STYLES, strict=True):
         count = len(one.tokens)
-        bytes_each = f"{len(b''.join(one.tokens)) / count:.2f} bytes a token" if count else "nothing"
+        bytes_each = f"{len(b''.join(one.tokens)) / count:.2f} bytes per token" if count else "no bytes"
         console.print(Text("  ", styles[0]) + Text(f" {one.name}: {count} tokens, {bytes_each}"))
     if data == b"".join(below.tokens):
         common = len(set(above.ends) & set(below.ends) - {0})
-        summary = f"{len(data)} bytes; both have a token's end at {common} places"
+        summary = f"{len(data)} bytes; a token of each model ends at {common} common offsets"
     else:
-        summary = "a tokenizer here changes what it reads: the rows spell different bytes and cannot be aligned"
+        summary = "a tokenizer here normalizes the text: the rows spell different bytes and cannot be aligned"
     console.print(summary, style="dim", highlight=False)
 
 
 def _segments(data: bytes, ends: set[int]) -> Iterator[tuple[int, int, str]]:
-    """What no token of either ends inside of: start, end and how it is shown."""
+    """Yields start, end and display text of each stretch between two offsets of `ends`."""
     for start, end in pairwise(sorted({0, len(data), *ends})):
         yield start, end, _shown(data[start:end])
 
 
 def _shown(data: bytes) -> str:
-    """As text; what is only a part of a character, as bytes."""
+    """Returns bytes as text, and those of an incomplete character in hex."""
     try:
         return "".join(map(_visible, data.decode()))
     except UnicodeDecodeError as error:
@@ -80,7 +80,7 @@ def _shown(data: bytes) -> str:
 def _visible(character: str) -> str:
     if character in _VISIBLE:
         return _VISIBLE[character]
-    return f"‹U+{ord(character):04X}›" if unicodedata.category(character) in _OBEYED else character
+    return f"‹U+{ord(character):04X}›" if unicodedata.category(character) in _INVISIBLE else character
 
 
 def _lines(segments: Sequence[tuple[int, int, str]], width: int) -> Iterator[list[tuple[int, int, str]]]:
@@ -98,7 +98,7 @@ def _lines(segments: Sequence[tuple[int, int, str]], width: int) -> Iterator[lis
 
 
 def _row(line: Sequence[tuple[int, int, str]], of: Segmentation, styles: tuple[str, str]) -> Text:
-    """One line of one model: `│` where a token ends, a space of its colour where only the other model's does."""
+    """Renders one model's line: `│` where its token ends, a space in the token's style where only the other's does."""
     row, ends = Text(), of.ends
     for _, end, shown in line:
         index = bisect_left(ends, end)

@@ -1,4 +1,4 @@
-"""Commands that start processes or prepare them: `serve`, `bridge`, `up`, `pull`, `engines`, `config`."""
+"""Commands that start processes or prepare for it: `serve`, `bridge`, `up`, `pull`, `engines`, `config`."""
 
 import json
 from pathlib import Path
@@ -7,21 +7,21 @@ from typing import Annotated
 import typer
 
 from services.cli.options import CONFIG_HELP
-from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, err, fail, report
+from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, fail, report
 from services.config import DEFAULT_BRIDGE, MODEL_HELP, SECTIONS, BridgeServerConfig, ModelServerConfig, check, load
 from services.engines.registry import engines, prepare
 from services.engines.spec import Weights
 
 
 def serve(config: ModelServerConfig, until_stdin_closes: bool) -> None:
-    """Serve one model until stopped."""
+    """Serve one model, as target, draft or both, until stopped."""
     from services.model.server import run
 
     run(config, report, _announce, until_stdin_closes)
 
 
 def bridge(config: BridgeServerConfig, until_stdin_closes: bool) -> None:
-    """Run a bridge between model services until stopped."""
+    """Run a bridge that connects targets and drafts, until stopped."""
     from services.bridge.server import run
 
     run(config, _announce, until_stdin_closes)
@@ -34,16 +34,16 @@ def _announce(address: str) -> None:
 
 
 def up(
-    target: Annotated[str, typer.Option(help=f"The model whose text you want. {MODEL_HELP}")] = DEFAULT_TARGET,
+    target: Annotated[str, typer.Option(help=f"The model that generates the text. {MODEL_HELP}")] = DEFAULT_TARGET,
     draft: Annotated[
-        str, typer.Option(help="The model that guesses ahead of it; as for --target, or suffix. none for no draft.")
+        str, typer.Option(help="The model that proposes tokens: as for --target, suffix for prompt lookup, or none.")
     ] = DEFAULT_DRAFT,
-    listen: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE,
-    engine: Annotated[str, typer.Option(help="As for serve, for both.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="As for serve, for both.")] = "auto",
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="As for serve, for the target.")] = False,
+    listen: Annotated[str, typer.Option(help="HOST:PORT for the bridge to listen on.")] = DEFAULT_BRIDGE,
+    engine: Annotated[str, typer.Option(help="Engine of both models; see `serve --help`.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Data type of both models; see `serve --help`.")] = "auto",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Serve the target with this option.")] = False,
 ) -> None:
-    """Start a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
+    """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
     from services.cli.processes import StopSignals, draft_threads, fleet
     from services.store.resolve import SUFFIX, resolve
 
@@ -63,13 +63,13 @@ def up(
             if drafted:
                 print(f"draft   {draft} at {running.draft}")
             _announce(running.bridge)
-            err.print(f'[dim]try: draftbridge generate "Once upon a time" --server {running.bridge}    stop: Ctrl-C[/]')
-            # Without its draft the target goes on alone.
+            report(f'try: draftbridge generate "Once upon a time" --server {running.bridge}    stop: Ctrl-C')
+            # The bridge continues without its draft.
             needed = {name: process for name, process in running.processes.items() if name != "draft"}
             stop.wait(needed.values())
             if not stop.asked:
                 ended = next(name for name, process in needed.items() if process.poll() is not None)
-                fail(f"the {ended} has ended; its own message is above")
+                fail(f"the {ended} has ended: see its message above")
     except KeyboardInterrupt:
         pass
 
@@ -77,16 +77,16 @@ def up(
 def pull(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     engine: Annotated[str, typer.Option(help="The engine to prepare the model for.")] = "torch",
-    weights: Annotated[Weights, typer.Option(help="How weights are stored; see `draftbridge engines`.")] = Weights.AUTO,
+    weights: Annotated[Weights, typer.Option(help="Storage format; see `draftbridge engines`.")] = Weights.AUTO,
 ) -> None:
-    """Download a model and convert it if need be, so that serving it starts at once. Prints the path of its files."""
+    """Download and convert a model before it is served, and print the path of its files."""
     print(prepare(engine, model, weights, report))
 
 
 def list_engines(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the rows of a Markdown table.")] = False,
 ) -> None:
-    """List the engines: what each runs, where, and whether it is installed."""
+    """List the engines: the models and devices that each supports, its options, and whether it is installed."""
     for spec in engines().values():
         facts = {
             "runs": spec.runs,
@@ -111,21 +111,21 @@ def show(
     process: Annotated[str, typer.Argument(help=f"The kind of process: {' or '.join(SECTIONS)}.")],
     config: Annotated[Path | None, typer.Option(help=CONFIG_HELP)] = None,
 ) -> None:
-    """Print the effective configuration of a process as TOML, and where each value comes from."""
+    """Print the effective configuration of a process as TOML, with the origin of each value."""
     if process not in SECTIONS:
-        fail(f"there is no process {process!r}: use {' or '.join(SECTIONS)}")
+        fail(f"unknown kind of process {process!r}: use {' or '.join(SECTIONS)}")
     loaded = load(SECTIONS[process], {}, config, partial=True)
     print(f"[{process}]")
     for name, origin in loaded.origins.items():
         key, value = name.replace("_", "-"), getattr(loaded.values, name, None)
-        # TOML has no null: what is not set is left out, or must be given.
+        # TOML has no null, so an unset value becomes a comment.
         line = f"{key} = {_toml(value)}" if value is not None else f"# {key} ="
         print(f"{line:40}  # {origin}")
 
 
 @config_app.command("check")
 def check_file(path: Annotated[Path, typer.Argument(help="The TOML file.")]) -> None:
-    """Check a configuration file; an error names the line, the key and the remedy."""
+    """Check a configuration file. An error names the line, the key and the allowed values."""
     print(f"{path} is valid: it configures {', '.join(check(path)) or 'nothing'}")
 
 

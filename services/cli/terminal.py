@@ -1,8 +1,9 @@
-"""What the commands print, and the models they take by default."""
+"""Output to the terminal, and the default models of the commands."""
 
 from typing import NoReturn
 
 from rich.console import Console
+from rich.markup import escape
 
 out = Console()
 err = Console(stderr=True)
@@ -12,11 +13,11 @@ DEFAULT_DRAFT = "smollm2-135m-instruct"
 
 
 def report(text: str) -> None:
-    """Prints a step of something that takes a while."""
-    err.print(f"[dim]{text}[/]")
+    """Prints a step of a long operation, or a summary, to standard error. Takes plain text, as everything here does."""
+    err.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def fail(message: str) -> NoReturn:
     """Prints an error and ends the process with status 1."""
-    err.print(f"[bold red]error:[/] {message}", highlight=False, markup=True, soft_wrap=True)
+    err.print("[bold red]error:[/]", escape(message), highlight=False, soft_wrap=True)
     raise SystemExit(1)

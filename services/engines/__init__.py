@@ -1,1 +1,1 @@
-"""Engines run a model's weights and own its KV cache: ids in, logits out. They know neither gRPC nor text."""
+"""Engines own a model's weights and KV cache: token ids in, logits out. They know neither gRPC nor text."""

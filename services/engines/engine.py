@@ -1,4 +1,4 @@
-"""What an engine is."""
+"""The interface of engines, and functions that all engines share: checks, measurements, sizes."""
 
 import hashlib
 import os
@@ -14,9 +14,9 @@ import numpy as np
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 
-# Widths of the forwards that are timed, the tokens before them, and how long that may take in all.
+# `measure` times forwards of these numbers of tokens after this many cached tokens, for about this long in total.
 _MEASURED_WIDTHS, _MEASURED_CONTEXT, _MEASURING_NS = (1, 2, 3, 5, 9, 17, 25), 128, 5_000_000_000
-# With room for fewer tokens a slot is of no use. llama.cpp rounds lengths up to a multiple of it.
+# Slot lengths are multiples of this number of tokens, because llama.cpp rounds them up to it.
 CONTEXT_STEP = 256
 
 
@@ -24,8 +24,8 @@ CONTEXT_STEP = 256
 class Row:
     """One sequence's part of a forward.
 
-    The slot's cache keeps its first `keep` tokens, drops the rest and takes `token_ids` behind them.
-    Logits come back for the positions from `logits_from` (an index into `token_ids`) to the end.
+    The slot's cache keeps its first `keep` tokens, drops the rest and appends `token_ids`. The engine returns logits
+    for the positions from `logits_from` (an index into `token_ids`) to the end.
     """
 
     slot: int
@@ -35,11 +35,11 @@ class Row:
 
 
 class Engine(Protocol):
-    """A model's weights and the caches of `slot_count` sequences, whose memory is set aside from the start."""
+    """A model's weights and the KV caches of `slot_count` sequences. The memory of the caches is fixed at the start."""
 
     @property
     def name(self) -> str:
-        """What runs it: "torch", ..."""
+        """The engine's name in the registry, such as "torch"."""
         ...
 
     @property
@@ -50,12 +50,12 @@ class Engine(Protocol):
 
     @property
     def context_length(self) -> int:
-        """The longest sequence in tokens: the model's limit, or what a slot has room for."""
+        """The maximum length of a sequence in tokens: the model's limit or a slot's size, whichever is smaller."""
         ...
 
     @property
     def vocabulary_size(self) -> int:
-        """Columns of the logits."""
+        """The number of columns of the logits."""
         ...
 
     @property
@@ -63,34 +63,33 @@ class Engine(Protocol):
 
     @property
     def cache_byte_count(self) -> int:
-        """Memory of all slots' keys and values."""
+        """The memory of the keys and values of all slots, in bytes."""
         ...
 
     @property
     def logit_tolerance(self) -> float:
-        """How far the lead of one logit over another may move with the forward that both are computed in."""
+        """How much the difference of two logits of a position may vary with the forward that computes them."""
         ...
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
-        """Runs all rows, of different slots, in one pass.
+        """Runs all rows, each of another slot, in one pass.
 
-        Returns for each logits [len(token_ids) - logits_from, vocabulary_size]. The arrays may be overwritten by the
-        next call. Raises ValueError for rows that cannot be, before anything is done. Not thread-safe: one thread
-        per engine.
+        Returns logits [len(token_ids) - logits_from, vocabulary_size] for each row. The next call may overwrite them.
+        Raises ValueError for invalid rows, before it changes anything. Only one thread may use an engine.
         """
         ...
 
     def copy(self, source: int, target: int, token_count: int) -> None:
-        """Puts the first so many tokens of one slot's cache into another, whose own are dropped.
+        """Replaces the cache of slot `target` by the first `token_count` tokens of slot `source`.
 
-        Raises ValueError for what cannot be. That a slot holds so many tokens is for the caller to see to, here and in
-        `forward`.
+        Raises ValueError for slots or counts out of range. The caller ensures, here and in `forward`, that a slot
+        holds the tokens that are to be kept.
         """
         ...
 
 
 def check(engine: Engine, rows: Sequence[Row]) -> None:
-    """Raises ValueError for rows that the engine cannot run."""
+    """Raises ValueError for invalid rows; see `Engine.forward`."""
     if not rows or len({row.slot for row in rows}) < len(rows):
         raise ValueError("no row, or two rows for a slot")
     for row in rows:
@@ -99,13 +98,13 @@ def check(engine: Engine, rows: Sequence[Row]) -> None:
         if not 0 <= row.logits_from <= len(row.token_ids):
             raise ValueError(f"a row with logits from {row.logits_from} of {len(row.token_ids)} tokens")
         if not row.token_ids or not 0 <= row.keep <= engine.context_length - len(row.token_ids):
-            raise ValueError(f"a row of {len(row.token_ids)} tokens behind {row.keep} of {engine.context_length}")
+            raise ValueError(f"a row of {len(row.token_ids)} tokens after {row.keep}, in {engine.context_length}")
         if not 0 <= min(row.token_ids) <= max(row.token_ids) < engine.vocabulary_size:
-            raise ValueError(f"a row with an id outside {engine.vocabulary_size}")
+            raise ValueError(f"a row with an id outside the vocabulary of {engine.vocabulary_size}")
 
 
 def check_copy(engine: Engine, source: int, target: int, token_count: int) -> None:
-    """Raises ValueError for a copy that the engine cannot make."""
+    """Raises ValueError for an invalid copy; see `Engine.copy`."""
     if not (0 <= source < engine.slot_count and 0 <= target < engine.slot_count and source != target):
         raise ValueError(f"a copy from slot {source} to {target} of {engine.slot_count}")
     if not 0 <= token_count <= engine.context_length:
@@ -113,9 +112,9 @@ def check_copy(engine: Engine, source: int, target: int, token_count: int) -> No
 
 
 def warm(engine: Engine, widths: Iterable[int]) -> None:
-    """Runs a forward of each width once: libraries prepare kernels for each shape when they first meet it.
+    """Runs one forward of each width, because libraries prepare kernels when they first see a shape.
 
-    That may take ten times as long as the forward, and would be taken for what such forwards cost.
+    The first forward of a width may take ten times as long as later ones, which would distort measured costs.
     """
     for width in widths:
         if width <= engine.context_length:
@@ -123,10 +122,11 @@ def warm(engine: Engine, widths: Iterable[int]) -> None:
 
 
 def measure(engine: Engine, *, all_logits: bool) -> list[tuple[int, int]]:
-    """Numbers of tokens, from few to many, and the nanoseconds that a forward of them takes after `_MEASURED_CONTEXT`.
+    """Returns (number of tokens, nanoseconds of a forward of them), by number of tokens, after 128 cached tokens.
 
-    Bridges plan with these until they have seen forwards of their own. `all_logits`: as a target, which verifies every
-    token; a draft asks only for the last. Takes the faster of two forwards each, and stops when it has taken long.
+    Bridges plan with these until they have measured forwards themselves. `all_logits`: computes the logits of all
+    tokens, as a target does; a draft needs only the last. The time is that of the faster of two forwards. Starts no
+    forward after 5 seconds, once it has two numbers.
     """
     context = min(_MEASURED_CONTEXT, engine.context_length // 2)
     engine.forward([Row(0, 0, (0,) * context, context)])
@@ -142,14 +142,14 @@ def measure(engine: Engine, *, all_logits: bool) -> list[tuple[int, int]]:
 
 
 def core_count() -> int:
-    """Cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def compute_units(device: str, threads: int | None) -> tuple[frozenset[str], int]:
-    """Names of the cores or the accelerator that an engine on `device` computes on, and how many it uses at a time.
+    """Returns names of the cores or the accelerator that an engine on `device` computes on, and how many it uses.
 
-    The names are those of this machine until it boots anew, and tell nothing else about it.
+    The names are the same in all processes of this machine until it reboots, and reveal nothing else about it.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     identity = boot.read_text() if boot.is_file() else str(uuid.getnode())
@@ -162,21 +162,21 @@ def compute_units(device: str, threads: int | None) -> tuple[frozenset[str], int
 
 
 def by_row(table: Logits, rows: Sequence[Row]) -> list[Logits]:
-    """Logits of all rows behind one another, taken apart."""
+    """Splits the concatenated logits of all rows into one array per row."""
     ends = np.cumsum([len(row.token_ids) - row.logits_from for row in rows])
     return np.split(table, ends[:-1])
 
 
 def slot_room(token_bytes: int, slot_count: int, cache_byte_limit: int, limit: int) -> int:
-    """Tokens that each slot has room for, a multiple of `CONTEXT_STEP`, and no more of them than `limit` needs.
+    """Returns the size of a slot in tokens: a multiple of `CONTEXT_STEP`, at most `limit` rounded up to one.
 
-    `token_bytes`: memory of one token's keys and values. Raises `UnusableModel` if there is room for too few.
+    `token_bytes`: memory of one token's keys and values. Raises `UnusableModel` if the memory is too small.
     """
     room = cache_byte_limit // (slot_count * token_bytes) // CONTEXT_STEP * CONTEXT_STEP
     if room == 0:
         raise UnusableModel(
-            f"{slot_count} sequences of {CONTEXT_STEP} tokens take "
-            f"{slot_count * token_bytes * CONTEXT_STEP / 2**30:.2f} GiB of keys and values: allow more with "
-            "--kv-memory, or fewer --slots"
+            f"{slot_count} sequences of {CONTEXT_STEP} tokens, the minimum, take "
+            f"{slot_count * token_bytes * CONTEXT_STEP / 2**30:.2f} GiB of keys and values: increase --kv-memory, or "
+            "decrease --slots"
         )
     return min(room, -(-limit // CONTEXT_STEP) * CONTEXT_STEP)

@@ -1,9 +1,9 @@
-"""Forwards of one shape, so that what a model says of a text depends on nothing but the text, bit for bit.
+"""Runs all forwards in one shape, so that logits depend on the text alone, bit for bit.
 
-A matrix product over one row rounds in another order than one over eight, so a logit depends a little on how many
-tokens went through the model with it. Here each position is only ever computed in one way: alone in the batch, in the
-block of `WIDTH` tokens that begins at a multiple of it, with the cache ending where the block does. What a block lacks
-is filled up, and what it had before is computed again; neither can be seen by the positions before it.
+A matrix product over one row rounds in another order than one over eight, so a logit depends slightly on how many
+tokens are in its forward. Here, each position is always computed in the same way: alone in the batch, in the block of
+`WIDTH` tokens that begins at a multiple of `WIDTH`, with the cache ending where the block does. Cached positions of a
+block are computed again, and a short block is padded; causal attention hides the padding from the positions before it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ WIDTH = 16
 
 
 class FixedWidthEngine:
-    """Another engine, used so. Rows go one after the other: a batch is another shape."""
+    """Wraps an engine. Rows run one after another, because a batch of several would be another shape."""
 
     logit_tolerance = 0.0
 
@@ -46,7 +46,7 @@ class FixedWidthEngine:
         for start in range(row.keep // WIDTH * WIDTH, len(ids), WIDTH):
             block = ids[start : start + WIDTH]
             filled = (*block, *[block[-1]] * (WIDTH - len(block)))
-            # All of a block's logits or none: the output's matrix product has a shape as well.
+            # All of a block's logits or none, because the shape of the output's matrix product matters as well.
             wanted = first < start + len(block)
             logits = self._engine.forward([Row(row.slot, start, filled, 0 if wanted else WIDTH)])[0]
             if wanted:

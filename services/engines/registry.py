@@ -1,7 +1,7 @@
-"""The registry of engines. Everything that lists engines or chooses one asks here.
+"""The registry of engines: lists them, chooses one for a model, and prepares models for one.
 
-To add an engine, write a class like `services.engines.engine.Engine` and an `EngineSpec` in a file or folder of its
-own, and add the spec to `_OWN`. A package that is installed separately names its spec as an entry point instead::
+To add an engine, implement `services.engines.engine.Engine`, write an `EngineSpec` in a new file or folder, and add the
+spec to `_OWN`. A separately installed package names its spec as an entry point instead::
 
     [project.entry-points."draftbridge.engines"]
     mine = "my_package.spec:MINE"
@@ -19,20 +19,20 @@ from services.engines.spec import EngineOptions, EngineSpec, Weights
 from services.engines.torch.spec import TORCH
 from services.store.cache import Report
 
-# `--engine auto` takes the first of these that does not pass a model over: the fastest first, see docs/engines.md.
+# Fastest first: `--engine auto` takes the first one whose `passed_over` returns "". See docs/engines.md.
 _OWN = (LLAMACPP, OPENVINO, TORCH)
 AUTO = "auto"
 
 
 @cache
 def engines() -> dict[str, EngineSpec]:
-    """Returns all engines by name: those of this package, then those of other installed packages."""
+    """Returns all engine specs by name: those of this package, then those of other installed packages."""
     others = (entry_point.load() for entry_point in entry_points(group="draftbridge.engines"))
     return {spec.name: spec for spec in (*_OWN, *others)}
 
 
 def engine_spec(name: str) -> EngineSpec:
-    """Returns the engine of that name. Raises `InvalidField`."""
+    """Returns the spec with this name. Raises `InvalidField`."""
     found = engines().get(name)
     if found is None:
         raise InvalidField("--engine", f"one of {', '.join((AUTO, *engines()))}", repr(name))
@@ -40,10 +40,10 @@ def engine_spec(name: str) -> EngineSpec:
 
 
 def choose_engine(name: str, model: str, options: EngineOptions) -> tuple[EngineSpec, EngineOptions]:
-    """Returns the engine for a model, with `name` resolved if it is "auto", and the options, checked.
+    """Returns the spec for a model and the options to open it with, both chosen here if `name` is "auto".
 
-    Raises `InvalidField` for an engine that does not exist or options that it does not have, `UnusableModel` for an
-    engine that is not installed.
+    Raises `InvalidField` for an unknown engine or options that it does not support, `UnusableModel` for an engine that
+    is not installed.
     """
     if name != AUTO:
         spec = engine_spec(name)
@@ -56,9 +56,9 @@ def choose_engine(name: str, model: str, options: EngineOptions) -> tuple[Engine
 
 
 def prepare(name: str, model: str, weights: Weights, report: Report) -> Path:
-    """Fetches and converts a model for one engine, and returns what it reads. Raises what `choose_engine` raises."""
+    """Downloads and converts a model for one engine. Returns the path to open. Raises a `DraftBridgeError`."""
     if name == AUTO:
-        raise InvalidField("--engine", "one engine: which is the fastest depends on how the model is served", AUTO)
+        raise InvalidField("--engine", "one engine, because auto depends on the options of serve", AUTO)
     spec = engine_spec(name)
     spec.check(EngineOptions(weights=weights))
     return spec.prepare(model, weights, report)

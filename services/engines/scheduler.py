@@ -1,9 +1,9 @@
 """One thread runs the model, for all sequences of the process at once (continuous batching).
 
-A job brings a sequence's cache up to its ids and hands on the logits of the last ones. Before every forward the
-thread looks at all jobs. Each that lacks little gets its part; candidates get what is then left of the width, shared
-out evenly; and long prompts get a chunk, shared out evenly too. So a long prompt stalls nobody, and load squeezes out
-speculation, never progress. After Yu et al., "Orca" (2022), and Agrawal et al., "Sarathi-Serve" (2024).
+A job extends a sequence's cache to all its ids and delivers the logits of the last ones. Each forward serves all jobs:
+first those that lack few ids, then candidates, which share the rest of the forward's width evenly, then long prompts,
+which share a chunk evenly. So a long prompt delays nobody for long, and load reduces speculation, never progress.
+After Yu et al., "Orca" (2022), and Agrawal et al., "Sarathi-Serve" (2024).
 """
 
 import asyncio
@@ -26,24 +26,24 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# Tokens of a forward that serves no prompt; beyond, forwards get slower faster than they get more done.
+# Candidates fill a forward up to this number of tokens, not counting prompts. Wider ones yield less per second.
 _WIDTH = 64
-# Tokens of prompts in a forward: by themselves, and beside others who wait for their next token.
+# Prompt tokens of a forward: if it has only prompts, and if other sequences wait for their next token.
 _CHUNK = 512
 _SHARED_CHUNK = 128
-# Ids that a sequence may lack before it counts as a prompt: a draft is told as many at a time.
-_FEW = 16
-# What is waited for sequences to come back: a tenth of the forward before, within these.
+# A job that lacks more ids than this counts as a prompt. Ordinary steps of drafts and targets lack fewer.
+_MAX_STEP_IDS = 16
+# After a forward, the thread waits for the next jobs: a tenth of the forward's time, within these limits.
 _LINGER_NS = 500_000, 2_000_000
-# A sequence that has not asked for anything for so long loses its slot to one that waits. It costs time, not text.
+# A sequence without a job for this long loses its slot to one that waits. It then reads its text again.
 _IDLE_NS = 2_000_000_000
 
 
 @dataclass(frozen=True)
 class Timed(Generic[T]):
-    """A result, and how long it waited and took in nanoseconds.
+    """The result of a job, its time in the queue and in forwards.
 
-    `cached_token_count`: ids that were found in a cache. `extra_count`: candidates that were taken along.
+    `cached_token_count`: ids that a new sequence found in a cache. `extra_count`: candidates that were run.
     """
 
     value: T
@@ -55,10 +55,10 @@ class Timed(Generic[T]):
 
 @dataclass(eq=False)
 class Job:
-    """Ids of a sequence, and `extra_count` candidates behind them.
+    """The ids of a sequence, followed by `extra_count` candidates.
 
-    `agreed`: how many of them its slot still holds. `finish` gets logits for the last id of the sequence and for as
-    many of the candidates as were taken along; it is called in the model's thread, and they are valid only inside it.
+    `agreed`: number of leading ids whose cache its slot holds. `finish` receives the logits of the sequence's last id
+    and of the candidates that were run. The model's thread calls it, and the logits are valid only during the call.
     """
 
     holder: object
@@ -74,26 +74,26 @@ class Job:
 
     @property
     def lacks(self) -> int:
-        """Ids of the sequence that must go through the model; at least the last, whose logits are asked for."""
+        """The number of the sequence's ids that must still run: at least 1, the last id, for its logits."""
         return len(self.ids) - self.extra_count - self.agreed
 
 
 class Scheduler:
-    """Runs an engine. Sequences of any event loop may use it; `queue_limit` of them may wait for a slot.
+    """Runs an engine in a thread. Sequences of any event loop may use it; `queue_limit` of them may wait for a slot.
 
-    `open_engine` is called in the thread that will run it: OpenMP gives each thread that computes helpers of its own,
-    and where they are more than the cores it lets them sleep at every step. Raises what it raises.
+    The thread also calls `open_engine`: OpenMP creates a team of helper threads for each thread that computes, and
+    with more helpers than cores they sleep between steps. Raises what `open_engine` raises.
     """
 
     def __init__(self, open_engine: Callable[[], Engine], queue_limit: int = 64) -> None:
         self.queue_limit = queue_limit
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Who has a slot or waits for one, and who lost it to one that waited.
+        # Sequences that have a slot or wait for one, and sequences that lost theirs while they were idle.
         self._holders: set[object] = set()
         self._evicted: set[object] = set()
         self._lock = threading.Lock()
         self._closed = False
-        # What follows belongs to the thread.
+        # Only the thread uses the fields below.
         self._jobs: list[Job] = []
         self._expected = self._linger_ns = 0
         opened: Future[Engine] = Future()
@@ -108,15 +108,15 @@ class Scheduler:
 
     @property
     def free_slot_count(self) -> int:
-        """Slots that no sequence has or waits for."""
+        """The number of slots that no sequence holds or waits for."""
         return max(self.engine.slot_count - len(self._holders), 0)
 
     async def run(
         self, holder: object, ids: Sequence[int], extra: Sequence[int], agreed: int, finish: Callable[[Logits], T]
     ) -> Timed[T]:
-        """Does a job for a sequence that has no other. Cancelling takes it out, at the latest behind a forward.
+        """Runs a job for the sequence `holder`, which must not have another. A cancelled job gets no further forward.
 
-        Raises `SlotsExhausted` if too many wait already, and `EngineFailure` if the model fails.
+        Raises `SlotsExhausted` if too many sequences wait already, and `EngineFailure` if the model fails.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Timed[T]] = loop.create_future()
@@ -124,7 +124,7 @@ class Scheduler:
         with self._lock:
             if self._closed:
                 raise EngineFailure("the model's thread has died: restart this server")
-            # One that lost its slot while it was idle is in the middle of a text: it may wait with the others.
+            # The limit does not apply to a sequence that lost its slot while idle: it is in the middle of a text.
             new = holder not in self._holders and holder not in self._evicted
             if new and len(self._holders) >= self.engine.slot_count + self.queue_limit:
                 raise SlotsExhausted(self.engine.slot_count, self.queue_limit)
@@ -134,7 +134,7 @@ class Scheduler:
         return await future
 
     def release(self, holder: object) -> None:
-        """Gives up a sequence's slot, or its wait for one."""
+        """Frees a sequence's slot, or takes it out of the queue for one."""
         with self._lock:
             self._evicted.discard(holder)
             if holder not in self._holders:
@@ -143,7 +143,7 @@ class Scheduler:
         self._inbox.put(lambda: self._forget(holder))
 
     def close(self) -> None:
-        """Ends the thread, and with it what is under way."""
+        """Ends the thread after its present forward. Unfinished jobs fail with `EngineFailure`."""
         self._inbox.put(None)
         self._thread.join()
 
@@ -154,71 +154,71 @@ class Scheduler:
     def _work(self, open_engine: Callable[[], Engine], opened: "Future[Engine]") -> None:
         try:
             engine = open_engine()
-        except BaseException as error:  # it is raised again where the engine was asked for
+        except BaseException as error:  # `__init__` raises it
             opened.set_exception(error)
             return
         self._slots = Slots(engine.slot_count)
         opened.set_result(engine)
         try:
             idle = True
-            while self._listen(idle):
+            while self._receive(idle):
                 planned = self._plan()
                 idle = not planned
                 self._run(planned)
         except Exception:
             _log.exception("the model's thread died")
         finally:
-            self._give_up()
+            self._fail_all()
 
-    def _give_up(self) -> None:
-        """Nobody waits for a thread that is gone."""
+    def _fail_all(self) -> None:
+        """Fails all jobs when the thread ends, so that nobody waits forever."""
         with self._lock:
             self._closed = True
         while not self._inbox.empty():
-            if news := self._inbox.get():
-                news()
+            if action := self._inbox.get():
+                action()
         for job in list(self._jobs):
             self._end(job, EngineFailure("the model's thread has ended: restart this server"))
 
-    def _listen(self, idle: bool) -> bool:
-        """Takes in what came; False at the end. Waits as long as there is no job.
+    def _receive(self, idle: bool) -> bool:
+        """Runs the actions in the inbox, and returns False when the scheduler is closed. Waits while there is no job.
 
-        And for a moment if sequences that just got their token are about to ask for the next, or there would be a
-        forward for the quickest of them and another for the rest. `idle`: none of the jobs can be run.
+        Also waits briefly for the next jobs of sequences that were in the last forward: otherwise one forward would
+        serve the quickest and another one the rest. `idle`: no job can run now, because all wait for slots.
         """
         until = perf_counter_ns() + self._linger_ns
         while True:
             left = 0.0 if len(self._jobs) >= self._expected else (until - perf_counter_ns()) / 1e9
             if idle:
-                # Who waits for a slot looks again whether somebody has left his lying.
+                # Then a slot whose sequence is idle can be taken.
                 left = _IDLE_NS / 1e9
             try:
-                news = self._inbox.get(timeout=max(left, 0.0) if self._jobs else None)
+                action = self._inbox.get(timeout=max(left, 0.0) if self._jobs else None)
             except queue.Empty:
                 return True
-            if news is None:
+            if action is None:
                 return False
-            news()
+            action()
             idle = False
 
     def _plan(self) -> list[tuple[Job, Row]]:
-        """The next forward."""
+        """Returns the jobs of the next forward with their rows, by the rules at the top of this file."""
         self._jobs = [job for job in self._jobs if not job.future.cancelled()]
         begun: list[Job] = []
         for job in self._jobs:
             if self._slots.of(job.holder) or self._begin(job, begun):
                 begun.append(job)
-        few = [job for job in begun if job.lacks <= _FEW]
-        many = [job for job in begun if job.lacks > _FEW]
-        chunks = dict(_shared(_SHARED_CHUNK if few else _CHUNK, [(job, job.lacks) for job in many]))
-        ready = few + [job for job in many if chunks[job] == job.lacks]
-        extras = dict(_shared(_WIDTH - sum(job.lacks for job in few), [(job, job.extra_count) for job in ready]))
+        steps = [job for job in begun if job.lacks <= _MAX_STEP_IDS]
+        prompts = [job for job in begun if job.lacks > _MAX_STEP_IDS]
+        chunks = dict(_shared(_SHARED_CHUNK if steps else _CHUNK, [(job, job.lacks) for job in prompts]))
+        ready = steps + [job for job in prompts if chunks[job] == job.lacks]
+        extras = dict(_shared(_WIDTH - sum(job.lacks for job in steps), [(job, job.extra_count) for job in ready]))
         return [
             (job, self._row(job, chunks.get(job, job.lacks), extras.get(job))) for job in begun if chunks.get(job, 1)
         ]
 
     def _begin(self, job: Job, begun: Sequence[Job]) -> bool:
-        """Gives a new sequence its slot, if there is one and nobody is just reading a prompt that begins like it."""
+        """Gives a new sequence a slot, unless there is none or a job is reading a prompt with the same beginning."""
         place = self._slots.place(job.ids)
         if place is None:
             busy = {one.holder for one in self._jobs}
@@ -231,7 +231,7 @@ class Scheduler:
         if place is None:
             return False
         for other in begun:
-            if other.lacks > _FEW and common_prefix_length(other.ids, job.ids) >= place.length + LEAST_COPIED:
+            if other.lacks > _MAX_STEP_IDS and common_prefix_length(other.ids, job.ids) >= place.length + LEAST_COPIED:
                 return False
         self._take(job, place)
         return True
@@ -241,14 +241,14 @@ class Scheduler:
         if place.source is not None:
             try:
                 self.engine.copy(place.source.index, place.slot.index, length)
-            except Exception:  # then it is read anew
-                _log.exception("a slot could not be copied")
+            except Exception:
+                _log.exception("a slot could not be copied; its tokens are computed again")
                 length = 0
         self._slots.take(place.slot, job.holder, job.ids, length)
         job.agreed = job.cached_token_count = min(length, len(job.ids) - job.extra_count - 1)
 
     def _row(self, job: Job, count: int, extra: int | None) -> Row:
-        """So many of the ids that a job lacks, and of its candidates; no logits as long as it still lacks some."""
+        """Returns a row of `count` ids that the job lacks; with `extra` candidates and logits unless that is None."""
         slot = self._slots.of(job.holder)
         assert slot is not None
         end = job.agreed + count
@@ -263,7 +263,7 @@ class Scheduler:
         try:
             tables = self.engine.forward([row for _, row in planned])
         except Exception as error:
-            if len(planned) > 1:  # it is the fault of one of them; the others go on
+            if len(planned) > 1:  # runs each job alone, so that only the one at fault fails
                 for one in planned:
                     self._run([one])
                 return
@@ -315,11 +315,11 @@ class Scheduler:
 
 
 def _shared(amount: int, wanted: Sequence[tuple[Job, int]]) -> list[tuple[Job, int]]:
-    """Shares out an amount evenly: who wants little gets it, the others as much as one another."""
+    """Distributes an amount evenly: jobs that want less than an even share get it all, the others get equal shares."""
     given = []
     left = max(amount, 0)
-    for place, (job, want) in enumerate(sorted(wanted, key=lambda one: one[1])):
-        part = min(want, left // (len(wanted) - place))
+    for index, (job, want) in enumerate(sorted(wanted, key=lambda one: one[1])):
+        part = min(want, left // (len(wanted) - index))
         given.append((job, part))
         left -= part
     return given

@@ -1,4 +1,4 @@
-"""Whether an engine does what the model does: tried with a few tokens, before it is served."""
+"""The engine self-test: compares an engine's logits with the model's own on a few tokens, before it serves."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,21 +11,21 @@ from numpy.typing import NDArray
 
 from services.engines.engine import Engine, Row
 
-# Tokens of each text, of the beginning that both share, and of the part whose logits are not asked for.
+# Tokens of each text, of the beginning that both share, and of the first text's part that runs without logits.
 _LENGTH, _SHARED, _READ = 16, 4, 8
-# An engine's logits may move twice as far as the model's own do when each of its parts is off by one unit in the last
-# place. In bfloat16 they were seen to move 0.3 times (SmolLM2-135M, Gemma-3-270M), 0.5 times (Qwen2.5-Coder-0.5B) and
-# 0.9 times (1.5B) as far.
-_NOISES = 2.0
-# Rounding in float32 is far below this, and what an engine may get wrong far above.
-_LEAST_TOLERANCE = 1e-3
+# An engine's logits may differ from the model's own by this factor times the rounding noise: the change of the model's
+# logits if the output of each part is changed by up to one unit in the last place. Differences measured in bfloat16,
+# relative to that noise: 0.3 (SmolLM2-135M, Gemma-3-270M), 0.5 (Qwen2.5-Coder-0.5B) and 0.9 (1.5B).
+_NOISE_FACTOR = 2.0
+# Rounding in float32 causes far smaller differences than this, and an error in an engine far larger ones.
+_MIN_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Two texts that begin alike, and the model's own logits after each token: [texts, tokens, vocabulary size].
+    """Two texts with the same beginning, and the model's own logits for them: [texts, tokens, vocabulary size].
 
-    `tolerance`: how far an engine's logits may be from them, as `_distance` measures it.
+    `tolerance`: the largest allowed `_distance` of an engine's logits from them.
     """
 
     texts: tuple[tuple[int, ...], tuple[int, ...]]
@@ -35,23 +35,22 @@ class Proof:
     @classmethod
     @torch.inference_mode()
     def of(cls, model: Any) -> "Proof":
-        """By attention of the model's own, in its own dtype.
+        """Computes the self-test of a transformers model with the model's own attention and dtype.
 
-        The texts are sampled from the model: on random ids some models are so ill-conditioned that rounding to
-        bfloat16 moves logits as far as a wrong mask does. The tolerance follows from what rounding does to the model.
+        Samples the texts from the model: on random ids, some models are so ill-conditioned that rounding to bfloat16
+        changes logits as much as a wrong mask does. The tolerance follows from the model's rounding noise.
         """
         texts = _sampled(model)
         expected = _logits(model, texts)
-        with _rounded_otherwise(model):
+        with _perturbed(model):
             noise = _distance(_logits(model, texts), expected)
         one, other = (tuple(text) for text in texts)
-        return cls((one, other), expected, max(_LEAST_TOLERANCE, _NOISES * noise))
+        return cls((one, other), expected, max(_MIN_TOLERANCE, _NOISE_FACTOR * noise))
 
     def check(self, engine: Engine) -> None:
-        """Raises ValueError if logits differ by more than they may.
+        """Raises ValueError if the engine's logits differ from the model's own by more than the tolerance.
 
-        Two rows of different lengths, cut in pieces, with a rejected token in between and a copied slot, must give
-        the logits that the model gives without any of it.
+        Covers two rows of different lengths in a forward, a text in two parts, a rejected token and a copied slot.
         """
         text, other = self.texts
         engine.forward([Row(0, 0, (*text[:_READ], other[_READ]), _READ)])
@@ -62,11 +61,11 @@ class Proof:
         for row, logits, own in zip(rows, engine.forward(rows), self.expected, strict=False):
             error = _distance(logits, own[row.keep :])
             if not error < self.tolerance:
-                raise ValueError(f"logits differ by {error:.1%} from the model's own, {self.tolerance:.1%} is rounding")
+                raise ValueError(f"logits differ by {error:.1%} from the model's own, allowed is {self.tolerance:.1%}")
 
 
 def _sampled(model: Any) -> list[list[int]]:
-    """Two texts that the model might write, with the same beginning."""
+    """Returns two texts with the same beginning, sampled from the model."""
     generator = torch.Generator().manual_seed(0)
     size = min(int(model.get_output_embeddings().weight.shape[0]), 1000)
     first = int(torch.randint(size, (1,), generator=generator))
@@ -83,7 +82,7 @@ def _sampled(model: Any) -> list[list[int]]:
 
 
 def _logits(model: Any, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
-    """[texts, tokens, vocabulary size]"""
+    """Returns the model's logits [texts, tokens, vocabulary size]."""
     found: NDArray[np.float32] = (
         model(torch.tensor(texts, device=model.device), use_cache=False).logits.float().cpu().numpy()
     )
@@ -91,17 +90,17 @@ def _logits(model: Any, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
 
 
 def _distance(logits: NDArray[np.float32], own: NDArray[np.float32]) -> float:
-    """The norm of the difference over that of the model's own.
+    """Returns the norm of the difference, relative to the norm of the model's own logits.
 
-    Both without their mean over the vocabulary, which changes no probability.
+    Subtracts the mean over the vocabulary from both, because it does not affect probabilities.
     """
     moved, centred = (table - table.mean(axis=-1, keepdims=True) for table in (logits - own, own))
     return float(np.linalg.norm(moved) / np.linalg.norm(centred))
 
 
 @contextmanager
-def _rounded_otherwise(model: Any) -> Iterator[None]:
-    """Moves what each innermost part of a model returns at random, by up to one unit in the last place."""
+def _perturbed(model: Any) -> Iterator[None]:
+    """Changes the output of each innermost module at random, by up to one unit in the last place."""
     generator: dict[torch.device, torch.Generator] = {}
 
     def move(module: torch.nn.Module, given: Any, found: Any) -> Any:

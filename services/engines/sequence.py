@@ -1,4 +1,4 @@
-"""One sequence: knows what its slot holds of it, and asks for what is new."""
+"""A sequence of token ids with a cache: runs only the ids that its slot does not hold yet."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def check_ids(token_ids: Sequence[int], model: Model) -> None:
-    """Raises `TokenOutOfRange` for an id that the model has no row for."""
+    """Raises `TokenOutOfRange` for an id beyond the model's vocabulary."""
     for id_ in token_ids:
         if id_ >= model.vocabulary_size:
             raise TokenOutOfRange(id_, model.vocabulary_size, model.name)
@@ -21,54 +21,54 @@ def check_ids(token_ids: Sequence[int], model: Model) -> None:
 
 @dataclass(eq=False)
 class CachedSequence:
-    """Ids of a sequence, `replace`/`accept` them freely; `forward` brings the cache after them.
+    """A sequence of ids. `replace` and `accept` change the ids, `forward` extends the cache to them.
 
     >>> sequence.replace(0, prompt_ids)
     >>> result = await sequence.forward((), finish=choose)
 
-    Takes a slot with the first forward and gives it back, cache and all, with `close`.
+    Takes a slot at the first forward. `close` frees the slot, whose cache remains as a prefix cache.
     """
 
     scheduler: Scheduler
     ids: list[int] = field(default_factory=list)
-    # Ids whose keys and values the slot holds, as far as they agree with `ids`.
+    # Number of leading ids whose keys and values the slot holds.
     _cached: int = 0
-    # Extra ids that the last forward took along.
+    # Number of extra ids in the last forward.
     _taken: int = 0
 
     @property
     def uncached_token_count(self) -> int:
-        """Ids that the next forward runs; at least 1."""
+        """The number of ids that the next forward runs, at least 1."""
         return len(self.ids) - min(self._cached, len(self.ids) - 1)
 
     def replace(self, keep: int, token_ids: Sequence[int]) -> None:
-        """Keeps the first `keep` ids and appends others."""
+        """Keeps the first `keep` ids, drops the rest and appends `token_ids`."""
         assert 0 <= keep <= len(self.ids)
         del self.ids[keep:]
         self.ids += token_ids
         self._cached = min(self._cached, keep)
 
     async def forward(self, extra: Sequence[int], finish: Callable[[Logits], T]) -> Timed[T]:
-        """Runs what the cache lacks, and of `extra` what there is room for.
+        """Runs the ids that the cache lacks, and as many `extra` ids as fit into the forward.
 
-        `finish` gets logits for the last id and each extra one taken along. The ids must not change before this
-        returns. `extra` is not kept among the ids.
+        `finish` receives the logits of the last id and of each extra id that was run. The ids must not change before
+        this returns. It does not append `extra` to them. Raises what `Scheduler.run` raises.
         """
-        # The last id is always run, because its logits are what is asked for.
+        # The last id always runs, because its logits are needed.
         agreed = min(self._cached, len(self.ids) - 1)
-        # Should this be cancelled, nobody knows what the slot holds behind these.
+        # If this is cancelled, the slot's content after these ids is unknown.
         self._cached = agreed
         result = await self.scheduler.run(self, self.ids, extra, agreed, finish)
         self._cached, self._taken = len(self.ids), result.extra_count
         return result
 
     def accept(self, token_ids: Sequence[int], cached: int) -> None:
-        """Appends ids, the first `cached` of which the last forward took along as extra ones."""
+        """Appends ids. The first `cached` of them were extra ids of the last forward, so they are in the cache."""
         assert self._cached == len(self.ids)
         assert cached <= self._taken
         self.ids += token_ids
         self._cached += cached
 
     def close(self) -> None:
-        """Gives the slot back."""
+        """Frees the slot."""
         self.scheduler.release(self)

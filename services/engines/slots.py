@@ -1,7 +1,7 @@
-"""Which sequence has which slot, and what each slot's cache holds.
+"""Tracks which sequence holds which slot, and which ids each slot's cache holds.
 
-A slot that was given back keeps its cache until somebody needs it. A new sequence begins with the longest prefix of
-its ids that any slot holds: in the slot itself if it is free, as a copy if another sequence has it.
+A slot that is free keeps its cache until a sequence needs the slot. A new sequence starts with the longest prefix of
+its ids that any slot holds: in that slot if it is free, else with a copy of it.
 """
 
 from collections.abc import Container, Sequence
@@ -10,15 +10,15 @@ from time import perf_counter_ns
 
 from bridge.text.common_prefix import common_prefix_length
 
-# A copy is made for no less than this many tokens: a forward takes them along nearly for nothing.
+# Minimum number of tokens that a copy must gain: fewer cost almost nothing in the sequence's first forward.
 LEAST_COPIED = 32
-# So much of a cache may be lost where its beginning is used again: a forward or so reads it anew.
-_LIGHT = 512
+# A reused slot may lose this many cached tokens after the common beginning: one forward or so computes them again.
+_MAX_LOST_TOKENS = 512
 
 
 @dataclass
 class Slot:
-    """Holds the first `length` of `ids`. `holder`: whose it is; None if it is free."""
+    """A slot whose cache holds the first `length` of `ids`. `holder`: the sequence that has it, None if it is free."""
 
     index: int
     ids: Sequence[int] = ()
@@ -27,13 +27,13 @@ class Slot:
     used_ns: int = 0
 
     def common(self, ids: Sequence[int]) -> int:
-        """How many of `ids` it holds from the start."""
+        """Returns the number of leading `ids` that the slot's cache holds."""
         return min(common_prefix_length(self.ids, ids), self.length)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A free slot for a new sequence, and how many of its ids it will hold; by a copy from `source` if there is one."""
+    """A free slot for a new sequence, which will hold its first `length` ids, copied from `source` if that is set."""
 
     slot: Slot
     length: int
@@ -41,30 +41,30 @@ class Place:
 
 
 class Slots:
-    """Slots 0 to `count` - 1; for one thread."""
+    """All slots of an engine. Only one thread may use it."""
 
     def __init__(self, slot_count: int) -> None:
         self._slots = [Slot(index) for index in range(slot_count)]
 
     def of(self, holder: object) -> Slot | None:
-        """The slot that somebody has."""
+        """Returns the slot of a sequence, or None."""
         return next((slot for slot in self._slots if slot.holder is holder), None)
 
     def place(self, ids: Sequence[int]) -> Place | None:
-        """Where a sequence would best begin; None if no slot is free."""
+        """Returns the best place for a new sequence, or None if no slot is free."""
         free = [slot for slot in self._slots if slot.holder is None]
         if not free:
             return None
         common = {slot.index: slot.common(ids) for slot in self._slots}
         source = max(self._slots, key=lambda slot: common[slot.index])
-        # Of equals the least recently used one.
+        # Among equals, the least recently used one.
         best = max(free, key=lambda slot: (common[slot.index], -slot.used_ns))
         lost = best.length - common[best.index]
         alike = common[best.index] >= min(LEAST_COPIED, len(ids) // 2)
-        goes_on = best.length > 0 and (lost <= common[best.index] or (alike and lost <= _LIGHT))
+        goes_on = best.length > 0 and (lost <= common[best.index] or (alike and lost <= _MAX_LOST_TOKENS))
         if goes_on and common[source.index] < common[best.index] + LEAST_COPIED:
             return Place(best, common[best.index])
-        # A text of its own, be its beginning a common one, goes where the least is lost.
+        # Otherwise it is a new text, possibly with a common beginning: use an empty or the least recently used slot.
         copied = source if common[source.index] >= LEAST_COPIED else None
         target = min(free, key=lambda slot: (slot is copied, slot.length > 0, slot.used_ns))
         if common[source.index] < common[target.index] + LEAST_COPIED:
@@ -72,15 +72,15 @@ class Slots:
         return Place(target, common[source.index], source)
 
     def take(self, slot: Slot, holder: object, ids: Sequence[int], length: int) -> None:
-        """Gives a free slot to somebody."""
+        """Gives a free slot to a sequence, and records that its cache holds the first `length` of `ids`."""
         assert slot.holder is None
         slot.holder = holder
         self.hold(slot, ids, length)
 
     def evict(self, busy: Container[object], before_ns: int) -> object:
-        """Frees the slot that was used least recently, if that was before then and its holder is not busy.
+        """Frees the least recently used slot that was last used before `before_ns` and whose holder is not in `busy`.
 
-        Returns who had it, None if there is no such slot.
+        Returns its former holder, or None if there is no such slot.
         """
         idle = [slot for slot in self._slots if slot.used_ns < before_ns and slot.holder not in busy]
         if not idle:
@@ -90,10 +90,10 @@ class Slots:
         return holder
 
     def hold(self, slot: Slot, ids: Sequence[int], length: int) -> None:
-        """Takes note of what a slot's cache holds."""
+        """Records that a slot's cache holds the first `length` of `ids`."""
         slot.ids, slot.length, slot.used_ns = ids, length, perf_counter_ns()
 
     def release(self, holder: object) -> None:
-        """Gives a slot back, cache and all."""
+        """Frees a sequence's slot. The cache remains for later sequences."""
         if slot := self.of(holder):
             slot.holder = None

@@ -1,4 +1,4 @@
-"""What an engine declares about itself, and the options that it is opened with."""
+"""Declares what an engine supports (`EngineSpec`) and the options that it is opened with (`EngineOptions`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from services.store.cache import Report
 
 
 class Dtype(StrEnum):
-    """Type that a model computes in; `auto` lets the engine choose."""
+    """Data type that a model computes in. `auto` lets the engine choose."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -21,7 +21,7 @@ class Dtype(StrEnum):
 
 
 class Weights(StrEnum):
-    """How weights are stored; `auto` lets the engine choose, `full` keeps them as the model has them."""
+    """Storage format of weights. `auto` lets the engine choose, `full` does not quantize them."""
 
     AUTO = "auto"
     FULL = "full"
@@ -31,8 +31,8 @@ class Weights(StrEnum):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How to run a model, for every engine. `threads`: CPU threads, None for all cores. `cache_byte_limit`: memory for
-    the keys and values of all `slot_count` sequences."""
+    """Options of all engines. `threads`: CPU threads, None for one per core. `cache_byte_limit`: memory for the keys
+    and values of all `slot_count` sequences, in bytes."""
 
     device: str = "auto"
     dtype: Dtype = Dtype.AUTO
@@ -44,7 +44,7 @@ class EngineOptions:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether the device is the CPU; "auto" is where torch finds no GPU."""
+        """Whether the device is the CPU. "auto" is the CPU if torch finds no GPU."""
         from torch.cuda import is_available  # takes seconds to import
 
         return self.device == "cpu" or (self.device == "auto" and not is_available())
@@ -52,12 +52,12 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine: what it runs, what it needs, how a model is prepared and opened.
+    """One engine: what it supports, what it needs, how a model is prepared and opened.
 
-    `runs`, `devices`: for readers of help and documentation. `dtypes`, `weights`: values of `--dtype` and `--weights`
-    besides `auto`. `modules`: what must be installed; `install`: how. `prepare` fetches and converts what a reference
-    names and returns what `open` reads. `passed_over` returns why `--engine auto` does not take this engine for a
-    model, or "". `auto_weights`: what `--weights auto` means if the engine was chosen automatically.
+    `runs`, `devices`: texts for help and documentation. `dtypes`, `weights`: values of `--dtype` and `--weights`
+    besides `auto`. `modules`: modules that must be installed; `install`: how to install them. `prepare` downloads and
+    converts a model, and returns the path that `open` reads. `passed_over` returns why `--engine auto` skips this
+    engine for a model, or "". `auto_weights`: the meaning of `--weights auto` with `--engine auto`.
     """
 
     name: str
@@ -79,7 +79,7 @@ class EngineSpec:
         return all(find_spec(module) for module in self.modules)
 
     def check(self, options: EngineOptions) -> None:
-        """Raises `InvalidField` for options that the engine does not have, `UnusableModel` if it is not installed."""
+        """Raises `InvalidField` for unsupported options, `UnusableModel` if the engine is not installed."""
         by = f"with --engine {self.name}"
         if options.dtype not in (Dtype.AUTO, *self.dtypes):
             raise InvalidField("--dtype", f"{_either(Dtype.AUTO, *self.dtypes)} {by}", options.dtype.value)

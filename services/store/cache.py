@@ -1,4 +1,4 @@
-"""The cache of models: a directory where only complete files appear, each made in a scratch directory first."""
+"""The cache of models. Files are made in a scratch directory and moved into the cache only when they are complete."""
 
 import hashlib
 import os
@@ -13,31 +13,31 @@ from platformdirs import user_cache_path
 
 from bridge.errors import NotReady
 
-# Is told each step that takes a while, as a line of text.
+# Receives a line of text at each step of a long operation.
 Report = Callable[[str], None]
-# A scratch directory that is older was left by a process that was killed.
+# An older scratch directory was left by a process that was killed.
 _STALE_SECONDS = 24 * 3600
 
 
 class CacheUnusable(NotReady, reason="CACHE_UNUSABLE"):
-    """The directory for models cannot be written to."""
+    """The cache of models is not writable."""
 
     def __init__(self, directory: object, detail: object) -> None:
         super().__init__(
-            f"models cannot be stored in {directory} ({detail}): set DRAFTBRIDGE_CACHE in the environment to a "
-            "directory that can be written to",
+            f"models cannot be stored in {directory} ({detail}): set the environment variable DRAFTBRIDGE_CACHE to a "
+            "writable directory",
             directory=directory,
         )
 
 
 def cache_directory() -> Path:
-    """Returns where models are kept: below DRAFTBRIDGE_CACHE if that is set, else in the user's cache directory."""
+    """Returns the cache's directory: below DRAFTBRIDGE_CACHE if that is set, else in the user's cache directory."""
     return Path(os.environ.get("DRAFTBRIDGE_CACHE") or user_cache_path("draftbridge")) / "models"
 
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """Yields a directory beside the models, so that a finished one moves into place in one step.
+    """Yields a temporary directory in the cache, so that a finished model moves into place in one step.
 
     Raises `CacheUnusable`.
     """
@@ -55,7 +55,7 @@ def scratch_directory() -> Iterator[Path]:
 
 
 def settle(finished: Path, final: Path) -> None:
-    """Moves a finished directory to its place. Another process may have put the same one there meanwhile."""
+    """Moves a finished directory to its place, unless another process has put the same one there meanwhile."""
     try:
         finished.rename(final)
     except OSError:
@@ -64,7 +64,7 @@ def settle(finished: Path, final: Path) -> None:
 
 
 def fingerprint(directory: Path) -> str:
-    """Returns a hash of a model directory's configuration and weights. Reads all of them, at 1 to 2 GB a second."""
+    """Returns a hash of a model directory's configuration and weights. Reads all of them, at 1 to 2 GB per second."""
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
         with path.open("rb") as file:

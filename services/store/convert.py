@@ -1,6 +1,6 @@
-"""`python -m services.store.convert FILE.gguf DIRECTORY`: a GGUF file as a transformers directory.
+"""Converts a GGUF file to a transformers directory: `python -m services.store.convert FILE.gguf DIRECTORY`.
 
-Weights are stored in float32, which holds every value of the quantized file exactly.
+Weights are stored in float32, which represents every value of the quantized file exactly.
 """
 
 import sys
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-# A token that ends a document in pretraining, and with it whatever a model writes outside of a chat.
+# The token that ends a document in pretraining, and so ends any text outside a chat.
 _END_OF_DOCUMENT = "<|endoftext|>"
 
 
 def convert(source: Path, destination: Path) -> None:
-    """Writes model and tokenizer of `source` to `destination`."""
+    """Writes the model and the tokenizer of a GGUF file to the directory `destination`."""
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    # What is saved is no longer quantized.
+    # The saved weights are not quantized.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -28,7 +28,7 @@ def convert(source: Path, destination: Path) -> None:
 
 
 def ends(tokenizer: Any) -> list[int]:
-    """Ids that end a text. A GGUF file names one; Qwen's own settings have a second, which the file calls padding."""
+    """Returns the ids that end a text. A GGUF file has one; for Qwen, the second one is its padding token."""
     also = tokenizer.pad_token_id if tokenizer.pad_token == _END_OF_DOCUMENT else None
     return list(dict.fromkeys(id_ for id_ in (tokenizer.eos_token_id, also) if id_ is not None))
 

@@ -1,4 +1,4 @@
-"""A model directory, read: who the model is and what its tokenizer is."""
+"""Reads everything in a model directory but the weights: tokenizer, special ids, chat template, revision."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from services.store.cache import fingerprint
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a model server tells of itself beside its weights."""
+    """Everything in a model directory but the weights. `revision` is a hash of its configuration and weights."""
 
     tokenizer_json: bytes
     vocabulary: Vocabulary
@@ -23,7 +23,7 @@ class ModelFiles:
     revision: str
 
     def describe(self, name: str, context_length: int, vocabulary_size: int) -> Model:
-        """Returns the model as bridge and sessions know it, with the limits of the engine that runs it."""
+        """Returns the `Model` for bridges and sessions, with the limits of the engine that runs it."""
         return Model(
             name=name,
             context_length=context_length,
@@ -31,13 +31,13 @@ class ModelFiles:
             vocabulary=self.vocabulary,
             special_ids=self.special_ids,
             chat_template=self.chat_template,
-            # A bridge does not trust it so far; this is for whoever has the files.
+            # In this process, because the owner of the files trusts them. A bridge runs templates in a sandbox.
             run_template=run_template,
         )
 
 
 def read_model_files(directory: Path) -> ModelFiles:
-    """Reads everything but the weights. Raises `UnusableModel` or `TokenizerNotUnderstood`."""
+    """Reads a model directory. Raises `UnusableModel` or `TokenizerNotUnderstood`."""
     tokenizer_json = (directory / "tokenizer.json").read_bytes()
     vocabulary = Vocabulary(tokenizer_json)
     settings = _json(directory / "tokenizer_config.json")
@@ -56,25 +56,25 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UnusableModel(f"{path} is no JSON ({error}): save the model again with save_pretrained") from error
+        raise UnusableModel(f"{path} is not JSON ({error}): save the model again with save_pretrained") from error
     return content if isinstance(content, dict) else {}
 
 
 def _special_ids(directory: Path, vocabulary: Vocabulary, settings: dict[str, Any]) -> SpecialIds:
-    """From the tokenizer's settings, and the ends of text that generation stops at besides."""
+    """Returns the special ids of the tokenizer's settings; `eos` adds those of the generation and model settings."""
 
-    def written(key: str) -> int | None:
+    def named(key: str) -> int | None:
         token = settings.get(key)
         text = token.get("content") if isinstance(token, dict) else token
         return vocabulary.control_id(text) if isinstance(text, str) else None
 
     config, generation = _json(directory / "config.json"), _json(directory / "generation_config.json")
-    ends = [written("eos_token")]
+    ends = [named("eos_token")]
     for source in (generation, config):
-        named = source.get("eos_token_id")
-        ends += named if isinstance(named, list) else [named]
+        ids = source.get("eos_token_id")
+        ends += ids if isinstance(ids, list) else [ids]
     eos = tuple(dict.fromkeys(id_ for id_ in ends if isinstance(id_, int) and 0 <= id_ < vocabulary.size))
-    return SpecialIds(bos=written("bos_token"), eos=eos, pad=written("pad_token"))
+    return SpecialIds(bos=named("bos_token"), eos=eos, pad=named("pad_token"))
 
 
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str:

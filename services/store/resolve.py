@@ -1,7 +1,7 @@
-"""Finds models: turns what a user names into files that engines read.
+"""Resolves a model reference to files that engines read.
 
-A name is a built-in model, a directory, a GGUF file or a Hugging Face id. What has to be fetched or converted is done
-once and kept in the cache (`services.store.cache`).
+A reference is the name of a built-in model, a directory, a GGUF file or a Hugging Face id. Models that are downloaded
+or converted are kept in a cache: the hub's own models in that of its library, others in `services.store.cache`.
 """
 
 import contextlib
@@ -14,34 +14,34 @@ from bridge.text.vocabulary import Vocabulary
 from services.store.built_in import BUILT_IN, BuiltIn, built_in_gguf, check_gguf
 from services.store.cache import Report, cache_directory, scratch_directory, settle
 
-# The draft that has no model and no files; see `services.model.draft.suffix`.
+# The reference of prompt lookup, a draft without a model or files; see `services.model.draft.suffix`.
 SUFFIX = "suffix"
 _REMEDY = f"give a directory, a GGUF file, a Hugging Face id, or one of {', '.join(BUILT_IN)}"
 
 
 def default_name(reference: str) -> str:
-    """The name that a model is served under if none is given."""
+    """Returns the name that a model is served under by default."""
     path = Path(reference)
     return path.stem if path.suffix == ".gguf" else path.name or reference
 
 
 def resolve(reference: str, report: Report = lambda text: None) -> Path:
-    """A directory with config, weights and tokenizer for what `reference` names.
+    """Returns a directory with configuration, weights and tokenizer. Downloads and converts the model if needed.
 
-    `report` is told each step in words. Raises `ModelNotFound`, `UnusableModel` or `ChecksumMismatch`.
+    Raises `ModelNotFound`, `UnusableModel`, `ChecksumMismatch` or `CacheUnusable`.
     """
     if not reference:
         raise ModelNotFound(f"no model was named: {_REMEDY}", model="")
     if reference == SUFFIX:
         raise UnusableModel(
-            f"{SUFFIX} is no model but a draft without one: serve it with --role draft", model=reference
+            f"{SUFFIX} is prompt lookup, a draft without a model: serve it with --role draft", model=reference
         )
     if reference in BUILT_IN:
         return _built_in(BUILT_IN[reference], report)
     try:
         path = Path(reference).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, a user that does not exist
+    except (OSError, RuntimeError, ValueError) as error:  # such as a name too long, or ~ of an unknown user
         raise ModelNotFound(f"there is no model at {reference[:200]} ({error}): {_REMEDY}") from error
     if is_directory:
         return _directory(path)
@@ -56,12 +56,12 @@ def resolve(reference: str, report: Report = lambda text: None) -> Path:
 
 
 def read_vocabulary(reference: str, report: Report = lambda text: None) -> Vocabulary:
-    """The tokenizer of what `reference` names: anything that `resolve` takes, or a `tokenizer.json` by itself.
+    """Returns the tokenizer of a reference that `resolve` takes, or of a `tokenizer.json` file.
 
     Raises what `resolve` raises, or `TokenizerNotUnderstood`.
     """
     path = Path(reference)
-    with contextlib.suppress(OSError, ValueError):  # a name too long is none of a file
+    with contextlib.suppress(OSError, ValueError):  # such as a name too long for a file
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.suffix == ".json" and file.is_file():
             return Vocabulary(file.read_bytes())
@@ -74,7 +74,7 @@ def _directory(path: Path) -> Path:
         missing.append("*.safetensors")
     if missing:
         raise UnusableModel(
-            f"{path} is no model directory, it lacks {', '.join(missing)}: save model and fast tokenizer "
+            f"{path} is not a model directory: it lacks {', '.join(missing)}. Save the model and its fast tokenizer "
             "there with save_pretrained",
             model=path,
         )
@@ -82,7 +82,7 @@ def _directory(path: Path) -> Path:
 
 
 def _kept(path: Path) -> Path:
-    """A directory of the cache; only complete ones get there, but anybody may have been at it since."""
+    """Returns a directory of the cache. Raises `UnusableModel` if files were deleted since it was put there."""
     try:
         return _directory(path)
     except UnusableModel as error:
@@ -97,10 +97,10 @@ def _from_hub(reference: str, report: Report) -> Path:
     try:
         found = snapshot_download(reference, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise ModelNotFound(f"nobody knows a model {reference!r}: {_REMEDY}", model=reference) from error
-    except Exception as error:  # offline, refused, timed out: the library has many words for it
+        raise ModelNotFound(f"there is no model {reference!r} on the hub: {_REMEDY}", model=reference) from error
+    except Exception as error:  # offline, refused or timed out: the library raises errors of many types
         raise ModelNotFound(
-            f"{reference!r} is no built-in model and no file here, and the Hugging Face hub was not reached "
+            f"{reference!r} is neither a built-in model nor a local file, and the Hugging Face hub cannot be reached "
             f"({type(error).__name__}): {_REMEDY}",
             model=reference,
         ) from error
@@ -108,7 +108,7 @@ def _from_hub(reference: str, report: Report) -> Path:
 
 
 def has_gguf(reference: str) -> bool:
-    """Whether `resolve_gguf` finds a file for it."""
+    """Returns whether `resolve_gguf` finds a file for the reference. Downloads nothing."""
     try:
         return reference in BUILT_IN or bool(resolve_gguf(reference))
     except UnusableModel:
@@ -116,20 +116,20 @@ def has_gguf(reference: str) -> bool:
 
 
 def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
-    """The GGUF file of what `reference` names: a built-in name, such a file, or a directory with one in it.
+    """Returns the GGUF file of a reference: the name of a built-in model, a GGUF file, or a directory with one in it.
 
-    Raises `UnusableModel` where there is none, and what `resolve` raises.
+    Raises `UnusableModel` for other references, and what `built_in_gguf` raises.
     """
     if reference in BUILT_IN:
         return built_in_gguf(BUILT_IN[reference], report)
     try:
         path = Path(reference).expanduser()
         found = [path] if path.is_file() and path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
-    except (OSError, RuntimeError, ValueError):  # a name too long, a user that does not exist
+    except (OSError, RuntimeError, ValueError):  # such as a name too long, or ~ of an unknown user
         found = []
     if len(found) != 1:
         raise UnusableModel(
-            f"{reference} has {len(found)} GGUF files, and the llamacpp engine runs one: name the file, or one of "
+            f"{reference} has {len(found)} GGUF files, and the llamacpp engine needs one: name the file, or one of "
             f"{', '.join(BUILT_IN)}, or use --engine torch",
             model=reference,
         )
@@ -144,7 +144,7 @@ def _built_in(model: BuiltIn, report: Report) -> Path:
 
 
 def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
-    """The converted model of a GGUF file, from the cache if it was converted before."""
+    """Returns the transformers directory of a GGUF file, converted if it is not in the cache."""
     digest = check_gguf(path, sha256)
     final = cache_directory() / (name if sha256 else f"{name}-{digest[:12]}")
     if final.exists():
@@ -152,7 +152,7 @@ def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
     report(f"converting {name} (once)")
     with scratch_directory() as scratch:
         converted = scratch / "converted"
-        # A process of its own: conversion takes several times the model's memory.
+        # In a child process, because conversion takes several times the memory of the model.
         done = subprocess.run(
             [sys.executable, "-m", "services.store.convert", str(path), str(converted)],
             stdout=sys.stderr,
@@ -160,8 +160,8 @@ def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
         )
         if done.returncode:
             raise UnusableModel(
-                f"{path.name} could not be converted: see the message above. The file may be damaged, or of an "
-                "architecture that transformers does not read from GGUF; a directory from save_pretrained works too",
+                f"{path.name} could not be converted: see the message above. The file may be damaged, or transformers "
+                "may not read its architecture from GGUF: give a directory that save_pretrained wrote instead",
                 model=path,
             )
         settle(converted, final)

@@ -88,7 +88,7 @@ def test_attention_that_the_device_does_not_have_is_refused(family: str, tmp_pat
         export(tmp_path, tmp_path / "openvino", "full")
 
 
-@pytest.mark.parametrize(("device", "remedy"), [("npu", "use --device cpu or gpu"), ("gpu.7", "name one of them")])
+@pytest.mark.parametrize(("device", "remedy"), [("npu", "use --device cpu or gpu"), ("gpu.7", "use one of these")])
 def test_a_device_that_cannot_be_used_is_refused(device: str, remedy: str, tmp_path: Path) -> None:
     saved(FAMILIES["llama"], tmp_path)
     export(tmp_path, tmp_path / "openvino", "full")

@@ -174,7 +174,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Pa
     assert "config.json, tokenizer.json, *.safetensors" in refused(command("pull", str(tmp_path / "empty"), **cache))
     text = tmp_path / "notes.txt"
     text.write_text("not a model")
-    assert "is no GGUF file" in refused(command("pull", str(text), **cache))
+    assert "is not a GGUF file" in refused(command("pull", str(text), **cache))
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + bytes(64))
     assert "could not be converted" in refused(command("serve", str(broken), **cache))
@@ -199,7 +199,7 @@ def test_a_damaged_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Pat
         damaged("config.json", config.replace(b'"hidden_size": 32', b'"hidden_size": 48')),
         damaged("model.safetensors", weights[: len(weights) // 2]),
     ):
-        assert "cannot be loaded" in (said := refused(command("serve", model, *at))) or "is no JSON" in said
+        assert "cannot be loaded" in (said := refused(command("serve", model, *at))) or "is not JSON" in said
     assert "tokenizer.json" in refused(command("serve", damaged("tokenizer.json", b"{}"), *at))
 
 

@@ -52,10 +52,10 @@ def test_the_environment_names_the_file_and_lists_have_commas(tmp_path: Path) ->
     [
         ("[serve]\nmodel = 'm'\nslots = 0\n", r"line 3: \[serve\] slots must be greater than or equal to 1, got 0"),
         ("[serve]\nmodel = 'm'\nrole = 'x'\n", r"line 3: \[serve\] role must be 'draft', 'target' or 'both', got 'x'"),
-        ("[serve]\nmodle = 'm'\n", r"line 2: \[serve\] modle: there is no such setting: did you mean model\?"),
+        ("[serve]\nmodle = 'm'\n", r"line 2: \[serve\] modle: unknown setting: did you mean model\?"),
         ("[bridge]\ntarget = 'a:1'\n", r"line 2: \[bridge\] target must be a valid tuple, got 'a:1'"),
-        ("\n[briddge]\n", r"line 2: \[briddge\]: there is no such table: use serve or bridge"),
-        ("slots = 3\n", r"slots stands outside a table: put it under \[serve\] or \[bridge\]"),
+        ("\n[briddge]\n", r"line 2: \[briddge\]: unknown table: use \[serve\] or \[bridge\]"),
+        ("slots = 3\n", r"slots is outside any table: put it under \[serve\] or \[bridge\]"),
         ("[serve\n", "cannot be read"),
     ],
 )

@@ -120,7 +120,7 @@ async def test_a_wordpiece_model_is_a_draft_and_no_target() -> None:
     async with stranger(tokenizer_json("wordpiece")) as address:
         known = await connect(address, as_target=False)
         assert known.draft("stranger") is not None
-        with pytest.raises(TokenizerNotUnderstood, match=r"stranger .* can be a draft but no target.*moves spaces"):
+        with pytest.raises(TokenizerNotUnderstood, match=r"stranger .* can be a draft but not a target.*moves spaces"):
             await connect(address, as_target=True)
 
 
@@ -208,7 +208,7 @@ async def test_what_is_no_message_is_refused(method: str) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("draftbridge.v1.ModelService", handlers),))
     await server.start()
     try:
-        with pytest.raises(Unreachable, match="no message of the contract"):
+        with pytest.raises(Unreachable, match="not a message of the contract"):
             await connect(f"127.0.0.1:{port}", as_target=True)
         known = await connect(f"127.0.0.1:{port}", as_target=False)
         assert known.draft("") is None

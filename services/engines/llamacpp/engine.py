@@ -1,7 +1,7 @@
-"""llama.cpp: a GGUF model, through its batch interface.
+"""Runs GGUF models through llama.cpp's batch interface.
 
-Each slot is one of llama.cpp's sequences. Rolling back is removing the end of a sequence, sharing a prefix is copying
-one, and a batch holds tokens of any sequences, with logits where they are asked for.
+Each slot is one of llama.cpp's sequences. A rollback removes the end of a sequence, and a shared prefix is copied from
+another one. A batch holds tokens of any sequences, and requests logits for some of them.
 """
 
 import ctypes
@@ -31,25 +31,25 @@ except ImportError as error:
 
 _log = logging.getLogger(__name__)
 
-# Tokens that go through the model at a time; a larger forward is cut.
+# Maximum tokens of one call of llama.cpp, and of one computation within it. Larger forwards take several calls.
 _BATCH = 1024
 _UBATCH = 512
-_SLOTS = 256
-# Slots so far apart still share a forward: a token for each in between costs less than another forward.
-_GAP = 4
+_MAX_SLOTS = 256
+# Slots at most this far apart share a forward: a filler token for each slot in between costs less than a forward.
+_MAX_GAP = 4
 # Keys and values are float16.
 _CACHE_BYTES = 2
-# Measured on SmolLM2-135M (Q4_1) and Gemma-3-270M (Q4_K_M), widths 1 to 16: how far the best two logits of a position
-# moved against each other. Other kernels run for one token than for several, and round the activations to 8 bits.
+# How much the difference of a position's two best logits varied over widths 1 to 16, on SmolLM2-135M (Q4_1) and
+# Gemma-3-270M (Q4_K_M). One token runs in other kernels than several, and these round activations to 8 bits.
 _TOLERANCE = 0.5
-_REMEDY = "Build llama-cpp-python anew as the Makefile's target llamacpp does"
+_REMEDY = "To fix this, rebuild llama-cpp-python as `make llamacpp` does"
 
 
 class LlamaCppEngine:
     """A GGUF file on the CPU, or on the GPU that llama.cpp was built for.
 
-    `threads`: CPU threads. `cache_byte_limit`: memory for the keys and values of all slots. Raises `UnusableModel`
-    for a file that llama.cpp cannot read, or whose state cannot be cut back to a length.
+    `threads`: CPU threads. `cache_byte_limit`: memory for the keys and values of all slots, in bytes. Raises
+    `UnusableModel` for a file that llama.cpp cannot read, or a model that does not support rollback.
     """
 
     name = "llamacpp"
@@ -65,13 +65,13 @@ class LlamaCppEngine:
         cache_byte_limit: int = 2 << 30,
     ) -> None:
         _start()
-        if slot_count > _SLOTS:
-            raise UnusableModel(f"llama.cpp holds at most {_SLOTS} sequences: use fewer --slots")
+        if slot_count > _MAX_SLOTS:
+            raise UnusableModel(f"llama.cpp supports at most {_MAX_SLOTS} sequences: decrease --slots")
         offload = device not in ("auto", "cpu") or (device == "auto" and llama_cpp.llama_supports_gpu_offload())
         if offload and not llama_cpp.llama_supports_gpu_offload():
             raise UnusableModel(
-                f"this llama.cpp was built for the CPU only, not for {device}: use --device cpu, or install a build "
-                "of llama-cpp-python for it"
+                f"this build of llama.cpp supports the CPU only, not {device}: use --device cpu, or install "
+                "llama-cpp-python with GPU support"
             )
         self.device = "gpu" if offload else "cpu"
         self.slot_count = slot_count
@@ -79,15 +79,15 @@ class LlamaCppEngine:
         if not self._model:
             raise UnusableModel(
                 f"llama.cpp cannot read {gguf}: check that the file is whole, and that this version of "
-                "llama-cpp-python knows its architecture",
+                "llama-cpp-python supports its architecture",
                 model=gguf,
             )
         self.dtype = LlamaFileType(int(self._meta("general.file_type") or 0)).name.removeprefix("MOSTLY_")
         self.vocabulary_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         if llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model):
             raise UnusableModel(
-                f"{gguf.name} keeps a state that cannot be cut back to a length, and speculation has to: choose a "
-                "model with attention layers only",
+                f"{gguf.name} has recurrent layers, whose state cannot be rolled back as speculation requires: choose "
+                "a model with attention layers only",
                 model=gguf,
             )
         token_bytes = self._token_byte_count()
@@ -120,18 +120,18 @@ class LlamaCppEngine:
         """See `Engine.copy`."""
         check_copy(self, source, target, token_count)
         llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
-        # Between two buffers only the whole of one can be copied.
+        # llama.cpp copies only whole sequences between buffers.
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, -1, -1)
         llama_cpp.llama_memory_seq_rm(self._memory, target, token_count, -1)
 
     def _fillers(self, slots: Sequence[int]) -> list[Row]:
-        """A token for each slot that lies between those of a forward, to be cut off again.
+        """Returns a one-token row for each slot between those of a forward, to be removed after it.
 
-        llama.cpp runs sequences together only if their numbers follow one another; each gap would cost a forward more.
+        llama.cpp runs sequences together only if their numbers are consecutive, so each gap would cost a forward.
         """
         fillers = []
         for slot, after in pairwise(slots):
-            for idle in range(slot + 1, after) if after - slot <= _GAP else ():
+            for idle in range(slot + 1, after) if after - slot <= _MAX_GAP else ():
                 length = llama_cpp.llama_memory_seq_pos_max(self._memory, idle) + 1
                 if length < self.context_length:
                     fillers.append(Row(idle, length, (0,), 1))
@@ -139,10 +139,10 @@ class LlamaCppEngine:
 
     def _cut(self, slot: int, length: int) -> None:
         if not llama_cpp.llama_memory_seq_rm(self._memory, slot, length, -1):
-            raise RuntimeError(f"llama.cpp could not cut a sequence back to {length} tokens")
+            raise RuntimeError(f"llama.cpp could not roll a sequence back to {length} tokens")
 
     def _decode(self, tokens: Sequence[tuple[int, int, int, bool]]) -> Logits:
-        """Runs (id, position, slot, whether logits are wanted); logits of those that want them, in order."""
+        """Runs tokens (id, position, slot, whether logits are wanted). Returns the wanted logits, in order."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for index, (id_, position, slot, wanted) in enumerate(tokens):
@@ -157,7 +157,7 @@ class LlamaCppEngine:
         if count == 0:
             return np.empty((0, self.vocabulary_size), np.float32)
         table = np.ctypeslib.as_array(llama_cpp.llama_get_logits(self._context), (count, self.vocabulary_size))
-        # A part of a larger forward is copied, because the next part's are written there too.
+        # In a forward of several calls, the next call overwrites the buffer.
         return table.copy() if len(tokens) == _BATCH else table
 
     def _open(self, length: int, threads: int | None) -> Any:
@@ -165,33 +165,32 @@ class LlamaCppEngine:
         options.n_ctx = length * self.slot_count
         options.n_seq_max = self.slot_count
         options.n_batch, options.n_ubatch = _BATCH, _UBATCH
-        # By itself it takes four, whatever the machine has.
+        # The default is 4 threads on every machine.
         options.n_threads = options.n_threads_batch = threads or core_count()
-        # The whole text also where a layer looks at a window only: what was cut back to must still be there.
+        # Keeps the whole text for layers with a sliding window too, because a rollback may need tokens outside it.
         options.swa_full = True
-        # A buffer for each sequence, or attention would go over those of all.
+        # A separate buffer for each sequence: in a shared one, attention would compute over all sequences.
         options.kv_unified = False
         options.no_perf = True
-        # On CPUs its kernel is quick only with heads of such sizes. Behind 800 tokens the next takes 1.5 ms less on
-        # Gemma-3-270M (256), 7 ms more on SmolLM2-135M (64), and eight take 39 ms instead of 14 with heads of 96.
+        # On CPUs, flash attention is fast only with head sizes that are multiples of 128. After 800 tokens, a pass of 1
+        # token takes 1.5 ms less with it on Gemma-3-270M (heads of 256) and 7 ms more on SmolLM2-135M (64). With heads
+        # of 96, a pass of 8 tokens takes 39 ms instead of 14.
         if self.device == "cpu" and any(size % 128 for size in self._head_sizes()):
             options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         context = llama_cpp.llama_init_from_model(self._model, options)
         if not context:
-            raise UnusableModel(
-                "llama.cpp could not set its memory aside: allow less with --kv-memory, or fewer --slots"
-            )
+            raise UnusableModel("llama.cpp could not allocate its memory: decrease --kv-memory or --slots")
         return context
 
     def _token_byte_count(self) -> int:
-        """Memory of one token's keys and values in all layers."""
+        """Returns the memory of one token's keys and values in all layers, in bytes."""
         layers, heads = (
             int(of(self._model)) for of in (llama_cpp.llama_model_n_layer, llama_cpp.llama_model_n_head_kv)
         )
         return layers * heads * sum(self._head_sizes()) * _CACHE_BYTES
 
     def _head_sizes(self) -> list[int]:
-        """Of keys and of values."""
+        """Returns the head size of keys and that of values."""
         architecture = self._meta("general.architecture")
         usual = llama_cpp.llama_model_n_embd(self._model) // llama_cpp.llama_model_n_head(self._model)
         return [int(self._meta(f"{architecture}.attention.{part}_length") or usual) for part in ("key", "value")]
@@ -203,16 +202,16 @@ class LlamaCppEngine:
 
 
 def model_options(gguf: Path, offload: bool = False) -> Any:
-    """How a model is loaded: on the GPU or not, and with weights rearranged for the CPU where that is safe."""
+    """Returns llama.cpp's options to load a model: on the GPU or not, and without AMX kernels if they crash here."""
     options = llama_cpp.llama_model_default_params()
     options.n_gpu_layers = -1 if offload else 0
-    if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info() and not _survives(gguf):
-        _log.warning("llama.cpp crashes in its AMX kernels here; without them it runs at half the speed. %s", _REMEDY)
+    if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info() and not _amx_works(gguf):
+        _log.warning("llama.cpp's AMX kernels crash in this build. Without them it runs at half the speed. %s", _REMEDY)
         options.use_extra_bufts = False
     return options
 
 
-def _survives(gguf: Path) -> bool:
+def _amx_works(gguf: Path) -> bool:
     probe = [sys.executable, "-m", "services.engines.llamacpp.probe", str(gguf)]
     try:
         done = subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, timeout=120)
@@ -223,13 +222,12 @@ def _survives(gguf: Path) -> bool:
 
 @cache
 def _start() -> None:
-    """Once in a process: llama.cpp's own tables, and what it says into our log."""
-    llama_cpp.llama_log_set(_hear, ctypes.c_void_p(0))
+    """Initializes llama.cpp, once in a process, and forwards its errors to our log."""
+    llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
 
 
 @llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]  # the package is not typed
-def _hear(level: int, text: bytes, _: Any) -> None:
-    # Its errors; it has much to say besides.
-    if level == 4:
+def _on_log(level: int, text: bytes, _: Any) -> None:
+    if level == 4:  # errors
         _log.error("%s", text.decode(errors="replace").strip())

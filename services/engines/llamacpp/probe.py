@@ -1,9 +1,9 @@
-"""Whether llama.cpp survives its fastest kernels here, tried where a crash does no harm.
+"""Tries llama.cpp's AMX kernels in a process of its own, where a crash does no harm.
 
     python -m services.engines.llamacpp.probe GGUF
 
-GCC 12 compiles the loading of AMX's tile configuration so that its stores are left out, and the process dies in the
-first forward of more than one token (llama.cpp issue 20824).
+GCC 12 omits the stores that prepare AMX's tile configuration, so that the process crashes in the first forward of more
+than one token (llama.cpp issue 20824).
 """
 
 import sys
@@ -12,7 +12,7 @@ import llama_cpp
 
 
 def main() -> None:
-    """Ends with 0 if a forward of several tokens goes through."""
+    """Exits with status 0 if a forward of several tokens succeeds."""
     llama_cpp.llama_backend_init()
     options = llama_cpp.llama_model_default_params()
     options.n_gpu_layers = 0

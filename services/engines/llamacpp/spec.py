@@ -9,7 +9,7 @@ from services.store.resolve import has_gguf, resolve, resolve_gguf
 
 
 def _prepare(model: str, weights: Weights, report: Report) -> Path:
-    resolve(model, report)  # for its tokenizer
+    resolve(model, report)  # servers read the tokenizer from the converted model
     return resolve_gguf(model, report)
 
 
@@ -26,8 +26,8 @@ def _open(path: Path, options: EngineOptions) -> Engine:
 
 
 def _passed_over(model: str, options: EngineOptions) -> str:
-    if options.compile or options.dtype is not Dtype.AUTO or options.weights is Weights.INT8:
-        return "its weights and types are those of the file"
+    if options.compile or options.dtype is not Dtype.AUTO or options.weights is not Weights.AUTO:
+        return "a GGUF file determines the weights and the data type"
     if not options.on_cpu:
         return "torch is faster on other devices"
     return "" if has_gguf(model) else "the model has no GGUF file"

@@ -1,1 +1,1 @@
-"""The `openvino` engine: converted models on Intel devices."""
+"""The `openvino` engine: converted transformers models on Intel devices."""

@@ -1,8 +1,7 @@
-"""OpenVINO: a model that `openvino_export` wrote, on Intel's CPUs and GPUs.
+"""Runs models that `services.engines.openvino.export` wrote, on Intel CPUs and GPUs.
 
-Keys and values lie in blocks of equally many tokens. Each slot has its own blocks, one behind the other; how many
-tokens of them count is said anew with each forward, so rolling back is saying less. Rows of any lengths, in any slots,
-share a forward.
+Keys and values are stored in blocks of tokens; each slot has its own consecutive blocks. Each forward passes how many
+of a slot's tokens are valid, so a rollback passes a smaller number. Rows of any lengths, in any slots, share a forward.
 """
 
 from collections.abc import Sequence
@@ -24,22 +23,22 @@ except ImportError as error:
 
 from services.engines.openvino.graph import cache_names, with_attention
 
-# How far the lead of the best logit over the next moved with the width, 1 to 16, on SmolLM2-135M and Gemma-3-270M: at
-# most 0.375 in bfloat16. With weights in 8 or 4 bits the activations are rounded to 8 bits, by groups: 0.46 and 1.91.
+# Measured: how much the difference of a position's two best logits varied over widths 1 to 16 on SmolLM2-135M and
+# Gemma-3-270M. At most 0.375 in bfloat16; 0.46 and 1.91 with int8 and int4 weights, which round activations to 8 bits.
 _TOLERANCES = {"f32": 1e-4, "bf16": 0.75, "f16": 0.1}
 _QUANTIZED_TOLERANCES = {"int8": 0.5, "int4": 2.0}
-# Tokens filled in, since there was need of them last, that cost about as much as another number of tokens does: for
-# full weights and for smaller ones.
-_FILLED, _FILLED_QUANTIZED = 48, 16
+# Padding tokens, summed over forwards, that cost about as much as one change of the number of tokens: for full and for
+# quantized weights.
+_MAX_FILLED, _MAX_FILLED_QUANTIZED = 48, 16
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 class OpenVinoEngine:
-    """A model in OpenVINO's form, `model.xml` or read already.
+    """A converted model: the path of its `model.xml`, or the model in memory.
 
-    `device`: "auto" (the CPU), "cpu", "gpu", "gpu.1". `dtype`: what is computed in; "auto" takes 8-bit activations
-    for weights in 8 or 4 bits, else bfloat16 where the CPU has it. `threads`: CPU threads. `cache_byte_limit`: memory
-    for the keys and values of all slots. Raises `UnusableModel`.
+    `device`: "auto" (the CPU), "cpu", "gpu", "gpu.1". `dtype`: data type to compute in; on CPUs "auto" uses 8-bit
+    activations with int8 and int4 weights, else bfloat16 if the CPU supports it. `threads`: CPU threads.
+    `cache_byte_limit`: memory for the keys and values of all slots, in bytes. Raises `UnusableModel`.
     """
 
     name = "openvino"
@@ -76,10 +75,10 @@ class OpenVinoEngine:
         self._request = self._compiled.create_infer_request()
         names = [name for spec in layers for name in cache_names(spec.layer)]
         self._make_room(names, limit, cache_byte_limit)
-        # The last forward: its rows by slot, its tokens, and how many were filled in since one had so many of its own.
+        # The last forward: its rows by slot, its tokens, and the padding since a forward had this number without any.
         self._rows: dict[int, Row] = {}
         self._size = self._filled = 0
-        self._most_filled = _FILLED if weights == "full" else _FILLED_QUANTIZED
+        self._max_filled = _MAX_FILLED if weights == "full" else _MAX_FILLED_QUANTIZED
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
@@ -96,7 +95,7 @@ class OpenVinoEngine:
             {
                 "token_ids": np.array([id_ for row in rows for id_ in row.token_ids] + [0] * fillers),
                 "positions": np.concatenate([np.arange(row.keep, end) for row, end in zip(rows, lengths, strict=True)]),
-                # At least one, because the device does not know what to do with none.
+                # At least one, because OpenVINO does not support an empty selection.
                 "wanted": np.array(wanted or [0]),
                 "past_lens": np.array([row.keep for row in rows], np.int32),
                 "subsequence_begins": begins.astype(np.int32),
@@ -121,27 +120,28 @@ class OpenVinoEngine:
             parts[0].copy_to(parts[1])
 
     def _fillers(self, rows: Sequence[Row], size: int) -> int:
-        """How many tokens to add behind those of a forward's last row, where the next forward drops them.
+        """Returns the number of padding tokens to append to the last row of a forward. The next forward drops them.
 
-        OpenVINO prepares every node anew when the number of tokens changes, both ways: 5 to 8 ms on SmolLM2-135M and
-        Gemma-3-270M, where a token more takes 0.2 to 0.7. So a forward keeps the number of the one before for a while.
-        Only where all rows go on from there: what a sequence gets is not to depend on others that were before it.
+        OpenVINO prepares every node again whenever the number of tokens changes. That costs 5 to 8 ms on SmolLM2-135M
+        and Gemma-3-270M, where one more token costs 0.2 to 0.7 ms. So a smaller forward is padded to the number of the
+        last one, for some time. Only if all rows continue those of the last forward: the logits of a sequence must not
+        depend on others that ran before it.
         """
-        # One with a prompt in it is none to go on from.
+        # A forward with a prompt does not count as the last one.
         before, self._rows = self._rows, {} if any(row.logits_from for row in rows) else {row.slot: row for row in rows}
         fillers, last = self._size - size, rows[-1]
         goes_on = len(before) == len(rows) and all(
             (old := before.get(row.slot)) and old.keep < row.keep <= old.keep + len(old.token_ids) for row in rows
         )
         fits = last.keep + len(last.token_ids) + fillers <= self.context_length
-        if goes_on and fits and 0 < fillers <= self._most_filled - self._filled and self.device == "cpu":
+        if goes_on and fits and 0 < fillers <= self._max_filled - self._filled and self.device == "cpu":
             self._filled += fillers
             return fillers
         self._size, self._filled = size, 0
         return 0
 
     def _blocks(self, slot: int, length: int) -> NDArray[np.int32]:
-        """Where so many tokens of a slot are."""
+        """Returns the blocks of the first `length` tokens of a slot."""
         start = slot * self._slot_blocks
         return np.arange(start, start + -(-length // self._block), dtype=np.int32)
 
@@ -153,7 +153,7 @@ class OpenVinoEngine:
                     one.get_element_type(),
                     [int(size.get_length()) for size in one.partial_shape[1:]],
                 )
-        # Of keys [heads, tokens of a block, size], on GPUs [heads, size, tokens of a block]; of values the former.
+        # Shapes are [heads, tokens per block, size]; only the keys on GPUs are [heads, size, tokens per block].
         self._block = shapes[names[1]][1][1]
         block_bytes = sum(kind.size * int(np.prod(shape)) for kind, shape in shapes.values())
         room = slot_room(block_bytes // self._block, self.slot_count, cache_byte_limit, limit)
@@ -167,28 +167,28 @@ class OpenVinoEngine:
             self._caches.append(tensor)
 
     def _tensor(self, kind: ov.Type, shape: list[int]) -> ov.Tensor:
-        """Memory where the device computes."""
+        """Allocates memory on the device."""
         if self.device == "cpu":
             return ov.Tensor(kind, ov.Shape(shape))
         return self._compiled.get_context().create_tensor(kind, ov.Shape(shape), {})
 
 
 def _device(core: ov.Core, name: str) -> str:
-    """OpenVINO's name of a device. Raises `UnusableModel`."""
+    """Returns OpenVINO's name of a device. Raises `UnusableModel`."""
     found = "CPU" if name == "auto" else name.upper()
     if found.startswith("NPU"):
-        raise UnusableModel("OpenVINO has no paged attention for NPUs: use --device cpu or gpu")
+        raise UnusableModel("OpenVINO does not support paged attention on NPUs: use --device cpu or gpu")
     if found not in core.available_devices:
         raise UnusableModel(
-            f"OpenVINO finds no device {name} here, only {', '.join(core.available_devices).lower()}: name one of "
-            "them, or install its driver"
+            f"OpenVINO does not find the device {name}, only {', '.join(core.available_devices).lower()}: use one of "
+            f"these, or install the driver of {name}"
         )
     return found
 
 
 def refuses(dtype: str, threads: int | None) -> bool:
-    """Whether a CPU cannot compute so: OpenVINO 2026.4 divides by zero in bfloat16 with one thread, which ends the
-    process, and its float16 makes NaN of small models.
+    """Returns whether this engine refuses a data type on CPUs: OpenVINO 2026.4 crashes in bfloat16 with one thread
+    (division by zero), and small models return NaN in float16.
     """
     return dtype == "float16" or (dtype == "bfloat16" and _alone(threads))
 
@@ -200,22 +200,22 @@ def _alone(threads: int | None) -> bool:
 def _options(
     core: ov.Core, device: str, dtype: str, weights: str, threads: int | None
 ) -> tuple[str, dict[str, str | int | bool]]:
-    """What is computed in, and the device's settings for it."""
+    """Returns the data type to compute in, and OpenVINO's settings for it."""
     if device != "CPU":
         precision = _DTYPES.get(dtype, "f16")
         return precision, {"INFERENCE_PRECISION_HINT": precision, "KV_CACHE_PRECISION": "f16"}
-    # Threads that are tied to cores would share one with those of another model's server.
+    # Pinned threads of two model servers would compete for the same cores.
     options: dict[str, str | int | bool] = {"PERFORMANCE_HINT": "LATENCY", "ENABLE_CPU_PINNING": False}
     if threads is not None:
         options["INFERENCE_NUM_THREADS"] = threads
     fast = "BF16" in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     if refuses(dtype, threads):
         raise UnusableModel(
-            "OpenVINO does not compute in float16 on CPUs reliably, nor in bfloat16 with one thread: use --dtype "
-            "float32 or auto, or --threads 2"
+            "on CPUs, OpenVINO does not compute reliably in float16, nor in bfloat16 with one thread: use --dtype "
+            "float32 or auto, or bfloat16 with --threads 2"
         )
     if dtype != "auto":
-        # As exact as its name says.
+        # No 8-bit activations, because the user has chosen the precision.
         options["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
         precision = _DTYPES[dtype]
     elif weights == "full" and fast and not _alone(threads):

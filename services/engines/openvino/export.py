@@ -1,7 +1,7 @@
-"""`python -m services.engines.openvino.export MODEL DIRECTORY WEIGHTS`: a transformers directory for OpenVINO.
+"""Exports a transformers directory: `python -m services.engines.openvino.export MODEL DIRECTORY WEIGHTS`.
 
-Writes `model.xml` and `model.bin`, with weights "full" (float32), "int8" or "int4" (by NNCF). What was traced is tried
-against the model itself, in float32, before its weights are made smaller.
+Writes `model.xml` and `model.bin`, with weights "full" (float32), "int8" or "int4" (by NNCF). The traced model must
+pass the engine self-test in float32 before its weights are quantized.
 """
 
 import sys
@@ -20,12 +20,12 @@ from services.engines.selftest import Proof
 from services.engines.torch.attention import ATTENTION, OPERATOR, Scoring, using
 from services.engines.torch.model import TokenLogits, context_limit, load_model
 
-# Weights of a group share a scale.
+# Number of int4 weights that share a scale.
 _INT4_GROUP = 64
 
 
 class _Recorder:
-    """Attention that takes down what each layer asks for."""
+    """Implements `Attention`: records the parameters of each layer's attention."""
 
     def __init__(self) -> None:
         self.specs: dict[int, AttentionSpec] = {}
@@ -33,10 +33,10 @@ class _Recorder:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """See `Attention.attend`; the result has the right shape only. Raises `UnusableModel`."""
+        """Returns zeros in the shape of `Attention.attend`. Raises `UnusableModel`."""
         if scoring.softcap is not None or scoring.sinks is not None:
             raise UnusableModel(
-                "a model whose attention limits its scores or has sinks is not for --engine openvino: use torch"
+                "the openvino engine does not support attention with softcap or sinks (Gemma 2, GPT-OSS): use torch"
             )
         heads, key_heads = query.shape[1], key.shape[1]
         sizes = (key.shape[3], value.shape[3])
@@ -45,11 +45,11 @@ class _Recorder:
 
 
 def export(source: Path, destination: Path, weights: str) -> None:
-    """Writes the model of `source` into a new directory. Raises `UnusableModel`."""
+    """Writes the model of `source` into the new directory `destination`. Raises `UnusableModel`."""
     model = load_model(source, torch.float32).eval()
     proof = Proof.of(model)
     graph = _traced(model)
-    # The engine's attention is put into a copy: the file stays free of it.
+    # The engine inserts its attention into a copy, so that the saved file does not contain it.
     proof.check(OpenVinoEngine(graph.clone(), dtype="float32", slot_count=2, cache_byte_limit=1 << 28))
     destination.mkdir()
     small = _compressed(graph, weights)
@@ -68,7 +68,7 @@ def _traced(model: Any) -> ov.Model:
         return [placeholder(query, key, value, spec).output(0)]
 
     logits = TokenLogits(model)
-    # What tracing warns of are the libraries' own ways, and what comes out is tried.
+    # Users cannot act on the warnings of tracing, and the self-test checks the result.
     with using(recorder), torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logits(*example)
@@ -98,5 +98,5 @@ if __name__ == "__main__":
         export(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
     except UnusableModel as error:
         sys.exit(str(error))
-    except Exception as error:  # whatever it stumbles over, the model is not for us
+    except Exception as error:  # the libraries raise errors of many types for models that they cannot export
         sys.exit(f"{type(error).__name__}: {str(error)[:500]}")

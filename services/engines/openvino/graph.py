@@ -1,9 +1,8 @@
-"""How a model is written down for OpenVINO, and how attention is put into it when it is read.
+"""The format of exported models: a placeholder for attention on disk, OpenVINO's paged attention in memory.
 
-The graph on disk holds, in place of attention, what goes into it: the tokens' queries, keys and values side by side
-[tokens, features], under a name that says what to do with them. `with_attention` puts OpenVINO's paged attention
-there, which keeps keys and values in blocks and takes rows of any lengths behind one another. That operator belongs to
-one version of OpenVINO; the file does not.
+The placeholder concatenates the queries, keys and values of all tokens [tokens, features]. Its name has the parameters
+of the attention. `with_attention` replaces it by paged attention, which stores keys and values in blocks and takes
+concatenated rows of any lengths. That operator depends on the version of OpenVINO; the file does not.
 """
 
 import json
@@ -17,11 +16,11 @@ from openvino.op import _PagedAttentionExtension as PagedAttention
 
 from bridge.errors import UnusableModel
 
-# Which the list of the operator's inputs below was written for.
+# The version of OpenVINO whose paged attention has the inputs of `_inputs`.
 _VERSION = "2026.4"
 _PREFIX = "draftbridge.attend "
 INPUTS = ("token_ids", "positions", "wanted")
-# What says which tokens belong to which row, and where the blocks of its keys and values are.
+# Inputs that assign tokens to rows, and rows to blocks of keys and values.
 BATCH_INPUTS = {
     "past_lens": [-1],
     "subsequence_begins": [-1],
@@ -33,7 +32,7 @@ BATCH_INPUTS = {
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One layer's attention: how many heads of what size, how far back it sees (0: all), what scores are scaled by."""
+    """Parameters of one layer's attention: heads and their sizes, sliding window in tokens (0: none), score scaling."""
 
     layer: int
     heads: int
@@ -45,17 +44,17 @@ class AttentionSpec:
 
     @property
     def name(self) -> str:
-        """The node's name in the file."""
+        """The name of the placeholder in the file, which contains all parameters."""
         return _PREFIX + json.dumps(asdict(self))
 
 
 def cache_names(layer: int) -> tuple[str, str]:
-    """The inputs that hold a layer's keys and values."""
+    """Returns the names of the inputs that hold a layer's keys and values."""
     return f"key_cache.{layer}", f"value_cache.{layer}"
 
 
 def placeholder(query: Any, key: Any, value: Any, spec: AttentionSpec) -> Any:
-    """What stands for attention in the file; of [1, heads, tokens, size] makes [1, tokens, heads, value size]."""
+    """Builds the placeholder for attention: from [1, heads, tokens, size] to [1, tokens, heads, value size]."""
 
     def flat(node: Any, features: int) -> Any:
         turned = ops.transpose(node, ops.constant(np.array([0, 2, 1, 3])))
@@ -69,21 +68,21 @@ def placeholder(query: Any, key: Any, value: Any, spec: AttentionSpec) -> Any:
     together = ops.concat(parts, 1)
     together.set_friendly_name(spec.name)
     zero, one = ops.constant(np.array([0])), ops.constant(np.array([1]))
-    # Of the right shape, so that the file is a model that can be looked at.
+    # The result has the right shape, so that the file is a valid model.
     result = ops.slice(together, zero, ops.constant(np.array([spec.heads * spec.value_size])), one, one)
     return ops.reshape(result, ops.constant(np.array([1, -1, spec.heads, spec.value_size])), False)
 
 
 def with_attention(model: ov.Model) -> list[AttentionSpec]:
-    """Puts paged attention into a model as it was read; its layers, in order.
+    """Replaces all placeholders in a model by paged attention. Returns the parameters of its layers, in order.
 
-    The model then has the inputs `BATCH_INPUTS`, and for each layer those of `cache_names`, whose shapes and types the
-    device decides when it is compiled. Raises `UnusableModel` for another version of OpenVINO.
+    The model gains the inputs `BATCH_INPUTS`, and for each layer those of `cache_names`, whose shapes and types the
+    device determines when it compiles the model. Raises `UnusableModel` for another version of OpenVINO.
     """
     version = ov.__version__
     if not version.startswith(_VERSION + "."):
         raise UnusableModel(
-            f"this is OpenVINO {version}, whose paged attention may be another: pip install 'openvino=={_VERSION}.*'"
+            f"OpenVINO {version} is not supported, its paged attention may differ: pip install 'openvino=={_VERSION}.*'"
         )
     batch = {name: _parameter(name, ov.Type.i32, shape) for name, shape in BATCH_INPUTS.items()}
     parameters, specs = list(batch.values()), []
@@ -98,7 +97,7 @@ def with_attention(model: ov.Model) -> list[AttentionSpec]:
         ]
         inputs = [one.get_source_output() for one in node.inputs()]
         attention = PagedAttention(_inputs(inputs, [cache.output(0) for cache in caches], batch, spec))
-        # The device reads the caches' shapes from here.
+        # OpenVINO derives the shapes of the caches from these.
         notes = attention.get_rt_info()
         notes["num_k_heads"] = notes["num_v_heads"] = spec.key_heads
         notes["k_head_size"], notes["v_head_size"] = sizes
@@ -119,12 +118,12 @@ def _parameter(name: str, kind: ov.Type, shape: list[int]) -> Any:
 
 
 def _inputs(inputs: list[Any], caches: list[Any], batch: dict[str, Any], spec: AttentionSpec) -> list[Any]:
-    """The operator's inputs in its order; what is empty is not used."""
+    """Returns the operator's inputs in its order. Empty constants turn features off."""
 
     def constant(kind: Any, values: Any) -> Any:
         return ops.constant(np.array(values, kind)).output(0)
 
-    def none(kind: Any = np.int32, *shape: int) -> Any:
+    def off(kind: Any = np.int32, *shape: int) -> Any:
         return ops.constant(np.zeros(shape or (0,), kind)).output(0)
 
     zero = constant(np.int32, 0)
@@ -134,11 +133,11 @@ def _inputs(inputs: list[Any], caches: list[Any], batch: dict[str, Any], spec: A
         *(batch[name].output(0) for name in list(BATCH_INPUTS)[:4]),
         constant(np.float32, spec.scaling),
         constant(np.int32, spec.window),
-        none(np.float32),  # slopes of ALiBi
+        off(np.float32),  # slopes of ALiBi
         batch["max_context_len"].output(0),
-        *(none(), none(), none(np.int32, 0, 0), none(np.float32, 0, 0)),  # sums of scores, turning of keys in the cache
-        *(none(np.float32), zero, zero),  # leaving out blocks that matter little
-        none(np.float32, 0, 0, 0, 0),  # sinks
-        *(zero, none(), none(), none()),  # dropping blocks by how alike they are
-        *(none(), none(np.uint8), none()),  # kinds of tokens, trees of candidates
+        *(off(), off(), off(np.int32, 0, 0), off(np.float32, 0, 0)),  # sums of scores, rotation of cached keys
+        *(off(np.float32), zero, zero),  # sparse attention
+        off(np.float32, 0, 0, 0, 0),  # sinks
+        *(zero, off(), off(), off()),  # eviction of similar blocks
+        *(off(), off(np.uint8), off()),  # token types, trees of candidates
     ]

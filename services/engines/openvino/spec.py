@@ -10,14 +10,14 @@ from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
 from services.store.cache import Report, cache_directory, fingerprint, scratch_directory, settle
 from services.store.resolve import default_name, resolve
 
-# Version of the converted files. Files of an older version are not used.
+# Version of the converted files. Files of other versions are not used.
 _FORMAT = 2
 
 
 def convert(directory: Path, name: str, weights: str, report: Report = lambda text: None) -> Path:
-    """Returns `model.xml` of a transformers directory, with weights "full", "int8" or "int4".
+    """Returns the `model.xml` of a transformers directory, with weights "full", "int8" or "int4".
 
-    Converts once, in a process of its own, and keeps the result in the cache. Raises `UnusableModel`.
+    Converts once, in a child process, and keeps the result in the cache. Raises `UnusableModel` or `CacheUnusable`.
     """
     final = cache_directory() / f"{name}-{fingerprint(directory)}-openvino{_FORMAT}-{weights}"
     if not (final / "model.xml").is_file():
@@ -43,7 +43,7 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
 
 
 def _prepare(model: str, weights: Weights, report: Report) -> Path:
-    # Weights in 8 bits are the fastest on Intel's devices and cost next to no quality.
+    # int8 weights were the fastest on Intel CPUs, and cost almost no quality.
     chosen = Weights.INT8 if weights is Weights.AUTO else weights
     return convert(resolve(model, report), default_name(model), chosen.value, report)
 
@@ -63,15 +63,15 @@ def _open(path: Path, options: EngineOptions) -> Engine:
 
 def _passed_over(model: str, options: EngineOptions) -> str:
     if options.compile or options.weights is Weights.INT8 or not options.on_cpu:
-        return "torch is chosen for --compile, for --weights int8 and for devices other than the CPU"
+        return "torch is preferred for --compile, for --weights int8 and for devices other than the CPU"
     from services.engines.openvino.engine import refuses
 
-    return "this CPU cannot compute in that type" if refuses(options.dtype.value, options.threads) else ""
+    return "it cannot compute in this data type on CPUs" if refuses(options.dtype.value, options.threads) else ""
 
 
 OPENVINO = EngineSpec(
     name="openvino",
-    runs="models of transformers that can be exported, converted once",
+    runs="transformers models that can be exported; they are converted once",
     devices="Intel CPU, Intel GPU",
     prepare=_prepare,
     open=_open,

@@ -1,7 +1,7 @@
-"""Attention as one operator of torch's, so that the same model can be run as it is, compiled, and exported.
+"""Makes attention one torch operator, so that the same model can be run, compiled and exported.
 
-transformers calls `attend` in place of its own attention. What is behind the operator is no concern of the model: the
-keys and values of all sequences (`torch_cache`) where it is run, a kernel of another library where it is exported.
+transformers calls `attend` instead of its own attention. `using` sets the implementation of the operator: attention
+over the slots (`services.engines.torch.cache`) to run a model, a recorder to export it.
 """
 
 import threading
@@ -14,17 +14,17 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# What a model's attention is told to use, and the operator's name.
+# The name of this attention in transformers, and the operator's name in torch.
 ATTENTION = "draftbridge"
 OPERATOR = "draftbridge::attend"
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How queries and keys become weights: scores are multiplied by `scaling`, and limited smoothly to +-`softcap`.
+    """How attention weights follow from queries and keys. Scores are multiplied by `scaling`.
 
-    `sinks` [heads]: a score for nothing at all, which takes its share of the weights (Gemma 2 has the one, GPT-OSS
-    the other). `window`: how many tokens back a query sees; 0 for all.
+    `window`: size of the sliding window in tokens, 0 for none. `softcap`: limits scores smoothly to +-`softcap`
+    (Gemma 2). `sinks` [heads]: score of an additional position without a value, which reduces all weights (GPT-OSS).
     """
 
     window: int
@@ -34,12 +34,12 @@ class Scoring:
 
 
 class Attention(Protocol):
-    """What is behind the operator."""
+    """An implementation of the operator."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """[1, tokens, heads, value size] for [1, heads, tokens, size]; `key` and `value` may have fewer heads."""
+        """Turns [1, heads, tokens, size] into [1, tokens, heads, value size]. Keys and values may have fewer heads."""
         ...
 
 
@@ -48,7 +48,7 @@ _active = threading.local()
 
 @contextmanager
 def using(attention: Attention) -> Iterator[None]:
-    """Puts something behind the operator, for this thread."""
+    """Makes `attention` the implementation of the operator, for this thread."""
     _active.attention = attention
     try:
         yield
@@ -98,11 +98,11 @@ def attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls. Shapes as in `Attention.attend`. Raises ValueError for a mask of the model's own."""
+    """Is called by transformers. Shapes as in `Attention.attend`. Raises ValueError if the model has its own mask."""
     if attention_mask is not None:
         if attention_mask.shape[2] != 0:
-            raise ValueError("it makes masks of its own")
-        # Some models tell of a window in the mask only.
+            raise ValueError("the model makes its own attention masks")
+        # Some models pass the window only to the mask.
         sliding_window = attention_mask.shape[3]
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     out = torch.ops.draftbridge.attend(
@@ -112,7 +112,7 @@ def attend(
 
 
 def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor:
-    """What is behind the operator masks; a tensor of no elements tells the window, by its shape [1, 1, 0, window]."""
+    """Replaces the mask by an empty tensor [1, 1, 0, window], whose shape passes the window to `attend`."""
     return torch.empty(1, 1, 0, local_size or 0)
 
 

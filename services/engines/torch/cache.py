@@ -1,7 +1,7 @@
-"""Keys and values of all slots, and attention over them for rows of any lengths in one forward.
+"""The keys and values of all slots, and attention over them for rows of any lengths in one forward.
 
-The tokens of all rows stand behind one another, as one text would. Everything in a model but attention treats each
-token by itself, so nothing is masked out. Attention goes row by row, over the row's own slot.
+The tokens of all rows are concatenated like one text. Only attention relates tokens to each other, so the rest of the
+model needs no padding and no masks. Attention runs row by row, over the row's own slot.
 """
 
 from collections.abc import Sequence
@@ -14,28 +14,28 @@ from services.engines.torch.attention import Scoring
 
 
 class SlotCaches:
-    """Memory for keys and values by layer, [slots, heads, capacity, head size], set aside when one is first seen."""
+    """Keys and values by layer, [slots, heads, capacity, head size], allocated when a layer first runs."""
 
     def __init__(self, slot_count: int, capacity: int) -> None:
         self._slot_count, self.capacity = slot_count, capacity
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of a layer; `keys` and `values` [1, heads, tokens, head size] are like what they will hold."""
+        """Returns a layer's keys and values, allocated if needed with the sizes and dtype of the given ones."""
         if index not in self._layers:
             shapes = [(self._slot_count, like.shape[1], self.capacity, like.shape[3]) for like in (keys, values)]
-            # Not filled with zeros: memory that no token has reached is not taken from the system.
+            # Uninitialized, because the system provides memory only when tokens are written to it.
             self._layers[index] = (keys.new_empty(shapes[0]), values.new_empty(shapes[1]))
         return self._layers[index]
 
     def copy(self, source: int, target: int, token_count: int) -> None:
-        """Puts the beginning of one slot into another."""
+        """Copies the first `token_count` tokens of a slot to another."""
         for tensor in (tensor for pair in self._layers.values() for tensor in pair):
             tensor[target, :, :token_count] = tensor[source, :, :token_count]
 
 
 class RaggedBatch:
-    """Attention for one forward over the given rows; tokens behind those of the rows only fill it up."""
+    """Attention for one forward over the given rows. Tokens after those of the rows are padding."""
 
     def __init__(self, caches: SlotCaches, rows: Sequence[Row]) -> None:
         self._caches, self._rows = caches, rows
@@ -44,7 +44,7 @@ class RaggedBatch:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """See `Attention.attend`. Writes keys and values into the slots, and reads them there."""
+        """See `Attention.attend`. Writes the new keys and values into the slots, and reads all from there."""
         keys, values = self._caches.layer(layer, key, value)
         outputs, start = [], 0
         for index, row in enumerate(self._rows):
@@ -61,11 +61,11 @@ class RaggedBatch:
             start += count
         if start < query.shape[2]:
             outputs.append(query.new_zeros(1, query.shape[2] - start, query.shape[1], value.shape[3]))
-        # The operator's result is its own, in the order in which it is said to be.
+        # The operator must return a new contiguous tensor, as `_shape` declares.
         return torch.cat(outputs, dim=1)
 
     def _mask(self, index: int, query: torch.Tensor, heads: int, first: int, window: int) -> torch.Tensor | None:
-        """What is added to scores [queries of all heads that share keys, keys from `first` on]; None adds nothing."""
+        """Returns the mask to add to scores [queries of all heads that share keys, keys from `first`], or None."""
         row = self._rows[index]
         count = len(row.token_ids)
         if count == 1:
@@ -86,9 +86,9 @@ class RaggedBatch:
 
 
 class TokenBatch:
-    """Attention for one forward over tokens, each by itself: shapes say nothing of rows, and nothing waits for the CPU.
+    """Attention for one forward that treats each token separately: shapes do not depend on rows, as graphs require.
 
-    `slots`, `positions`: of each token, [tokens]; of all slots the first `length` places are looked at.
+    `slots`, `positions` [tokens]: those of each token. Attention reads the first `length` positions of each slot.
     """
 
     def __init__(self, caches: SlotCaches, slots: torch.Tensor, positions: torch.Tensor, length: int) -> None:
@@ -97,7 +97,7 @@ class TokenBatch:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """See `Attention.attend`. Writes keys and values into the slots, and reads them there."""
+        """See `Attention.attend`. Writes the new keys and values into the slots, and reads all from there."""
         keys, values = self._caches.layer(layer, key, value)
         keys[self._slots, :, self._positions] = key[0].transpose(0, 1)
         values[self._slots, :, self._positions] = value[0].transpose(0, 1)
@@ -106,7 +106,7 @@ class TokenBatch:
         hidden = seen > own
         if scoring.window:
             hidden = hidden | (seen <= own - scoring.window)
-        # What no token has reached yet may be anything, also what is no number.
+        # Memory that no token was written to may contain NaN, which would spread even with a weight of 0.
         held = [
             tensor[self._slots, :, : self._length].masked_fill(hidden[:, None, :, None], 0.0)
             for tensor in (keys, values)
@@ -118,7 +118,7 @@ class TokenBatch:
 
 
 class ByteCounter:
-    """Attention that only looks at what would be kept: bytes of the keys and values of a token, in all layers."""
+    """Implements `Attention`: counts the bytes of one token's keys and values in all layers."""
 
     def __init__(self) -> None:
         self.byte_count = 0
@@ -126,7 +126,7 @@ class ByteCounter:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
     ) -> torch.Tensor:
-        """See `Attention.attend`; the result has the right shape only."""
+        """Returns zeros in the shape of `Attention.attend`."""
         self.byte_count += (key.nbytes + value.nbytes) // key.shape[2]
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
@@ -134,11 +134,10 @@ class ByteCounter:
 def _attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
-    """Rows of as many tokens: query [rows, heads, count, size] over [rows, key heads, length, size].
+    """Computes attention of query [rows, heads, count, size] over keys and values [rows, key heads, length, size].
 
-    Returns [rows, count, heads, size].
-
-    Heads that share keys stand below one another as if they were further queries, so that no key is copied.
+    Returns [rows, count, heads, size]. Heads that share keys are treated as additional queries of one head, so that no
+    key is copied.
     """
     rows, heads, count, key_heads = *query.shape[:3], keys.shape[1]
     folded = query.reshape(rows, key_heads, heads // key_heads * count, query.shape[3])

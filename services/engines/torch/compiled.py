@@ -1,6 +1,6 @@
-"""Forwards of a few tokens, made fast ahead of time: compiled for the CPU, recorded as graphs for CUDA.
+"""Accelerates forwards of few tokens: compiles them for the CPU, records them as graphs for CUDA.
 
-Both need shapes that repeat, so fewer tokens than a width are filled up to it.
+Both need fixed shapes, so tokens are padded to the next of a few widths.
 """
 
 import warnings
@@ -19,13 +19,13 @@ from services.engines.torch.attention import using
 from services.engines.torch.cache import RaggedBatch, SlotCaches, TokenBatch
 from services.engines.torch.model import TokenLogits
 
-# Tokens of a compiled forward. Eight cost a quarter more than one, the rest of the way is flat.
+# Numbers of tokens of compiled forwards. 8 tokens cost a quarter more than 1, so padding costs little.
 _COMPILED_WIDTHS = (1, 8, 16)
 _GRAPH_WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-# Tokens by places of a recorded forward: each token gets a copy of its slot's keys and values.
-_LARGEST = 1 << 16
+# Maximum of tokens times positions of a recorded forward, because it copies a slot's keys and values for each token.
+_MAX_COPIED = 1 << 16
 _COMPILER = {
-    # Weights are rearranged once, for the processor's matrix units, by whichever kernel turns out to be the fastest.
+    # Rearranges the weights once, for the processor's matrix units, and chooses the fastest kernel by measuring.
     "freezing": True,
     "max_autotune": True,
     "max_autotune_gemm_backends": "CPP,ATEN",
@@ -33,23 +33,23 @@ _COMPILER = {
 
 
 class FastForwards(Protocol):
-    """Runs what it has a width for."""
+    """Runs forwards of few tokens."""
 
     def run(self, rows: Sequence[Row], ids: list[int], positions: list[int], wanted: list[int]) -> torch.Tensor | None:
-        """Logits [`wanted` and perhaps more, vocabulary size] of the tokens of all rows; None if they are too many."""
+        """Returns logits [`wanted` and possibly padding, vocabulary size], or None if the forward is too large."""
         ...
 
 
 class CompiledForwards:
-    """For CPUs, by torch's compiler, which takes minutes. Raises `UnusableModel` if it cannot."""
+    """Compiles forwards for CPUs, which takes minutes. Raises `UnusableModel` if that fails."""
 
     def __init__(self, logits: TokenLogits, caches: SlotCaches) -> None:
         self._caches = caches
         self._compiled = torch.compile(logits, dynamic=False, fullgraph=True)
         try:
             for width in _COMPILED_WIDTHS:
-                # The settings are not given as `options`: whether weights may be taken for constants is asked before
-                # it sees those. What it has to say of its choices is not for users.
+                # Not as `options` of `torch.compile`, which are read after it has decided whether weights are
+                # constants. Its reports on the choice of kernels are hidden, because users cannot act on them.
                 with config.patch(_COMPILER), redirect_stderr(StringIO()), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self.run([Row(0, 0, (0,) * width, 0)], [0] * width, list(range(width)), [0])
@@ -72,10 +72,10 @@ class CompiledForwards:
 
 
 class GraphForwards:
-    """For CUDA: each width, with each of a few lengths, is recorded when it first comes, and then only replayed.
+    """Records a graph for each width and cache length when it first occurs, on CUDA, and replays it from then on.
 
-    What changes from one forward to the next stands in tensors: ids, positions, slots. On another device nothing is
-    recorded, and it is a slower way to the same logits, for the tests. Raises `UnusableModel` if it cannot record.
+    Tensors hold all inputs that change between forwards: ids, positions, slots. On other devices, for tests, forwards
+    are not recorded but return the same logits. `run` raises `UnusableModel` if recording fails.
     """
 
     def __init__(self, logits: TokenLogits, caches: SlotCaches, device: torch.device) -> None:
@@ -91,10 +91,10 @@ class GraphForwards:
         """See `FastForwards`."""
         width = next((width for width in _GRAPH_WIDTHS if width >= len(ids)), None)
         length = self._lengths[bisect_left(self._lengths, max(positions) + 1)]
-        if width is None or width * length > _LARGEST:
+        if width is None or width * length > _MAX_COPIED:
             return None
         slots = [row.slot for row in rows for _ in row.token_ids]
-        # Filled up with the last token once more: it writes the same to the same place.
+        # Padded with copies of the last token, which write the same keys and values to the same position.
         lists = (ids, positions, slots, wanted or [0])
         filled = torch.tensor([one + one[-1:] * (width - len(one)) for one in lists])
         if (width, length) not in self._recorded:
@@ -104,7 +104,7 @@ class GraphForwards:
         return replay()
 
     def _record(self, inputs: torch.Tensor, length: int) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-        """`inputs` [4, width] are those of a forward that is due: recording runs it, and leaves its keys and values."""
+        """Records the forward of `inputs` [4, width]. Recording also runs it, so its keys and values are stored."""
         ids, positions, slots, wanted = inputs
 
         def forward() -> torch.Tensor:
@@ -126,11 +126,11 @@ class GraphForwards:
 
 
 def _graph(forward: Callable[[], torch.Tensor], pool: Any) -> Callable[[], torch.Tensor]:
-    """A forward, recorded. What it returns is valid until another one runs that shares the `pool` of memory."""
+    """Returns a recorded forward. Its result is valid until another one runs that shares the memory `pool`."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for _ in range(3):  # libraries set up what they need
+        for _ in range(3):  # libraries initialize themselves, which cannot be recorded
             forward()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
-"""Any causal language model of transformers, its KV cache in our hands.
+"""Runs any causal language model of transformers with DraftBridge's own KV cache.
 
-Attention is ours (`torch_cache`), everything else is the model's own. Rolling back is keeping less. What a model makes
-of it is tried against its own forward before it is served.
+Replaces the model's attention (see `services.engines.torch.cache`) and keeps the rest. A rollback shortens a length. A
+self-test compares the logits with the model's own forward before the model is served.
 """
 
 import logging
@@ -22,20 +22,19 @@ from services.engines.torch.model import TokenLogits, context_limit, load_model,
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Measured over widths 1 to 16 on SmolLM2-135M and Gemma-3-270M: the best two logits of a position moved against each
-# other by at most 0.75 in bfloat16 and 3e-5 in float32. float16 has three bits more than bfloat16.
+# Measured: the difference of a position's two best logits varied over widths 1 to 16 on SmolLM2-135M and Gemma-3-270M
+# by at most 0.75 in bfloat16 and 3e-5 in float32. float16 has three bits more than bfloat16.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.75, torch.float16: 0.1}
 
 
 class TorchEngine:
     """A transformers model on one device.
 
-    `source`: a directory that `from_pretrained` reads. `device`: "auto", "cpu", "cuda", ... `dtype`:
-    "auto" takes bfloat16 where the device computes in it and float32 elsewhere. `threads`: CPU threads.
-    `cache_byte_limit`: memory for the keys and values of all slots. `int8`: weights in 8 bits, which is
-    fast only where it is compiled. `compiled`: forwards of few tokens are, which takes minutes on CPUs; on CUDA
-    they are recorded as graphs.
-    Raises `UnusableModel` for a model that cannot be rolled back by length.
+    `source`: a directory that `from_pretrained` reads. `device`: "auto", "cpu", "cuda", ... `dtype`: "auto" is
+    bfloat16 if the device computes in it, else float32. `threads`: CPU threads. `cache_byte_limit`: memory for the keys
+    and values of all slots, in bytes. `int8`: stores weights in 8 bits, which is fast only with `compiled`.
+    `compiled`: compiles forwards of few tokens, which takes minutes on CPUs; on CUDA, records them as graphs.
+    Raises `UnusableModel` for a model that does not support rollback.
     """
 
     name = "torch"
@@ -73,7 +72,7 @@ class TorchEngine:
                 proof.check(self)
         except UnusableModel:
             raise
-        except Exception as error:  # whatever it stumbles over, the model is not for us
+        except Exception as error:  # an unsupported model can fail with errors of many types
             raise self._unusable(error) from error
 
     @property
@@ -106,7 +105,7 @@ class TorchEngine:
         table = self._fast.run(rows, ids, positions, wanted) if self._fast else None
         if table is None:
             with using(RaggedBatch(self._caches, rows)):
-                # At least one is wanted, because models take an empty selection for all.
+                # At least one is wanted, because models treat an empty selection as all.
                 table = self._logits(*self._tensors(ids, positions, wanted or [0]))
         return by_row(table[: len(wanted)].float().cpu().numpy(), rows)
 
@@ -134,19 +133,19 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _token_byte_count(self) -> int:
-        """Memory of one token's keys and values, found by looking at those of one."""
+        """Returns the memory of one token's keys and values in bytes, measured on one token."""
         counter = ByteCounter()
         self._model.set_attn_implementation(ATTENTION)
         with using(counter):
             self._logits(*self._tensors([0], [0], [0]))
         if not counter.byte_count:
-            raise ValueError("it keeps no keys and values")
+            raise ValueError("it has no keys and values")
         return counter.byte_count
 
     def _unusable(self, reason: object) -> UnusableModel:
         return UnusableModel(
-            f"a {self._config.model_type} model cannot be served: its state cannot be cut back to a length, "
-            f"or its attention is not plain ({reason}). Choose a model with plain causal attention, "
+            f"a {self._config.model_type} model cannot be served: its state cannot be rolled back to a shorter text, "
+            f"or its attention is not supported ({reason}). Choose a model with plain causal attention, "
             "such as Llama, Gemma, Qwen, Mistral or GPT-2",
             model_type=self._config.model_type,
         )
@@ -158,11 +157,11 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         if device.type == "meta":
-            raise RuntimeError("it computes nothing")
+            raise RuntimeError("meta tensors have no data")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UnusableModel(
-            f"this machine's torch has no device {name!r} ({error}): use --device cpu, or install a torch build for it"
+            f"torch has no device {name!r} here ({error}): use --device cpu, or install a build of torch for it"
         ) from error
     return device
 
@@ -178,7 +177,7 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _cpu_computes_bfloat16() -> bool:
-    # Without these instructions bfloat16 is emulated, and slower than float32.
+    # Without these instructions, bfloat16 is emulated and slower than float32.
     capability = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
     if capability:
         return bool(capability.get("avx512_bf16") or capability.get("amx_bf16") or capability.get("bf16"))

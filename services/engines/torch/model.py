@@ -1,4 +1,4 @@
-"""A causal language model of transformers: loaded, or refused with the reason; and the part of it that engines run."""
+"""Loads causal language models of transformers, or refuses them with the reason, and wraps what engines run."""
 
 import inspect
 import os
@@ -11,13 +11,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from bridge.errors import UnusableModel
 
-# Kinds of layers that can be cut back to a length.
+# Kinds of layers that support rollback.
 _KINDS = {"full_attention", "sliding_attention"}
 _DEFAULT_CONTEXT = 2048
 
 
 class TokenLogits(torch.nn.Module):
-    """Of a model with attention of ours: tokens in, logits of some of them out."""
+    """Wraps a model with our attention: takes tokens, returns the logits of some of them."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class TokenLogits(torch.nn.Module):
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """[wanted, vocabulary size]; `wanted` are indices into `token_ids`, one at least."""
+        """Returns logits [wanted, vocabulary size]. `wanted` has at least one index into `token_ids`."""
         options = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
         if self._selects:
             found: torch.Tensor = self.model(logits_to_keep=wanted, **options).logits[0]
@@ -35,7 +35,7 @@ class TokenLogits(torch.nn.Module):
 
 
 def load_model(source: Path, dtype: torch.dtype) -> Any:
-    """A model directory's weights. Raises `UnusableModel` for what cannot be read or rolled back."""
+    """Loads a model directory. Raises `UnusableModel` if it cannot be read or does not support rollback."""
     transformers.utils.logging.disable_progress_bar()
     # transformers 4.56 renamed the argument.
     old = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (4, 56)
@@ -45,11 +45,11 @@ def load_model(source: Path, dtype: torch.dtype) -> Any:
         config = AutoConfig.from_pretrained(source)
         _refuse_newer(config)
         _refuse_state(config.get_text_config())
-        # Attention as it is written down, which ours is tried against; it is never used for more.
+        # The self-test compares our attention with this reference implementation, which then is not used any more.
         return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="eager", **options)
     except UnusableModel:
         raise
-    except Exception as error:  # files can be damaged in as many ways as the library has errors
+    except Exception as error:  # for damaged files the library raises errors of many types
         reason = " ".join(str(error).split())[:300]
         raise UnusableModel(
             f"the model in {source} cannot be loaded ({type(error).__name__}: {reason}): check that its files are "
@@ -59,7 +59,7 @@ def load_model(source: Path, dtype: torch.dtype) -> Any:
 
 
 def quantize(model: Any) -> None:
-    """Puts the weights of linear layers into 8 bits, by torchao. Raises `UnusableModel`."""
+    """Quantizes the weights of linear layers to 8 bits with torchao. Raises `UnusableModel` if it is not installed."""
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
@@ -68,23 +68,23 @@ def quantize(model: Any) -> None:
 
 
 def _refuse_newer(config: PretrainedConfig) -> None:
-    """An older major version reads a newer one's settings without a word, and misses some of them."""
+    """Raises `UnusableModel` for a newer major version's model, some settings of which would be ignored silently."""
     saved = str(getattr(config, "transformers_version", None) or "0").split(".")[0]
     if saved.isdigit() and int(saved) > int(transformers.__version__.split(".")[0]):
         raise UnusableModel(
-            f"the model was saved by transformers {config.transformers_version}, this is {transformers.__version__}, "
-            "which would misread it: upgrade transformers, or let DRAFTBRIDGE_CACHE name an empty directory and "
-            "fetch the model again",
+            f"the model was saved by transformers {config.transformers_version}, which the installed version "
+            f"{transformers.__version__} may misread: upgrade transformers, or set DRAFTBRIDGE_CACHE to an empty "
+            "directory to convert the model again",
             saved_by=config.transformers_version,
         )
 
 
 def context_limit(config: PretrainedConfig) -> int:
-    """The longest text in which a token's position means the same, however long the text gets."""
+    """Returns the maximum text length up to which the encoding of positions does not depend on the length."""
     limit = int(getattr(config, "max_position_embeddings", None) or _DEFAULT_CONTEXT)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type", rope.get("type")) == "longrope":
-        # Beyond this all positions are turned by other factors, also those that are in the cache already.
+        # In longer texts, longrope rotates all positions by other factors, which makes the cached keys wrong.
         original = rope.get("original_max_position_embeddings")
         return int(original or getattr(config, "original_max_position_embeddings", None) or limit)
     return limit
@@ -95,7 +95,7 @@ def _refuse_state(config: PretrainedConfig) -> None:
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KINDS)
     if unknown:
         raise UnusableModel(
-            f"a {config.model_type} model cannot be served: its layers of kind {', '.join(unknown)} keep a state that "
-            "cannot be cut back to a length, and speculation has to. Choose a model with attention layers only",
+            f"a {config.model_type} model cannot be served: the state of its {', '.join(unknown)} layers cannot be "
+            "rolled back as speculation requires. Choose a model with attention layers only",
             model_type=config.model_type,
         )

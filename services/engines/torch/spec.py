@@ -9,7 +9,7 @@ from services.store.resolve import resolve
 
 
 def _prepare(model: str, weights: Weights, report: Report) -> Path:
-    return resolve(model, report)  # quantization takes place in memory
+    return resolve(model, report)  # the engine quantizes weights in memory
 
 
 def _open(path: Path, options: EngineOptions) -> Engine:
@@ -29,7 +29,7 @@ def _open(path: Path, options: EngineOptions) -> Engine:
 
 TORCH = EngineSpec(
     name="torch",
-    runs="any causal language model of transformers, with a fast tokenizer; GGUF files are converted",
+    runs="causal language models of transformers with a fast tokenizer; GGUF files are converted",
     devices="CPU, CUDA",
     prepare=_prepare,
     open=_open,
