@@ -121,7 +121,7 @@ def main() -> None:
 
 def recited() -> str:
     """The documentation, the beginning of it twice."""
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "".join(file.read_text() for file in files)
     return text[:REPEATED] + text
 

@@ -6,8 +6,8 @@ Minka, "A* Sampling", 2014). Because nothing else goes in, the token sampled at 
 sequence was cut into forwards.
 
 Signed 64-bit integers are used throughout, because both NumPy and torch multiply them modulo 2**64. The mix is the
-finalizer of SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014). `docs/noise.md` is
-the specification, with test vectors.
+finalizer of SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
+`docs/reference/noise.md` is the specification, with test vectors.
 """
 
 import hashlib
