@@ -19,7 +19,8 @@ from services.engines.spec import EngineOptions, EngineSpec, Weights
 from services.engines.torch.spec import TORCH
 from services.store.cache import Report
 
-# `--engine auto` takes the first of these that does not pass a model over: the fastest first, see docs/measurements/engines.md.
+# `--engine auto` takes the first of these that does not pass a model over: the fastest first, see
+# docs/measurements/engines.md.
 _OWN = (LLAMACPP, OPENVINO, TORCH)
 AUTO = "auto"
 
