@@ -120,7 +120,7 @@ def main() -> None:
 
 def recited() -> str:
     """Returns the documentation, with its beginning twice."""
-    files = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    files = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "".join(file.read_text() for file in files)
     return text[:REPEATED] + text
 

@@ -19,7 +19,7 @@ from services.engines.spec import EngineOptions, EngineSpec, Weights
 from services.engines.torch.spec import TORCH
 from services.store.cache import Report
 
-# Fastest first: `--engine auto` takes the first one whose `passed_over` returns "". See docs/engines.md.
+# Fastest first: `--engine auto` takes the first one whose `passed_over` returns "". See docs/measurements/engines.md.
 _OWN = (LLAMACPP, OPENVINO, TORCH)
 AUTO = "auto"
 

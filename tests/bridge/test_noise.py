@@ -11,7 +11,7 @@ from bridge.sampling.noise import gumbel, gumbel_of, position_state, signed, tok
 from bridge.sampling.sampler import Sampler, SamplingParameters
 from tests.support import tiny
 
-VECTORS = json.loads((Path(__file__).parents[2] / "docs" / "noise-vectors.json").read_text())
+VECTORS = json.loads((Path(__file__).parents[2] / "docs" / "reference" / "noise-vectors.json").read_text())
 
 
 def test_the_code_gives_the_vectors_of_the_specification() -> None:

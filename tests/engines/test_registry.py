@@ -15,7 +15,7 @@ from services.engines import spec as specs
 from services.engines.registry import choose_engine, engine_spec, engines, prepare
 from services.engines.spec import Dtype, EngineOptions, Weights
 
-DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "engines.md"
 
 # An engine in a package of its own: the torch engine under another name, installed by an entry point.
 TOY = '''

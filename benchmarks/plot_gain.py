@@ -1,0 +1,87 @@
+"""Draws what speculation gains and where it does not: `benchmarks/gain.json` as `docs/gain.png`.
+
+    python -m benchmarks.plot_gain [--data benchmarks/gain.json] [--plot docs/gain.png]
+
+Needs matplotlib. On the left `auto` by setting and temperature, beside the best fixed way in hindsight; on the right
+`auto` by category of the prompts. A disturbed run is left out on the left, and its disturbed category on the right.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+_AUTO, _FIXED, _ALONE = "#1f5fa8", "#b9c7dc", "#b7791f"
+_MARKERS = {"c": ("o", "#1f5fa8"), "d": ("D", "#2f7d43")}
+
+
+def main() -> None:
+    """Draws the plot."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=ROOT / "benchmarks" / "gain.json")
+    parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "gain.png")
+    arguments = parser.parse_args()
+    draw(json.loads(arguments.data.read_text()), arguments.plot)
+
+
+def draw(data: dict[str, Any], path: Path) -> None:
+    """Writes the plot of the data to a file, whose ending chooses the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11.5, 4.8), width_ratios=(3, 2), layout="constrained")
+    _by_setting(left, data)
+    _by_category(right, data["runs"])
+    figure.savefig(path, dpi=110)
+
+
+def _by_setting(axes: Any, data: dict[str, Any]) -> None:
+    runs = [run for run in data["runs"] if "disturbed" not in run]
+    for place, run in enumerate(runs):
+        (way, best), height = next(iter(run["best_fixed"].items())), 0.38
+        axes.barh(place - height / 2, run["auto"], height, color=_AUTO, label="auto" if place == 0 else None)
+        fixed = "best fixed way in hindsight" if place == 0 else None
+        axes.barh(place + height / 2, best, height, color=_FIXED, label=fixed)
+        axes.text(run["auto"] + 0.02, place - height / 2, f"{run['auto']:.2f}x", va="center", weight="bold")
+        name = "target alone" if way == "off" else way.replace("turns", "turns of")
+        axes.text(best + 0.02, place + height / 2, f"{best:.2f}x  {name}", va="center", fontsize=9, color="#33415c")
+    labels = [f"{data['settings'][run['setting']]}\nT={run['temperature']}, {run['prompts']} prompts" for run in runs]
+    axes.set_yticks(range(len(runs)), labels, fontsize=8.5)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 2.5)
+    axes.axvline(1, color=_ALONE)
+    axes.set_xlabel("speed, target alone = 1")
+    axes.set_title("A gain at temperature 0, none at temperature 1", fontsize=11)
+    axes.legend(loc=(0.6, 0.24), fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _by_category(axes: Any, runs: list[dict[str, Any]]) -> None:
+    found = [run for run in runs if "categories" in run]
+    categories = sorted(
+        found[0]["categories"],
+        key=lambda name: max(run["categories"][name] for run in found if run.get("disturbed") != name),
+    )
+    for run in found:
+        shown = [name for name in categories if name != run.get("disturbed")]
+        marker, color = _MARKERS[run["setting"]]
+        label = f"({run['setting']}) {'no draft model' if run['setting'] == 'd' else 'with SmolLM2-135M'}"
+        places = [categories.index(name) for name in shown]
+        axes.scatter(
+            [run["categories"][name] for name in shown], places, s=55, marker=marker, color=color, label=label, zorder=3
+        )
+    axes.set_yticks(range(len(categories)), categories)
+    axes.set_xlim(0.8, 2.6)
+    axes.axvline(1, color=_ALONE)
+    axes.grid(axis="x", color="#e3e7ee")
+    axes.set_xlabel("speed of auto, target alone = 1")
+    axes.set_title("Gemma-3-270M, T=0, by category", fontsize=11)
+    axes.legend(loc="lower right", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+if __name__ == "__main__":
+    main()
