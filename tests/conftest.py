@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 from draftbridge import Client
 from services.cli.processes import Fleet, fleet
 
+# Tests that run side by side share the cores: each, and each process that it starts, computes with one thread.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests must not download anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"

@@ -6,8 +6,8 @@ Tarlow, Minka, "A* Sampling", 2014). The noise depends on nothing else, so the t
 depend on how the sequence was divided into forwards.
 
 All integers are signed 64-bit, because both NumPy and torch multiply these modulo 2**64. The mix is the finalizer of
-SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014). `docs/reference/noise.md` is the
-specification, with test vectors.
+SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014). `docs/reference/noise.md` is
+the specification, with test vectors.
 """
 
 import hashlib

@@ -296,17 +296,19 @@ def check_what_tenants_are_told(running: Fleet) -> None:
     with Client(running.bridge) as client:
 
         def ask(tenant: str, seed: int) -> tuple[str, int]:
-            # In lockstep with a number, candidates are sent whether they pay or not.
-            fixed = {"speculation": "lockstep", "num_assistant_tokens": 8}
-            got = client.generate(prompt, max_tokens=40, seed=seed, temperature=1.0, tenant=tenant, **fixed)
+            got = client.generate(prompt, max_tokens=40, seed=seed, temperature=1.0, tenant=tenant)
             return got.text, did(got.finished.speculation, "suffix").num_draft_tokens
 
         seed = next(seed for seed in range(50) if says_nothing_twice(prompt + ask("", seed)[0]))
         text, nothing = ask("", seed)
         assert nothing == 0
         assert ask("ann", seed) == ask("bob", seed) == (text, 0)
-        again, count = ask("ann", seed)
-        assert again == text
+        # The planner may find, by the times that it measures, that candidates cost more than they gain.
+        for _ in range(30):
+            again, count = ask("ann", seed)
+            assert again == text
+            if count:
+                break
         assert count
         assert ask("cid", seed) == ask("", seed) == (text, 0)
         kept = client.status().suffix_memory

@@ -16,6 +16,7 @@ from bridge.errors import ChecksumMismatch, DraftAway, ModelNotFound, TokenizerN
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import bridge_pb2, model_pb2, model_pb2_grpc
 from services.bridge import zoo
+from services.bridge.gateway import Gateway
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.sandbox.tokenizer_selftest import self_test
@@ -233,7 +234,7 @@ async def test_services_that_hang_are_asked_side_by_side() -> None:
             # The system accepts connections for it, and nobody ever reads them.
             stack.enter_context(socket.create_server((host, int(port))))
         started = perf_counter()
-        answers = await BridgeServicer(known).GetStatus(bridge_pb2.GetStatusRequest(), None)
+        answers = await BridgeServicer(Gateway(known)).GetStatus(bridge_pb2.GetStatusRequest(), None)
         assert perf_counter() - started < 2 * zoo._CHECK_SECONDS
         assert [one.address for one in answers.endpoints] == addresses
         assert not any(one.reachable for one in answers.endpoints)

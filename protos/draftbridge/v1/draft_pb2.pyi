@@ -68,7 +68,7 @@ class DraftOpen(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
-    """Seed of the noise that draft and target share; see docs/noise.md."""
+    """Seed of the noise that draft and target share; see docs/reference/noise.md."""
     model: _builtins.str
     """Name of the model that the client expects. Another name than the served one is NOT_FOUND; empty accepts any."""
     tokenizer_sha256: _builtins.str
