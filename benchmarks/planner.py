@@ -47,7 +47,8 @@ from rich.table import Table
 from benchmarks import prompts
 from draftbridge.client import generate_request
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
-from services.cli.processes import launched, serve
+from services.cli.bench import processor
+from services.cli.processes import launched, pinned, serve
 from services.store.resolve import default_name
 
 OFF = "off"
@@ -227,22 +228,8 @@ def ways(setting: Setting, names: Sequence[str] | None = None) -> list[Way]:
 
 
 @contextmanager
-def _pinned(core: int | None) -> Iterator[None]:
-    """Pins processes that are started inside to this core."""
-    if core is None or not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-@contextmanager
 def _server(server: Server, role: str) -> Iterator[str]:
-    with _pinned(server.core):
+    with pinned(None if server.core is None else [server.core]):
         context = serve(server.model, "--role", role, *server.options)
         address, _ = context.__enter__()
     try:
@@ -444,14 +431,6 @@ def about(arguments: argparse.Namespace) -> dict[str, Any]:
         "python": platform.python_version(),
         "libraries": {name: found for name in _LIBRARIES if (found := _version(name))},
     }
-
-
-def processor() -> str:
-    """Returns the name of the processor."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _version(package: str) -> str:

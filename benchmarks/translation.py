@@ -65,7 +65,7 @@ def corpus(length: int) -> str:
     """Returns English text and code from this repository's files, repeated to the given length."""
     root = Path(__file__).parents[1]
     files = sorted(
-        [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("bridge/*.py"), *root.glob("services/**/*.py")]
+        [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("bridge/**/*.py"), *root.glob("services/**/*.py")]
     )
     text = "\n".join(file.read_text() for file in files)
     return (text * (length // len(text) + 1))[:length]
