@@ -191,7 +191,9 @@ class DraftResponse(_message.Message):
     epoch: _builtins.int
     """The epoch that the proposals belong to. The bridge drops those of an old epoch."""
     done: _builtins.bool
-    """True if the draft proposes nothing more in this epoch: it ended the text, has no idea, or its context is full."""
+    """True if the draft proposes nothing more in this epoch: it ended the text, cannot continue it, or its
+    context is full.
+    """
     cached_token_count: _builtins.int
     """Tokens found in the server's cache when the sequence got its slot. Set on the first response after that, else 0."""
     queue_ns: _builtins.int
