@@ -10,7 +10,7 @@ PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: .venv/demo ## See what a draft gains. PROMPT="...", TARGET=..., DRAFT=..., SMALL=1 (no 1.1 GB).
+demo: .venv/demo ## See what a draft gains. PROMPT="...", TARGET=..., DRAFT=..., SMALL=1 (skips 1.1 GB).
 	@$(BIN)/draftbridge demo $(if $(PROMPT),"$$PROMPT") $(if $(TARGET),--target "$$TARGET") \
 		$(if $(DRAFT),--draft "$$DRAFT") $(if $(SMALL),--small)
 

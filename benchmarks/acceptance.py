@@ -4,7 +4,7 @@
 
 Runs in lockstep at several temperatures. The three drafts differ only in temperature or seed. Both models run in this
 process, with several prompts at once, in bfloat16 where the machine supports it; so speeds here mean nothing.
-FILE of prompts: as in `benchmarks.prompts`; without it, the prompts of the tests.
+FILE of prompts: see `benchmarks.prompts`; the default is its own 12.
 """
 
 import argparse

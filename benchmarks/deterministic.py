@@ -57,7 +57,7 @@ def main() -> None:
         a, b = (1000 * median(times[name, what]) for name in ways)
         table.add_row(what, f"{a:.1f}", f"{b:.1f}", f"{b / a:.2f}")
     counts = [f"{sum(equal)} of {len(equal)}" for equal in same.values()]
-    table.add_row("same to the last bit", *counts, "")
+    table.add_row("identical bit for bit", *counts, "")
     Console(width=100).print(table)
 
 

@@ -9,8 +9,8 @@
 Every prompt runs in all modes, one after the other, so that changes in the machine's speed affect all modes alike. A
 request before these reads the prompt, so that it is cached for every mode. A category's ratio is that of the times of
 all tokens after the first; the range is over prompts; tokens per second, time per token and time to the first token
-are medians over prompts. FILE of prompts: as in `benchmarks.prompts`; without it, the prompts of the tests. A model
-without a chat template continues the last message of a chat as plain text.
+are medians over prompts. FILE of prompts: see `benchmarks.prompts`; the default is its own 12. A model without
+a chat template continues the last message of a chat as plain text.
 
 Rivals are other software (`benchmarks.rival_process`): transformers, transformers-assisted (with the draft and both
 tokenizers), transformers-prompt-lookup, llamacpp, llamacpp-prompt-lookup, openvino-genai, openvino-genai-prompt-lookup,
@@ -90,7 +90,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--target", default=DEFAULT_TARGET)
-    parser.add_argument("--draft", default=DEFAULT_DRAFT, help="none to use suffix matches only")
+    parser.add_argument("--draft", default=DEFAULT_DRAFT, help="none to use prompt lookup only")
     parser.add_argument("--engine", default="torch")
     parser.add_argument("--weights", default="auto")
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -13,14 +13,14 @@ Starts a target, a draft and a bridge as processes on this machine, in one of th
 
 Every prompt runs in every way, one after the other, in an order that rotates from prompt to prompt. `turns k`: the
 draft proposes k tokens, then the target verifies them. `ahead n`: both run, the draft at most n tokens ahead. `suffix`:
-candidates from suffix matches only. Times exclude the target's first pass and its tokens; a request before the first
+prompt lookup only. Times exclude the target's first pass and its tokens; a request before the first
 way makes both models read the prompt.
 
 Four figures are compared with the bars that the planner must reach: the speed of `auto` over that of the best fixed
 way, from all tokens and times; the lowest ratio of `auto` to `off` of any category; the speed that `auto` predicted
 over its measured speed; and, with --fresh, the speed of `auto` in the first request of a new bridge over that of the
 best fixed way on the same prompt. --fresh N measures `auto` in N such requests only; the models stay loaded.
-FILE of prompts: as in `benchmarks.prompts`; without it, the prompts of the tests. The JSON file is updated after each.
+FILE of prompts: see `benchmarks.prompts`; the default is its own 12. The JSON file is updated after each prompt.
 """
 
 import argparse

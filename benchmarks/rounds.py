@@ -4,13 +4,13 @@
         [--tokenizers TARGET.json DRAFT.json]
 
 A target service, a draft service and the bridge run as processes over loopback. Only the models are stand-ins that
-recite a text (`benchmarks.reciting`), with four of five draft tokens right. A round is a pass of the target. In
-lockstep it lasts from one delta at the client to the next, and the median is over rounds. In other modes passes arrive
-in bursts, so a round is the mean of a generation, and the median is over generations. The 95th percentile is always of
-the time between deltas. A round's own cost is the median less the mean time of the models: the target's forward, and in
-lockstep also the draft's forwards, for which the round waits. It thus includes the bridge (translation, matching,
-planning), both services (scheduler, sampling), the messages between the four processes, and the client. In lockstep
-with one token there is one round trip to the draft and one to the target.
+recite a text (`benchmarks.reciting`), with four of five draft tokens right. A round is a pass of the target and all
+that happens since the previous one. In lockstep it lasts from one delta at the client to the next, and the median is
+over rounds. In other modes passes arrive in bursts, so a round is the mean of a generation, and the median is over
+generations. The 95th percentile is always of the time between deltas. A round's own cost is the median less the mean
+time of the models: the target's forward, and in lockstep also the draft's forwards, for which the round waits. It thus
+includes the bridge (translation, matching, planning), both services (scheduler, sampling), the messages between the
+four processes, and the client. In lockstep with one token there is one round trip to the draft and one to the target.
 
 The text is this repository's documentation. In the "repeated" cases it repeats its beginning. Tokenizers are trained on
 it unless given. Cases take turns, so that changes in the machine's speed affect all alike; the first run of each case

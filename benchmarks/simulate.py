@@ -1,4 +1,4 @@
-"""Measures the gain of speculation by distance and draft speed, with models that sleep, against a simulation.
+"""Measures the gain of speculation by distance and draft speed with simulated models, against an event simulation.
 
     python -m benchmarks.simulate [--pair VERIFY_MS DRAFT_MS ACCEPTANCE ...] [--round-trip MS ...] [--jitter 0.1]
         [--trace FILE] [--tokens 300] [--virtual] [--json FILE] [--plot FILE.png]

@@ -5,7 +5,7 @@
 
 The target's greedy text is encoded in the draft's tokens, and the draft reads it. For each token the file records
 whether the draft's most probable token is the next one, and its probability; see `benchmarks.recorded` for the format.
-FILE of prompts: as in `benchmarks.prompts`; without it, the prompts of the tests. A model without a chat template
+FILE of prompts: see `benchmarks.prompts`; the default is its own 12. A model without a chat template
 continues the last message of a chat as plain text. The file is written after each pair.
 """
 

@@ -1,4 +1,4 @@
-"""Proposes by suffix match: what followed the same bytes earlier in the text, or in an earlier output of the tenant."""
+"""Implements prompt lookup: proposes what followed the same bytes in the text, or in a tenant's earlier output."""
 
 from typing import ClassVar
 

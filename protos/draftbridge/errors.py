@@ -56,7 +56,8 @@ class CallError(Exception):
         if report := read_report(error.trailing_metadata()):
             return cls(code, report.reason, report.message, report.metadata)
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            message = f"nothing answers at {address}: check the address and that a bridge is running there"
+            what = "nothing answers" if code is grpc.StatusCode.UNAVAILABLE else "no answer came in time"
+            message = f"{what} at {address}: check the address and that a bridge is running there"
             return cls(code, "SERVICE_UNREACHABLE", message, {"address": address})
         if code is grpc.StatusCode.UNIMPLEMENTED:
             message = f"{address} is not a bridge: give the address that `draftbridge bridge` or `up` prints"

@@ -28,10 +28,12 @@ app = typer.Typer(
 
 @app.command()
 def demo(
-    prompt: Annotated[str, typer.Argument(help="What to ask the target; by default one of our own.")] = "",
+    prompt: Annotated[str, typer.Argument(help="The prompt; by default a built-in one.")] = "",
     target: Annotated[str, typer.Option(help=f"Another target. {MODEL_HELP}")] = "",
     draft: Annotated[str, typer.Option(help="Another draft.")] = "",
-    small: Annotated[bool, typer.Option("--small", help="Take models of 270M and 135M parameters: no 1.1 GB.")] = False,
+    small: Annotated[
+        bool, typer.Option("--small", help="Use models of 270M and 135M parameters; skips the 1.1 GB download.")
+    ] = False,
     engine: Annotated[str, typer.Option(help="Another engine for the target; see `draftbridge engines`.")] = "",
     max_tokens: Annotated[int, typer.Option(min=2, help="The most tokens to generate.")] = 96,
 ) -> None:
@@ -39,7 +41,7 @@ def demo(
     from services.cli.demo import LARGE, SMALL, run
 
     wanted = SMALL if small else LARGE
-    if target or engine:  # the reason given is that of our own choice
+    if target or engine:  # the reason applies to the default target and engine only
         wanted = replace(wanted, target=target or wanted.target, engine=engine or "auto", reason="")
     wanted = replace(wanted, draft=draft or wanted.draft, prompt=prompt or wanted.prompt)
     run(out, wanted, max_tokens, report)

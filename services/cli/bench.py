@@ -1,8 +1,8 @@
-"""`draftbridge bench`: how fast a pair is on this machine, source by source, and whether it is worth it.
+"""Measures how fast a pair is on this machine, source by source, and whether speculation pays, for `draftbridge bench`.
 
-Every prompt is generated in every way, one way after the other, so that the machine's moods fall on all ways alike; the
-order rotates from prompt to prompt. Before its turn a prompt is read once by both models. Times are those after the
-first pass of the target, which mostly measures how long the prompt is.
+Every prompt runs in every way, one after the other, so that changes in the machine's speed affect all ways alike; the
+order rotates from prompt to prompt. Before these runs both models read the prompt once. Times exclude the first pass of
+the target, which mostly measures how long the prompt is.
 """
 
 import json
@@ -205,7 +205,7 @@ def plot(samples: Sequence[Sample], title: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise InvalidPrompts("--plot needs matplotlib: pip install 'draftbridge[plot]'") from error
+        raise InvalidPrompts("--plot needs matplotlib: pip install '.[plot]' in the checkout") from error
     groups = by(samples, lambda one: one.category or "all")
     if len(groups) > 1:
         groups = {"all": list(samples), **groups}

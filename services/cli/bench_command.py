@@ -13,17 +13,17 @@ from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, err, out, repor
 from services.config import MODEL_HELP
 from services.store.resolve import SUFFIX, resolve
 
-_CORES_HELP = "Cores for the {}, such as 0,1 or 0-3. Apart from each other, one machine stands for two."
+_CORES_HELP = "Cores for the {}, such as 0,1 or 0-3. Disjoint cores simulate two machines."
 
 
 def run(
     target: Annotated[str, typer.Option(help=f"The model whose text you want. {MODEL_HELP}")] = DEFAULT_TARGET,
-    draft: Annotated[str, typer.Option(help="The draft; none measures prompt lookup only.")] = DEFAULT_DRAFT,
+    draft: Annotated[str, typer.Option(help="The draft model; none measures prompt lookup only.")] = DEFAULT_DRAFT,
     server: Annotated[str, typer.Option(help="HOST:PORT of a running bridge to measure instead.")] = "",
     prompts: Annotated[
         Path,
         typer.Option(
-            help="Your prompts: .txt with one on each line, JSON or JSON lines.", show_default="12 of our own"
+            help="Your prompts: .txt with one on each line, JSON or JSON lines.", show_default="12 built-in prompts"
         ),
     ] = bench.OWN_PROMPTS,
     count: Annotated[int, typer.Option(min=1, help="The most prompts, evenly over their categories.")] = 12,
@@ -78,8 +78,8 @@ def run(
     ties = sum(one.speculation.near_ties > 0 for one in samples if one.way == bench.ALONE)
     if different:
         out.print(
-            f"{different} texts differ from the target's own at a near tie, where rounding decides; {ties} of its "
-            "texts have one. `serve --deterministic` makes all texts equal.",
+            f"{different} texts differ from that of the target alone after a near tie, where rounding decides; {ties} "
+            "of the target's texts have one. `serve --deterministic` makes all texts equal.",
             style="dim",
         )
     out.print(bench.verdict(samples, draft), style="bold", markup=False, highlight=False, soft_wrap=True)

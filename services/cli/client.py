@@ -46,7 +46,7 @@ def generate(
         typer.Option(min=1, max=64, help="Tokens of a turn of the draft, or that it may be ahead; unset: automatic."),
     ] = None,
     source: Annotated[
-        list[str] | None, typer.Option(help="Use only this source of candidates: draft or suffix. Repeatable.")
+        list[str] | None, typer.Option(help="Use only this source: draft, or suffix (prompt lookup). Repeatable.")
     ] = None,
     target: Annotated[str, typer.Option(help="Name of the target, if the bridge has several.")] = "",
     draft: Annotated[str, typer.Option(help="Name of the draft, if the bridge has several.")] = "",

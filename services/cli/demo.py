@@ -1,4 +1,4 @@
-"""`draftbridge demo`: two models with different tokenizers generate together, and a table shows what that gained."""
+"""Runs `draftbridge demo`: two models with different tokenizers generate together, and a table shows the gain."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.processes import draft_threads, fleet
 from services.store.resolve import default_name, resolve
 
-# Colours of the sources, by name; one that is not here takes one of `OTHERS`.
+# Colours of the sources, by name; any other source gets one of `OTHERS`.
 STYLES = {"": "", "draft": "green", "suffix": "cyan"}
 OTHERS = ("magenta", "yellow", "blue")
 NAMES = {"": "the target's own", "draft": "proposed by the draft", "suffix": "by prompt lookup"}

@@ -8,6 +8,7 @@ from rich.markup import escape
 out = Console()
 err = Console(stderr=True)
 
+# A small pair that downloads fast, for `up`, `bench` and `translate`; `demo` uses a larger one.
 DEFAULT_TARGET = "gemma-3-270m"
 DEFAULT_DRAFT = "smollm2-135m-instruct"
 

@@ -82,7 +82,7 @@ def test_samples_follow_the_softmax_and_the_test_would_notice_if_not() -> None:
     biased = np.zeros(5)
     for offset in range(20_000):
         counts[sampler.choose(logits, offset, 0).token_id] += 1
-        # Of `traps.md`'s kind: a noise that has seen only a few bits.
+        # A biased scheme: noise with a resolution of a few bits only.
         coarse = np.round(gumbel(9, offset, 0, sampler.keys))
         biased[int((logits + coarse).argmax())] += 1
     expected = np.exp(logits) * 20_000

@@ -54,7 +54,7 @@ class Draft:
 class Simulated:
     """A request whose target and draft behave as they are told, in place of the loop.
 
-    `right`: the chance of a candidate; `draft_ms`: of a token of the draft; `slowdown`: of the target beside it.
+    `right`: the chance of a candidate; `draft_ms`: of a token of the draft; `slowdown`: of the target meanwhile.
     `match`: the length of the suffix match that there always is, or None.
     """
 

@@ -226,7 +226,7 @@ async def test_the_first_fault_is_the_one_that_is_noted() -> None:
 
 
 def test_the_text_goes_on_after_what_the_draft_proposes() -> None:
-    """Also in the middle of a word."""
+    """Tests this even in the middle of a word."""
     drafted = Continuation("draft", b"the small ho", starts=(0, 3, 9), confidences=(0.9, 0.8, 0.7))
     offer = offer_of(WORDS, [drafted, Continuation("suffix", b"use on the hill", 20.0)])
     assert WORDS.spell(offer.token_ids) == b"the small house on the hill"

@@ -52,7 +52,7 @@ def test_bytes_of_ids_equal_the_text(family: str, text: str) -> None:
 @given(text=TEXTS, places=PLACES)
 def test_the_middle_of_a_text_spells_what_the_library_decodes(family: str, text: str, places: list[int]) -> None:
     if family.startswith("bert"):
-        return  # its decoder takes spaces away by what stands beside them; see the self-test
+        return  # its decoder removes spaces depending on their neighbours; see the self-test
     words = vocabulary(family)
     ids = library(family).encode("x" + without_control(family, text), add_special_tokens=False).ids
     start, end = sorted([*places, 0, 0][:2])

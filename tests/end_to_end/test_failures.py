@@ -1,4 +1,4 @@
-"""Services that go away, hang and come back under a running bridge."""
+"""Services that end, hang and restart under a running bridge."""
 
 import os
 import re

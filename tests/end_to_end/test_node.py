@@ -18,7 +18,7 @@ BIN = Path(sys.executable).parent
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The script beside its installed packages. npm and Node.js are of the development environment."""
+    """Returns the script, next to its installed packages. The extra `dev` has npm and Node.js."""
     place = tmp_path_factory.mktemp("node")
     shutil.copytree(HERE / "node", place, dirs_exist_ok=True)
     command = [BIN / "npm", "install", "--no-package-lock", "--no-audit", "--no-fund", "--silent"]
@@ -47,6 +47,8 @@ def test_node_streams_the_same_text(script: Path, tiny_fleet: Fleet) -> None:
     assert result["text"] == expected.text
     assert result["token_ids"] == list(expected.token_ids)
     assert result["started"]["target"] == "tiny-target"
+    assert result["started"]["seed"].isdecimal()
+    assert result["finished"]["finish_reason"] == "FINISH_REASON_LENGTH"
     assert result["finished"]["usage"]["generated_token_count"] == 24
     assert result["deltas"] > 1
 

@@ -1,4 +1,4 @@
-"""A deterministic target: what it says of a text is the same to the last bit, however the text came in."""
+"""A deterministic target: its logits for a text are the same bit for bit, however it was divided into forwards."""
 
 from collections.abc import Iterator
 from contextlib import closing

@@ -67,7 +67,7 @@ def test_one_thread_goes_without_bfloat16(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not tie processes to cores")
 def test_a_process_that_may_use_one_core_goes_without_bfloat16_too(tmp_path: Path) -> None:
-    """In a process of its own, which would not live to tell."""
+    """Runs in a child process, because a crash would end this one."""
     saved(FAMILIES["llama"], tmp_path)
     export(tmp_path, tmp_path / "openvino", "full")
     script = (
@@ -135,7 +135,7 @@ def test_what_a_sequence_gets_does_not_depend_on_those_before_it(tmp_path: Path)
     engine.forward([Row(0, 6, (1, 2, 3), 0), Row(1, 6, (1,), 0)])
     engine.forward([Row(1, 7, (1,), 0), Row(0, 7, (1,), 0)])
     assert sizes[-2:] == [4, 4]
-    engine.forward([Row(0, 8, (1,), 0), Row(1, 8, (1, 2, 3), 2)])  # a prompt beside it
+    engine.forward([Row(0, 8, (1,), 0), Row(1, 8, (1, 2, 3), 2)])  # together with a prompt
     engine.forward([Row(0, 9, (1,), 0)])
     assert sizes[-2:] == [4, 1]
     engine.forward([Row(0, 8, (1,), 0)])  # the other has ended

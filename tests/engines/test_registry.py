@@ -108,7 +108,7 @@ def test_options_that_an_engine_does_not_have_are_refused(name: str, options: En
 
 def test_an_engine_that_is_not_installed_names_the_command_that_installs_it() -> None:
     absent = replace(engine_spec("llamacpp"), modules=("a_module_that_nobody_has",))
-    with pytest.raises(UnusableModel, match=r"pip install 'draftbridge\[llamacpp\]'"):
+    with pytest.raises(UnusableModel, match=r"pip install '\.\[llamacpp\]' in the checkout"):
         absent.check(EngineOptions())
 
 
@@ -122,5 +122,5 @@ def test_the_documentation_has_the_table_of_the_registry() -> None:
     text = DOCS.read_text()
     for spec in engines().values():
         row = next(line for line in text.splitlines() if line.startswith(f"| `{spec.name}` |"))
-        for fact in (spec.runs, spec.devices, *spec.dtypes, *spec.weights):
+        for fact in (spec.runs, spec.devices, spec.install, *spec.dtypes, *spec.weights):
             assert fact in row, (spec.name, fact)

@@ -285,7 +285,7 @@ async def test_a_flood_is_held_up_at_its_source(role: str) -> None:
         (session,) = sessions
         assert blocked, f"{sent} messages were taken"
         assert 0 < session.taken_count <= 100
-        # That the client has gone is noticed all the same.
+        # The server notices anyway that the client has gone.
         call.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.to_thread(eventually, lambda: session.closed)

@@ -48,8 +48,8 @@ FAMILIES = {
     "gpt_bigcode": transformers.GPTBigCodeConfig(vocab_size=120, n_positions=256, n_embd=32, n_layer=2, n_head=4),
 }  # fmt: skip
 
-# Rows beside `Row(1, 3, (10,), 0)`, and copies (source, target, tokens), that an engine with three slots of 256 tokens
-# and 120 ids refuses.
+# Rows that run together with `Row(1, 3, (10,), 0)`, and copies (source, target, tokens), that an engine with three
+# slots of 256 tokens and 120 ids refuses.
 INVALID_ROWS = [
     Row(0, 0, (1, 120), 0),  # an id beyond the vocabulary
     Row(0, 0, (1, -1), 0),

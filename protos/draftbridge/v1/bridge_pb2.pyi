@@ -166,8 +166,9 @@ class Speculation(_message.Message):
     """Temperature of the draft, 0 to 100; default is the request's. It affects the number of accepted candidates only."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the sources that may propose candidates: "draft" (the draft model) and "suffix" (text that followed an
-        earlier occurrence of the output's end). Empty allows all that the mode uses: AUTO both, the others "draft" only.
+        """Names of the sources that may propose candidates: "draft" (the draft model) and "suffix" (prompt lookup: text
+        that followed an earlier occurrence of the output's end). Empty allows all that the mode uses: AUTO both, the
+        others "draft" only.
         """
 
     def __init__(
@@ -618,7 +619,7 @@ class SourceStatistics(_message.Message):
     ACCEPTED_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     COMPUTE_NS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the source: "draft" or "suffix"."""
+    """Name of the source: "draft", or "suffix" for prompt lookup."""
     proposed_token_count: _builtins.int
     """Number of tokens that the draft proposed, in its own vocabulary; 0 for a source without a vocabulary."""
     num_draft_tokens: _builtins.int

@@ -119,7 +119,8 @@ class DraftSync(_message.Message):
     """Number of tokens that the draft may propose in this epoch. Unused credit of earlier epochs expires."""
     batch_token_count: _builtins.int
     """Number of tokens to send together in the epoch's first response; 0 and 1 both mean one. That response has fewer if
-    credit, context or text end, or if another request arrives. Later tokens are sent one by one.
+    credit, context or text end, or if another request arrives. Later tokens should be sent one by one; the
+    bridge checks only the credit.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -172,7 +173,8 @@ Global___DraftGrant: _TypeAlias = DraftGrant  # noqa: Y015
 @_typing.final
 class DraftResponse(_message.Message):
     """Proposals, in order; each response continues the one before it. The bridge stops using a draft for the rest of the
-    request if it exceeds its credit, names an epoch that was not started, or breaks a rule below.
+    request if it exceeds its credit, sends more than credit + 1 responses for each epoch (those without tokens count),
+    names an epoch that was not started, or breaks a rule below.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -189,7 +191,9 @@ class DraftResponse(_message.Message):
     epoch: _builtins.int
     """The epoch that the proposals belong to. The bridge drops those of an old epoch."""
     done: _builtins.bool
-    """True if the draft proposes nothing more in this epoch: it ended the text, has no idea, or its context is full."""
+    """True if the draft proposes nothing more in this epoch: it ended the text, cannot continue it, or its
+    context is full.
+    """
     cached_token_count: _builtins.int
     """Tokens found in the server's cache when the sequence got its slot. Set on the first response after that, else 0."""
     queue_ns: _builtins.int

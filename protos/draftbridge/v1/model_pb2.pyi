@@ -119,7 +119,7 @@ class Model(_message.Message):
     device: _builtins.str
     """The device that it runs on, such as "cpu" or "cuda:0"."""
     dtype: _builtins.str
-    """Type of the weights, such as "bfloat16" or "float32"."""
+    """Type that the model computes in, such as "bfloat16"; for quantized weights their format, such as "int8" or "Q4_1"."""
     context_length: _builtins.int
     """Length of the longest sequence in tokens, prompt included."""
     vocabulary_size: _builtins.int

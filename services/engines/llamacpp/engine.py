@@ -26,7 +26,7 @@ try:
     import llama_cpp
 except ImportError as error:
     raise UnusableModel(
-        "the llamacpp engine is not installed: pip install 'draftbridge[llamacpp]', or use --engine torch"
+        "the llamacpp engine is not installed: pip install '.[llamacpp]' in the checkout, or use --engine torch"
     ) from error
 
 _log = logging.getLogger(__name__)

@@ -40,6 +40,6 @@ LLAMACPP = EngineSpec(
     prepare=_prepare,
     open=_open,
     modules=("llama_cpp",),
-    install="pip install 'draftbridge[llamacpp]', which compiles llama.cpp for about ten minutes",
+    install="pip install '.[llamacpp]' in the checkout, which compiles llama.cpp for about ten minutes",
     passed_over=_passed_over,
 )

@@ -18,7 +18,7 @@ try:
     import openvino as ov
 except ImportError as error:
     raise UnusableModel(
-        "the openvino engine is not installed: pip install 'draftbridge[openvino]', or use --engine torch"
+        "the openvino engine is not installed: pip install '.[openvino]' in the checkout, or use --engine torch"
     ) from error
 
 from services.engines.openvino.graph import cache_names, with_attention

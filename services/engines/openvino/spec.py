@@ -71,14 +71,14 @@ def _passed_over(model: str, options: EngineOptions) -> str:
 
 OPENVINO = EngineSpec(
     name="openvino",
-    runs="transformers models that can be exported; they are converted once",
+    runs="Hugging Face transformers models that can be exported; they are converted once",
     devices="Intel CPU, Intel GPU",
     prepare=_prepare,
     open=_open,
     dtypes=(Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16),
     weights=(Weights.FULL, Weights.INT8, Weights.INT4),
     modules=("openvino", "nncf"),
-    install="pip install 'draftbridge[openvino]'",
+    install="pip install '.[openvino]' in the checkout",
     passed_over=_passed_over,
     auto_weights=Weights.FULL,
 )

@@ -1,4 +1,4 @@
-"""Loads causal language models of transformers, or refuses them with the reason, and wraps what engines run."""
+"""Loads causal Hugging Face transformers models, or refuses them with the reason, and wraps what engines run."""
 
 import inspect
 import os
@@ -63,7 +63,7 @@ def quantize(model: Any) -> None:
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
-        raise UnusableModel("--weights int8 needs torchao: pip install 'draftbridge[torchao]'") from error
+        raise UnusableModel("--weights int8 needs torchao: pip install '.[torchao]' in the checkout") from error
     quantize_(model, Int8WeightOnlyConfig(version=2))
 
 

@@ -29,13 +29,13 @@ def _open(path: Path, options: EngineOptions) -> Engine:
 
 TORCH = EngineSpec(
     name="torch",
-    runs="causal language models of transformers with a fast tokenizer; GGUF files are converted",
+    runs="causal Hugging Face transformers models with a fast tokenizer; GGUF files are converted",
     devices="CPU, CUDA",
     prepare=_prepare,
     open=_open,
     dtypes=(Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16),
     weights=(Weights.FULL, Weights.INT8),
     modules=("torch", "transformers"),
-    install="pip install draftbridge",
+    install="pip install . in the checkout",
     compiles=True,
 )

@@ -7,7 +7,7 @@ const [protos, address, prompt, maxTokens] = process.argv.slice(2);
 const definition = loader.loadSync("draftbridge/v1/bridge.proto", {
   includeDirs: [protos],
   keepCase: true,
-  longs: Number,
+  longs: String, // a seed has 64 bits, more than a number holds exactly
   enums: String,
   defaults: true,
   oneofs: true,
