@@ -13,6 +13,7 @@ from bridge.request import Request, check
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.suffix_memory import SuffixMemory
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
+from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
 from services.bridge.zoo import Endpoint, Zoo
 
 
@@ -65,7 +66,7 @@ class _ZooDrafter(RemoteDrafter):
             async for proposal in super().proposals():
                 yield proposal
         except DraftBridgeError as error:
-            self._zoo.on_draft_error(self._endpoint, error)
+            self._zoo.on_error(self._endpoint, error)
             raise
 
 
@@ -76,6 +77,7 @@ class Gateway:
         self.zoo, self.memory = zoo, memory
         self.started_ns = perf_counter_ns()
         self.counts = RequestCounts()
+        self._balancer = Balancer()
         self.observers: list[Callable[[Finished], None]] = []
 
     async def generate(
@@ -89,11 +91,18 @@ class Gateway:
             check(request)
             target = self.zoo.target(target_name)
             draft = None if request.speculation.mode is Mode.OFF else self.zoo.draft(draft_name)
-            stack.enter_context(target.estimates.request())
-            verifier = RemoteVerifier(
-                target.channel, target.address, target.model, request.sampling, request.seed, request.logprobs
+            verifier = ResumingVerifier(
+                self._balancer,
+                lambda: self.zoo.replicas(target),
+                lambda one: RemoteVerifier(
+                    one.channel, one.address, one.model, request.sampling, request.seed, request.logprobs
+                ),
+                self.zoo.on_error,
+                blocks_of(request),
             )
             stack.enter_context(closing(verifier))
+            target = verifier.endpoint
+            stack.enter_context(target.estimates.request())
             drafter = None
             if draft:
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)
