@@ -5,7 +5,7 @@ from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass
 from time import perf_counter_ns
 
-from bridge.errors import DraftBridgeError
+from bridge.errors import BridgeBusy, DraftBridgeError
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.planner import Mode
 from bridge.ports import Proposal
@@ -73,8 +73,8 @@ class _ZooDrafter(RemoteDrafter):
 class Gateway:
     """Runs requests on a zoo. `memory` keeps earlier outputs of tenants. `observers` receive every `Finished`."""
 
-    def __init__(self, zoo: Zoo, memory: SuffixMemory | None = None) -> None:
-        self.zoo, self.memory = zoo, memory
+    def __init__(self, zoo: Zoo, memory: SuffixMemory | None = None, max_requests: int = 256) -> None:
+        self.zoo, self.memory, self._max_requests = zoo, memory, max_requests
         self.started_ns = perf_counter_ns()
         self.counts = RequestCounts()
         self._balancer = Balancer()
@@ -88,6 +88,8 @@ class Gateway:
         Raises a `DraftBridgeError` at any point.
         """
         with self.counts.request(), ExitStack() as stack:
+            if self.counts.active > self._max_requests:
+                raise BridgeBusy(self._max_requests)
             check(request)
             target = self.zoo.target(target_name)
             draft = None if request.speculation.mode is Mode.OFF else self.zoo.draft(draft_name)

@@ -406,6 +406,7 @@ def open_channel(address: str) -> aio.Channel:
         # Detects a machine that disappears without closing the connection within half a minute.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),  # a minute otherwise, whatever the timeout above
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 2000),
         # Otherwise two channels to one address share a connection, and one delays the other (head-of-line blocking).
