@@ -161,6 +161,18 @@ class SlotsExhausted(Exhausted, reason="SLOTS_EXHAUSTED"):
         )
 
 
+class BridgeBusy(Exhausted, reason="BRIDGE_BUSY"):
+    """The bridge runs as many requests as it may."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"this bridge runs {limit} requests already: try again in {self.retry_seconds} s, or start it with more "
+            "--max-requests",
+            limit=limit,
+            retry_seconds=self.retry_seconds,
+        )
+
+
 class Unreachable(DraftBridgeError, reason="SERVICE_UNREACHABLE"):
     def __init__(self, address: str, detail: str) -> None:
         super().__init__(

@@ -76,13 +76,18 @@ class ModelServerConfig(_Configuration):
 class BridgeServerConfig(_Configuration):
     """Configuration of a bridge, `draftbridge bridge`."""
 
-    target: tuple[str, ...] = Field(min_length=1, description="HOST:PORT of a target service. Repeatable.")
+    target: tuple[str, ...] = Field(
+        min_length=1, description="HOST:PORT of a target service. Repeatable. Services of one model are replicas."
+    )
     draft: tuple[str, ...] = Field(
         (), description="HOST:PORT of a draft service. Repeatable. A draft that starts later is used once it answers."
     )
     listen: str = Field(DEFAULT_BRIDGE, description=_LISTEN_HELP)
     connect_timeout: float = Field(
         10.0, ge=0.1, description="Seconds to wait for each target. The bridge does not start without its targets."
+    )
+    max_requests: int = Field(
+        256, ge=1, le=1_000_000, description="Requests that may run at a time; further ones are refused, to be retried."
     )
     suffix_memory: int = Field(
         0, ge=0, le=1 << 20, description="MiB for earlier outputs, as candidates for the same tenant only; 0: off."

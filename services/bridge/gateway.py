@@ -5,7 +5,7 @@ from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass
 from time import perf_counter_ns
 
-from bridge.errors import DraftBridgeError
+from bridge.errors import BridgeBusy, DraftBridgeError
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.planner import Mode
 from bridge.ports import Proposal
@@ -13,6 +13,7 @@ from bridge.request import Request, check
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.suffix_memory import SuffixMemory
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
+from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
 from services.bridge.zoo import Endpoint, Zoo
 
 
@@ -65,17 +66,18 @@ class _ZooDrafter(RemoteDrafter):
             async for proposal in super().proposals():
                 yield proposal
         except DraftBridgeError as error:
-            self._zoo.on_draft_error(self._endpoint, error)
+            self._zoo.on_error(self._endpoint, error)
             raise
 
 
 class Gateway:
     """Runs requests on a zoo. `memory` keeps earlier outputs of tenants. `observers` receive every `Finished`."""
 
-    def __init__(self, zoo: Zoo, memory: SuffixMemory | None = None) -> None:
-        self.zoo, self.memory = zoo, memory
+    def __init__(self, zoo: Zoo, memory: SuffixMemory | None = None, max_requests: int = 256) -> None:
+        self.zoo, self.memory, self._max_requests = zoo, memory, max_requests
         self.started_ns = perf_counter_ns()
         self.counts = RequestCounts()
+        self._balancer = Balancer()
         self.observers: list[Callable[[Finished], None]] = []
 
     async def generate(
@@ -86,14 +88,23 @@ class Gateway:
         Raises a `DraftBridgeError` at any point.
         """
         with self.counts.request(), ExitStack() as stack:
+            if self.counts.active > self._max_requests:
+                raise BridgeBusy(self._max_requests)
             check(request)
             target = self.zoo.target(target_name)
             draft = None if request.speculation.mode is Mode.OFF else self.zoo.draft(draft_name)
-            stack.enter_context(target.estimates.request())
-            verifier = RemoteVerifier(
-                target.channel, target.address, target.model, request.sampling, request.seed, request.logprobs
+            verifier = ResumingVerifier(
+                self._balancer,
+                lambda: self.zoo.replicas(target),
+                lambda one: RemoteVerifier(
+                    one.channel, one.address, one.model, request.sampling, request.seed, request.logprobs
+                ),
+                self.zoo.on_error,
+                blocks_of(request),
             )
             stack.enter_context(closing(verifier))
+            target = verifier.endpoint
+            stack.enter_context(target.estimates.request())
             drafter = None
             if draft:
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)

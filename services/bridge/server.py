@@ -25,7 +25,7 @@ def run(config: BridgeServerConfig, on_start: Callable[[str], None], until_stdin
             memory = SuffixMemory(config.suffix_memory << 20) if config.suffix_memory else None
             server.register(
                 bridge_pb2_grpc.add_BridgeServiceServicer_to_server,
-                BridgeServicer(Gateway(zoo, memory)),
+                BridgeServicer(Gateway(zoo, memory, config.max_requests)),
                 bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"],
             )
             await server.run_until(stop, on_start)

@@ -106,15 +106,14 @@ class Zoo:
         self._services: list[_Service] = []
 
     async def connect(self) -> "Zoo":
-        """Returns the zoo itself when all targets are connected and all drafts were tried once, up to a time limit.
+        """Returns the zoo itself when all services were tried once, up to a time limit, and a target is connected.
 
-        Raises `Unreachable`, `RoleNotServed`, ... for a target. A draft that fails is logged and retried in the
-        background.
+        Raises `Unreachable` if no target answers, and `RoleNotServed`, `UnusableModel`, ... for one that cannot be a
+        target. Other services that fail are logged and retried in the background.
         """
         for address, role in self._addresses:
             self._services.append(_Service(address, role, open_channel(address)))
-        for service in self._of(model_pb2.ROLE_TARGET):
-            service.endpoint = await self._take_in(service, await self._describe(service, self._timeout, wait=True))
+        await self._connect_targets()
         drafts = self._of(model_pb2.ROLE_DRAFT)
         for service in drafts:
             self._connect_in_background(service)
@@ -127,8 +126,23 @@ class Zoo:
                 task.cancel()
         return self
 
+    async def _connect_targets(self) -> None:
+        async def connect(service: _Service) -> None:
+            service.endpoint = await self._take_in(service, await self._describe(service, self._timeout, wait=True))
+
+        targets = self._of(model_pb2.ROLE_TARGET)
+        results = await asyncio.gather(*map(connect, targets), return_exceptions=True)
+        failed = [(one, error) for one, error in zip(targets, results, strict=True) if error]
+        for service, error in failed:
+            away = isinstance(error, Unreachable)
+            if not (away and isinstance(error, Exception) and self.of_role(model_pb2.ROLE_TARGET)):
+                raise error
+            self._on_failed_try(service, error)
+            service.tried.set()
+            self._connect_in_background(service)
+
     async def close(self) -> None:
-        """Stops connecting drafts, closes the channels, and ends the processes of the sandbox."""
+        """Stops connecting services, closes the channels, and ends the processes of the sandbox."""
         tasks = [service.task for service in self._services if service.task]
         for task in tasks:
             task.cancel()
@@ -197,8 +211,18 @@ class Zoo:
 
         return await asyncio.gather(*map(checked, self._services))
 
-    def on_draft_error(self, endpoint: Endpoint, error: DraftBridgeError) -> None:
-        """Handles the error of a draft's stream. If the address serves another model now, connects that instead."""
+    def replicas(self, target: Endpoint) -> list[Endpoint]:
+        """Returns the connected targets that serve the same model with the same tokenizer; at least this one."""
+        identity = (target.model.name, target.model.vocabulary.sha256)
+        found = [
+            one
+            for one in self.of_role(model_pb2.ROLE_TARGET)
+            if (one.model.name, one.model.vocabulary.sha256) == identity
+        ]
+        return found or [target]
+
+    def on_error(self, endpoint: Endpoint, error: DraftBridgeError) -> None:
+        """Handles the error of a service's stream. If the address serves another model now, connects that instead."""
         for service in self._services:
             if service.endpoint is endpoint and error.reason in _CHANGED:
                 service.problem = f"{endpoint.model.name} was replaced by another model, which is being connected"
@@ -220,22 +244,22 @@ class Zoo:
         return ModelNotFound(f"this bridge has no {kind} {name!r}: it has {names}", model=name)
 
     def _connect_in_background(self, service: _Service) -> None:
-        """Tries to connect a draft until that succeeds. Requests run without it meanwhile."""
+        """Tries to connect a service until that succeeds. Requests run without it meanwhile."""
         service.endpoint = service.refused = None
-        service.task = asyncio.create_task(self._connect_draft(service))
+        service.task = asyncio.create_task(self._keep_trying(service))
 
-    async def _connect_draft(self, service: _Service) -> None:
+    async def _keep_trying(self, service: _Service) -> None:
         while not service.endpoint:
             try:
                 await self._try(service)
-            except Exception as error:  # no error of a draft may stop the bridge
+            except Exception as error:  # no error of one service may stop the bridge
                 self._on_failed_try(service, error)
             service.tried.set()
             if not service.endpoint:
                 await asyncio.sleep(service.pause_seconds)
 
     async def _try(self, service: _Service) -> None:
-        """Connects a draft. One that was refused is retried only after it has changed or was unreachable."""
+        """Connects a service. One that was refused is retried only after it has changed or was unreachable."""
         service.pause_seconds = _RETRY_SECONDS
         try:
             # Only later tries wait for a service that is not there yet: the first one must not delay the start.
@@ -248,8 +272,9 @@ class Zoo:
         started = perf_counter()
         try:
             service.endpoint = await self._take_in(service, description)
-            for target in self.of_role(model_pb2.ROLE_TARGET):  # another model or machine makes old estimates wrong
-                target.estimates.drafts.pop(service.endpoint.model.name, None)
+            if service.role == model_pb2.ROLE_DRAFT:  # another model or machine makes old estimates wrong
+                for target in self.of_role(model_pb2.ROLE_TARGET):
+                    target.estimates.drafts.pop(service.endpoint.model.name, None)
         except Exception as error:
             lost = isinstance(error, Unreachable | RemoteError)
             service.refused = None if lost else description
@@ -257,7 +282,10 @@ class Zoo:
             service.pause_seconds = max(perf_counter() - started, _RETRY_SECONDS)
             raise
         if service.logged:
-            self._log(service, f"the draft at {service.address} can be used now: it is {service.endpoint.model.name}")
+            self._log(
+                service,
+                f"the {_ROLES[service.role]} at {service.address} can be used now: it is {service.endpoint.model.name}",
+            )
 
     async def _describe(self, service: _Service, seconds: float, wait: bool = False) -> model_pb2.Model:
         """Gets a service's description within `seconds`. `wait`: also waits for a service that is not there yet."""
@@ -337,16 +365,18 @@ class Zoo:
         except DraftBridgeError as error:
             return str(error)
         if (model.name, model.tokenizer_sha256) != (known.name, known.tokenizer_sha256):
-            is_draft = service.role == model_pb2.ROLE_DRAFT
-            remedy = "the next request that uses it connects the new one" if is_draft else "restart the bridge"
-            return f"{known.name} at {service.address} was replaced by another model or tokenizer: {remedy}"
+            return (
+                f"{known.name} at {service.address} was replaced by another model or tokenizer: the next request that "
+                "uses it connects the new one"
+            )
         return ""
 
     def _on_failed_try(self, service: _Service, error: Exception) -> None:
         expected = isinstance(error, DraftBridgeError)
         service.problem = str(error) if expected else "an internal error occurred: see the bridge's log"
         if type(error) not in service.logged:
-            text = f"requests go on without the draft at {service.address} until it can be used: {service.problem}"
+            role = _ROLES[service.role]
+            text = f"requests go on without the {role} at {service.address} until it can be used: {service.problem}"
             self._log(service, text, None if expected else error)
             service.logged.add(type(error))
 
@@ -376,6 +406,7 @@ def open_channel(address: str) -> aio.Channel:
         # Detects a machine that disappears without closing the connection within half a minute.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),  # a minute otherwise, whatever the timeout above
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 2000),
         # Otherwise two channels to one address share a connection, and one delays the other (head-of-line blocking).

@@ -93,6 +93,8 @@ class Scheduler:
         self._evicted: set[object] = set()
         self._lock = threading.Lock()
         self._closed = False
+        # Sequences in a row whose forward failed though they ran alone.
+        self.failure_count = 0
         # Only the thread uses the fields below.
         self._jobs: list[Job] = []
         self._expected = self._linger_ns = 0
@@ -268,12 +270,14 @@ class Scheduler:
                     self._run([one])
                 return
             _log.exception("a forward failed")
+            self.failure_count += 1
             job, row = planned[0]
             self._end(
                 job, EngineFailure(f"the model failed in a forward ({type(error).__name__}): see the server's log")
             )
             self._hold(job, 0)
             return
+        self.failure_count = 0
         forward_ns = perf_counter_ns() - started
         self._expected, self._linger_ns = len(self._jobs), min(max(forward_ns // 10, _LINGER_NS[0]), _LINGER_NS[1])
         for (job, row), logits in zip(planned, tables, strict=True):

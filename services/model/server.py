@@ -17,6 +17,7 @@ from services.engines.spec import EngineOptions, EngineSpec
 from services.model.draft.servicer import DraftServicer
 from services.model.draft.session import DraftSession
 from services.model.draft.suffix import SuffixModel
+from services.model.health import ModelHealth
 from services.model.host import LoadedModel, load
 from services.model.servicer import ModelServicer, describe
 from services.model.target.servicer import TargetServicer
@@ -53,7 +54,7 @@ def run(
             # A thread cannot be cancelled; it would keep the process until the model is read.
             os._exit(0)
         register(server, loaded, config.role)
-        await server.run_until(stop, on_start, lambda: loaded.scheduler.alive)
+        await server.run_until(stop, on_start, ModelHealth(loaded.scheduler))
         loaded.scheduler.close()
 
     asyncio.run(serve())

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 _GRACE_SECONDS = 2.0
 _HEALTH_INTERVAL_SECONDS = 1.0
+# A connection is closed if the client does not answer a ping within half of this; pings are sent as often.
+_KEEPALIVE_SECONDS = 20.0
 _MESSAGE_LIMIT_BYTES = 64 << 20
 
 
@@ -40,7 +42,12 @@ class Server:
     Raises `InvalidField` or `PortTaken`.
     """
 
-    def __init__(self, listen: str, receive_limit_bytes: int = _MESSAGE_LIMIT_BYTES) -> None:
+    def __init__(
+        self,
+        listen: str,
+        receive_limit_bytes: int = _MESSAGE_LIMIT_BYTES,
+        keepalive_seconds: float = _KEEPALIVE_SECONDS,
+    ) -> None:
         self._names: list[str] = []
         self._server = aio.server(
             interceptors=[StatusInterceptor()],
@@ -50,6 +57,12 @@ class Server:
                 # Bridges send keepalive pings every 20 seconds, also while a stream carries no data.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.http2.max_ping_strikes", 0),
+                # A client that vanished without closing its connection would hold its sequences for ever.
+                ("grpc.keepalive_time_ms", int(keepalive_seconds * 1000)),
+                ("grpc.keepalive_timeout_ms", int(keepalive_seconds * 500)),
+                # Otherwise gRPC waits a minute for the answer to a ping, whatever the timeout above.
+                ("grpc.http2.ping_timeout_ms", int(keepalive_seconds * 500)),
+                ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.max_receive_message_length", receive_limit_bytes),
                 ("grpc.max_send_message_length", _MESSAGE_LIMIT_BYTES),
             ],

@@ -4,7 +4,7 @@ from contextlib import aclosing
 
 import pytest
 
-from bridge.errors import InvalidField, ModelNotFound
+from bridge.errors import BridgeBusy, InvalidField, ModelNotFound
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
@@ -64,3 +64,15 @@ async def test_what_is_refused_is_counted_as_failed(gateway: Gateway) -> None:
             async with aclosing(gateway.generate(asked(**changes), name)) as events:
                 await anext(events)
     assert gateway.counts.failed == 2
+
+
+async def test_more_requests_than_allowed_are_refused_to_be_retried(gateway: Gateway) -> None:
+    limited = Gateway(gateway.zoo, max_requests=1)
+    async with aclosing(limited.generate(asked(max_tokens=100))) as running:
+        await anext(running)
+        with pytest.raises(BridgeBusy, match="--max-requests") as caught:
+            async with aclosing(limited.generate(asked())) as refused:
+                await anext(refused)
+        assert caught.value.metadata["retry_seconds"]
+    async with aclosing(limited.generate(asked())) as later:
+        assert isinstance(await anext(later), Opened)

@@ -1,0 +1,225 @@
+"""Chooses among the replicas of a target, and moves a request to another one when its replica fails.
+
+Replicas are services that serve the same model with the same tokenizer. A request goes to one that is not broken, is
+among the least loaded and holds the longest part of the prompt in its cache. If its replica fails, another one resumes
+from the committed tokens; noise that anyone can recompute makes the text the same.
+"""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import takewhile
+from time import perf_counter_ns
+
+import grpc
+from cachetools import LRUCache
+
+from bridge.errors import DraftBridgeError, EngineFailure, ModelChanged, ModelNotFound, SlotsExhausted, Unreachable
+from bridge.ports import Candidates, Grant, Pass, Run
+from bridge.request import Request
+from bridge.text.chat import Chat
+from services.bridge.remote import RemoteVerifier
+from services.bridge.zoo import Endpoint
+from services.rpc.status import RemoteError
+
+# A prompt's beginning is remembered in blocks: as many as a chat's history usually has, for as many as fit a cache.
+_BLOCK_BYTES, _MAX_BLOCKS, _REMEMBERED_BLOCKS = 256, 128, 8192
+# A replica may have this many more requests than the least loaded one and still be chosen for what its cache holds.
+_AFFINITY_REQUESTS = 1
+# The pause after a failure, doubled by each further one.
+_PAUSE_NS, _MAX_PAUSE_NS = 500_000_000, 30_000_000_000
+# What another replica may do better. Other errors are the request's own.
+_LOST_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+_MOVED_REASONS = (SlotsExhausted.reason, EngineFailure.reason, ModelChanged.reason, ModelNotFound.reason)
+
+
+@dataclass
+class _Replica:
+    """What is known of one address. `failures`: in a row; `retry_ns`: when one request may try it again."""
+
+    active: int = 0
+    failures: int = 0
+    retry_ns: int = 0
+    trying: bool = False
+    blocks: "LRUCache[bytes, bool]" = field(default_factory=lambda: LRUCache(_REMEMBERED_BLOCKS))
+
+
+class Balancer:
+    """Knows load, failures and cached prompts of all replicas. `clock` returns nanoseconds."""
+
+    def __init__(self, clock: Callable[[], int] = perf_counter_ns) -> None:
+        self._clock = clock
+        self._replicas: dict[str, _Replica] = {}
+
+    def choose(self, endpoints: Sequence[Endpoint], prompt: Sequence[bytes]) -> Endpoint:
+        """Returns the endpoint for a prompt, given as `blocks_of` returns it; `endpoints` must not be empty.
+
+        A broken replica gets one request when its pause is over, before all others: if it waited until it is the best
+        choice, the caches of the others would keep it out for ever. If all are broken, the one whose pause ends first
+        is chosen.
+        """
+        now = self._clock()
+        known = [(endpoint, self._of(endpoint)) for endpoint in endpoints]
+        due = [one for one in known if one[1].failures and not one[1].trying and one[1].retry_ns <= now]
+        if due:
+            endpoint, replica = min(due, key=lambda one: one[1].retry_ns)
+            replica.trying = True
+            return endpoint
+        working = [one for one in known if not one[1].failures]
+        if not working:
+            return min(known, key=lambda one: one[1].retry_ns)[0]
+        least = min(replica.active for _, replica in working)
+        near = [one for one in working if one[1].active <= least + _AFFINITY_REQUESTS]
+
+        def preference(one: tuple[Endpoint, _Replica]) -> tuple[int, int]:
+            held = sum(1 for _ in takewhile(one[1].blocks.__contains__, prompt))
+            return -held, one[1].active
+
+        return min(near, key=preference)[0]
+
+    def opened(self, endpoint: Endpoint, prompt: Sequence[bytes]) -> None:
+        """Counts a request on a replica."""
+        replica = self._of(endpoint)
+        replica.active += 1
+        for block in reversed(prompt):  # the beginning, which is shared most, is forgotten last
+            replica.blocks[block] = True
+
+    def closed(self, endpoint: Endpoint) -> None:
+        """Counts a request on a replica as gone."""
+        replica = self._of(endpoint)
+        replica.active -= 1
+        replica.trying = False
+
+    def on_success(self, endpoint: Endpoint) -> None:
+        """Records that a replica works."""
+        replica = self._of(endpoint)
+        replica.failures = 0
+        replica.trying = False
+
+    def on_failure(self, endpoint: Endpoint) -> None:
+        """Records that a replica failed: its caches are lost, and it gets no request for a while."""
+        replica = self._of(endpoint)
+        pause_ns = min(_PAUSE_NS << min(replica.failures, 16), _MAX_PAUSE_NS)
+        replica.failures += 1
+        replica.retry_ns = self._clock() + pause_ns
+        replica.trying = False
+        replica.blocks.clear()
+
+    def _of(self, endpoint: Endpoint) -> _Replica:
+        return self._replicas.setdefault(endpoint.address, _Replica())
+
+
+def blocks_of(request: Request) -> list[bytes]:
+    """Returns hashes of ever longer beginnings of a request's input, one for each block of 256 bytes."""
+    match request.input:
+        case str() as text:
+            data = text.encode(errors="replace")
+        case Chat() as chat:
+            data = "\0".join(f"{one.role}\0{one.content}" for one in chat.messages).encode(errors="replace")
+        case ids:
+            data = b"".join(id_.to_bytes(4) for id_ in ids[: _BLOCK_BYTES * _MAX_BLOCKS])
+    digest, found = blake2b(digest_size=16), []
+    for start in range(0, min(len(data), _BLOCK_BYTES * _MAX_BLOCKS), _BLOCK_BYTES):
+        digest.update(data[start : start + _BLOCK_BYTES])
+        found.append(digest.digest())
+    return found
+
+
+class ResumingVerifier:
+    """Implements `bridge.ports.Verifier` over the replicas of a target.
+
+    `endpoints` returns the replicas that are connected now, `connect` opens a stream to one. `on_error` receives the
+    errors of replicas. Each replica is tried once until one of them makes progress, so that a request that brings down
+    its target does not bring down all of them again and again.
+    """
+
+    def __init__(
+        self,
+        balancer: Balancer,
+        endpoints: Callable[[], Sequence[Endpoint]],
+        connect: Callable[[Endpoint], RemoteVerifier],
+        on_error: Callable[[Endpoint, DraftBridgeError], None],
+        prompt: Sequence[bytes],
+    ) -> None:
+        self._balancer, self._endpoints, self._connect, self._on_error = balancer, endpoints, connect, on_error
+        self._prompt = prompt
+        self._tried: set[str] = set()
+        self._generated: list[int] = []
+        self._run = Run(0, (), 0, 0, 0, 0)
+        self._open(balancer.choose(endpoints(), prompt))
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The replica that serves the request now."""
+        return self._endpoint
+
+    async def run(self, run: Run) -> None:
+        """See `Verifier`."""
+        self._run, self._generated = run, []
+        await self._verifier.run(run)
+
+    async def candidates(self, candidates: Candidates) -> None:
+        """See `Verifier`."""
+        await self._verifier.candidates(candidates)
+
+    async def grant(self, grant: Grant) -> None:
+        """See `Verifier`."""
+        patience_us = self._run.patience_us if grant.patience_us is None else grant.patience_us
+        self._run = replace(self._run, credit=self._run.credit + grant.credit, patience_us=patience_us)
+        await self._verifier.grant(grant)
+
+    async def passes(self) -> AsyncIterator[Pass]:
+        """See `Verifier`."""
+        while True:
+            try:
+                async for result in self._verifier.passes():
+                    self._tried = {self._endpoint.address}
+                    self._balancer.on_success(self._endpoint)
+                    self._generated += result.token_ids
+                    yield result
+                    if result.finish_reason is not None or len(self._generated) >= self._run.credit:
+                        return
+                error: DraftBridgeError = Unreachable(self._endpoint.address, "its stream ended in mid-generation")
+            except DraftBridgeError as caught:
+                error = caught
+            await self._move(error)
+
+    def close(self) -> None:
+        """Ends the stream, and with it the session at the other end."""
+        self._verifier.close()
+        self._balancer.closed(self._endpoint)
+
+    def _open(self, endpoint: Endpoint) -> None:
+        self._endpoint, self._verifier = endpoint, self._connect(endpoint)
+        self._tried.add(endpoint.address)
+        self._balancer.opened(endpoint, self._prompt)
+
+    async def _move(self, error: DraftBridgeError) -> None:
+        """Resumes on another replica. Raises the error if none is left, or if it would fail there too."""
+        lost = isinstance(error, Unreachable) or (isinstance(error, RemoteError) and error.code in _LOST_CODES)
+        if lost or error.reason == EngineFailure.reason:
+            self._balancer.on_failure(self._endpoint)
+        self._on_error(self._endpoint, error)
+        others = [one for one in self._endpoints() if one.address not in self._tried]
+        if not others or not (lost or error.reason in _MOVED_REASONS):
+            raise error
+        self.close()
+        self._open(self._balancer.choose(others, self._prompt))
+        await self._verifier.run(self._resumed())
+
+    def _resumed(self) -> Run:
+        """Returns the run that continues after the passes so far."""
+        run, spell = self._run, self._endpoint.model.vocabulary.token_bytes
+        offset, empty = run.byte_offset, run.empty_token_count
+        for id_ in self._generated:
+            data = spell(id_)
+            offset, empty = offset + len(data), 0 if data else empty + 1
+        count = len(self._generated)
+        return replace(
+            run,
+            token_ids=(*run.token_ids, *self._generated),
+            byte_offset=offset,
+            empty_token_count=empty,
+            credit=run.credit - count,
+            generated_token_count=run.generated_token_count + count,
+        )

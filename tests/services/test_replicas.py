@@ -1,0 +1,213 @@
+"""Replicas of a target: who gets a request, who takes it over, and that the text stays the same."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, aclosing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from bridge.errors import DraftBridgeError
+from bridge.generation import Delta, Finished
+from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request
+from bridge.sampling.sampler import SamplingParameters
+from bridge.text.chat import Chat, Message
+from services.bridge.gateway import Gateway
+from services.bridge.replicas import Balancer, blocks_of
+from services.bridge.zoo import Zoo
+from services.cli.processes import serve
+from services.rpc.status import code_of
+from tests.support.waiting import eventually
+
+OPTIONS = ("--role", "target", "--dtype", "float32", "--threads", "1", "--slots", "4")
+SAMPLING = SamplingParameters(temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.1)
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> int:
+        return int(self.seconds * 1e9)
+
+
+def endpoint(address: str) -> Any:
+    return SimpleNamespace(address=address)
+
+
+def blocks(text: str) -> list[bytes]:
+    return blocks_of(Request(text))
+
+
+A, B, C = (endpoint(name) for name in "abc")
+LONG = "x" * 2000
+
+
+def test_requests_go_to_the_least_loaded_replica() -> None:
+    balancer = Balancer()
+    chosen = []
+    for number in range(6):
+        prompt = blocks(f"{number}" * 300)
+        one = balancer.choose([A, B, C], prompt)
+        balancer.opened(one, prompt)
+        chosen.append(one.address)
+    assert sorted(chosen) == ["a", "a", "b", "b", "c", "c"]
+    balancer.closed(B)
+    assert balancer.choose([A, B, C], blocks("new")) is B
+
+
+def test_the_next_turn_of_a_chat_goes_where_its_beginning_is_cached_unless_that_is_much_busier() -> None:
+    balancer = Balancer()
+    first = Chat((Message("user", LONG),))
+    balancer.opened(B, blocks_of(Request(first)))
+    balancer.closed(B)
+    later = Chat((*first.messages, Message("assistant", "yes"), Message("user", "and?")))
+    assert balancer.choose([A, B, C], blocks_of(Request(later))) is B
+    assert balancer.choose([A, B, C], blocks("y" * 2000)) is A
+    for _ in range(2):
+        balancer.opened(B, blocks("other"))
+    assert balancer.choose([A, B, C], blocks_of(Request(later))) is not B
+
+
+def test_a_broken_replica_rests_and_then_gets_one_request_though_others_hold_the_prompt() -> None:
+    clock = Clock()
+    balancer = Balancer(clock)
+    balancer.opened(A, blocks(LONG))
+    balancer.closed(A)
+    balancer.on_failure(B)
+    assert balancer.choose([A, B], blocks(LONG)) is A
+    clock.seconds = 0.6
+    assert balancer.choose([A, B], blocks(LONG)) is B, "prefix affinity does not starve it"
+    assert balancer.choose([A, B], blocks(LONG)) is A, "one trial at a time"
+    balancer.opened(B, blocks(LONG))
+    balancer.on_failure(B)
+    balancer.closed(B)
+    clock.seconds = 1.5
+    assert balancer.choose([A, B], []) is A, "the second pause is twice as long"
+    clock.seconds = 1.7
+    assert balancer.choose([A, B], []) is B
+    balancer.on_success(B)
+    balancer.opened(A, [])
+    assert balancer.choose([A, B], []) is B
+
+
+def test_where_all_are_broken_the_one_that_is_due_first_is_tried() -> None:
+    clock = Clock()
+    balancer = Balancer(clock)
+    balancer.on_failure(B)
+    clock.seconds = 0.1
+    balancer.on_failure(A)
+    assert balancer.choose([A, B], []) is B
+
+
+def test_blocks_are_of_beginnings() -> None:
+    assert blocks("a" * 512)[0] == blocks("a" * 256 + "b" * 256)[0]
+    assert blocks("a" * 512)[1] != blocks("a" * 256 + "b" * 256)[1]
+    assert blocks("") == []
+    assert len(blocks("a" * 10_000_000)) == 128
+    assert len(blocks_of(Request((1, 2, 3)))) == 1
+
+
+@pytest.fixture
+async def pair_of_replicas(tiny_models: tuple[Path, Path]) -> AsyncIterator[tuple[Gateway, dict[str, Any]]]:
+    """A gateway over two processes that serve one model, and these processes by address."""
+    with ExitStack() as stack:
+        processes = dict(stack.enter_context(serve(str(tiny_models[0]), *OPTIONS)) for _ in range(2))
+        zoo = await Zoo(list(processes), []).connect()
+        try:
+            yield Gateway(zoo), processes
+        finally:
+            await zoo.close()
+
+
+def kill(process: Any) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def active(gateway: Gateway) -> list[str]:
+    return [address for address, one in gateway._balancer._replicas.items() if one.active]
+
+
+async def generated(gateway: Gateway, mode: Mode, kill_after: int | None, processes: dict[str, Any]) -> tuple[str, Any]:
+    """The text of a request, whose replica is killed after so many deltas."""
+    request = Request(
+        "The quick brown fox", SAMPLING, seed=5, max_tokens=60, speculation=SpeculationParameters(mode=mode)
+    )
+    text, deltas, finished = "", 0, None
+    async with asyncio.timeout(60), aclosing(gateway.generate(request)) as events:
+        async for event in events:
+            if isinstance(event, Delta):
+                text, deltas = text + event.text, deltas + 1
+                if deltas == kill_after:
+                    kill(processes[active(gateway)[0]])
+            elif isinstance(event, Finished):
+                finished = event
+    return text, finished
+
+
+@pytest.mark.parametrize("mode", [Mode.OFF, Mode.AUTO])
+async def test_a_request_goes_on_where_its_killed_replica_stopped(
+    pair_of_replicas: tuple[Gateway, dict[str, Any]], mode: Mode
+) -> None:
+    gateway, processes = pair_of_replicas
+    expected, _ = await generated(gateway, mode, None, processes)
+    text, finished = await generated(gateway, mode, 4, processes)
+    assert text == expected
+    assert finished.generated_token_count == 60
+    again, _ = await generated(gateway, mode, None, processes)
+    assert again == expected, "later requests go to the replica that is left"
+    with pytest.raises(DraftBridgeError) as caught:
+        await generated(gateway, mode, 4, processes)
+    assert code_of(caught.value) is grpc.StatusCode.UNAVAILABLE, "with none left"
+    assert active(gateway) == []
+
+
+async def test_a_full_replica_hands_a_request_on(tiny_models: tuple[Path, Path]) -> None:
+    small = [*OPTIONS[:-1], "1", "--queue", "0"]
+    with ExitStack() as stack:
+        addresses = [stack.enter_context(serve(str(tiny_models[0]), *small))[0] for _ in range(2)]
+        zoo = await Zoo(addresses, []).connect()
+        gateway = Gateway(zoo)
+        one = Gateway(zoo)  # another bridge, which does not know of the first one's requests
+        try:
+            request = Request("The quick", SAMPLING, seed=1, max_tokens=40)
+            async with aclosing(gateway.generate(request)) as first:
+                async for event in first:
+                    if isinstance(event, Delta):
+                        break
+                got, _ = await generated(one, Mode.OFF, None, {})
+                assert got
+        finally:
+            await zoo.close()
+
+
+@pytest.fixture
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def test_a_bridge_starts_with_one_replica_and_uses_the_other_when_it_comes(
+    tiny_models: tuple[Path, Path], free_address: str
+) -> None:
+    with serve(str(tiny_models[0]), *OPTIONS) as (address, _):
+        zoo = await Zoo([free_address, address], [], timeout=1.0).connect()
+        try:
+            assert [one.address for one in zoo.endpoints] == [address]
+            assert [one.reachable for one in await zoo.check()] == [False, True]
+            with serve(str(tiny_models[0]), *OPTIONS, "--listen", free_address):
+                await asyncio.to_thread(eventually, lambda: len(zoo.endpoints) == 2, 30)
+                assert len(zoo.replicas(zoo.endpoints[0])) == 2
+        finally:
+            await zoo.close()

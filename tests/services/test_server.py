@@ -1,0 +1,114 @@
+"""What every server does: pings that find vanished clients, and health that follows the model."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import grpc
+import pytest
+from grpc import aio
+
+from bridge.errors import EngineFailure
+from bridge.sampling.sampler import Logits
+from services.engines.engine import Row
+from services.engines.scheduler import Scheduler
+from services.model.health import ModelHealth
+from services.rpc.server import Server
+from tests.support import tiny
+
+METHOD = "/test.Service/Stream"
+
+
+class Streams(grpc.GenericRpcHandler):
+    """A service with one method, which says something once and then waits to be cancelled."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+
+    def service(self, details: Any) -> Any:
+        return grpc.stream_stream_rpc_method_handler(self.stream) if details.method == METHOD else None
+
+    async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        try:
+            yield b"here"
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+
+@asynccontextmanager
+async def proxy(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """A TCP proxy that swallows everything once its event is set, and keeps the connections open."""
+    swallow, tasks = asyncio.Event(), []
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while data := await reader.read(65536):
+                if not swallow.is_set():
+                    writer.write(data)
+                    await writer.drain()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = address.split(":")
+        to_server = await asyncio.open_connection(host, int(port))
+        tasks.extend([asyncio.create_task(pump(reader, to_server[1])), asyncio.create_task(pump(to_server[0], writer))])
+
+    server = await asyncio.start_server(connect, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", swallow
+    finally:
+        server.close()
+        for task in tasks:
+            task.cancel()
+
+
+async def test_a_client_that_vanished_is_noticed() -> None:
+    """Nothing closes its connection, as when its machine has lost its power or its network."""
+    server, streams, stop = Server("127.0.0.1:0", keepalive_seconds=1.0), Streams(), asyncio.Event()
+    server.register(lambda servicer, to: to.add_generic_rpc_handlers((servicer,)), streams, None)
+    started = asyncio.Event()
+    running = asyncio.create_task(server.run_until(stop, lambda address: started.set()))
+    await started.wait()
+    async with proxy(server.address) as (address, swallow), aio.insecure_channel(address) as channel:
+        call = channel.stream_stream(METHOD)()
+        assert await call.read() == b"here"
+        swallow.set()
+        async with asyncio.timeout(20):
+            await streams.cancelled.wait()
+        call.cancel()
+    stop.set()
+    await running
+
+
+class FailingEngine(tiny.HashEngine):
+    """Fails while it is told to."""
+
+    failing = False
+
+    def forward(self, rows: Sequence[Row]) -> list[Logits]:
+        if self.failing:
+            raise RuntimeError("the device is gone")
+        return super().forward(rows)
+
+
+async def test_health_is_bad_while_every_forward_fails_and_good_when_one_works_again() -> None:
+    engine = FailingEngine(tiny.model("byte_level"))
+    scheduler = Scheduler(lambda: engine)
+    health = ModelHealth(scheduler)
+    assert health()
+    engine.failing = True
+    for _ in range(3):
+        assert health(), "one or two failures may be the requests' fault"
+        holder = object()
+        with pytest.raises(EngineFailure):
+            await scheduler.run(holder, (1, 2), (), 0, lambda logits: None)
+        scheduler.release(holder)
+    assert not health()
+    engine.failing = False
+    async with asyncio.timeout(10):
+        await health._trial
+    assert health()
+    assert scheduler.free_slot_count == engine.slot_count, "the trial has given its slot back"
+    scheduler.close()
+    assert not health()
