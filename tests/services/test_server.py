@@ -40,7 +40,7 @@ class Streams(grpc.GenericRpcHandler):
 @asynccontextmanager
 async def proxy(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
     """A TCP proxy that swallows everything once its event is set, and keeps the connections open."""
-    swallow, tasks = asyncio.Event(), []
+    swallow, tasks, writers = asyncio.Event(), [], []
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
@@ -52,6 +52,7 @@ async def proxy(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
     async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, port = address.split(":")
         to_server = await asyncio.open_connection(host, int(port))
+        writers.extend([writer, to_server[1]])
         tasks.extend([asyncio.create_task(pump(reader, to_server[1])), asyncio.create_task(pump(to_server[0], writer))])
 
     server = await asyncio.start_server(connect, "127.0.0.1", 0)
@@ -61,6 +62,10 @@ async def proxy(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
         server.close()
         for task in tasks:
             task.cancel()
+        for writer in writers:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
 
 
 async def test_a_client_that_vanished_is_noticed() -> None:
