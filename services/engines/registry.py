@@ -21,7 +21,7 @@ from services.engines.torch.spec import TORCH
 from services.store.cache import Report
 
 # `--engine auto` takes the first of these that does not pass a model over: the fastest first, see docs/engines.md.
-_OWN = (IK_LLAMA, LLAMACPP, OPENVINO, TORCH)
+_OWN = (LLAMACPP, IK_LLAMA, OPENVINO, TORCH)
 AUTO = "auto"
 
 

@@ -12,11 +12,17 @@ from gguf import GGUFReader
 from hypothesis import given, settings
 
 from bridge.errors import UnusableModel
+from draftbridge import Client
+from services.cli.processes import fleet
+from services.config import ModelServerConfig
 from services.engines.cpu import cpu_flags
 from services.engines.engine import Engine, Row
 from services.engines.ik_llama.spec import IK_LLAMA, missing_instructions
+from services.engines.registry import choose_engine
 from services.engines.spec import EngineOptions
+from services.model.server import _load
 from services.store.resolve import resolve_gguf
+from tests.conftest import save_tiny_model
 from tests.support import gguf
 from tests.support.engine_contract import (
     LLAMA_LIKE,
@@ -231,6 +237,40 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypa
     path.write_bytes(b"GGUF")
     monkeypatch.setattr(probing, "cache_directory", lambda: path / "models")
     assert choose_way(path, 2, lambda *_: PLAIN) == PLAIN
+
+
+@pytest.fixture
+def tiny_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a tokenizer and a GGUF file."""
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    directory = save_tiny_model(tmp_path / "target", "sentencepiece", 0)
+    gguf.write(transformers.AutoModelForCausalLM.from_pretrained(directory), directory / "model.gguf")
+    return directory
+
+
+def test_a_deterministic_server_runs_it_as_it_is(tiny_target: Path) -> None:
+    config = ModelServerConfig(model=str(tiny_target), engine="ik_llama", threads=1, deterministic=True)
+    loaded = _load(config, *choose_engine("ik_llama", config.model, config.options), tiny_target, str)
+    loaded.scheduler.close()
+    assert isinstance(loaded.engine, IkLlamaEngine)
+
+
+def test_a_service_is_deterministic_without_an_option(tiny_target: Path, tiny_models: tuple[Path, Path]) -> None:
+    target_options = ("--engine", "ik_llama", "--threads", "2")
+    draft_options = ("--dtype", "float32", "--threads", "1")
+    with (
+        fleet(
+            str(tiny_target), str(tiny_models[1]), target_options=target_options, draft_options=draft_options
+        ) as running,
+        Client(running.bridge) as client,
+    ):
+        assert {model.engine: model.deterministic for model in client.models()} == {"ik_llama": True, "torch": False}
+        results = [
+            client.generate("The quick", max_tokens=60, temperature=1.0, seed=1, speculation=mode)
+            for mode in ("off", "lockstep", "opportunistic")
+        ]
+    assert len({result.token_ids for result in results}) == 1
+    assert {result.finished.speculation.near_ties for result in results} == {0}
 
 
 @pytest.mark.models

@@ -102,10 +102,6 @@ class Model:
         self.vocabulary_size = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self.pointer)))
         self.length = int(_train_length(self.pointer))
 
-    def close(self) -> None:
-        """Frees the weights."""
-        api.llama_free_model(self.pointer)
-
     def meta(self, key: str) -> str:
         """Returns a value of the file's metadata as text, "" if there is none."""
         buffer = ctypes.create_string_buffer(4096)
@@ -141,11 +137,6 @@ class Context:
                 "ik_llama.cpp could not set its memory aside: allow less with --kv-memory, or fewer --slots"
             )
         self._batch = api.llama_batch_init(MAX_WIDTH, 0, 1)
-
-    def close(self) -> None:
-        """Frees the memory."""
-        api.llama_batch_free(self._batch)
-        api.llama_free(self._pointer)
 
     def use_threads(self, count: int) -> None:
         """Sets the number of threads of the next passes."""
