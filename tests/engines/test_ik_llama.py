@@ -39,10 +39,11 @@ if missing_instructions():
 
 from services.engines.ik_llama import probe as probing
 from services.engines.ik_llama.engine import IkLlamaEngine
+from services.engines.ik_llama.library import MAX_CONTEXTS
 from services.engines.ik_llama.probe import Way, choose_way
 
 PLAIN = Way(False, 31, 1, 0.0, (10, 12, 16, 24))
-REPACKED = Way(True, 31, 2, 0.0, (12, 12, 13, 18))
+REPACKED = Way(True, 31, 2, 0.0, (11, 12, 12, 16))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -130,6 +131,18 @@ def test_memory_is_a_budget(pair: tuple, tmp_path: Path) -> None:
     token_bytes = engine.cache_byte_count // 3 // 256
     with pytest.raises(UnusableModel, match="--kv-memory"):
         IkLlamaEngine(tmp_path / "model.gguf", threads=1, slot_count=3, cache_byte_limit=3 * 255 * token_bytes)
+
+
+def test_as_many_slots_as_there_are_and_no_more(pair: tuple, tmp_path: Path) -> None:
+    """The library crashes at the 65th of its contexts; engines that are gone give theirs back."""
+    gguf.write(pair[0], tmp_path / "model.gguf")
+    with pytest.raises(UnusableModel, match=f"at most {MAX_CONTEXTS} sequences: use fewer --slots"):
+        IkLlamaEngine(tmp_path / "model.gguf", slot_count=MAX_CONTEXTS + 1)
+    for _ in range(3):
+        engine = IkLlamaEngine(tmp_path / "model.gguf", threads=2, slot_count=MAX_CONTEXTS - 3)
+        rows = [Row(slot, 0, (1, 2, 3), 0) for slot in range(engine.slot_count)]
+        assert len({table.tobytes() for table in engine.forward(rows)}) == 1
+        del engine
 
 
 def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 from gguf import LlamaFileType
 
+from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row, check, check_copy, core_count, slot_room
-from services.engines.ik_llama.library import Context, Model
+from services.engines.ik_llama.library import MAX_AT_ONCE, MAX_CONTEXTS, Context, Model
 from services.engines.ik_llama.probe import choose_way
 
 # A token that fills a pass up, and is cut off again.
@@ -39,6 +40,8 @@ class IkLlamaEngine:
     def __init__(
         self, gguf: Path, *, threads: int | None = None, slot_count: int = 8, cache_byte_limit: int = 2 << 30
     ) -> None:
+        if slot_count > MAX_CONTEXTS:
+            raise UnusableModel(f"the ik_llama engine holds at most {MAX_CONTEXTS} sequences: use fewer --slots")
         self._threads = threads or core_count()
         self._way = choose_way(gguf, self._threads)
         self._model = Model(gguf, repacked=self._way.repacked)
@@ -50,7 +53,8 @@ class IkLlamaEngine:
         self.context_length = min(self._model.length, length)
         self.cache_byte_count = length * slot_count * token_bytes
         self._contexts = [Context(self._model, length + _SPARE, self._threads) for _ in range(slot_count)]
-        self._pool = ThreadPoolExecutor(self._threads, "ik_llama") if min(self._threads, slot_count) > 1 else None
+        self._at_once = min(self._threads, slot_count, MAX_AT_ONCE)
+        self._pool = ThreadPoolExecutor(self._at_once, "ik_llama")
 
     @property
     def logit_tolerance(self) -> float:
@@ -60,9 +64,9 @@ class IkLlamaEngine:
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
         check(self, rows)
-        if self._pool is None or len(rows) == 1:
+        if len(rows) == 1 or self._at_once == 1:
             return [self._run(row, self._threads) for row in rows]
-        threads = max(self._threads // len(rows), 1)
+        threads = self._threads // min(len(rows), self._at_once)
         return list(self._pool.map(lambda row: self._run(row, threads), rows))
 
     def copy(self, source: int, target: int, token_count: int) -> None:

@@ -12,12 +12,16 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 
+# The threads meet some hundred times in a pass. By itself OpenMP waits there without giving the core away for
+# milliseconds: a pass of SmolLM2-135M beside a busy process then took 360 ms, with this 32 ms; alone 8 ms in both.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 try:
     from ik_llama_cpp import _ctypes_api as api
 except (ImportError, OSError) as error:
@@ -32,7 +36,10 @@ _lib = api._lib
 # Tokens of a pass. From 32 tokens on (16 with a few of the i-quants) the library unpacks the weights first: logits move
 # by up to 1.6, with weights in Q4_1 they are wrong in 0.1.5 (72% of SmolLM2-135M's best tokens are others), and Gemma's
 # prompts are read no faster.
-MAX_WIDTH, SMALL_WIDTH = 31, 15
+MAX_WIDTH, SMALL_WIDTH = 31, 14
+# The library crashes when a process has more than 64 of ggml's contexts: one for a model, two for each of our contexts,
+# and one for each pass that is under way.
+MAX_AT_ONCE, MAX_CONTEXTS = 8, 27
 # Keys and values are float16.
 CACHE_BYTES = 2
 
@@ -93,6 +100,7 @@ class Model:
                 "ik-llama-cpp-python does not know its architecture: use --engine llamacpp or torch",
                 model=gguf,
             )
+        finalize(self, api.llama_free_model, self.pointer)
         if any(keeps(self.pointer) for keeps in _keeps_state):
             raise UnusableModel(
                 f"{gguf.name} keeps a state that cannot be cut back to a length, and speculation has to: choose a "
@@ -120,11 +128,16 @@ class Model:
         return (sum(shared) if len(shared) == layers else max(shared) * layers) * size * CACHE_BYTES
 
 
+def _free(context: int, batch: Any) -> None:
+    api.llama_batch_free(batch)
+    api.llama_free(context)
+
+
 class Context:
     """The keys and values of one sequence of up to `length` tokens. Raises `UnusableModel` if memory is short."""
 
     def __init__(self, model: Model, length: int, threads: int) -> None:
-        self._vocabulary_size, self._threads = model.vocabulary_size, threads
+        self._model, self._threads = model, threads
         options = api.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = length, MAX_WIDTH, MAX_WIDTH, 1
         options.n_threads = options.n_threads_batch = threads
@@ -137,6 +150,7 @@ class Context:
                 "ik_llama.cpp could not set its memory aside: allow less with --kv-memory, or fewer --slots"
             )
         self._batch = api.llama_batch_init(MAX_WIDTH, 0, 1)
+        finalize(self, _free, self._pointer, self._batch)
 
     def use_threads(self, count: int) -> None:
         """Sets the number of threads of the next passes."""
@@ -164,8 +178,8 @@ class Context:
             raise RuntimeError(f"ik_llama.cpp failed in a forward (code {code})")
         count = len(token_ids) - logits_from
         if count == 0:
-            return np.empty((0, self._vocabulary_size), np.float32)
-        return np.ctypeslib.as_array(_logits(self._pointer), (count, self._vocabulary_size))
+            return np.empty((0, self._model.vocabulary_size), np.float32)
+        return np.ctypeslib.as_array(_logits(self._pointer), (count, self._model.vocabulary_size))
 
     def copy_from(self, other: "Context") -> None:
         """Takes all that another context holds, in place of its own."""
