@@ -39,7 +39,7 @@ if missing_instructions():
 
 from services.engines.ik_llama import probe as probing
 from services.engines.ik_llama.engine import IkLlamaEngine
-from services.engines.ik_llama.library import MAX_CONTEXTS
+from services.engines.ik_llama.library import MAX_CONTEXTS, Model
 from services.engines.ik_llama.probe import Way, choose_way
 
 PLAIN = Way(False, 31, 1, 0.0, (10, 12, 16, 24))
@@ -168,6 +168,15 @@ def test_an_architecture_that_it_does_not_know_is_refused(pair: tuple, tmp_path:
     reader.data.flush()
     with pytest.raises(UnusableModel, match="does not know its architecture: use --engine llamacpp or torch"):
         IkLlamaEngine(path)
+
+
+def test_a_model_with_a_recurrent_state_is_refused(
+    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf.write(pair[0], tmp_path / "model.gguf")
+    monkeypatch.setattr("services.engines.ik_llama.library._keeps_state", [lambda model: True])
+    with pytest.raises(UnusableModel, match="choose a model with attention layers only"):
+        Model(tmp_path / "model.gguf")
 
 
 def test_a_processor_without_avx2_is_refused_before_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,10 +49,12 @@ class IkLlamaEngine:
         self.vocabulary_size = self._model.vocabulary_size
         self.slot_count = slot_count
         token_bytes = self._model.token_byte_count
-        length = slot_room(token_bytes, slot_count, cache_byte_limit, self._model.length)
+        spare = _SPARE if self._way.min_width > 1 else 0
+        left = cache_byte_limit - slot_count * spare * token_bytes
+        length = slot_room(token_bytes, slot_count, left, self._model.length)
         self.context_length = min(self._model.length, length)
-        self.cache_byte_count = length * slot_count * token_bytes
-        self._contexts = [Context(self._model, length + _SPARE, self._threads) for _ in range(slot_count)]
+        self.cache_byte_count = (length + spare) * slot_count * token_bytes
+        self._contexts = [Context(self._model, length + spare, self._threads) for _ in range(slot_count)]
         self._at_once = min(self._threads, slot_count, MAX_AT_ONCE)
         self._pool = ThreadPoolExecutor(self._at_once, "ik_llama")
 

@@ -142,7 +142,7 @@ class Context:
         options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = length, MAX_WIDTH, MAX_WIDTH, 1
         options.n_threads = options.n_threads_batch = threads
         # Its kernel divides a single token's cache among the threads, and starts where a layer's window does: logits
-        # then differ from those of wider passes. On Gemma-3-270M it gained nothing after 256 tokens, 2% to 9% after 1,536.
+        # then differ from those of wider passes. It gained Gemma-3-270M nothing after 256 tokens, 9% after 1,536.
         options.flash_attn = False
         self._pointer = api.llama_init_from_model(model.pointer, options)
         if not self._pointer:
