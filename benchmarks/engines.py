@@ -40,6 +40,7 @@ OPTIONS = {
     "torch-compile": ("--engine", "torch", "--compile"),
     "torch-compile-int8": ("--engine", "torch", "--compile", "--weights", "int8"),
     "llamacpp": ("--engine", "llamacpp"),
+    "ik_llama": ("--engine", "ik_llama"),
     "openvino": ("--engine", "openvino"),
     "openvino-int4": ("--engine", "openvino", "--weights", "int4"),
     "openvino-full": ("--engine", "openvino", "--weights", "full"),
@@ -79,8 +80,8 @@ def _measure(engine_name: str, model: str, threads: int, device: str) -> dict[st
     row |= _forwards(engine, ids)
     if engine_name == "llamacpp":
         alone = _bare_llamacpp(model, threads)
-    elif engine_name.startswith("openvino"):
-        alone = _bare_openvino(engine)
+    elif engine_name == "ik_llama" or engine_name.startswith("openvino"):
+        alone = _bare_forwards(engine)
     else:
         alone = _bare_torch(model, threads, engine.device)
     speeds: dict[str, list[float]] = {"bare": [], "service_1": [], "service_8": []}
@@ -116,6 +117,10 @@ def _engine(name: str, model: str, threads: int, device: str) -> Engine:
         from services.engines.llamacpp.engine import LlamaCppEngine
 
         return LlamaCppEngine(resolve_gguf(model), device=device, threads=threads, slot_count=max(SESSIONS))
+    if name == "ik_llama":
+        from services.engines.ik_llama.engine import IkLlamaEngine
+
+        return IkLlamaEngine(resolve_gguf(model), threads=threads, slot_count=max(SESSIONS))
     if name.startswith("openvino"):
         from services.engines.openvino.engine import OpenVinoEngine
 
@@ -133,8 +138,8 @@ def _engine(name: str, model: str, threads: int, device: str) -> Engine:
     )
 
 
-def _bare_openvino(engine: Engine) -> Callable[[list[int]], float]:
-    """Returns a function for the tokens per second of OpenVINO's forwards, started by the engine, and argmax."""
+def _bare_forwards(engine: Engine) -> Callable[[list[int]], float]:
+    """Returns a function for the tokens per second of the forwards of OpenVINO or ik_llama.cpp, and argmax."""
 
     def run(ids: list[int]) -> float:
         last = int(engine.forward([Row(0, 0, tuple(ids), len(ids) - 1)])[0].argmax())

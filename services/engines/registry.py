@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from bridge.errors import InvalidField
+from services.engines.ik_llama.spec import IK_LLAMA
 from services.engines.llamacpp.spec import LLAMACPP
 from services.engines.openvino.spec import OPENVINO
 from services.engines.spec import EngineOptions, EngineSpec, Weights
@@ -20,7 +21,7 @@ from services.engines.torch.spec import TORCH
 from services.store.cache import Report
 
 # Fastest first: `--engine auto` takes the first one whose `passed_over` returns "". See docs/measurements/engines.md.
-_OWN = (LLAMACPP, OPENVINO, TORCH)
+_OWN = (LLAMACPP, IK_LLAMA, OPENVINO, TORCH)
 AUTO = "auto"
 
 

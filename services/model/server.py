@@ -67,7 +67,7 @@ def _load(
 
     def open_engine() -> Engine:
         engine = spec.open(spec.prepare(config.model, options.weights, report), options)
-        if config.deterministic:  # all its forwards have one shape
+        if config.deterministic and engine.logit_tolerance > 0.0:  # then all its forwards have one shape
             engine = FixedWidthEngine(engine)
         elif config.role is not Role.DRAFT:
             warm(engine, _WARMED_WIDTHS)

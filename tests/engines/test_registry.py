@@ -12,6 +12,7 @@ from bridge.errors import InvalidField, UnusableModel
 from draftbridge import Client
 from services.cli.processes import fleet
 from services.engines import spec as specs
+from services.engines.ik_llama import spec as ik_llama
 from services.engines.registry import choose_engine, engine_spec, engines, prepare
 from services.engines.spec import Dtype, EngineOptions, Weights
 
@@ -82,6 +83,9 @@ def test_auto_takes_the_first_installed_engine_that_runs_the_model(
     assert chosen(built_in, compile=True) == "torch"
     assert chosen(built_in, device="cuda") == "torch"
     missing |= {"llama_cpp", "nncf"}
+    monkeypatch.setattr(ik_llama, "missing_instructions", lambda: "")
+    assert chosen(built_in) == "ik_llama"
+    monkeypatch.setattr(ik_llama, "missing_instructions", lambda: "avx2")
     assert chosen(built_in) == "torch"
 
 
@@ -95,7 +99,7 @@ def test_a_model_that_auto_converts_keeps_its_weights(tiny_models: tuple[Path, P
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("torhc", EngineOptions(), "--engine must be one of auto, llamacpp, openvino, torch, got 'torhc'"),
+        ("torhc", EngineOptions(), "--engine must be one of auto, llamacpp, ik_llama, openvino, torch, got 'torhc'"),
         ("torch", EngineOptions(weights=Weights.INT4), "--weights must be auto, full or int8 with --engine torch"),
         ("llamacpp", EngineOptions(dtype=Dtype.FLOAT32), "--dtype must be auto with --engine llamacpp, got float32"),
         ("openvino", EngineOptions(compile=True), "--compile must be left out with --engine openvino"),

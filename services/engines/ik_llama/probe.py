@@ -1,0 +1,187 @@
+"""How a file is best run on this machine: tried in a process of its own, where a crash does no harm, and remembered.
+
+    python -m services.engines.ik_llama.probe GGUF THREADS REPACKED
+
+The library can rearrange ("repack") the weights for the processor. Passes of several tokens may then get faster, but
+for some types the logits of a single token are no longer those of the same token in a wider pass. The engine then adds
+a token to it, so a way with repacked weights is charged two tokens for one.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from random import Random
+from time import perf_counter_ns
+
+from bridge.errors import UnusableModel
+from services.engines.cpu import cpu_flags, cpu_name
+from services.store.cache import cache_directory
+
+_log = logging.getLogger(__name__)
+
+# Widths whose passes are timed, how often, and the tokens before them.
+_TIMED_WIDTHS, _REPETITIONS, _CONTEXT = (1, 2, 4, 8), 5, 62
+# Tokens whose logits are compared between widths, and with those of one and of two tokens.
+_COMPARED, _COMPARED_SINGLY = 31, 8
+# Repacked weights are in memory of the process's own and take longer to load: they have to gain this much.
+_LEAST_GAIN = 1.1
+_TIMEOUT_SECONDS = 300
+# The exit status of a probe that refuses a file; the reason is the last line that it prints.
+_REFUSED = 3
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a file, and what was found out about it.
+
+    `max_width`: tokens of a pass at most. `min_width`: single tokens are filled up to it. `drift`: how far a logit
+    moved between widths from `min_width` to `max_width`, 0.0 if all were the same bit for bit. `pass_ns`: time of a
+    pass of 1, 2, 4 and 8 tokens, with what is filled up.
+    """
+
+    repacked: bool
+    max_width: int
+    min_width: int
+    drift: float
+    pass_ns: tuple[int, ...]
+
+
+def choose_way(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way | None] | None" = None) -> Way:
+    """Returns the faster of two ways, of those that give the same logits at every width if there is one.
+
+    Raises `UnusableModel` if the library cannot run the file.
+    """
+    file = cache_directory().parent / "ik_llama" / f"{_key(gguf, threads)}.json"
+    if remembered := _read(file):
+        return remembered
+    try_out = probe or _probe
+    plain, repacked = try_out(gguf, threads, False), try_out(gguf, threads, True)
+    if plain is None and repacked is None:
+        raise UnusableModel(f"ik_llama.cpp crashes with {gguf.name} here: use --engine llamacpp or torch", model=gguf)
+    way = _better(plain, repacked)
+    _write(file, way)
+    return way
+
+
+def _better(plain: Way | None, repacked: Way | None) -> Way:
+    if plain is None or repacked is None:
+        way = plain or repacked
+        assert way
+        return way
+    if (plain.drift == 0.0) != (repacked.drift == 0.0):
+        return plain if plain.drift == 0.0 else repacked
+    gain = prod(one / other for one, other in zip(plain.pass_ns, repacked.pass_ns, strict=True))
+    return repacked if gain ** (1 / len(_TIMED_WIDTHS)) >= _LEAST_GAIN else plain
+
+
+def _probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+    """Tries one way in another process. Returns None if that crashes. Raises `UnusableModel` if it refuses the file."""
+    command = [sys.executable, "-m", __name__, str(gguf), str(threads), str(int(repacked))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        _log.warning("ik_llama.cpp took more than %d s to try %s", _TIMEOUT_SECONDS, gguf.name)
+        return None
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode == _REFUSED:
+        raise UnusableModel(last, model=gguf)
+    if done.returncode:
+        how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
+        _log.warning("ik_llama.cpp ended with %s when it tried %s: %s", how, gguf.name, done.stderr[-500:])
+        return None
+    return _way(last)
+
+
+def _way(text: str) -> Way:
+    fields = json.loads(text)
+    return Way(**fields | {"pass_ns": tuple(fields["pass_ns"])})
+
+
+def _key(gguf: Path, threads: int) -> str:
+    """Names the file, the machine and the library."""
+    status = gguf.stat()
+    with gguf.open("rb") as file:
+        head = hashlib.sha256(file.read(1 << 16)).hexdigest()
+    facts = (head, status.st_size, status.st_mtime_ns, cpu_name(), sorted(cpu_flags()), threads)
+    library = (version("ik-llama-cpp-python"), os.environ.get("IK_LLAMA_CPP_LIB_PATH", ""))
+    return hashlib.sha256(repr((facts, library)).encode()).hexdigest()[:24]
+
+
+def _read(file: Path) -> Way | None:
+    try:
+        return _way(file.read_text())
+    except (OSError, ValueError, TypeError, KeyError):  # absent, or not written by this version
+        return None
+
+
+def _write(file: Path, way: Way) -> None:
+    scratch = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(asdict(way)))
+        scratch.replace(file)
+    except OSError as error:  # then the next start measures again
+        _log.warning("%s cannot be written (%s)", file, error.strerror)
+
+
+def _measure(gguf: Path, threads: int, repacked: bool) -> Way:
+    """Measures one way, in this process."""
+    import numpy as np
+
+    from services.engines.ik_llama.library import MAX_WIDTH, SMALL_WIDTH, Context, Model
+
+    model = Model(gguf, repacked=repacked)
+    context = Context(model, 256, threads)
+    choose = Random(0)
+    ids = [choose.randrange(model.vocabulary_size) for _ in range(_CONTEXT + max(_TIMED_WIDTHS))]
+
+    def logits(width: int) -> "np.typing.NDArray[np.float32]":
+        context.cut(0)
+        count = _COMPARED if width > 2 else _COMPARED_SINGLY
+        starts = range(0, count, width)
+        return np.concatenate([context.decode(ids[at : min(at + width, count)], at, 0).copy() for at in starts])
+
+    def drift(width: int) -> float:
+        found = logits(width)
+        return float(np.abs(found - reference[: len(found)]).max())
+
+    def timed(width: int) -> int:
+        context.cut(_CONTEXT)
+        started = perf_counter_ns()
+        context.decode(ids[_CONTEXT : _CONTEXT + width], _CONTEXT, 0)
+        return perf_counter_ns() - started
+
+    reference = logits(4)
+    if not np.isfinite(reference).all():
+        raise UnusableModel(f"ik_llama.cpp computes no numbers with {gguf.name}: use --engine llamacpp or torch")
+    max_width = SMALL_WIDTH if drift(MAX_WIDTH) else MAX_WIDTH
+    wide, single = max(drift(max_width), drift(8), drift(2)), drift(1)
+    min_width = 2 if single and not wide else 1
+    context.cut(0)
+    for at in range(0, _CONTEXT, max_width):
+        context.decode(ids[at : min(at + max_width, _CONTEXT)], at, min(max_width, _CONTEXT - at))
+    pass_ns = tuple(min(timed(max(width, min_width)) for _ in range(_REPETITIONS)) for width in _TIMED_WIDTHS)
+    return Way(repacked, max_width, min_width, max(wide, single if min_width == 1 else 0.0), pass_ns)
+
+
+def main() -> None:
+    """Prints what was found out, or why the file is refused."""
+    try:
+        way = _measure(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1")
+    except UnusableModel as error:
+        print(error)
+        sys.exit(_REFUSED)
+    print(json.dumps(asdict(way)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The `ik_llama` engine's entry in the registry."""
+
+from collections.abc import Set
+from pathlib import Path
+from platform import machine
+
+from bridge.errors import UnusableModel
+from services.engines.cpu import cpu_flags
+from services.engines.engine import Engine
+from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
+from services.store.cache import Report
+from services.store.resolve import has_gguf, resolve, resolve_gguf
+
+# What the prebuilt library is compiled for.
+_NEEDED = frozenset({"avx2", "fma", "f16c"})
+
+
+def missing_instructions(flags: Set[str] | None = None, architecture: str = machine()) -> str:
+    """Returns the instruction sets that the library needs and an x86 processor lacks, "" if it has all."""
+    if architecture.lower() not in ("x86_64", "amd64"):
+        return ""
+    known = cpu_flags() if flags is None else flags
+    return ", ".join(sorted(_NEEDED - known)) if known else ""
+
+
+def _prepare(model: str, weights: Weights, report: Report) -> Path:
+    resolve(model, report)  # for its tokenizer
+    return resolve_gguf(model, report)
+
+
+def _open(path: Path, options: EngineOptions) -> Engine:
+    if missing := missing_instructions():
+        raise UnusableModel(
+            f"the ik_llama engine needs a processor with {missing.upper()}: use --engine llamacpp or torch"
+        )
+    if options.device not in ("auto", "cpu"):
+        raise UnusableModel(f"the ik_llama engine runs on the CPU, not on {options.device}: use --device cpu")
+    from services.engines.ik_llama.engine import IkLlamaEngine  # the library may not be installed
+
+    return IkLlamaEngine(
+        path, threads=options.threads, slot_count=options.slot_count, cache_byte_limit=options.cache_byte_limit
+    )
+
+
+def _passed_over(model: str, options: EngineOptions) -> str:
+    if options.compile or options.dtype is not Dtype.AUTO or options.weights is not Weights.AUTO:
+        return "a GGUF file determines the weights and the data type"
+    if not options.on_cpu:
+        return "torch is faster on other devices"
+    if missing := missing_instructions():
+        return f"the processor lacks {missing.upper()}"
+    return "" if has_gguf(model) else "the model has no GGUF file"
+
+
+IK_LLAMA = EngineSpec(
+    name="ik_llama",
+    runs="GGUF files that ik_llama.cpp reads, in the file's own precision, the same bit for bit at every width",
+    devices="CPU",
+    prepare=_prepare,
+    open=_open,
+    modules=("ik_llama_cpp",),
+    install="pip install '.[ik-llama]' in the checkout",
+    passed_over=_passed_over,
+)

@@ -1,0 +1,319 @@
+"""ik_llama.cpp, by the same contract as every engine, bit for bit at every width, and with the real models."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+from gguf import GGUFReader
+from hypothesis import given, settings
+
+from bridge.errors import UnusableModel
+from draftbridge import Client
+from services.cli.processes import fleet
+from services.config import ModelServerConfig
+from services.engines.cpu import cpu_flags
+from services.engines.engine import Engine, Row
+from services.engines.ik_llama.spec import IK_LLAMA, missing_instructions
+from services.engines.registry import choose_engine
+from services.engines.spec import EngineOptions
+from services.model.server import _load
+from services.store.resolve import resolve_gguf
+from tests.conftest import save_tiny_model
+from tests.support import gguf
+from tests.support.engine_contract import (
+    LLAMA_LIKE,
+    STEPS,
+    EngineContract,
+    check_that_every_mode_says_the_same,
+    random_ids,
+    saved,
+)
+
+pytest.importorskip("ik_llama_cpp", reason="the ik-llama extra is not installed")
+if missing_instructions():
+    pytest.skip(f"the processor lacks {missing_instructions()}", allow_module_level=True)
+
+from services.engines.ik_llama import probe as probing
+from services.engines.ik_llama.engine import IkLlamaEngine
+from services.engines.ik_llama.library import MAX_CONTEXTS, Model
+from services.engines.ik_llama.probe import Way, choose_way
+
+PLAIN = Way(False, 31, 1, 0.0, (10, 12, 16, 24))
+REPACKED = Way(True, 31, 2, 0.0, (11, 12, 12, 16))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What is remembered about files goes elsewhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probing, "cache_directory", lambda: tmp_path_factory.getbasetemp() / "cache" / "models")
+        yield
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple:
+    directory = tmp_path_factory.mktemp("ik_llama")
+    model = saved(transformers.LlamaConfig(**LLAMA_LIKE), directory)
+    gguf.write(model, directory / "model.gguf")
+    return model, IkLlamaEngine(resolve_gguf(str(directory)), threads=2, slot_count=3)
+
+
+class TestIkLlama(EngineContract):
+    """A tiny Llama in float32; keys and values are float16."""
+
+    tolerance = 5e-3
+
+
+def reader(engine: Engine, ids: list[int]) -> np.ndarray:
+    """Logits of a text that is read from its start in one forward, in the last slot."""
+    return engine.forward([Row(engine.slot_count - 1, 0, tuple(ids), 0)])[0].copy()
+
+
+@settings(max_examples=15)
+@given(steps=STEPS)
+def test_a_position_has_the_same_logits_to_the_last_bit(pair: tuple, steps: list) -> None:
+    """Whatever came before in the slot, and whatever runs beside it."""
+    _, engine = pair
+    held: dict[int, list[int]] = {0: [], 1: []}
+    for step in steps:
+        rows = []
+        for slot, fraction, ids in {one[0] % 2: (one[0] % 2, *one[1:]) for one in step}.values():
+            keep = int(fraction * len(held[slot]))
+            held[slot] = held[slot][:keep] + ids
+            rows.append(Row(slot, keep, tuple(ids), len(ids) // 2))
+        for row, logits in zip(rows, [table.copy() for table in engine.forward(rows)], strict=True):
+            assert logits.tobytes() == reader(engine, held[row.slot])[row.keep + row.logits_from :].tobytes()
+
+
+def check_every_width(engine: Engine, ids: list[int], widths: tuple[int, ...]) -> None:
+    """Reads a text in forwards of each width, with other slots in between, and after a copy."""
+    whole = reader(engine, ids)
+    for width in widths:
+        for start in range(0, len(ids), width):
+            part = tuple(ids[start : start + width])
+            beside = Row(1, 0, tuple(ids[: 1 + start % 7]), 0)
+            logits = engine.forward([Row(0, start, part, 0), beside][: 1 + start % 2])[0]
+            assert logits.tobytes() == whole[start : start + width].tobytes(), (width, start)
+    half = len(ids) // 2
+    engine.copy(0, 1, half)
+    logits = engine.forward([Row(1, half, tuple(ids[half:]), 0), Row(0, 0, tuple(ids[:3]), 0)])[0]
+    assert logits.tobytes() == whole[half:].tobytes()
+
+
+def test_every_width_gives_the_same_logits_to_the_last_bit(pair: tuple) -> None:
+    check_every_width(pair[1], random_ids(3, 100), (1, 2, 3, 7, 16, 31, 64))
+
+
+def test_single_tokens_that_are_filled_up(pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with repacked weights, up to the end of a slot; what fills up leaves no trace."""
+    gguf.write(pair[0], tmp_path / "model.gguf")
+    monkeypatch.setattr("services.engines.ik_llama.engine.choose_way", lambda *_: REPACKED)
+    engine = IkLlamaEngine(tmp_path / "model.gguf", threads=1, slot_count=3)
+    check_every_width(engine, random_ids(4, 80), (1, 2, 5))
+    ids = random_ids(5, engine.context_length)
+    engine.forward([Row(0, 0, tuple(ids[:-1]), len(ids) - 1)])
+    assert engine.forward([Row(0, len(ids) - 1, (ids[-1],), 1)])[0].shape == (0, 120)
+    last = engine.forward([Row(0, len(ids) - 1, (ids[-1],), 0)])[0].copy()
+    assert last.tobytes() == reader(engine, ids)[-1:].tobytes()
+
+
+def test_it_is_deterministic_by_itself(pair: tuple) -> None:
+    assert pair[1].logit_tolerance == 0.0
+
+
+def test_memory_is_a_budget(pair: tuple, tmp_path: Path) -> None:
+    model, engine = pair
+    gguf.write(model, tmp_path / "model.gguf")
+    token_bytes = engine.cache_byte_count // 3 // 256
+    with pytest.raises(UnusableModel, match="--kv-memory"):
+        IkLlamaEngine(tmp_path / "model.gguf", threads=1, slot_count=3, cache_byte_limit=3 * 255 * token_bytes)
+
+
+def test_as_many_slots_as_there_are_and_no_more(pair: tuple, tmp_path: Path) -> None:
+    """The library crashes at the 65th of its contexts; engines that are gone give theirs back."""
+    gguf.write(pair[0], tmp_path / "model.gguf")
+    with pytest.raises(UnusableModel, match=f"at most {MAX_CONTEXTS} sequences: use fewer --slots"):
+        IkLlamaEngine(tmp_path / "model.gguf", slot_count=MAX_CONTEXTS + 1)
+    for _ in range(3):
+        engine = IkLlamaEngine(tmp_path / "model.gguf", threads=2, slot_count=MAX_CONTEXTS - 3)
+        rows = [Row(slot, 0, (1, 2, 3), 0) for slot in range(engine.slot_count)]
+        assert len({table.tobytes() for table in engine.forward(rows)}) == 1
+        del engine
+
+
+def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(UnusableModel, match="check that the file is whole"):
+        IkLlamaEngine(path)
+
+
+def test_half_a_file_is_refused(pair: tuple, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    gguf.write(pair[0], path)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(UnusableModel, match=r"ik_llama\.cpp c"):
+        IkLlamaEngine(path)
+
+
+def test_an_architecture_that_it_does_not_know_is_refused(pair: tuple, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    gguf.write(pair[0], path)
+    reader = GGUFReader(path, "r+")
+    reader.fields["general.architecture"].parts[-1][:] = np.frombuffer(b"llamo", np.uint8)
+    reader.data.flush()
+    with pytest.raises(UnusableModel, match="does not know its architecture: use --engine llamacpp or torch"):
+        IkLlamaEngine(path)
+
+
+def test_a_model_with_a_recurrent_state_is_refused(
+    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf.write(pair[0], tmp_path / "model.gguf")
+    monkeypatch.setattr("services.engines.ik_llama.library._keeps_state", [lambda model: True])
+    with pytest.raises(UnusableModel, match="choose a model with attention layers only"):
+        Model(tmp_path / "model.gguf")
+
+
+def test_a_processor_without_avx2_is_refused_before_the_library_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missing_instructions({"sse4_2", "fma"}, "x86_64") == "avx2, f16c"
+    assert missing_instructions({"avx2", "fma", "f16c"}, "x86_64") == ""
+    assert missing_instructions(set(), "aarch64") == ""
+    monkeypatch.setattr("services.engines.ik_llama.spec.cpu_flags", lambda: frozenset({"sse4_2"}))
+    with pytest.raises(UnusableModel, match="needs a processor with AVX2, F16C, FMA: use --engine"):
+        IK_LLAMA.open(Path("model.gguf"), EngineOptions())
+    assert "lacks AVX2" in IK_LLAMA.passed_over("gemma-3-270m", EngineOptions(device="cpu"))
+
+
+def test_processors_are_read_from_what_linux_tells(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor : 0\nmodel name: Ours\nflags\t: avx2 fma\n\nprocessor: 1\nflags: sse\n")
+    assert cpu_flags(path) == {"avx2", "fma"}
+    assert cpu_flags(tmp_path / "none") == frozenset()
+
+
+def test_the_faster_way_is_taken_and_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"one")
+    tried: list[bool] = []
+
+    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+        tried.append(repacked)
+        return REPACKED if repacked else PLAIN
+
+    for _ in range(2):
+        assert choose_way(path, 2, probe) == REPACKED
+    assert tried == [False, True]
+    assert choose_way(path, 1, probe) == REPACKED  # other threads are another machine
+    path.write_bytes(b"other")
+    assert choose_way(path, 2, probe) == REPACKED
+    assert len(tried) == 6
+
+
+@pytest.mark.parametrize(
+    ("plain", "repacked", "chosen"),
+    [
+        (PLAIN, replace(REPACKED, pass_ns=(12, 12, 16, 23)), PLAIN),
+        (PLAIN, replace(REPACKED, drift=0.5), PLAIN),
+        (replace(PLAIN, drift=0.5), replace(REPACKED, pass_ns=(99, 99, 99, 99)), None),
+        (None, REPACKED, REPACKED),
+        (PLAIN, None, PLAIN),
+    ],
+    ids=["slower", "inexact", "plain is inexact", "plain crashes", "repacked crashes"],
+)
+def test_which_way_is_better(tmp_path: Path, plain: Way | None, repacked: Way | None, chosen: Way | None) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    assert choose_way(path, 2, lambda *facts: repacked if facts[2] else plain) == (chosen or repacked)
+
+
+def test_what_was_remembered_and_is_damaged_is_measured_anew(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    choose_way(path, 3, lambda *_: PLAIN)
+    for file in (probing.cache_directory().parent / "ik_llama").glob("*.json"):
+        file.write_text('{"repacked": tr')
+    assert choose_way(path, 3, lambda *_: REPACKED) == REPACKED
+
+
+def test_a_crash_of_the_library_is_an_error_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple
+) -> None:
+    """The process that tries it dies, not this one."""
+    path = tmp_path / "model.gguf"
+    gguf.write(pair[0], path)
+    killer = tmp_path / "python"
+    killer.write_text(f"#!/bin/sh\nkill -{signal.SIGABRT.value} $$\n")
+    killer.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(killer))
+    with pytest.raises(UnusableModel, match=r"crashes with model\.gguf here: use --engine llamacpp or torch"):
+        IkLlamaEngine(path)
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    monkeypatch.setattr(probing, "cache_directory", lambda: path / "models")
+    assert choose_way(path, 2, lambda *_: PLAIN) == PLAIN
+
+
+@pytest.fixture
+def tiny_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a tokenizer and a GGUF file."""
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    directory = save_tiny_model(tmp_path / "target", "sentencepiece", 0)
+    gguf.write(transformers.AutoModelForCausalLM.from_pretrained(directory), directory / "model.gguf")
+    return directory
+
+
+def test_a_deterministic_server_runs_it_as_it_is(tiny_target: Path) -> None:
+    config = ModelServerConfig(model=str(tiny_target), engine="ik_llama", threads=1, deterministic=True)
+    loaded = _load(config, *choose_engine("ik_llama", config.model, config.options), tiny_target, str)
+    loaded.scheduler.close()
+    assert isinstance(loaded.engine, IkLlamaEngine)
+
+
+def test_a_service_is_deterministic_without_an_option(tiny_target: Path, tiny_models: tuple[Path, Path]) -> None:
+    target_options = ("--engine", "ik_llama", "--threads", "2")
+    draft_options = ("--dtype", "float32", "--threads", "1")
+    with (
+        fleet(
+            str(tiny_target), str(tiny_models[1]), target_options=target_options, draft_options=draft_options
+        ) as running,
+        Client(running.bridge) as client,
+    ):
+        assert {model.engine: model.deterministic for model in client.models()} == {"ik_llama": True, "torch": False}
+        results = [
+            client.generate("The quick", max_tokens=60, temperature=1.0, seed=1, speculation=mode)
+            for mode in ("off", "lockstep", "opportunistic")
+        ]
+    assert len({result.token_ids for result in results}) == 1
+    assert {result.finished.speculation.near_ties for result in results} == {0}
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("name", ["gemma-3-270m", "smollm2-135m-instruct"])
+def test_real_models_give_the_same_logits_at_every_width(name: str) -> None:
+    """After 600 tokens, where a sliding window has moved on."""
+    engine = IkLlamaEngine(resolve_gguf(name), slot_count=3, cache_byte_limit=200 << 20)
+    assert engine.logit_tolerance == 0.0
+    ids = [7 * at % 1000 + 10 for at in range(640)]
+    for slot in (0, 2):
+        engine.forward([Row(slot, 0, tuple(ids[:600]), 600)])
+    whole = engine.forward([Row(2, 600, tuple(ids[600:]), 0)])[0].copy()
+    for width in (1, 2, 3, 9, 25):
+        parts = [
+            engine.forward([Row(0, at, tuple(ids[at : min(at + width, 640)]), 0)])[0].copy()
+            for at in range(600, 640, width)
+        ]
+        assert np.concatenate(parts).tobytes() == whole.tobytes(), width
+
+
+@pytest.mark.models
+def test_two_gguf_models_say_the_same_in_every_mode() -> None:
+    """Quantized, and no option is needed for it."""
+    check_that_every_mode_says_the_same("ik_llama", target_options=())
