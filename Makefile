@@ -57,8 +57,9 @@ hooks: .venv/dev ## Lint and format before each commit, with pre-commit.
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
+# With a fast engine for GGUF files where there is a prebuilt library for the platform.
 .venv/demo: .venv/bin/python pyproject.toml constraints.txt
-	$(PIP) --quiet --editable .
+	$(PIP) --quiet --only-binary ik-llama-cpp-python --editable '.[ik-llama]' || $(PIP) --quiet --editable .
 	@touch $@
 
 .venv/dev: .venv/demo
