@@ -115,7 +115,9 @@ class RoleNotServed(NotReady, reason="ROLE_NOT_SERVED"):
 
 class ModelChanged(NotReady, reason="MODEL_CHANGED"):
     def __init__(self, model: str) -> None:
-        super().__init__(f"{model}'s tokenizer has changed since the bridge loaded it: restart the bridge", model=model)
+        super().__init__(
+            f"{model}'s tokenizer has changed since the bridge loaded it: try again, the bridge reads it", model=model
+        )
 
 
 class UnusableModel(NotReady, reason="UNUSABLE_MODEL"):

@@ -140,34 +140,42 @@ def ratio(samples: Sequence[Sample], way: str) -> float:
 
 
 def table(samples: Sequence[Sample]) -> Table:
-    """A row for each way: speed, its prediction, acceptance, and where the time goes, in parts of the whole."""
-    result = Table(
-        "", "tokens/s", "ratio", "predicted", "tokens/pass", "accepted", "target", "waiting", "network", "bridge",
-        box=box.SIMPLE_HEAD,
-    )  # fmt: skip
+    """Returns a row for each way: speed, its prediction, tokens per pass and acceptance."""
+    result = _columns("", "tokens/s", "ratio", "predicted", "tokens/pass", "accepted")
     for way, found in by(samples, lambda one: one.way).items():
-        did = [one.speculation for one in found]
-
-        def total(field: str, did: Sequence[Any] = did) -> int:
-            return sum(getattr(one, field) for one in did)
-
-        candidates, predicted = total("num_draft_tokens"), _predicted(found)
-        elapsed = total("elapsed_ns")
+        candidates, predicted = _total(found, "num_draft_tokens"), _predicted(found)
+        accepted = f"{_total(found, 'num_accepted_tokens') / candidates:.0%} of {candidates}" if candidates else ""
+        token_count = sum(one.token_count for one in found) + len(found)
         result.add_row(
             way,
             f"{speed(found):.1f}",
             f"{ratio(samples, way):.2f}x",
             f"{predicted:.1f}" if predicted and way == AUTO else "",
-            f"{(sum(one.token_count for one in found) + len(found)) / total('target_pass_count'):.2f}",
-            f"{total('num_accepted_tokens') / candidates:.0%} of {candidates}" if candidates else "",
-            *(
-                f"{total(part) / elapsed:.0%}" if elapsed else ""
-                for part in ("verify_ns", "waited_ns", "network_ns", "bridge_ns")
-            ),
+            f"{token_count / _total(found, 'target_pass_count'):.2f}",
+            accepted,
         )
+    return result
+
+
+def time_table(samples: Sequence[Sample]) -> Table:
+    """Returns a row for each way: what the time went to, in parts of the whole."""
+    result = _columns("time", "target", "waiting for the draft", "network and queues", "bridge")
+    for way, found in by(samples, lambda one: one.way).items():
+        elapsed = _total(found, "elapsed_ns")
+        parts = ("verify_ns", "waited_ns", "network_ns", "bridge_ns")
+        result.add_row(way, *(f"{_total(found, part) / elapsed:.0%}" for part in parts))
+    return result
+
+
+def _columns(*names: str) -> Table:
+    result = Table(*names, box=box.SIMPLE_HEAD)
     for column in result.columns[1:]:
         column.justify = "right"
     return result
+
+
+def _total(samples: Sequence[Sample], field: str) -> int:
+    return sum(getattr(one.speculation, field) for one in samples)
 
 
 def _predicted(found: Sequence[Sample]) -> float:

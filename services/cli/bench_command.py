@@ -74,6 +74,7 @@ def run(
                 status.update(f"measured {number} of {len(given)} prompts")
     out.print(title, markup=False, highlight=False, soft_wrap=True)
     out.print(bench.table(samples))
+    out.print(bench.time_table(samples))
     different = sum(one.text != alone.text for one, alone in _with_alone(samples))
     ties = sum(one.speculation.near_ties > 0 for one in samples if one.way == bench.ALONE)
     if different:

@@ -45,7 +45,7 @@ def check_model(name: str, tokenizer_sha256: str, model: Model) -> None:
     """Raises `ModelNotFound` or `ModelChanged` if the client expects another model than the served one."""
     if name not in ("", model.name):
         raise ModelNotFound(
-            f"this server serves {model.name}, not {name}: use the server of {name}, or restart the bridge",
+            f"this server serves {model.name}, not {name}: use the server of {name}",
             expected=name,
             model=model.name,
         )

@@ -122,3 +122,13 @@ def test_help_has_every_setting() -> None:
         text = run(section, "--help").stdout
         for name in kind.model_fields:
             assert (name.upper() if name == "model" else f"--{name.replace('_', '-')}") in text, name
+
+
+def test_the_reference_has_every_key_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "configuration.md").read_text()
+    for section, kind in SECTIONS.items():
+        table = text.split(f"## [{section}]")[1].split("\n## ")[0]
+        for name, field in kind.model_fields.items():
+            row = next(line for line in table.splitlines() if line.startswith(f"| `{name.replace('_', '-')}` |"))
+            if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+                assert f"| `{field.default}` |" in row, row
