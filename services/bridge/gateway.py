@@ -9,7 +9,7 @@ from bridge.errors import DraftBridgeError
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.planner import Mode
 from bridge.ports import Proposal
-from bridge.request import Request, check
+from bridge.request import Request, check, check_size
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.suffix_memory import SuffixMemory
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
@@ -72,8 +72,8 @@ class _ZooDrafter(RemoteDrafter):
 class Gateway:
     """Runs requests on a zoo. `memory` keeps earlier outputs of tenants. `observers` receive every `Finished`."""
 
-    def __init__(self, zoo: Zoo, memory: SuffixMemory | None = None) -> None:
-        self.zoo, self.memory = zoo, memory
+    def __init__(self, zoo: Zoo, memory: SuffixMemory | None = None, prompt_limit_bytes: int = 4 << 20) -> None:
+        self.zoo, self.memory, self.prompt_limit_bytes = zoo, memory, prompt_limit_bytes
         self.started_ns = perf_counter_ns()
         self.counts = RequestCounts()
         self.observers: list[Callable[[Finished], None]] = []
@@ -87,6 +87,7 @@ class Gateway:
         """
         with self.counts.request(), ExitStack() as stack:
             check(request)
+            check_size(request, self.prompt_limit_bytes)
             target = self.zoo.target(target_name)
             draft = None if request.speculation.mode is Mode.OFF else self.zoo.draft(draft_name)
             stack.enter_context(target.estimates.request())
