@@ -165,7 +165,8 @@ class SlotsExhausted(Exhausted, reason="SLOTS_EXHAUSTED"):
 class Unreachable(DraftBridgeError, reason="SERVICE_UNREACHABLE"):
     def __init__(self, address: str, detail: str) -> None:
         super().__init__(
-            f"no usable service answers at {address} ({detail}): check the address and that the service is running",
+            f"no usable service answers at {address} ({detail}): check the address, that the service is "
+            "running, and that it and its client both use TLS or both do not",
             address=address,
         )
 

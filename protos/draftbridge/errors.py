@@ -10,8 +10,13 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 _DETAILS_KEY = "grpc-status-details-bin"
-# Of gRPC's text "... handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:...:CERTIFICATE_VERIFY_FAILED: ...".
-_HANDSHAKE = re.compile(r"(?i:handshake failed)[^:]*: (?:SSL_ERROR_SSL: error:\w+:SSL routines:OPENSSL_internal:)?(.*)")
+# What gRPC reports of a handshake, such as "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:
+# SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: ...: OK".
+_HANDSHAKE = re.compile(
+    r"(?:handshake failed[^:]*: (?:SSL_ERROR_SSL: error:\w+:SSL routines:OPENSSL_internal:)?|(?=hostname verification))"
+    r"(.+)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ def _parsed(data: bytes) -> ErrorReport | None:
 def tls_failure(code: grpc.StatusCode, details: str) -> str:
     """Returns why a call's TLS handshake failed, or "" if that is not what failed."""
     if code is grpc.StatusCode.UNAVAILABLE and (found := _HANDSHAKE.search(details)):
-        return found[1].strip().removesuffix(": OK")
+        return found[1].strip().removesuffix(": OK").removesuffix(".")
     return ""
 
 

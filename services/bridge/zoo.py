@@ -273,6 +273,8 @@ class Zoo:
         try:
             answer = await stub.GetModel(model_pb2.GetModelRequest(), wait_for_ready=wait, timeout=seconds)
         except aio.AioRpcError as error:
+            if wait and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return await self._describe(service, _CHECK_SECONDS)  # without waiting, gRPC reports the reason
             raise from_rpc_error(error, service.address) from error
         return _parsed(answer, service.address).model
 
