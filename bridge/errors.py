@@ -11,9 +11,10 @@
     │   └── UnusableModel       a model's files exist, but are broken or not supported
     │       └── TokenizerNotUnderstood, TemplateLimitExceeded, ChecksumMismatch
     ├── Exhausted               the same request may succeed a moment later
-    │   └── SlotsExhausted, SandboxBusy
+    │   └── SlotsExhausted, SandboxBusy, Overloaded, KeyLimitReached
+    ├── Unauthenticated         the call's token is missing, unknown or expired
     ├── Unreachable             a service does not answer, or has stopped answering
-    │   └── DraftAway
+    │   └── DraftAway, TlsFailed, TokenRefused
     ├── EngineFailure           a forward failed
     └── TargetFault             a target's answer violates the contract
 
@@ -178,7 +179,8 @@ class BridgeBusy(Exhausted, reason="BRIDGE_BUSY"):
 class Unreachable(DraftBridgeError, reason="SERVICE_UNREACHABLE"):
     def __init__(self, address: str, detail: str) -> None:
         super().__init__(
-            f"no usable service answers at {address} ({detail}): check the address and that the service is running",
+            f"no usable service answers at {address} ({detail}): check the address, that the service is "
+            "running, and that it and its client both use TLS or both do not",
             address=address,
         )
 
@@ -191,6 +193,53 @@ class SandboxBusy(Exhausted, reason="SANDBOX_BUSY"):
             f"the sandbox cannot run the model's chat template now ({detail}): try again in {self.retry_seconds} s, "
             "or send a prompt instead of a chat",
             retry_seconds=self.retry_seconds,
+        )
+
+
+class Overloaded(Exhausted, reason="OVERLOADED"):
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"this server already runs {limit} calls: try again in {self.retry_seconds} s, or start it with a higher "
+            "--call-limit",
+            call_limit=limit,
+            retry_seconds=self.retry_seconds,
+        )
+
+
+class KeyLimitReached(Exhausted, reason="KEY_LIMIT_REACHED"):
+    def __init__(self, key: str, limit: str, retry_seconds: float) -> None:
+        super().__init__(
+            f"the key {key} has reached its limit of {limit}: try again in {retry_seconds:.1f} s, or ask the operator "
+            "of this server for a higher limit",
+            key=key,
+            limit=limit,
+            retry_seconds=retry_seconds,
+        )
+
+
+class Unauthenticated(DraftBridgeError, reason="UNAUTHENTICATED"):
+    """The call's token is missing, unknown or expired."""
+
+
+class TlsFailed(Unreachable, reason="TLS_FAILED"):
+    def __init__(self, address: str, detail: str) -> None:
+        DraftBridgeError.__init__(
+            self,
+            f"no secure connection to {address} ({detail}): check that both sides use TLS, and that the certificate of "
+            "each is for its address and of an authority that the other trusts",
+            address=address,
+        )
+
+
+class TokenRefused(Unreachable, reason="TOKEN_REFUSED"):
+    """A model service refuses the bridge's own token, which is not the client's fault."""
+
+    def __init__(self, address: str, detail: str) -> None:
+        DraftBridgeError.__init__(
+            self,
+            f"the service at {address} refuses the bridge's token ({detail}): start the bridge with "
+            "--service-token-file and a token from the service's keys file",
+            address=address,
         )
 
 

@@ -1,5 +1,6 @@
 """Defines a user's request, checks it before anything runs, and renders its prompt in a model's tokens."""
 
+import json
 import re
 import secrets
 from collections.abc import Sequence
@@ -69,6 +70,20 @@ def check(request: Request) -> None:
         raise InvalidField("speculation.sources", allowed, ", ".join(named))
     if len(request.tenant) > MAX_TENANT_LENGTH:
         raise InvalidField("tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(request.tenant))
+
+
+def check_size(request: Request, limit_bytes: int) -> None:
+    """Raises `InvalidField` for an input that would take long to tokenize, before any work is spent on it."""
+    match request.input:
+        case str(text):
+            size = len(text.encode())
+        case Chat(messages, variables):
+            size = sum(len(one.role.encode()) + len(one.content.encode()) for one in messages)
+            size += len(json.dumps([dict(variables), *(dict(one.fields) for one in messages)]))
+        case ids:
+            size = 4 * len(ids)
+    if size > limit_bytes:
+        raise InvalidField("the prompt", f"at most {limit_bytes} bytes long on this bridge (--prompt-limit)", size)
 
 
 def render(request: Request, model: Model, source: Model) -> Rendering:

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bridge.errors import DraftBridgeError
+from draftbridge.security import Credentials
 from services.engines.registry import engines
 from services.engines.spec import Dtype, EngineOptions, Weights
 
@@ -43,7 +44,29 @@ class _Configuration(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ModelServerConfig(_Configuration):
+class ServerConfig(_Configuration):
+    """What all servers share: their security and limits."""
+
+    tls_certificate: Path | None = Field(
+        None, description="PEM file with the server's certificate chain. Turns TLS on. Read again when it changes."
+    )
+    tls_key: Path | None = Field(None, description="PEM file with the certificate's private key.")
+    tls_client_ca: Path | None = Field(
+        None, description="PEM file with authorities: only clients with their certificates are served (mutual TLS)."
+    )
+    keys: Path | None = Field(
+        None, description="TOML file with the keys (bearer tokens) of clients. Read again when it changes."
+    )
+    insecure: bool = Field(
+        False, description="Allow other machines to connect without TLS, and without keys or client certificates."
+    )
+    message_limit: int = Field(64, ge=1, le=1024, description="MiB of the largest message accepted.")
+    call_limit: int = Field(1024, ge=1, le=1_000_000, description="Number of calls that may run at once.")
+    stream_limit: int = Field(1024, ge=1, le=1_000_000, description="Number of calls at once on one connection.")
+    metadata_limit: int = Field(16, ge=1, le=1024, description="KiB of metadata (headers) of one call.")
+
+
+class ModelServerConfig(ServerConfig):
     """Configuration of a model server, `draftbridge serve`."""
 
     model: str = Field(description=f"{MODEL_HELP} With --role draft also suffix: prompt lookup, without any model.")
@@ -64,16 +87,28 @@ class ModelServerConfig(_Configuration):
     deterministic: bool = Field(
         False, description="Generate the same text in every speculation mode, bit for bit, in any dtype. Slower."
     )
+    # More than two million ids. Parsing blocks all other calls for up to 20 ms per MiB.
+    message_limit: int = Field(8, ge=1, le=1024, description="MiB of the largest message accepted.")
+    trust_remote_code: bool = Field(
+        False, description="Run Python code and load pickled weights of the model's directory. Engine torch only."
+    )
 
     @property
     def options(self) -> EngineOptions:
         """The options that the engine is opened with."""
         return EngineOptions(
-            self.device, self.dtype, self.weights, self.compile, self.threads, self.slots, int(self.kv_memory * 2**30)
+            self.device,
+            self.dtype,
+            self.weights,
+            self.compile,
+            self.threads,
+            self.slots,
+            int(self.kv_memory * 2**30),
+            self.trust_remote_code,
         )
 
 
-class BridgeServerConfig(_Configuration):
+class BridgeServerConfig(ServerConfig):
     """Configuration of a bridge, `draftbridge bridge`."""
 
     target: tuple[str, ...] = Field(
@@ -89,9 +124,36 @@ class BridgeServerConfig(_Configuration):
     max_requests: int = Field(
         256, ge=1, le=1_000_000, description="Requests that may run at a time; further ones are refused, to be retried."
     )
+    message_limit: int = Field(16, ge=1, le=1024, description="MiB of the largest message accepted.")
+    prompt_limit: int = Field(
+        4096, ge=1, le=1 << 20, description="KiB of the largest prompt or chat; an id counts as four bytes."
+    )
+    service_tls: bool = Field(False, description="Connect to services with TLS, also without the next three.")
+    service_ca: Path | None = Field(
+        None, description="PEM file with the authorities of the services' certificates; by default gRPC's own list."
+    )
+    service_certificate: Path | None = Field(
+        None, description="PEM file with the certificate that the bridge shows to its services (mutual TLS)."
+    )
+    service_key: Path | None = Field(None, description="PEM file with the key of the service certificate.")
+    service_token_file: Path | None = Field(
+        None, description="File with the token that the bridge presents to its services."
+    )
     suffix_memory: int = Field(
         0, ge=0, le=1 << 20, description="MiB for earlier outputs, as candidates for the same tenant only; 0: off."
     )
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the bridge shows to its services."""
+        return Credentials(
+            tls=self.service_tls,
+            ca=self.service_ca,
+            certificate=self.service_certificate,
+            key=self.service_key,
+            token_file=self.service_token_file,
+            insecure=self.insecure,
+        )
 
 
 # The tables of the configuration file; each has the name of the command that starts the process.

@@ -7,5 +7,6 @@
 
 from draftbridge.client import AsyncClient, Client, Event, Generation
 from draftbridge.errors import CallError
+from draftbridge.security import Credentials
 
-__all__ = ["AsyncClient", "CallError", "Client", "Event", "Generation"]
+__all__ = ["AsyncClient", "CallError", "Client", "Credentials", "Event", "Generation"]

@@ -9,6 +9,7 @@ import grpc
 from grpc import aio
 
 from draftbridge.errors import CallError
+from draftbridge.security import Credentials, open_aio_channel, open_channel
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2, sampling_pb2
 
 Event: TypeAlias = bridge_pb2.GenerateStarted | bridge_pb2.GenerateDelta | bridge_pb2.GenerateFinished
@@ -205,14 +206,14 @@ def _checked(address: str) -> str:
 
 
 class Client:
-    """Calls the bridge at `address`, HOST:PORT. Use it as a context manager, or `close` it.
+    """Calls the bridge at `address`, HOST:PORT, by default without TLS and token. Use it as a context manager.
 
     Every method raises `CallError` if the call fails.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        self._channel = grpc.insecure_channel(_checked(address), options=_OPTIONS)
+        self._channel = open_channel(_checked(address), credentials, _OPTIONS)
         self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
 
     def __enter__(self) -> "Client":
@@ -276,9 +277,9 @@ class Client:
 class AsyncClient:
     """The asyncio counterpart of `Client`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        self._channel = aio.insecure_channel(_checked(address), options=_OPTIONS)
+        self._channel = open_aio_channel(_checked(address), credentials, _OPTIONS)
         self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
 
     async def __aenter__(self) -> "AsyncClient":

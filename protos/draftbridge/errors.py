@@ -1,5 +1,6 @@
 """Errors of gRPC calls, with the reason and metadata that the server reported."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,13 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 _DETAILS_KEY = "grpc-status-details-bin"
+# What gRPC reports of a handshake, such as "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:
+# SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: ...: OK".
+_HANDSHAKE = re.compile(
+    r"(?:handshake failed[^:]*: (?:SSL_ERROR_SSL: error:\w+:SSL routines:OPENSSL_internal:)?|(?=hostname verification))"
+    r"(.+)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,13 @@ def _parsed(data: bytes) -> ErrorReport | None:
     return None
 
 
+def tls_failure(code: grpc.StatusCode, details: str) -> str:
+    """Returns why a call's TLS handshake failed, or "" if that is not what failed."""
+    if code is grpc.StatusCode.UNAVAILABLE and (found := _HANDSHAKE.search(details)):
+        return found[1].strip().removesuffix(": OK").removesuffix(".")
+    return ""
+
+
 class CallError(Exception):
     """A call failed. The text names the remedy; `reason` identifies the error for programs, such as INVALID_FIELD."""
 
@@ -55,9 +70,18 @@ class CallError(Exception):
         code = error.code()
         if report := read_report(error.trailing_metadata()):
             return cls(code, report.reason, report.message, report.metadata)
+        if failure := tls_failure(code, error.details() or ""):
+            message = (
+                f"no secure connection to {address} ({failure}): check that the bridge uses TLS, that its certificate "
+                "is for this address, and that the client trusts its authority (--ca)"
+            )
+            return cls(code, "TLS_FAILED", message, {"address": address})
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             what = "nothing answers" if code is grpc.StatusCode.UNAVAILABLE else "no answer came in time"
-            message = f"{what} at {address}: check the address and that a bridge is running there"
+            message = (
+                f"{what} at {address}: check the address, that a bridge is running there, and that it and the client "
+                "both use TLS or both do not"
+            )
             return cls(code, "SERVICE_UNREACHABLE", message, {"address": address})
         if code is grpc.StatusCode.UNIMPLEMENTED:
             message = f"{address} is not a bridge: give the address that `draftbridge bridge` or `up` prints"

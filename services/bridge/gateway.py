@@ -9,7 +9,7 @@ from bridge.errors import BridgeBusy, DraftBridgeError
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.planner import Mode
 from bridge.ports import Proposal
-from bridge.request import Request, check
+from bridge.request import Request, check, check_size
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.suffix_memory import SuffixMemory
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
@@ -73,8 +73,15 @@ class _ZooDrafter(RemoteDrafter):
 class Gateway:
     """Runs requests on a zoo. `memory` keeps earlier outputs of tenants. `observers` receive every `Finished`."""
 
-    def __init__(self, zoo: Zoo, memory: SuffixMemory | None = None, max_requests: int = 256) -> None:
-        self.zoo, self.memory, self._max_requests = zoo, memory, max_requests
+    def __init__(
+        self,
+        zoo: Zoo,
+        memory: SuffixMemory | None = None,
+        max_requests: int = 256,
+        prompt_limit_bytes: int = 4 << 20,
+    ) -> None:
+        self.zoo, self.memory = zoo, memory
+        self._max_requests, self.prompt_limit_bytes = max_requests, prompt_limit_bytes
         self.started_ns = perf_counter_ns()
         self.counts = RequestCounts()
         self._balancer = Balancer()
@@ -91,6 +98,7 @@ class Gateway:
             if self.counts.active > self._max_requests:
                 raise BridgeBusy(self._max_requests)
             check(request)
+            check_size(request, self.prompt_limit_bytes)
             target = self.zoo.target(target_name)
             draft = None if request.speculation.mode is Mode.OFF else self.zoo.draft(draft_name)
             verifier = ResumingVerifier(

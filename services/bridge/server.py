@@ -16,16 +16,16 @@ def run(config: BridgeServerConfig, on_start: Callable[[str], None], until_stdin
     """Connects to the model services and serves until stopped. `on_start` receives the address."""
 
     async def serve() -> None:
-        zoo = Zoo(config.target, config.draft, config.connect_timeout)
+        zoo = Zoo(config.target, config.draft, config.connect_timeout, config.credentials)
         try:
-            server = Server(config.listen)
+            server = Server(config.listen, config)
             stop = stop_event(until_stdin_closes)
             if await unless(stop, zoo.connect()) is None:
                 return
             memory = SuffixMemory(config.suffix_memory << 20) if config.suffix_memory else None
             server.register(
                 bridge_pb2_grpc.add_BridgeServiceServicer_to_server,
-                BridgeServicer(Gateway(zoo, memory, config.max_requests)),
+                BridgeServicer(Gateway(zoo, memory, config.max_requests, config.prompt_limit << 10)),
                 bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"],
             )
             await server.run_until(stop, on_start)

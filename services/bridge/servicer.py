@@ -18,6 +18,7 @@ from bridge.text.translation import segment, translate
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.bridge.gateway import Gateway, Opened
 from services.rpc import codec
+from services.rpc.gate import CALLER
 from services.version import VERSION
 
 
@@ -95,6 +96,8 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         match request.WhichOneof("input"):
             case "text":
                 data = request.text.encode()
+                if len(data) > (limit := self._gateway.prompt_limit_bytes):
+                    raise InvalidField("text", f"at most {limit} bytes long on this bridge (--prompt-limit)", len(data))
                 source_ids, target_ids = await asyncio.gather(
                     *(asyncio.to_thread(segment, one.vocabulary, data) for one in (source, target))
                 )
@@ -139,5 +142,6 @@ def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
             draft_temperature=speculation.draft_temperature if speculation.HasField("draft_temperature") else None,
             sources=tuple(speculation.sources),
         ),
-        tenant=message.tenant,
+        # A key cannot name the tenants of another key.
+        tenant=f"{CALLER.get()}/{message.tenant}" if CALLER.get() and message.tenant else message.tenant,
     )

@@ -29,6 +29,7 @@ from bridge.errors import (
 from bridge.planning.estimates import TargetEstimates
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
+from draftbridge.security import Credentials, open_aio_channel
 from draftbridge.v1 import bridge_pb2, model_pb2, model_pb2_grpc
 from services.rpc import codec
 from services.rpc.status import RemoteError, from_rpc_error
@@ -96,7 +97,14 @@ class _Service:
 class Zoo:
     """Connects to model services and finds models by name."""
 
-    def __init__(self, targets: Sequence[str], drafts: Sequence[str], timeout: float = 10.0) -> None:
+    def __init__(
+        self,
+        targets: Sequence[str],
+        drafts: Sequence[str],
+        timeout: float = 10.0,
+        credentials: Credentials | None = None,
+    ) -> None:
+        self._credentials = credentials
         self._addresses = [(address, model_pb2.ROLE_TARGET) for address in targets]
         self._addresses += [(address, model_pb2.ROLE_DRAFT) for address in drafts]
         self._timeout = timeout
@@ -112,7 +120,7 @@ class Zoo:
         target. Other services that fail are logged and retried in the background.
         """
         for address, role in self._addresses:
-            self._services.append(_Service(address, role, open_channel(address)))
+            self._services.append(_Service(address, role, open_channel(address, self._credentials)))
         await self._connect_targets()
         drafts = self._of(model_pb2.ROLE_DRAFT)
         for service in drafts:
@@ -293,6 +301,8 @@ class Zoo:
         try:
             answer = await stub.GetModel(model_pb2.GetModelRequest(), wait_for_ready=wait, timeout=seconds)
         except aio.AioRpcError as error:
+            if wait and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                return await self._describe(service, _CHECK_SECONDS)  # without waiting, gRPC reports the reason
             raise from_rpc_error(error, service.address) from error
         return _parsed(answer, service.address).model
 
@@ -394,7 +404,7 @@ def _parsed(answer: T | None, address: str) -> T:
     return answer
 
 
-def open_channel(address: str) -> aio.Channel:
+def open_channel(address: str, credentials: Credentials | None = None) -> aio.Channel:
     """Returns a channel that is configured for streams of small messages. Raises `Unreachable` if it has no port."""
     if ":" not in address:
         raise Unreachable(address, "an address is HOST:PORT")
@@ -412,4 +422,4 @@ def open_channel(address: str) -> aio.Channel:
         # Otherwise two channels to one address share a connection, and one delays the other (head-of-line blocking).
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    return aio.insecure_channel(address, options=options, compression=grpc.Compression.NoCompression)
+    return open_aio_channel(address, credentials, options, grpc.Compression.NoCompression)

@@ -14,6 +14,7 @@ from services.cli import bench_command, client, servers
 from services.cli.options import configured
 from services.cli.terminal import fail, out, report
 from services.config import MODEL_HELP, BridgeServerConfig, ModelServerConfig
+from services.discreet import discreet_logging
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,7 +70,7 @@ app.add_typer(servers.config_app, name="config")
 
 def main() -> None:
     """Runs the command. A DraftBridge error becomes a message on standard error and exit status 1."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    discreet_logging(logging.WARNING)
     # When transformers imports them, they warn about kernels for other devices.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

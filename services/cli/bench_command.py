@@ -8,6 +8,7 @@ import typer
 
 from draftbridge import Client
 from services.cli import bench
+from services.cli.connection import Connect, connecting
 from services.cli.processes import draft_threads, fleet
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, err, out, report
 from services.config import MODEL_HELP
@@ -16,7 +17,9 @@ from services.store.resolve import SUFFIX, resolve
 _CORES_HELP = "Cores for the {}, such as 0,1 or 0-3. Disjoint cores simulate two machines."
 
 
+@connecting
 def run(
+    connect: Connect,
     target: Annotated[str, typer.Option(help=f"The model whose text you want. {MODEL_HELP}")] = DEFAULT_TARGET,
     draft: Annotated[str, typer.Option(help="The draft model; none measures prompt lookup only.")] = DEFAULT_DRAFT,
     server: Annotated[str, typer.Option(help="HOST:PORT of a running bridge to measure instead.")] = "",
@@ -59,7 +62,7 @@ def run(
                     draft_cores=of_draft,
                 )
             ).bridge
-        client = stack.enter_context(Client(address))
+        client = stack.enter_context(connect(address) if server else Client(address))
         models = {model.name: model for model in client.models()}
         pairs = client.pairs()
         if server:

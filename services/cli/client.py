@@ -10,15 +10,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from bridge.errors import InvalidField
-from draftbridge import Client, Event
+from draftbridge import Event
 from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
+from services.cli.connection import Connect, connecting
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, out, report
 from services.config import DEFAULT_BRIDGE, MODEL_HELP
 
 _TOKENIZER_HELP = f"{MODEL_HELP[:-1]}, or a tokenizer.json. With --server: the name of a model that the bridge knows."
 
 
+@connecting
 def generate(
+    connect: Connect,
     prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, the user's message.")],
     server: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE,
     max_tokens: Annotated[int, typer.Option(min=1, max=2**32 - 1, help="Maximum number of tokens to generate.")] = 128,
@@ -76,7 +79,7 @@ def generate(
     }
     if chat:
         options["messages"] = [{"role": "user", "content": prompt}]
-    with Client(server) as client:
+    with connect(server) as client:
         for event in client.stream(None if chat else prompt, **options):
             if as_json:
                 print(json.dumps(_as_dict(event), ensure_ascii=False), flush=True)
@@ -87,11 +90,14 @@ def generate(
                 report(_summary(event))
 
 
-def models(server: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE) -> None:
+@connecting
+def models(
+    connect: Connect, server: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE
+) -> None:
     """List the models that a bridge is connected to, and the built-in models."""
     from services.store.built_in import BUILT_IN
 
-    with Client(server) as client:
+    with connect(server) as client:
         found = client.models()
     table = Table("model", "role", "engine", "device", "dtype", "context", "vocabulary", "tokenizer", title=server)
     for model in found:
@@ -104,7 +110,9 @@ def models(server: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")]
     report(f"built-in models for pull, serve and up: {', '.join(BUILT_IN)}")
 
 
+@connecting
 def translate(
+    connect: Connect,
     text: Annotated[str, typer.Argument(help="The text to tokenize.")],
     source: Annotated[str, typer.Option("--from", help=f"A model. {_TOKENIZER_HELP}")] = DEFAULT_TARGET,
     target: Annotated[str, typer.Option("--to", help="The other model.")] = DEFAULT_DRAFT,
@@ -118,7 +126,7 @@ def translate(
     from services.store.resolve import read_vocabulary
 
     if server:
-        with Client(server) as client:
+        with connect(server) as client:
             answer = client.translate(text, source=source, target=target)
         rows: dict[str, Sequence[Any]] = {"from": answer.source_tokens, "to": answer.target_tokens}
     else:

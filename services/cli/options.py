@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
-from services.config import C, load, option
+from services.config import C, ServerConfig, load, option
 
 CONFIG_HELP = "TOML file with the configuration; `draftbridge config` shows and checks it."
 
@@ -50,16 +50,22 @@ def _annotation(kind: type[C], name: str, field: FieldInfo) -> Any:
     # The backslash keeps rich from reading the bracket as markup.
     default = "" if field.is_required() or field.default in (None, "", (), False) else rf" \[default: {field.default}]"
     help_ = f"{field.description}{default}"
+    panel = "Security and limits" if name in ServerConfig.model_fields or name.startswith("service_") else None
     if field.annotation is bool:
         # `--no-...` overrides a value of the file or the environment.
         names = f"{flag}/--no-{flag.removeprefix('--')}"
-        return Annotated[bool | None, typer.Option(names, help=help_, show_default=False)]
+        return Annotated[bool | None, typer.Option(names, help=help_, show_default=False, rich_help_panel=panel)]
     type_: Any = list[str] if "tuple" in str(field.annotation) else str
-    return Annotated[type_ | None, typer.Option(flag, help=help_, metavar=_metavar(field), show_default=False)]
+    metavar = _metavar(field)
+    return Annotated[
+        type_ | None, typer.Option(flag, help=help_, metavar=metavar, show_default=False, rich_help_panel=panel)
+    ]
 
 
 def _metavar(field: FieldInfo) -> str:
     if isinstance(field.annotation, type) and hasattr(field.annotation, "__members__"):
         return "|".join(field.annotation)  # type: ignore[arg-type]
     text = str(field.annotation)
+    if "Path" in text:
+        return "FILE"
     return "INTEGER" if "int" in text else "NUMBER" if "float" in text else "TEXT"

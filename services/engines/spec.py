@@ -32,7 +32,7 @@ class Weights(StrEnum):
 @dataclass(frozen=True)
 class EngineOptions:
     """Options of all engines. `threads`: CPU threads, None for one per core. `cache_byte_limit`: memory for the keys
-    and values of all `slot_count` sequences, in bytes."""
+    and values of all `slot_count` sequences, in bytes. `trusted`: the model's directory may run code."""
 
     device: str = "auto"
     dtype: Dtype = Dtype.AUTO
@@ -41,6 +41,7 @@ class EngineOptions:
     threads: int | None = None
     slot_count: int = 8
     cache_byte_limit: int = 2 << 30
+    trusted: bool = False
 
     @property
     def on_cpu(self) -> bool:

@@ -29,8 +29,6 @@ from services.store.resolve import SUFFIX, default_name, resolve
 
 # Widths of passes that a target runs once before it serves: as many candidates as a bridge sends, and one more.
 _WARMED_WIDTHS = range(1, 26)
-# The largest message that a model server accepts: more than two million ids.
-_RECEIVE_LIMIT_BYTES = 8 << 20
 
 
 def run(
@@ -46,7 +44,7 @@ def run(
         report(f"engine: {spec.name}")
 
     async def serve() -> None:
-        server = Server(config.listen, _RECEIVE_LIMIT_BYTES)
+        server = Server(config.listen, config)
         stop = stop_event(until_stdin_closes)
         # In a thread, so that a signal is handled meanwhile.
         loaded = await unless(stop, asyncio.to_thread(_load, config, spec, options, directory, report))
@@ -96,7 +94,7 @@ def _run_suffix_server(config: ModelServerConfig, on_start: Callable[[str], None
     )
 
     async def serve() -> None:
-        server = Server(config.listen, _RECEIVE_LIMIT_BYTES)
+        server = Server(config.listen, config)
         _register(
             server,
             ModelServicer(description, suffix.tokenizer_json),

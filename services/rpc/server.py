@@ -13,6 +13,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from bridge.errors import DraftBridgeError, InvalidField
+from services.config import ServerConfig
+from services.rpc import security
+from services.rpc.gate import Gate
+from services.rpc.keys import Keys
 from services.rpc.status import StatusInterceptor
 
 T = TypeVar("T")
@@ -21,7 +25,7 @@ _GRACE_SECONDS = 2.0
 _HEALTH_INTERVAL_SECONDS = 1.0
 # A connection is closed if the client does not answer a ping within half of this; pings are sent as often.
 _KEEPALIVE_SECONDS = 20.0
-_MESSAGE_LIMIT_BYTES = 64 << 20
+_SEND_LIMIT_BYTES = 64 << 20
 
 
 class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):
@@ -38,19 +42,18 @@ class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):
 class Server:
     """Binds `listen`, HOST:PORT, when constructed (port 0: a free port) and serves in `run_until`.
 
-    `receive_limit_bytes`: the largest message accepted. Parsing blocks all other calls for up to 20 ms per MiB of ids.
-    Raises `InvalidField` or `PortTaken`.
+    `config`: security and limits. Raises `InvalidField`, `InvalidConfiguration` or `PortTaken`.
     """
 
     def __init__(
-        self,
-        listen: str,
-        receive_limit_bytes: int = _MESSAGE_LIMIT_BYTES,
-        keepalive_seconds: float = _KEEPALIVE_SECONDS,
+        self, listen: str, config: ServerConfig | None = None, keepalive_seconds: float = _KEEPALIVE_SECONDS
     ) -> None:
+        config = config or ServerConfig.model_validate({})
+        credentials = security.server_credentials(config)
+        keys = Keys(config.keys) if config.keys else None
         self._names: list[str] = []
         self._server = aio.server(
-            interceptors=[StatusInterceptor()],
+            interceptors=[Gate(keys, config.call_limit), StatusInterceptor()],
             options=[
                 # Without this a second process would silently share the port.
                 ("grpc.so_reuseport", 0),
@@ -63,15 +66,19 @@ class Server:
                 # Otherwise gRPC waits a minute for the answer to a ping, whatever the timeout above.
                 ("grpc.http2.ping_timeout_ms", int(keepalive_seconds * 500)),
                 ("grpc.http2.max_pings_without_data", 0),
-                ("grpc.max_receive_message_length", receive_limit_bytes),
-                ("grpc.max_send_message_length", _MESSAGE_LIMIT_BYTES),
+                *security.limits(config),
+                ("grpc.max_send_message_length", _SEND_LIMIT_BYTES),
             ],
         )
         host, _, port = listen.rpartition(":")
         if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
             raise InvalidField("listen", "HOST:PORT with a port from 0 to 65535", listen)
+        security.check_exposure(listen, config)
         try:
-            bound = self._server.add_insecure_port(listen)
+            if credentials:
+                bound = self._server.add_secure_port(listen, credentials)
+            else:
+                bound = self._server.add_insecure_port(listen)
         except RuntimeError as error:
             raise PortTaken(listen) from error
         if bound == 0:

@@ -19,7 +19,7 @@ from grpc import aio
 
 from bridge import errors
 from bridge.errors import DraftBridgeError
-from draftbridge.errors import read_report
+from draftbridge.errors import read_report, tls_failure
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ _CODES: tuple[tuple[type[DraftBridgeError], grpc.StatusCode], ...] = (
     (errors.ModelNotFound, grpc.StatusCode.NOT_FOUND),
     (errors.NotReady, grpc.StatusCode.FAILED_PRECONDITION),
     (errors.Exhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
     (errors.Unreachable, grpc.StatusCode.UNAVAILABLE),
     (errors.DraftBridgeError, grpc.StatusCode.INTERNAL),
 )
@@ -72,7 +73,12 @@ def code_of(error: DraftBridgeError) -> grpc.StatusCode:
 def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
     """Converts a failed call to `address` to a `DraftBridgeError`."""
     code, details = error.code(), error.details() or ""
-    if report := read_report(error.trailing_metadata()):
+    report = read_report(error.trailing_metadata())
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return errors.TokenRefused(address, str(RemoteError(code, "", report.message if report else details, {})))
+    if failure := tls_failure(code, details):
+        return errors.TlsFailed(address, failure)
+    if report:
         return RemoteError(code, report.reason, report.message or details, report.metadata)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return errors.Unreachable(address, code.name)
@@ -102,7 +108,8 @@ def status_of(error: Exception) -> status_pb2.Status:
     return status_pb2.Status(code=code_of(error).value[0], message=_clipped(str(error)), details=packed)
 
 
-async def _abort(context: "aio.ServicerContext[Any, Any]", error: Exception) -> NoReturn:
+async def abort(context: "aio.ServicerContext[Any, Any]", error: Exception) -> NoReturn:
+    """Ends a call with the status of an error."""
     status = status_of(error)
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
     await context.abort(code, status.message, trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),))
@@ -198,7 +205,7 @@ def _single(behavior: Callable[..., Awaitable[Any]]) -> Any:
         try:
             return await behavior(_checked(request), context)
         except Exception as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     return call
 
@@ -209,6 +216,6 @@ def _streaming(behavior: Any) -> Any:
             async for response in behavior(_checked(request), context):
                 yield response
         except Exception as error:
-            await _abort(context, error)
+            await abort(context, error)
 
     return call

@@ -16,8 +16,9 @@ _END_OF_DOCUMENT = "<|endoftext|>"
 
 def convert(source: Path, destination: Path) -> None:
     """Writes the model and the tokenizer of a GGUF file to the directory `destination`."""
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    safe = {"gguf_file": source.name, "trust_remote_code": False}  # nothing beside the file may run
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, **safe)
+    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **safe)
     # The saved weights are not quantized.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

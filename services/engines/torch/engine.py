@@ -34,6 +34,7 @@ class TorchEngine:
     bfloat16 if the device computes in it, else float32. `threads`: CPU threads. `cache_byte_limit`: memory for the keys
     and values of all slots, in bytes. `int8`: stores weights in 8 bits, which is fast only with `compiled`.
     `compiled`: compiles forwards of few tokens, which takes minutes on CPUs; on CUDA, records them as graphs.
+    `trusted`: the directory may run code, see `load_model`.
     Raises `UnusableModel` for a model that does not support rollback.
     """
 
@@ -50,12 +51,13 @@ class TorchEngine:
         cache_byte_limit: int = 2 << 30,
         int8: bool = False,
         compiled: bool = False,
+        trusted: bool = False,
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         self._device = _device(device)
         self._dtype = _dtype(dtype, self._device)
-        self._model = load_model(source, self._dtype).to(self._device).eval()
+        self._model = load_model(source, self._dtype, trusted).to(self._device).eval()
         self._int8 = int8
         if int8:
             quantize(self._model)

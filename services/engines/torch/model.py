@@ -10,6 +10,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from bridge.errors import UnusableModel
+from services.store.code import REMEDY, refuse_code
 
 # Kinds of layers that support rollback.
 _KINDS = {"full_attention", "sliding_attention"}
@@ -34,22 +35,38 @@ class TokenLogits(torch.nn.Module):
         return found
 
 
-def load_model(source: Path, dtype: torch.dtype) -> Any:
-    """Loads a model directory. Raises `UnusableModel` if it cannot be read or does not support rollback."""
+def load_model(source: Path, dtype: torch.dtype, trusted: bool = False) -> Any:
+    """Loads a model directory. Runs no code of it unless it is `trusted`.
+
+    Raises `UnusableModel` if it cannot be read, needs code to be run, or does not support rollback.
+    """
+    if not trusted:
+        refuse_code(source)
     transformers.utils.logging.disable_progress_bar()
     # transformers 4.56 renamed the argument.
     old = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (4, 56)
     name = "torch_dtype" if old else "dtype"
-    options = {name: dtype, "local_files_only": os.path.isdir(source)}
+    options = {
+        name: dtype,
+        "local_files_only": os.path.isdir(source),
+        "trust_remote_code": trusted,  # unset, transformers would ask on the terminal
+        "use_safetensors": None if trusted else True,
+    }
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
         _refuse_newer(config)
         _refuse_state(config.get_text_config())
         # The self-test compares our attention with this reference implementation, which then is not used any more.
         return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="eager", **options)
     except UnusableModel:
         raise
-    except Exception as error:  # for damaged files the library raises errors of many types
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise UnusableModel(
+                f"the model in {source} needs Python code of its directory to be run, which is refused: {REMEDY}",
+                model=source,
+            ) from error
+        # For damaged files the library raises errors of many types.
         reason = " ".join(str(error).split())[:300]
         raise UnusableModel(
             f"the model in {source} cannot be loaded ({type(error).__name__}: {reason}): check that its files are "

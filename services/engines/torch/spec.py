@@ -24,6 +24,7 @@ def _open(path: Path, options: EngineOptions) -> Engine:
         cache_byte_limit=options.cache_byte_limit,
         int8=options.weights is Weights.INT8,
         compiled=options.compile,
+        trusted=options.trusted,
     )
 
 

@@ -1,0 +1,60 @@
+"""Options of commands that call a bridge: TLS and the token."""
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from draftbridge import Client, Credentials
+
+Connect: TypeAlias = Callable[[str], Client]
+_PANEL = "Connection"
+
+
+def _file(help_: str, variable: str) -> Any:
+    return typer.Option(help=help_, envvar=f"DRAFTBRIDGE_CLIENT_{variable}", rich_help_panel=_PANEL, metavar="FILE")
+
+
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "tls": (
+        bool,
+        typer.Option(
+            "--tls", help="Connect with TLS; implied by --ca.", envvar="DRAFTBRIDGE_CLIENT_TLS", rich_help_panel=_PANEL
+        ),
+    ),
+    "ca": (Path | None, _file("PEM file with the authorities of the bridge's certificate.", "CA")),
+    "certificate": (Path | None, _file("PEM file with your certificate, for mutual TLS.", "CERTIFICATE")),
+    "key": (Path | None, _file("PEM file with the key of your certificate.", "KEY")),
+    "token_file": (Path | None, _file("File with your token.", "TOKEN_FILE")),
+    "insecure": (
+        bool,
+        typer.Option("--insecure", help="Send the token also without TLS.", rich_help_panel=_PANEL),
+    ),
+}
+
+
+def connecting(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options to a command, whose parameter `connect` becomes a function from an address to a client."""
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        credentials = Credentials(**{name: given.pop(name) for name in _OPTIONS})
+        command(connect=lambda address: Client(address, credentials), **given)
+
+    own = inspect.signature(command, eval_str=True).parameters
+    kept = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, one in own.items() if name != "connect"]
+    added = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if type_ is bool else None,
+            annotation=Annotated[type_, options],
+        )
+        for name, (type_, options) in _OPTIONS.items()
+    ]
+    run.__signature__ = inspect.Signature([*kept, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in (*kept, *added)}
+    return run

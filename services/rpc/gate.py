@@ -1,0 +1,115 @@
+"""Admits calls: checks their token, and limits how many run at once, in all and for each key."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from bridge.errors import DraftBridgeError, Overloaded
+from services.rpc.keys import Key, Keys
+from services.rpc.status import abort
+
+# Open to all, because load balancers and orchestrators have no tokens.
+_OPEN = "/grpc.health.v1.Health/"
+_OURS = "/draftbridge."
+# Calls that the limits of a key apply to.
+_GENERATING = ("/Generate", "/Draft", "/Verify", "/Propose")
+
+# The name of the key of the present call; empty if the server has no keys.
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+
+
+class Gate(aio.ServerInterceptor):
+    """The outermost interceptor. `keys`: None admits calls without a token."""
+
+    def __init__(self, keys: Keys | None, call_limit: int) -> None:
+        self._keys, self._call_limit = keys, call_limit
+        self._running = 0
+
+    async def intercept_service(
+        self,
+        continuation: "Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]",
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
+        """Returns the method's handler, or one that refuses the call."""
+        method = handler_call_details.method
+        if method.startswith(_OPEN):
+            return await continuation(handler_call_details)
+        key = None
+        if self._keys:
+            try:
+                key = self._keys.find(_authorization(handler_call_details.invocation_metadata))
+            except DraftBridgeError as error:
+                return _refusal(error)
+            CALLER.set(key.name)
+        handler = await continuation(handler_call_details)
+        if handler is None or not method.startswith(_OURS):
+            return handler
+        return self._counted(handler, key if method.endswith(_GENERATING) else None)
+
+    def _counted(
+        self, handler: "grpc.RpcMethodHandler[Any, Any]", key: Key | None
+    ) -> "grpc.RpcMethodHandler[Any, Any]":
+        options = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        behavior: Any = handler.stream_stream or handler.unary_stream or handler.unary_unary
+        assert behavior, "the contract has no client streams"
+
+        async def stream(request: Any, context: "aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
+            try:
+                with self._admitted(key):
+                    async for response in behavior(request, context):
+                        if key:
+                            key.spend(_token_count(response))
+                        yield response
+            except DraftBridgeError as error:
+                await abort(context, error)
+
+        async def single(request: Any, context: "aio.ServicerContext[Any, Any]") -> Any:
+            try:
+                with self._admitted(key):
+                    return await behavior(request, context)
+            except DraftBridgeError as error:
+                await abort(context, error)
+
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(stream, **options)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(stream, **options)
+        return grpc.unary_unary_rpc_method_handler(single, **options)
+
+    @contextmanager
+    def _admitted(self, key: Key | None) -> Iterator[None]:
+        if self._running >= self._call_limit:
+            raise Overloaded(self._call_limit)
+        self._running += 1
+        try:
+            with key.request() if key else nullcontext():
+                yield
+        finally:
+            self._running -= 1
+
+
+def _authorization(metadata: Any) -> str | None:
+    for name, value in metadata or ():
+        if name == "authorization":
+            return value if isinstance(value, str) else value.decode(errors="replace")
+    return None
+
+
+def _token_count(response: Any) -> int:
+    return len(getattr(response, "delta", response).token_ids)
+
+
+def _refusal(error: DraftBridgeError) -> "grpc.RpcMethodHandler[Any, Any]":
+    """Returns a handler that refuses a call of any kind, before anything of it is parsed."""
+
+    async def refuse(requests: Any, context: "aio.ServicerContext[Any, Any]") -> None:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)

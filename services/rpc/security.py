@@ -1,0 +1,123 @@
+"""The security of a server: where it may listen, its TLS credentials, and its limits as channel options."""
+
+import logging
+import ssl
+from pathlib import Path
+
+import grpc
+
+from draftbridge.security import is_local
+from services.config import InvalidConfiguration, ServerConfig
+
+_log = logging.getLogger(__name__)
+
+
+def check_exposure(listen: str, config: ServerConfig) -> None:
+    """Raises `InvalidConfiguration` if other machines could reach a server without TLS or without authentication.
+
+    Certificates of clients (`tls_client_ca`) authenticate as keys do. With `insecure`, only logs a warning.
+    """
+    missing = []
+    if config.tls_certificate is None:
+        missing.append("TLS (--tls-certificate and --tls-key)")
+    if config.keys is None and config.tls_client_ca is None:
+        missing.append("clients' keys (--keys) or certificates (--tls-client-ca)")
+    if not missing or is_local(listen):
+        return
+    lacks = " and ".join(missing)
+    if not config.insecure:
+        raise InvalidConfiguration(
+            f"other machines can reach {listen}, which needs {lacks}: set them, listen on 127.0.0.1, or give "
+            "--insecure if everything that can reach this address is trusted"
+        )
+    _log.warning("%s is open to everything that can reach it, because of --insecure: it lacks %s", listen, lacks)
+
+
+def limits(config: ServerConfig) -> list[tuple[str, int]]:
+    """Returns the limits on what one connection or call may send, as channel options."""
+    metadata = config.metadata_limit << 10
+    return [
+        ("grpc.max_receive_message_length", config.message_limit << 20),
+        ("grpc.max_concurrent_streams", config.stream_limit),
+        # Between the two limits, gRPC would refuse at random.
+        ("grpc.max_metadata_size", metadata),
+        ("grpc.absolute_max_metadata_size", metadata),
+    ]
+
+
+def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+    """Returns the credentials for TLS, None without TLS. Raises `InvalidConfiguration`.
+
+    gRPC asks for the certificate before each handshake, so new connections use changed files at once. While the files
+    do not fit together, as between two writes, the previous ones stay in use.
+    """
+    if config.tls_certificate is None or config.tls_key is None:
+        if config.tls_certificate or config.tls_key or config.tls_client_ca:
+            raise InvalidConfiguration("TLS needs both --tls-certificate and --tls-key: give both")
+        return None
+    return _Certificates(config.tls_certificate, config.tls_key, config.tls_client_ca).credentials
+
+
+class _Certificates:
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
+        self._certificate, self._key, self._client_ca = certificate, key, client_ca
+        self._content = self._read()
+        self._check()
+        self._failed: tuple[bytes | None, ...] | str | None = None
+        self.credentials = grpc.dynamic_ssl_server_credentials(
+            self._configuration(self._content),
+            self._changed,  # type: ignore[arg-type]  # None keeps the present one
+            require_client_authentication=client_ca is not None,
+        )
+
+    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Returns the certificate if it has changed. gRPC calls this from a thread of its own."""
+        try:
+            content = self._read()
+        except InvalidConfiguration as error:
+            self._report(str(error), error)
+            return None
+        if content == self._content:
+            return None
+        try:
+            self._check()
+        except InvalidConfiguration as error:
+            self._report(content, error)
+            return None
+        self._content, self._failed = content, None
+        return self._configuration(content)
+
+    def _report(self, failed: tuple[bytes | None, ...] | str, error: Exception) -> None:
+        if self._failed != failed:  # one line for each change, not for each connection
+            self._failed = failed
+            _log.warning("the previous certificate stays in use: %s", error)
+
+    def _read(self) -> tuple[bytes, bytes, bytes | None]:
+        try:
+            ca = self._client_ca.read_bytes() if self._client_ca else None
+            return self._certificate.read_bytes(), self._key.read_bytes(), ca
+        except OSError as error:
+            raise InvalidConfiguration(
+                f"{error.filename} cannot be read ({error.strerror}): give the path of a PEM file"
+            ) from None
+
+    def _check(self) -> None:
+        """Raises `InvalidConfiguration` unless the files are PEM and the key is that of the certificate."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self._certificate, self._key, password=lambda: b"")
+        except (ssl.SSLError, OSError, ValueError) as error:
+            raise InvalidConfiguration(
+                f"{self._certificate} and {self._key} are not a certificate and its unencrypted key in PEM ({error}): "
+                "give files that belong together"
+            ) from None
+        try:
+            if self._client_ca:
+                context.load_verify_locations(self._client_ca)
+        except (ssl.SSLError, OSError) as error:
+            raise InvalidConfiguration(f"{self._client_ca} has no certificates in PEM ({error})") from None
+
+    @staticmethod
+    def _configuration(content: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCertificateConfiguration:
+        certificate, key, ca = content
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)

@@ -1,0 +1,46 @@
+"""Refuses model directories whose loading could run code of theirs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bridge.errors import UnusableModel
+
+REMEDY = "--trust-remote-code with --engine torch runs it; do so only if you trust whoever made the directory"
+
+
+def refuse_code(directory: Path) -> None:
+    """Raises `UnusableModel` for a directory whose weights are not safetensors.
+
+    Pickled weights (`*.bin`, `*.pt`) are programs; beside safetensors they are ignored. Python files are refused when
+    transformers asks to run them: models that it knows itself do not need theirs.
+    """
+    if (directory / "adapter_config.json").is_file():
+        raise UnusableModel(
+            f"{directory} is an adapter, which names another model to load: merge it into its model with "
+            "merge_and_unload and save_pretrained",
+            model=directory,
+        )
+    if not any(directory.glob("*.safetensors")):
+        raise UnusableModel(
+            f"{directory} has no weights in safetensors, and pickled weights can run code: save the model again with "
+            f"save_pretrained. {REMEDY}",
+            model=directory,
+        )
+    for index in directory.glob("*.safetensors.index.json"):
+        files = _object(index).get("weight_map")
+        for file in set(files.values()) if isinstance(files, dict) else ():
+            if not str(file).endswith(".safetensors") or Path(str(file)).name != file:
+                raise UnusableModel(
+                    f"{index} names weights that are not safetensors of this directory ({str(file)[:100]!r}): save the "
+                    "model again with save_pretrained",
+                    model=directory,
+                )
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):  # loading the model reports it
+        return {}
+    return content if isinstance(content, dict) else {}
