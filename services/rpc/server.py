@@ -33,6 +33,14 @@ class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):
         )
 
 
+def host_and_port(field: str, listen: str) -> tuple[str, int]:
+    """Returns both parts of the HOST:PORT that a setting has. Raises `InvalidField`."""
+    host, _, port = listen.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise InvalidField(field, "HOST:PORT with a port from 0 to 65535", listen)
+    return host, int(port)
+
+
 class Server:
     """Binds `listen`, HOST:PORT, when constructed (port 0: a free port) and serves in `run_until`.
 
@@ -54,9 +62,7 @@ class Server:
                 ("grpc.max_send_message_length", _MESSAGE_LIMIT_BYTES),
             ],
         )
-        host, _, port = listen.rpartition(":")
-        if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-            raise InvalidField("listen", "HOST:PORT with a port from 0 to 65535", listen)
+        host, _ = host_and_port("listen", listen)
         try:
             bound = self._server.add_insecure_port(listen)
         except RuntimeError as error:
