@@ -15,6 +15,8 @@ from services.http.app import application
 from services.rpc.server import PortTaken, host_and_port
 
 _BACKLOG = 2048
+# What the system keeps for a client that reads slowly, so that it is noticed before its whole text is in memory.
+_SEND_BUFFER_BYTES = 1 << 18
 # As the gRPC server gives running calls.
 _GRACE_SECONDS = 2
 # Longer than clients keep a connection for their next request, so that it is not closed under their hands.
@@ -41,6 +43,7 @@ async def http_door(
         bare = host.removeprefix("[").removesuffix("]")
         family = socket.AF_INET6 if ":" in bare else socket.AF_INET
         listener = socket.create_server((bare, port), family=family, backlog=_BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     except OSError as error:
         raise PortTaken(config.http) from error
     limits = limits or Limits(body_bytes=config.http_body << 20, sequences=config.http_sequences)

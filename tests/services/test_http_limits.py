@@ -71,9 +71,12 @@ def test_a_client_that_leaves_frees_its_sequences_within_a_second(
 
 
 def test_a_full_queue_is_429_with_retry_after(tiny_fleet: Fleet, client: Client) -> None:
-    answer = httpx.post(f"{tiny_fleet.http}/v1/completions", json=LONG | {"n": 6, "stream": True}, timeout=60)
-    assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-    assert answer.json()["error"]["type"] == "rate_limit_error"
+    with raw(tiny_fleet.http, json.dumps(LONG | {"n": 5, "stream": True}).encode()) as others:
+        assert others.recv(64).startswith(b"HTTP/1.1 200")
+        for stream in (True, False):
+            answer = httpx.post(f"{tiny_fleet.http}/v1/completions", json=LONG | {"stream": stream}, timeout=60)
+            assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["type"] == "rate_limit_error"
     eventually(lambda: client.status().active_count == 0)
 
 
@@ -113,20 +116,20 @@ async def test_a_body_that_does_not_arrive_is_408(tiny_fleet: Fleet) -> None:
         writer.write(b"Content-Length: 50\r\n\r\n{")
         assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 408")
         writer.close()
+        await writer.wait_closed()
 
 
 async def test_a_slow_reader_disturbs_nobody_and_is_ended(tiny_fleet: Fleet) -> None:
-    async with door(tiny_fleet, Limits(send_seconds=1.0)) as (url, gateway), httpx.AsyncClient(base_url=url) as http:
+    async with AsyncExitStack() as stack:
+        url, gateway = await stack.enter_async_context(door(tiny_fleet, Limits(send_seconds=1.0)))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
         connection = raw(url, json.dumps(LONG | {"n": 2, "stream": True}).encode(), receive_bytes=4096)
-        while not gateway.counts.active:
-            await asyncio.sleep(0.01)
+        stack.callback(connection.close)
+        await asyncio.to_thread(eventually, lambda: gateway.counts.active == 2)
         answer = await http.post("/v1/completions", json=LONG | {"max_tokens": 5}, timeout=60)
         assert answer.status_code == 200
-        async with asyncio.timeout(20):
-            while gateway.counts.active:
-                await asyncio.sleep(0.01)
+        await asyncio.to_thread(eventually, lambda: gateway.counts.active == 0, 20)
         assert gateway.counts.cancelled == 2
-        connection.close()
 
 
 async def test_idle_connections_disturb_nobody(tiny_fleet: Fleet) -> None:
@@ -138,6 +141,7 @@ async def test_idle_connections_disturb_nobody(tiny_fleet: Fleet) -> None:
         assert (await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).status_code == 200
     for _, writer in idle:
         writer.close()
+        await writer.wait_closed()
 
 
 async def test_other_origins_and_hosts_are_refused_unless_configured(tiny_fleet: Fleet) -> None:
