@@ -142,6 +142,17 @@ class BridgeServerConfig(ServerConfig):
     suffix_memory: int = Field(
         0, ge=0, le=1 << 20, description="MiB for earlier outputs, as candidates for the same tenant only; 0: off."
     )
+    http: str = Field("", description="HOST:PORT to listen on for HTTP too: OpenAI's protocol, and a page to try it.")
+    http_origin: tuple[str, ...] = Field(
+        (), description="Origin whose web pages may call the HTTP server, as https://HOST. Repeatable."
+    )
+    http_host: tuple[str, ...] = Field(
+        (), description="Name by which a proxy addresses the HTTP server. Repeatable. Loopback names are always valid."
+    )
+    http_body: int = Field(4, ge=1, le=1024, description="MiB that the body of an HTTP request may have.")
+    http_sequences: int = Field(
+        256, ge=1, le=100_000, description="Number of choices that are generated over HTTP at once."
+    )
 
     @property
     def credentials(self) -> Credentials:

@@ -68,7 +68,8 @@ def tiny_fleet(tiny_models: tuple[Path, Path]) -> Iterator[Fleet]:
     """Runs target, draft and bridge as processes."""
     options = ("--dtype", "float32", "--threads", "1", "--slots", "3", "--queue", "2")
     target, draft = (str(path) for path in tiny_models)
-    with fleet(target, draft, target_options=options, draft_options=options) as running:
+    http = ("--http", "127.0.0.1:0")
+    with fleet(target, draft, target_options=options, draft_options=options, bridge_options=http) as running:
         yield running
 
 

@@ -12,6 +12,8 @@ from bridge.ports import Proposal
 from bridge.request import Request, check, check_size
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.suffix_memory import SuffixMemory
+from bridge.text.models import Model
+from draftbridge.v1 import model_pb2
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
 from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
 from services.bridge.zoo import Endpoint, Zoo
@@ -25,6 +27,15 @@ class Opened:
     draft: str
     seed: int
     prompt_token_count: int
+
+
+@dataclass(frozen=True)
+class ServiceState:
+    """A configured model service. `problem` is why it cannot be used now, or empty."""
+
+    address: str
+    is_target: bool
+    problem: str
 
 
 @dataclass
@@ -86,6 +97,21 @@ class Gateway:
         self.counts = RequestCounts()
         self._balancer = Balancer()
         self.observers: list[Callable[[Finished], None]] = []
+
+    @property
+    def targets(self) -> list[Model]:
+        """The models that requests may name as target, the default first."""
+        return [endpoint.model for endpoint in self.zoo.of_role(model_pb2.ROLE_TARGET)]
+
+    @property
+    def drafts(self) -> list[Model]:
+        """The connected drafts, the default first."""
+        return [endpoint.model for endpoint in self.zoo.of_role(model_pb2.ROLE_DRAFT)]
+
+    async def check(self) -> list[ServiceState]:
+        """Asks every configured model service, for up to 2 seconds."""
+        found = await self.zoo.check()
+        return [ServiceState(one.address, one.role == model_pb2.ROLE_TARGET, one.problem) for one in found]
 
     async def generate(
         self, request: Request, target_name: str = "", draft_name: str = ""

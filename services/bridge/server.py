@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from bridge.sources.suffix_memory import SuffixMemory
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
@@ -11,9 +12,20 @@ from services.bridge.zoo import Zoo
 from services.config import BridgeServerConfig
 from services.rpc.server import Server, stop_event, unless
 
+# Another way in: serves the gateway while the context is open, yields its address, and stops with the event.
+Door = Callable[[BridgeServerConfig, Gateway, asyncio.Event], AbstractAsyncContextManager[str]]
 
-def run(config: BridgeServerConfig, on_start: Callable[[str], None], until_stdin_closes: bool = False) -> None:
-    """Connects to the model services and serves until stopped. `on_start` receives the address."""
+
+def run(
+    config: BridgeServerConfig,
+    on_start: Callable[[str], None],
+    until_stdin_closes: bool = False,
+    door: Door | None = None,
+) -> None:
+    """Connects to the model services and serves until stopped. `on_start` receives the address, or "ADDRESS and URL".
+
+    `door` serves the same gateway, and so the same estimates and counts, in the same event loop.
+    """
 
     async def serve() -> None:
         zoo = Zoo(config.target, config.draft, config.connect_timeout, config.credentials)
@@ -23,12 +35,15 @@ def run(config: BridgeServerConfig, on_start: Callable[[str], None], until_stdin
             if await unless(stop, zoo.connect()) is None:
                 return
             memory = SuffixMemory(config.suffix_memory << 20) if config.suffix_memory else None
+            gateway = Gateway(zoo, memory, config.max_requests, config.prompt_limit << 10)
             server.register(
                 bridge_pb2_grpc.add_BridgeServiceServicer_to_server,
-                BridgeServicer(Gateway(zoo, memory, config.max_requests, config.prompt_limit << 10)),
+                BridgeServicer(gateway),
                 bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"],
             )
-            await server.run_until(stop, on_start)
+            async with AsyncExitStack() as stack:
+                url = await stack.enter_async_context(door(config, gateway, stop)) if door else ""
+                await server.run_until(stop, lambda address: on_start(f"{address} and {url}" if url else address))
         finally:
             await zoo.close()
 

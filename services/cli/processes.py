@@ -25,12 +25,16 @@ class ProcessFailed(DraftBridgeError):
 
 @dataclass(frozen=True)
 class Fleet:
-    """The addresses of target, draft ("" if there is none) and bridge, and their processes by name."""
+    """The addresses of target, draft ("" if there is none) and bridge, and their processes by name.
+
+    `http` is the URL of the bridge's HTTP server, "" if it has none.
+    """
 
     bridge: str
     target: str
     processes: dict[str, "subprocess.Popen[str]"]
     draft: str = ""
+    http: str = ""
 
 
 def draft_threads() -> int:
@@ -130,7 +134,8 @@ def fleet(
         addresses = {name: _ready(name, process) for name, process in processes.items()}
         models = [word for name, address in addresses.items() for word in (f"--{name}", address)]
         start("bridge", "bridge", *models, "--listen", listen, "--until-stdin-closes", *bridge_options)
-        yield Fleet(_ready("bridge", processes["bridge"]), processes=processes, **addresses)
+        address, _, http = _ready("bridge", processes["bridge"]).partition(" and ")
+        yield Fleet(address, processes=processes, http=http, **addresses)
 
 
 @contextlib.contextmanager

@@ -22,9 +22,14 @@ def serve(config: ModelServerConfig, until_stdin_closes: bool) -> None:
 
 def bridge(config: BridgeServerConfig, until_stdin_closes: bool) -> None:
     """Run a bridge that connects targets and drafts, until stopped."""
-    from services.bridge.server import run
+    from services.bridge.server import Door, run
 
-    run(config, _announce, until_stdin_closes)
+    door: Door | None = None
+    if config.http:
+        from services.http.server import http_door
+
+        door = http_door
+    run(config, _announce, until_stdin_closes, door)
 
 
 def _announce(address: str) -> None:
@@ -39,6 +44,7 @@ def up(
         str, typer.Option(help="The model that proposes tokens: as for --target, suffix for prompt lookup, or none.")
     ] = DEFAULT_DRAFT,
     listen: Annotated[str, typer.Option(help="HOST:PORT for the bridge to listen on.")] = DEFAULT_BRIDGE,
+    http: Annotated[str, typer.Option(help="HOST:PORT to listen on for HTTP too; see `bridge --help`.")] = "",
     engine: Annotated[str, typer.Option(help="Engine of both models; see `serve --help`.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Data type of both models; see `serve --help`.")] = "auto",
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Serve the target with this option.")] = False,
@@ -56,13 +62,20 @@ def up(
         target_options = (*options, "--deterministic") if deterministic else options
         draft_options = (*options, "--threads", str(draft_threads()))
         with fleet(
-            target, drafted, listen=listen, target_options=target_options, draft_options=draft_options
+            target,
+            drafted,
+            listen=listen,
+            target_options=target_options,
+            draft_options=draft_options,
+            bridge_options=("--http", http) if http else (),
         ) as running:
             stop.started = True
             print(f"target  {target} at {running.target}")
             if drafted:
                 print(f"draft   {draft} at {running.draft}")
             _announce(running.bridge)
+            if running.http:
+                report(f"page and OpenAI's protocol: {running.http}")
             report(f'try: draftbridge generate "Once upon a time" --server {running.bridge}    stop: Ctrl-C')
             # The bridge continues without its draft.
             needed = {name: process for name, process in running.processes.items() if name != "draft"}

@@ -39,6 +39,14 @@ class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):
         )
 
 
+def host_and_port(field: str, listen: str) -> tuple[str, int]:
+    """Returns both parts of the HOST:PORT that a setting has. Raises `InvalidField`."""
+    host, _, port = listen.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise InvalidField(field, "HOST:PORT with a port from 0 to 65535", listen)
+    return host, int(port)
+
+
 class Server:
     """Binds `listen`, HOST:PORT, when constructed (port 0: a free port) and serves in `run_until`.
 
@@ -70,9 +78,7 @@ class Server:
                 ("grpc.max_send_message_length", _SEND_LIMIT_BYTES),
             ],
         )
-        host, _, port = listen.rpartition(":")
-        if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-            raise InvalidField("listen", "HOST:PORT with a port from 0 to 65535", listen)
+        host, _ = host_and_port("listen", listen)
         security.check_exposure(listen, config)
         try:
             if credentials:

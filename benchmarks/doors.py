@@ -1,0 +1,145 @@
+"""Measures what the HTTP door adds to the latency of a streamed event over the gRPC door.
+
+    python -m benchmarks.doors [--streams 1 64] [--events 200] [--pace-ms 20] [--json FILE]
+
+One process serves both doors over a gateway whose generations are scripted: each event's text is the time at which the
+gateway yielded it. The client, in another process of the same machine, subtracts that from the time at which it has the
+text. The HTTP client reads the socket itself; the gRPC client is `draftbridge.AsyncClient`. A first run of each is left
+out. "longest gap" is the longest time between two events of one stream, which is near the pace if none stalls.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter_ns
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+from benchmarks import scripted
+from bridge.generation import Delta, Finished
+from bridge.planning.planner import Mode
+from bridge.ports import FinishReason
+from bridge.request import Request
+from bridge.statistics import Statistics
+from draftbridge import AsyncClient
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
+from services.bridge.gateway import Gateway, Opened
+from services.bridge.servicer import BridgeServicer
+from services.cli.processes import READY, launched
+from services.config import BridgeServerConfig
+from services.http.server import http_door
+from services.rpc.server import Server, stop_event
+
+
+class _TimedGateway(Gateway):
+    """Yields one delta each `pace_seconds`, whose text is the time."""
+
+    def __init__(self, pace_seconds: float) -> None:
+        model = SimpleNamespace(model=scripted.model())
+        super().__init__(SimpleNamespace(target=lambda name: model, of_role=lambda role: []))  # type: ignore[arg-type]
+        self._pace = pace_seconds
+
+    async def generate(
+        self, request: Request, target_name: str = "", draft_name: str = ""
+    ) -> AsyncGenerator[Opened | Delta | Finished, None]:
+        """See `Gateway`."""
+        count = request.max_tokens or 0
+        yield Opened("scripted", "", request.seed, 1)
+        loop, due = asyncio.get_running_loop(), asyncio.get_running_loop().time()
+        for _ in range(count):
+            due += self._pace
+            await asyncio.sleep(due - loop.time())
+            yield Delta(f"{perf_counter_ns()} ", (1,))
+        yield Finished(FinishReason.LENGTH, 1, count, 0, 0, 0, Mode.OFF, Statistics())
+
+
+async def serve(pace_seconds: float) -> None:
+    """Serves both doors and prints their addresses."""
+    gateway = _TimedGateway(pace_seconds)
+    server, stop = Server("127.0.0.1:0"), stop_event(True)
+    add = bridge_pb2_grpc.add_BridgeServiceServicer_to_server
+    server.register(add, BridgeServicer(gateway), bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"])
+    config = BridgeServerConfig(target=("none:1",), http="127.0.0.1:0")
+    async with http_door(config, gateway, stop) as url:
+        await server.run_until(stop, lambda address: print(f"{READY}{address} and {url}", flush=True))
+
+
+async def over_grpc(client: AsyncClient, count: int) -> list[tuple[int, int]]:
+    """Returns when each event of a stream was sent and received, in nanoseconds."""
+    times = []
+    async for event in client.stream("a", max_tokens=count):
+        if isinstance(event, bridge_pb2.GenerateDelta):
+            times.append((int(event.text), perf_counter_ns()))
+    return times
+
+
+async def over_http(url: str, count: int) -> list[tuple[int, int]]:
+    """See `over_grpc`."""
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    body = json.dumps({"prompt": "a", "max_tokens": count, "stream": True})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
+    times = []
+    while line := await reader.readline():
+        if line.startswith(b"data: {") and (text := json.loads(line[6:])["choices"][0]["text"]):
+            times.append((int(text), perf_counter_ns()))
+    writer.close()
+    return times
+
+
+def summary(streams: list[list[tuple[int, int]]]) -> dict[str, float]:
+    """Returns the latency of all events and the longest gap in any stream, in milliseconds."""
+    latencies = [(got - sent) / 1e6 for times in streams for sent, got in times]
+    gap = max((after[1] - before[1]) / 1e6 for times in streams for before, after in pairwise(times))
+    return {"median": median(latencies), "p99": quantiles(latencies, n=100)[98], "longest gap": gap}
+
+
+async def measure(addresses: str, streams: list[int], events: int) -> dict[str, Any]:
+    """Returns a summary for each door and each number of streams."""
+    address, _, url = addresses.partition(" and ")
+    results: dict[str, Any] = {}
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(AsyncClient(address))
+        await asyncio.gather(over_grpc(client, 20), over_http(url, 20))
+        for number in streams:
+            grpc = await asyncio.gather(*(over_grpc(client, events) for _ in range(number)))
+            http = await asyncio.gather(*(over_http(url, events) for _ in range(number)))
+            assert all(len(times) == events for times in (*grpc, *http)), "an event was lost"
+            results[str(number)] = {"grpc": summary(grpc), "http": summary(http)}
+    return results
+
+
+def main() -> None:
+    """Runs the measurement and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--events", type=int, default=200)
+    parser.add_argument("--pace-ms", type=float, default=20.0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        asyncio.run(serve(options.pace_ms / 1000))
+        return
+    pace = ("--pace-ms", str(options.pace_ms))
+    with launched("doors", "--serve", *pace, module="benchmarks.doors") as (addresses, _):
+        results = asyncio.run(measure(addresses, options.streams, options.events))
+    print(f"milliseconds, {options.events} events a stream, one each {options.pace_ms:g} ms")
+    print("| streams | door | median | p99 | longest gap |\n|---|---|---|---|---|")
+    for number, doors in results.items():
+        for name, values in doors.items():
+            print(f"| {number} | {name} | {' | '.join(f'{value:.2f}' for value in values.values())} |")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

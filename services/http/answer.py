@@ -1,0 +1,122 @@
+"""Answers one request that generates: as a whole, or as a stream of server-sent events."""
+
+import json
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from sse_starlette.sse import EventSourceResponse, SendTimeoutError
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from bridge.generation import Delta
+from services.http import errors
+from services.http.generation import Event, while_connected
+from services.http.requests import GenerationRequest
+from services.http.responses import Choice, Format, Json, usage
+
+_log = logging.getLogger(__name__)
+
+_DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What clients may use: bytes of a body, choices at once, seconds for sending a body and for taking an event."""
+
+    body_bytes: int = 4 << 20
+    sequences: int = 256
+    body_seconds: float = 30.0
+    send_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer in the making: its choices, the events that fill them, and the form that it is written in."""
+
+    form: Format
+    choices: list[Choice]
+    events: AsyncGenerator[Event]
+
+
+async def respond(answer: Answer, body: GenerationRequest, limits: Limits, receive: Receive) -> Response | None:
+    """Returns the response, or None if the client has left. Raises an error that occurs before the first text."""
+    if not body.stream:
+        whole = await while_connected(receive, _whole(answer, body))
+        return None if whole is None else JSONResponse(whole)
+    # The status is sent with the first text, so that an error before it, such as a full queue, has its own status.
+    begun = await while_connected(receive, _begin(answer))
+    return None if begun is None else _EventStream(_stream(answer, body, begun), limits.send_seconds)
+
+
+async def _whole(answer: Answer, body: GenerationRequest) -> Json:
+    deltas: dict[int, list[Delta]] = {choice.index: [] for choice in answer.choices}
+    async for index, event in answer.events:
+        answer.choices[index].take(event)
+        if isinstance(event, Delta):
+            deltas[index].append(event)
+    choices = [answer.form.complete(choice, deltas[choice.index]) for choice in answer.choices]
+    return answer.form.whole(choices, usage(answer.choices, body.n or 1))
+
+
+async def _begin(answer: Answer) -> list[Event]:
+    """Returns the events up to the first delta of any choice."""
+    begun = []
+    async for index, event in answer.events:
+        begun.append((index, event))
+        if isinstance(event, Delta):
+            break
+    return begun
+
+
+async def _stream(answer: Answer, body: GenerationRequest, begun: list[Event]) -> AsyncGenerator[bytes]:
+    """Yields server-sent events. An error becomes an event with `error`, after which no `[DONE]` follows."""
+    form = answer.form
+    further: Json = {"usage": None} if body.include_usage else {}
+
+    def parts(index: int, event: Any) -> list[Json]:
+        choice = answer.choices[index]
+        started = choice.opened is None
+        choice.take(event)
+        found = [form.first(choice)] if started else []
+        found += [form.chunk(choice, event)] if isinstance(event, Delta) else []
+        found += [form.last(choice)] if choice.finished else []
+        return [part for part in found if part is not None]
+
+    try:
+        for index, event in begun:
+            for part in parts(index, event):
+                yield _event(form.event([part], **further))
+        async for index, event in answer.events:
+            for part in parts(index, event):
+                yield _event(form.event([part], **further))
+    except Exception as error:
+        _, failed, _ = errors.report(error)
+        yield _event(failed)
+        return
+    if body.include_usage:
+        yield _event(form.event([], usage=usage(answer.choices, body.n or 1)))
+    yield _DONE
+
+
+def _event(value: Json) -> bytes:
+    # ASCII: some clients split lines at characters such as U+2028 too.
+    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+class _EventStream(EventSourceResponse):
+    """Ends the stream of a client that has stopped reading, and in any case closes the iterator."""
+
+    def __init__(self, events: AsyncGenerator[bytes], send_seconds: float) -> None:
+        super().__init__(events, send_timeout=send_seconds, headers={"Cache-Control": "no-cache"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            try:
+                await super().__call__(scope, receive, send)
+            except SendTimeoutError:
+                _log.warning("a client has stopped reading its stream, which was ended")
+                raise ConnectionAbortedError("the client has stopped reading") from None

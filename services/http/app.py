@@ -1,0 +1,196 @@
+"""The application behind the HTTP door: its paths, and the way of a request through them.
+
+1. The body is received, up to a limit of bytes and time, and checked (`requests`).
+2. Its choices run on the gateway, as requests of the gRPC door do (`generation`).
+3. What they yield is written in OpenAI's form (`responses`); errors have a form of their own (`errors`). A stream's
+   status is sent with its first text, so that an error before it has a status that tells.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
+
+from bridge.errors import DraftBridgeError, EmptyPrompt
+from bridge.text.models import Model
+from services.bridge.gateway import Gateway
+from services.http import errors
+from services.http.answer import Answer, Limits, respond
+from services.http.generation import Sequences, generate
+from services.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from services.http.responses import ChatFormat, Choice, CompletionFormat, Format, Json
+
+R = TypeVar("R", bound=GenerationRequest)
+
+_STATIC = Path(__file__).parent / "static"
+# The page loads from this server only, and no other page may frame it.
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+
+
+def application(
+    gateway: Gateway, limits: Limits, origins: Sequence[str] = (), hosts: Sequence[str] = ("*",)
+) -> Starlette:
+    """Returns the application. `origins`: whose pages may use it. `hosts`: names by which requests may address it."""
+    door = _Door(gateway, limits)
+    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)]
+    if origins:
+        methods, exposed = ["GET", "POST"], ["Retry-After"]
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(origins),
+                allow_methods=methods,
+                allow_headers=["*"],
+                expose_headers=exposed,
+            )
+        )
+
+    async def page(request: HttpRequest) -> Response:
+        return await static.get_response("index.html", request.scope)
+
+    async def on_error(request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, DraftBridgeError)
+        return errors.answer(error, model=request.path_params.get("name", ""))
+
+    async def on_http_error(request: HttpRequest, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return errors.answer_to_http_error(error)
+
+    async def on_bug(request: HttpRequest, error: Exception) -> Response:
+        return errors.answer(DraftBridgeError("an internal error occurred; see the server's log"))
+
+    static = _Static(directory=_STATIC)
+    completions = _Endpoint(door, CompletionRequest, CompletionFormat, "prompt")
+    chats = _Endpoint(door, ChatCompletionRequest, ChatFormat, "messages")
+    return Starlette(
+        routes=[
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chats, methods=["POST"]),
+            Route("/v1/models", door.models),
+            Route("/v1/models/{name:path}", door.model),
+            Route("/health", door.health),
+            Route("/", page),
+            Mount("/static", static),
+        ],
+        middleware=middleware,
+        exception_handlers={DraftBridgeError: on_error, HTTPException: on_http_error, Exception: on_bug},
+    )
+
+
+class _Static(StaticFiles):
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """Adds the headers that keep the page from loading anything else."""
+        response = await super().get_response(path, scope)
+        response.headers.update(_PAGE_HEADERS)
+        return response
+
+
+class _Door:
+    """What the endpoints share, and the small ones of them."""
+
+    def __init__(self, gateway: Gateway, limits: Limits) -> None:
+        self.gateway, self.limits = gateway, limits
+        self.sequences = Sequences(limits.sequences)
+        self._created = int(time.time())
+
+    async def models(self, request: HttpRequest) -> Response:
+        """Lists the targets, which `model` may name, and under our name the drafts."""
+        listed = {model.name: self._listed(model) for model in self.gateway.targets}
+        drafts = {model.name: {"id": model.name} for model in self.gateway.drafts}
+        return JSONResponse(
+            {"object": "list", "data": list(listed.values()), "draftbridge": {"drafts": list(drafts.values())}}
+        )
+
+    async def model(self, request: HttpRequest) -> Response:
+        """Describes one target."""
+        return JSONResponse(self._listed(self.gateway.zoo.target(request.path_params["name"]).model))
+
+    async def health(self, request: HttpRequest) -> Response:
+        """Asks every model service. 503 if a target cannot be used."""
+        found = await self.gateway.check()
+        failed = any(one.is_target and one.problem for one in found)
+        services = [{"address": one.address, "problem": one.problem or None} for one in found]
+        return JSONResponse({"status": "error" if failed else "ok", "services": services}, 503 if failed else 200)
+
+    def _listed(self, model: Model) -> Json:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "draftbridge",
+            "max_model_len": model.context_length,
+            "draftbridge": {"chat_template": bool(model.chat_template)},
+        }
+
+
+class _Endpoint(Generic[R]):
+    """One of the two endpoints that generate, as an ASGI application. `prompt` names the field with the input."""
+
+    def __init__(self, door: _Door, kind: type[R], form: type[Format], prompt: str) -> None:
+        self._door, self._kind, self._form, self._prompt = door, kind, form, prompt
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body: R | None = None
+        try:
+            body = await self._read(HttpRequest(scope, receive))
+            requests = body.requests()
+            if not requests:
+                raise EmptyPrompt
+            with self._door.sequences.take(len(requests)):
+                model = self._door.gateway.zoo.target(body.model).model
+                choices = [Choice(index, request, model) for index, request in enumerate(requests)]
+                form = self._form(model, spans=body.draftbridge.spans)
+                events = generate(self._door.gateway, requests, body.model, body.draftbridge.draft)
+                async with aclosing(events):
+                    response = await respond(Answer(form, choices, events), body, self._door.limits, receive)
+                    if response:
+                        await response(scope, receive, send)
+        except ClientDisconnect:
+            pass
+        except DraftBridgeError as error:
+            response = errors.answer(error, model=body.model if body else "", prompt=self._prompt)
+            await response(scope, receive, send)
+
+    async def _read(self, request: HttpRequest) -> R:
+        """Returns the request. Raises `InvalidBody`, or `HTTPException` for a body that is not read."""
+        kind, _, _ = request.headers.get("content-type", "").partition(";")
+        # Other types can be sent by any web page without the browser asking this server first.
+        if kind.strip().lower() != "application/json":
+            raise HTTPException(415, "send the body as application/json, with that Content-Type")
+        limits, body = self._door.limits, bytearray()
+        too_large = HTTPException(413, f"the body may have at most {limits.body_bytes} bytes: shorten the prompt")
+        if int(request.headers.get("content-length", 0)) > limits.body_bytes:
+            raise too_large
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > limits.body_bytes:
+                        raise too_large
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+        try:
+            return self._kind.model_validate_json(bytes(body))
+        except ValidationError as error:
+            raise errors.invalid_body(error) from None

@@ -1,0 +1,171 @@
+"""Reports errors in OpenAI's form: a status and `{"error": {"message", "type", "param", "code"}}`."""
+
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from bridge.errors import DraftBridgeError, Exhausted, InvalidField, InvalidRequest
+from services.rpc.status import RemoteError, code_of
+
+_log = logging.getLogger(__name__)
+
+# The HTTP status that google/rpc/code.proto documents for each gRPC code.
+_STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "FAILED_PRECONDITION": 400,
+    "OUT_OF_RANGE": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "ALREADY_EXISTS": 409,
+    "ABORTED": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "UNIMPLEMENTED": 501,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+# Clients of OpenAI's protocol look for this code to shorten a prompt.
+_CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "MAX_TOKENS_TOO_LARGE": "context_length_exceeded"}
+# The names of the bridge's fields in this protocol. A name that is not here stays.
+_PREFIXES = {"sampling.": "", "speculation.": "draftbridge.", "open.": ""}
+_NAMES = {"tenant": "draftbridge.tenant", "chat.template_variables": "chat_template_kwargs"}
+# Elements of a validation error's place that name an alternative of a union instead of a field.
+_ALTERNATIVE = re.compile(r"str|int|float|bool|none|tuple\[.*|literal\[.*|constrained-.*|function-.*|TextPart|\[key\]")
+_MAX_SHOWN_CHARACTERS = 80
+
+
+class InvalidBody(InvalidRequest, reason="INVALID_BODY"):
+    """The body is not JSON, lacks a field, or has a field that is unknown or of the wrong type."""
+
+    def __init__(self, message: str, param: str | None) -> None:
+        super().__init__(message, **({"field": param} if param else {}))
+
+
+class TooManySequences(Exhausted, reason="TOO_MANY_SEQUENCES"):
+    """The HTTP door generates as many choices as it may."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"this server generates at most {limit} choices at once: try again in {self.retry_seconds} s, ask for a "
+            "smaller n, or start it with a larger --http-sequences",
+            limit=limit,
+            retry_seconds=self.retry_seconds,
+        )
+
+
+def invalid_body(error: ValidationError) -> InvalidBody:
+    """Converts the first of pydantic's errors."""
+    found = error.errors(include_url=False)
+    first, param = found[0], _param(found[0]["loc"])
+    match first["type"]:
+        case "json_invalid":
+            text = f"the body is not JSON ({first['ctx']['error']}): send one JSON object"
+        case "extra_forbidden":
+            text = f"{param} is not a supported parameter: leave it out"
+        case "missing":
+            text = f"{param} is missing: give it"
+        case "literal_error" | "none_required":
+            expected = {"False": "false", "True": "true"}.get(
+                said := first.get("ctx", {}).get("expected", "null"), said
+            )
+            text = f"{param} must be {expected} or left out: other values are not supported"
+        case _:
+            # A field of several types has an error for each.
+            allowed = {_allowed(one["msg"]): None for one in found if _param(one["loc"]) == param}
+            text = f"{param or 'the body'} must be {' or '.join(allowed)}, got {_shown(first['input'])}"
+    return InvalidBody(text, param)
+
+
+def _param(place: Sequence[int | str]) -> str | None:
+    """Returns the name of a place in the body, as `messages[0].role`; None for the body itself."""
+    names = ""
+    for element in place:
+        if isinstance(element, str) and _ALTERNATIVE.fullmatch(element):
+            break
+        names += f"[{element}]" if isinstance(element, int) else f".{element}"
+    return names.removeprefix(".") or None
+
+
+def _allowed(message: str) -> str:
+    return message.removeprefix("Input should be ").removeprefix("Input should ").partition(", ")[0]
+
+
+def answer(error: DraftBridgeError, *, model: str = "", prompt: str = "prompt") -> JSONResponse:
+    """Returns the response to a failed request. See `report`."""
+    status, body, headers = report(error, model=model, prompt=prompt)
+    return JSONResponse(body, status, headers)
+
+
+def answer_to_http_error(error: HTTPException) -> JSONResponse:
+    """Returns the response to an error that has no equivalent in gRPC, such as an unknown path."""
+    code = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "body_too_large"}.get(error.status_code)
+    return JSONResponse(_body(error.status_code, error.detail, None, code), error.status_code, error.headers)
+
+
+def report(
+    error: Exception, *, model: str = "", prompt: str = "prompt"
+) -> tuple[int, dict[str, dict[str, Any]], dict[str, str]]:
+    """Returns the status, the body and further headers for an error of a request.
+
+    `model` is the request's, `prompt` the name of the field with its input. An error that is not a `DraftBridgeError`
+    is logged and reported with a fixed text.
+    """
+    if not isinstance(error, DraftBridgeError):
+        _log.error("unexpected error in a request", exc_info=error)
+        error = DraftBridgeError("an internal error occurred; see the server's log")
+    status = _STATUS.get(code_of(error).name, 500)
+    headers = {}
+    if seconds := _retry_seconds(error.metadata):
+        headers["Retry-After"] = str(seconds)
+    field, param = _fields(error, model, prompt)
+    text = str(error)
+    if param and field and text.startswith(field):
+        text = param + text.removeprefix(field)
+    return status, _body(status, text, param, _CODES.get(error.reason, error.reason.lower())), headers
+
+
+def _body(status: int, message: str, param: str | None, code: str | None) -> dict[str, dict[str, Any]]:
+    type_ = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
+
+
+def _fields(error: DraftBridgeError, model: str, prompt: str) -> tuple[str | None, str | None]:
+    """Returns the bridge's name of the field that is wrong and its name in this protocol, or None."""
+    match error.reason:
+        case "EMPTY_PROMPT" | "PROMPT_TOO_LONG" | "TOKEN_OUT_OF_RANGE":
+            return None, prompt
+        case "MAX_TOKENS_TOO_LARGE":
+            return None, "max_tokens"
+        case "MODEL_NOT_FOUND" if not isinstance(error, RemoteError):
+            return None, "model" if error.metadata.get("model") == model else "draftbridge.draft"
+        case "DRAFT_AWAY":
+            return None, "draftbridge.draft"
+    field = error.metadata.get("field") if isinstance(error, InvalidField | InvalidBody | RemoteError) else None
+    if not field or field == "the prompt":
+        return field, prompt if field else None
+    for prefix, replacement in _PREFIXES.items():
+        if field.startswith(prefix):
+            return field, replacement + field.removeprefix(prefix)
+    return field, _NAMES.get(field, field)
+
+
+def _retry_seconds(metadata: Mapping[str, str]) -> int:
+    """Returns the delay in whole seconds, at most a day; 0 if there is none. A remote error may hold any text."""
+    try:
+        delay = float(metadata.get("retry_seconds", 0))
+    except ValueError:
+        return 0
+    return min(math.ceil(delay), 86_400) if math.isfinite(delay) and delay > 0 else 0
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."

@@ -1,0 +1,90 @@
+"""Runs the choices of one request on the gateway, and ends them when the client leaves."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from bridge.generation import Delta, Finished
+from bridge.request import Request
+from services.bridge.gateway import Gateway, Opened
+from services.http.errors import TooManySequences
+
+T = TypeVar("T")
+
+Event = tuple[int, Opened | Delta | Finished]
+
+
+class Sequences:
+    """Counts the choices that are being generated, up to a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._active = limit, 0
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[None]:
+        """Takes room for `count` choices during the block. Raises `TooManySequences`."""
+        if self._active + count > self._limit:
+            raise TooManySequences(self._limit)
+        self._active += count
+        try:
+            yield
+        finally:
+            self._active -= count
+
+
+async def generate(gateway: Gateway, requests: Sequence[Request], target: str, draft: str) -> AsyncGenerator[Event]:
+    """Yields the events of all requests, each with the index of its request. Raises the first error.
+
+    Several requests run side by side; each waits while its last event has not been taken.
+    """
+    if len(requests) == 1:
+        async with aclosing(gateway.generate(requests[0], target, draft)) as events:
+            async for event in events:
+                yield 0, event
+        return
+    queue: asyncio.Queue[Event | Exception] = asyncio.Queue(1)
+
+    async def run(index: int, request: Request) -> None:
+        try:
+            async with aclosing(gateway.generate(request, target, draft)) as events:
+                async for event in events:
+                    await queue.put((index, event))
+        except Exception as error:  # raised again below
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(run(index, request)) for index, request in enumerate(requests)]
+    running = len(tasks)
+    try:
+        while running:
+            got = await queue.get()
+            if isinstance(got, Exception):
+                raise got
+            running -= isinstance(got[1], Finished)
+            yield got
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Returns the work's result, or None if the client leaves first, which cancels the work.
+
+    The request's body must have been received.
+    """
+
+    async def leaving() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaving())
+    try:
+        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for one in (task, left):
+            one.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)

@@ -1,0 +1,216 @@
+"""Writes what the gateway yields as objects of OpenAI's protocol, with fields of ours under the name `draftbridge`."""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from bridge.generation import Delta, Finished
+from bridge.ports import FinishReason
+from bridge.request import Request
+from bridge.text.models import Model
+from services.bridge.gateway import Opened
+
+Json = dict[str, Any]
+
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CONTEXT_FULL: "length"}
+
+
+class Choice:
+    """One choice of an answer: collects its events. `ends` are the ids that end its text, which are not shown."""
+
+    def __init__(self, index: int, request: Request, model: Model) -> None:
+        self.index = index
+        self.opened: Opened | None = None
+        self.finished: Finished | None = None
+        self._vocabulary = model.vocabulary
+        self._ends = request.sampling.ends(model.special_ids.eos)
+        self.character_offset = 0
+
+    def take(self, event: Opened | Delta | Finished) -> None:
+        """Keeps the first and the last event."""
+        match event:
+            case Opened():
+                self.opened = event
+            case Finished():
+                self.finished = event
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why the choice ended, if it has ended."""
+        return _FINISH[self.finished.finish_reason] if self.finished else None
+
+    def tokens(self, delta: Delta) -> list[Json]:
+        """Returns the tokens of a delta that has log probabilities, in the form of chats."""
+        entries = []
+        for id_, one in zip(delta.token_ids, delta.logprobs, strict=False):
+            if id_ in self._ends:
+                continue
+            entry = self._token(id_, one.logprob)
+            entry["top_logprobs"] = [self._token(*top) for top in one.top]
+            entries.append(entry)
+        return entries
+
+    def _token(self, id_: int, logprob: float) -> Json:
+        data = self._vocabulary.token_bytes(id_)
+        name = data.decode(errors="replace") if data else self._vocabulary.name(id_)
+        return {"token": name, "logprob": logprob, "bytes": list(data)}
+
+    def statistics(self) -> Json:
+        """Returns the choice's entry in `usage.draftbridge`; names are those of SpeculationStatistics in the contract.
+
+        It includes `seed`, which gives this choice again.
+        """
+        assert self.opened and self.finished, "the choice has ended"
+        finished, statistics = self.finished, self.finished.statistics
+        counted = {name: value for name, value in vars(statistics).items() if name != "cached_token_count"}
+        return {
+            "index": self.index,
+            "target": self.opened.target,
+            "draft": self.opened.draft,
+            "seed": self.opened.seed,
+            "mode": finished.mode.value,
+            "generated_byte_count": finished.generated_byte_count,
+            "elapsed_ns": finished.elapsed_ns,
+            "first_token_ns": finished.first_token_ns,
+            "predicted_tokens_per_second": statistics.predicted_tokens_per_second,
+            "measured_tokens_per_second": statistics.measured_tokens_per_second,
+            **counted,
+            "sources": [vars(source) for source in statistics.sources.values()],
+            "plans": [vars(plan) for plan in statistics.plans.values()],
+        }
+
+
+def usage(choices: Sequence[Choice], choices_per_prompt: int) -> Json:
+    """Returns the token counts of all choices. A prompt counts once, however many choices it has."""
+    ended = [one.finished for one in choices if one.finished]
+    prompts = ended[::choices_per_prompt]
+    prompt_tokens = sum(one.prompt_token_count for one in prompts)
+    completion_tokens = sum(one.generated_token_count for one in ended)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(one.statistics.cached_token_count for one in prompts)},
+        "draftbridge": [one.statistics() for one in choices],
+    }
+
+
+class Format(ABC):
+    """Writes one answer of an endpoint. With `spans`, a stream reports who proposed each piece of the text."""
+
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, model: Model, *, spans: bool = False) -> None:
+        self._id = self.prefix + secrets.token_hex(12)
+        self._created = int(time.time())
+        self._model, self._spans = model.name, spans
+
+    def whole(self, choices: Sequence[Json], usage: Json) -> Json:
+        """Returns the answer to a request without streaming."""
+        return {**self._envelope(self.whole_object), "choices": list(choices), "usage": usage}
+
+    def event(self, choices: Sequence[Json], **further: Any) -> Json:
+        """Returns one event of a stream."""
+        return {**self._envelope(self.chunk_object), "choices": list(choices), **further}
+
+    def _envelope(self, kind: str) -> Json:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+    def chunk(self, choice: Choice, delta: Delta) -> Json | None:
+        """Returns the part of an event that adds a delta to a choice; None if there is nothing to send yet."""
+        tokens = choice.tokens(delta) if delta.logprobs else []
+        if not (delta.text or tokens):
+            return None
+        part = self._chunk(choice, delta.text, tokens)
+        if self._spans:
+            part["draftbridge"] = {"spans": [vars(span) for span in delta.spans]}
+        return part
+
+    @abstractmethod
+    def first(self, choice: Choice) -> Json | None:
+        """Returns the part that begins a choice in a stream, if there is one."""
+
+    @abstractmethod
+    def last(self, choice: Choice) -> Json:
+        """Returns the part that ends a choice in a stream."""
+
+    @abstractmethod
+    def _chunk(self, choice: Choice, text: str, tokens: list[Json]) -> Json: ...
+
+    @abstractmethod
+    def complete(self, choice: Choice, deltas: Sequence[Delta]) -> Json:
+        """Returns a choice of an answer without streaming."""
+
+
+class CompletionFormat(Format):
+    """Writes answers of `/v1/completions`."""
+
+    prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def first(self, choice: Choice) -> Json | None:
+        """See `Format`."""
+        return None
+
+    def last(self, choice: Choice) -> Json:
+        """See `Format`."""
+        return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
+
+    def complete(self, choice: Choice, deltas: Sequence[Delta]) -> Json:
+        """See `Format`."""
+        tokens = [token for delta in deltas for token in choice.tokens(delta)]
+        return self._chunk(choice, "".join(delta.text for delta in deltas), tokens)
+
+    def _chunk(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
+        offsets = []
+        for one in tokens:
+            offsets.append(choice.character_offset)
+            choice.character_offset += sum(byte & 0xC0 != 0x80 for byte in one["bytes"])
+        logprobs = {
+            "tokens": [one["token"] for one in tokens],
+            "token_logprobs": [one["logprob"] for one in tokens],
+            # The chosen token is always there, as in OpenAI's answers.
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in [*one["top_logprobs"], one]} for one in tokens
+            ],
+            "text_offset": offsets,
+        }  # fmt: skip
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs if tokens else None,
+            "finish_reason": choice.finish_reason,
+        }
+
+
+class ChatFormat(Format):
+    """Writes answers of `/v1/chat/completions`."""
+
+    prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def first(self, choice: Choice) -> Json | None:
+        """See `Format`."""
+        return self._part(choice, {"role": "assistant", "content": ""}, [])
+
+    def last(self, choice: Choice) -> Json:
+        """See `Format`."""
+        return self._part(choice, {}, [])
+
+    def complete(self, choice: Choice, deltas: Sequence[Delta]) -> Json:
+        """See `Format`."""
+        tokens = [token for delta in deltas for token in choice.tokens(delta)]
+        content = "".join(delta.text for delta in deltas)
+        part = self._part(choice, {"role": "assistant", "content": content, "refusal": None}, tokens)
+        part["message"] = part.pop("delta")
+        return part
+
+    def _chunk(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
+        return self._part(choice, {"content": text}, tokens)
+
+    @staticmethod
+    def _part(choice: Choice, delta: Json, tokens: list[Json]) -> Json:
+        logprobs = {"content": tokens, "refusal": None} if tokens else None
+        return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": choice.finish_reason}

@@ -1,0 +1,89 @@
+"""Listens for HTTP next to the gRPC server, in the same event loop and over the same gateway."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from ipaddress import ip_address
+
+import uvicorn
+
+from services.bridge.gateway import Gateway
+from services.config import BridgeServerConfig
+from services.http.answer import Limits
+from services.http.app import application
+from services.rpc.server import PortTaken, host_and_port
+
+_BACKLOG = 2048
+# What the system keeps for a client that reads slowly, so that it is noticed before its whole text is in memory.
+_SEND_BUFFER_BYTES = 1 << 18
+# As the gRPC server gives running calls.
+_GRACE_SECONDS = 2
+# Longer than clients keep a connection for their next request, so that it is not closed under their hands.
+_KEEP_ALIVE_SECONDS = 60
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the process, which stops both doors."""
+        yield
+
+
+@asynccontextmanager
+async def http_door(
+    config: BridgeServerConfig, gateway: Gateway, stop: asyncio.Event, limits: Limits | None = None
+) -> AsyncIterator[str]:
+    """Serves HTTP on `config.http` until `stop` is set or the block ends, and yields the URL.
+
+    `limits` replaces those of the configuration. Raises `InvalidField` or `PortTaken`.
+    """
+    host, port = host_and_port("http", config.http)
+    try:
+        bare = host.removeprefix("[").removesuffix("]")
+        family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+        listener = socket.create_server((bare, port), family=family, backlog=_BACKLOG)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+    except OSError as error:
+        raise PortTaken(config.http) from error
+    limits = limits or Limits(body_bytes=config.http_body << 20, sequences=config.http_sequences)
+    server = _Server(
+        uvicorn.Config(
+            application(gateway, limits, config.http_origin, _hosts(bare, config.http_host)),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_GRACE_SECONDS,
+        )
+    )
+
+    async def stop_with_the_process() -> None:
+        await stop.wait()
+        server.should_exit = True
+
+    serving, stopping = asyncio.create_task(server.serve([listener])), asyncio.create_task(stop_with_the_process())
+    try:
+        yield f"http://{host}:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+        stopping.cancel()
+
+
+def _hosts(listen: str, configured: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names that a request may address the server by.
+
+    A server on a loopback address accepts no others, because otherwise a web page whose name resolves to that address
+    could use it with the browser's help (DNS rebinding).
+    """
+    try:
+        local = listen == "localhost" or ip_address(listen).is_loopback
+    except ValueError:
+        local = False
+    return (*configured, "localhost", "127.0.0.1", "[::1]", "::1", listen) if local or configured else ("*",)

@@ -1,0 +1,249 @@
+"""The HTTP door: what it answers, and how it refuses what it does not support."""
+
+import json
+
+import httpx2 as httpx
+import pytest
+
+from draftbridge import Client
+from draftbridge.v1 import bridge_pb2
+from services.cli.processes import Fleet
+
+PROMPT = "The quick brown"
+CHAT = [{"role": "user", "content": "Say something."}]
+
+
+@pytest.fixture
+def http(tiny_fleet: Fleet):  # type: ignore[no-untyped-def]
+    with httpx.Client(base_url=tiny_fleet.http, timeout=60) as client:
+        yield client
+
+
+def complete(http: httpx.Client, **body: object) -> httpx.Response:
+    defaults = {"model": "tiny-target", "prompt": PROMPT, "max_tokens": 12, "temperature": 1.0, "seed": 3}
+    return http.post("/v1/completions", json=defaults | body)
+
+
+def chat(http: httpx.Client, **body: object) -> httpx.Response:
+    defaults = {"model": "tiny-target", "messages": CHAT, "max_tokens": 12, "temperature": 1.0, "seed": 3}
+    return http.post("/v1/chat/completions", json=defaults | body)
+
+
+def refused(response: httpx.Response, status: int, param: str | None) -> str:
+    """Asserts that the request was refused in OpenAI's form, and returns the message."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["param"] == param, error
+    return str(error["message"])
+
+
+def events(response: httpx.Response) -> list[dict]:
+    """Returns the events of a complete stream."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines) and lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_its_text_is_that_of_the_grpc_door(http: httpx.Client, client: Client) -> None:
+    expected = client.generate(PROMPT, max_tokens=12, temperature=1.0, seed=3)
+    answer = complete(http).json()
+    assert answer["choices"][0]["text"] == expected.text
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["completion_tokens"] == 12
+    assert answer["usage"]["prompt_tokens"] == expected.started.prompt_token_count
+    said = chat(http).json()["choices"][0]["message"]
+    told = client.generate(messages=CHAT, max_tokens=12, temperature=1.0, seed=3)
+    assert said == {"role": "assistant", "content": told.text, "refusal": None}
+
+
+@pytest.mark.parametrize("mode", ["off", "lockstep", "opportunistic", "auto"])
+def test_a_stream_adds_up_to_the_answer_in_every_mode(http: httpx.Client, mode: str) -> None:
+    ours = {"mode": mode, "draft": "tiny-draft", "spans": True}
+    whole = complete(http, draftbridge=ours, max_tokens=60).json()
+    stream = complete(http, draftbridge=ours, max_tokens=60, stream=True, stream_options={"include_usage": True})
+    *parts, last = events(stream)
+    text = "".join(part["choices"][0]["text"] for part in parts)
+    assert text == whole["choices"][0]["text"]
+    assert [part["choices"][0]["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["length"]
+    assert all(part["usage"] is None for part in parts)
+    (statistics,) = last["usage"]["draftbridge"]
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 60
+    assert statistics["mode"] == mode and statistics["seed"] == 3
+    spans = [span for part in parts for span in part["choices"][0].get("draftbridge", {}).get("spans", [])]
+    assert sum(span["byte_count"] for span in spans) == len(text.encode())
+    assert statistics["draft"] == ("" if mode == "off" else "tiny-draft")
+    if mode == "lockstep":
+        assert statistics["num_draft_tokens"] > 0
+
+
+def test_the_statistics_are_those_of_the_contract(http: httpx.Client, client: Client) -> None:
+    (statistics,) = complete(http).json()["usage"]["draftbridge"]
+    contract = {field.name for field in bridge_pb2.SpeculationStatistics.DESCRIPTOR.fields}
+    assert set(statistics) == contract | {"index", "target", "draft", "seed"}
+
+
+def test_choices_have_consecutive_seeds(http: httpx.Client) -> None:
+    answer = complete(http, n=2, prompt=[PROMPT, "She sells"], ignore_eos=True).json()
+    alone = [
+        complete(http, prompt=prompt, seed=seed, ignore_eos=True).json()["choices"][0]["text"]
+        for prompt in (PROMPT, "She sells")
+        for seed in (3, 4)
+    ]
+    assert [choice["text"] for choice in answer["choices"]] == alone
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert answer["usage"]["completion_tokens"] == 48
+    (seed,) = [one["seed"] for one in complete(http, seed=None).json()["usage"]["draftbridge"]]
+    assert 0 <= seed < 2**53
+
+
+def test_token_ids_are_a_prompt(http: httpx.Client, client: Client) -> None:
+    ids = [1, 20, 30, 40]
+    expected = client.generate(token_ids=ids, max_tokens=5, temperature=0).text
+    assert complete(http, prompt=ids, max_tokens=5, temperature=0).json()["choices"][0]["text"] == expected
+    assert len(complete(http, prompt=[ids, ids], max_tokens=1).json()["choices"]) == 2
+
+
+def test_log_probabilities(http: httpx.Client, client: Client) -> None:
+    deltas = [
+        event
+        for event in client.stream(PROMPT, max_tokens=12, temperature=1.0, seed=3, logprobs=2)
+        if isinstance(event, bridge_pb2.GenerateDelta)
+    ]
+    values = [one.logprob for delta in deltas for one in delta.logprobs]
+    reported = complete(http, logprobs=2).json()["choices"][0]["logprobs"]
+    assert len(reported["tokens"]) == len(reported["token_logprobs"]) == len(reported["text_offset"]) == 12
+    assert reported["token_logprobs"] == pytest.approx(values)
+    assert all(1 <= len(top) <= 3 for top in reported["top_logprobs"])
+    assert all(token in top for token, top in zip(reported["tokens"], reported["top_logprobs"], strict=True))
+    content = chat(http, logprobs=True, top_logprobs=2, max_tokens=8).json()["choices"][0]
+    entries = content["logprobs"]["content"]
+    assert all(len(one["top_logprobs"]) == 2 and one["logprob"] <= 0 for one in entries)
+    spelled = b"".join(bytes(one["bytes"]) for one in entries)
+    assert spelled.decode(errors="replace") == content["message"]["content"]
+    streamed = events(chat(http, logprobs=True, max_tokens=8, stream=True))
+    parts = [part["choices"][0]["logprobs"] for part in streamed]
+    assert [one["token"] for part in parts if part for one in part["content"]] == [one["token"] for one in entries]
+
+
+def test_a_token_that_ends_the_text_has_no_log_probability(http: httpx.Client) -> None:
+    answer = complete(http, temperature=0, logit_bias={"2": 100}, logprobs=1).json()
+    assert answer["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}]
+    assert answer["usage"]["completion_tokens"] == 1
+
+
+def test_tools_reach_the_template(http: httpx.Client) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    # The tiny model's template ignores tools, but it gets them: a reserved name among them is refused.
+    assert chat(http, tools=tools).json()["choices"] == chat(http).json()["choices"]
+    refused(chat(http, chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs")
+    refused(chat(http, tools=tools, chat_template_kwargs={"tools": []}), 400, "chat_template_kwargs")
+    refused(chat(http, tools=tools, tool_choice="required"), 400, "tool_choice")
+    refused(chat(http, tools=tools, parallel_tool_calls=False), 400, "parallel_tool_calls")
+
+
+def test_models_and_health(http: httpx.Client) -> None:
+    listed = http.get("/v1/models").json()
+    assert [model["id"] for model in listed["data"]] == ["tiny-target"]
+    assert listed["draftbridge"]["drafts"] == [{"id": "tiny-draft"}]
+    assert http.get("/v1/models/tiny-target").json() == listed["data"][0]
+    refused(http.get("/v1/models/nobody"), 404, "model")
+    health = http.get("/health").json()
+    assert health["status"] == "ok" and [one["problem"] for one in health["services"]] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"colour": "red"}, "colour"),
+        ({"draft": "tiny-draft"}, "draft"),
+        ({"draftbridge": {"speed": 1}}, "draftbridge.speed"),
+        ({"draftbridge": {"mode": "fast"}}, "draftbridge.mode"),
+        ({"draftbridge": {"num_assistant_tokens": 65}}, "draftbridge.num_assistant_tokens"),
+        ({"draftbridge": {"sources": ["oracle"]}}, "draftbridge.sources"),
+        ({"draftbridge": {"tenant": "x" * 257}}, "draftbridge.tenant"),
+        ({"echo": True}, "echo"),
+        ({"frequency_penalty": 101}, "frequency_penalty"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+        ({"logprobs": 101}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10_000}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 10_000}, "n"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt"),
+        ({"prompt": [999_999]}, "prompt"),
+        ({"prompt": "word " * 400}, "prompt"),
+        ({"seed": 2**64}, "seed"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"store": True}, "store"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"suffix": "end"}, "suffix"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+    ],
+)
+def test_a_completion_with_a_bad_parameter_is_refused_by_its_name(
+    http: httpx.Client, body: dict[str, object], param: str
+) -> None:
+    assert param in refused(complete(http, **body), 400, param) or param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"audio": {}}, "audio"),
+        ({"functions": []}, "functions"),
+        ({"max_completion_tokens": 5}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0].content"),
+        ({"modalities": ["audio"]}, "modalities[0]"),
+        ({"prompt": "a"}, "prompt"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"tools": "look"}, "tools"),
+    ],
+)
+def test_a_chat_with_a_bad_parameter_is_refused_by_its_name(
+    http: httpx.Client, body: dict[str, object], param: str
+) -> None:
+    refused(chat(http, **body), 400, param)
+
+
+def test_an_unknown_model_or_draft_is_not_found(http: httpx.Client) -> None:
+    assert "tiny-target" in refused(complete(http, model="nobody"), 404, "model")
+    assert "tiny-draft" in refused(chat(http, draftbridge={"draft": "nobody"}), 404, "draftbridge.draft")
+
+
+def test_errors_before_the_first_text_of_a_stream_have_their_status(http: httpx.Client) -> None:
+    refused(complete(http, stream=True, prompt="word " * 400), 400, "prompt")
+    refused(chat(http, stream=True, top_p=2), 400, "top_p")
+
+
+def test_null_is_the_same_as_leaving_a_field_out(http: httpx.Client) -> None:
+    fields = ["top_p", "top_k", "min_p", "logit_bias", "stop", "n", "stream", "stream_options", "user", "logprobs"]
+    assert complete(http, **dict.fromkeys(fields)).json()["choices"] == complete(http).json()["choices"]
+
+
+def test_parts_of_text_are_content(http: httpx.Client) -> None:
+    parts = [{"type": "text", "text": "Say"}, {"type": "text", "text": "something."}]
+    whole = [{"role": "user", "content": "Say\nsomething."}]
+    said = chat(http, messages=[{"role": "user", "content": parts}])
+    assert said.json()["choices"] == chat(http, messages=whole).json()["choices"]
+
+
+def test_paths_and_methods_that_do_not_exist(http: httpx.Client) -> None:
+    refused(http.get("/v1/embeddings"), 404, None)
+    refused(http.post("/v1/embeddings", json={}), 404, None)
+    refused(http.get("/v1/completions"), 405, None)

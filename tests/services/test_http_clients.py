@@ -1,0 +1,129 @@
+"""The HTTP door as the `openai` package sees it, synchronous and asynchronous."""
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from draftbridge import AsyncClient, Client
+from services.cli.processes import Fleet
+
+PROMPT = "The quick brown"
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Say something."}]},
+]
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "frequency_penalty": 0.2,
+    "presence_penalty": 0.1,
+    "logit_bias": {"7": -3},
+    "seed": 11,
+    "stop": ["zzzz", "yyyy"],
+    "user": "somebody",
+}
+OURS = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}
+EXTENSION = {"mode": "lockstep", "draft": "tiny-draft", "sources": ["draft"], "num_assistant_tokens": 3}
+EXTRA = {**OURS, "draftbridge": EXTENSION}
+
+
+@pytest.fixture
+def api(tiny_fleet: Fleet):  # type: ignore[no-untyped-def]
+    with openai.OpenAI(base_url=f"{tiny_fleet.http}/v1", api_key="unused", max_retries=0) as api:
+        yield api
+
+
+def expected(client: Client, **options: Any) -> str:
+    """Returns what the gRPC door generates with the parameters above."""
+    sampling = {name: value for name, value in SAMPLING.items() if name not in ("user", "logit_bias")}
+    return client.generate(logit_bias={7: -3}, **sampling, **OURS, **options).text
+
+
+def test_completions_with_every_parameter(api: openai.OpenAI, client: Client) -> None:
+    answer = api.completions.create(
+        model="tiny-target", prompt=PROMPT, max_tokens=20, n=1, best_of=1, echo=False, logprobs=3, stream=False,
+        extra_body=EXTRA, **SAMPLING,
+    )  # fmt: skip
+    assert answer.choices[0].text == expected(client, prompt=PROMPT, max_tokens=20)
+    assert answer.object == "text_completion" and answer.model == "tiny-target" and answer.id.startswith("cmpl-")
+    logprobs = answer.choices[0].logprobs
+    assert logprobs and logprobs.tokens and logprobs.token_logprobs and len(logprobs.tokens) <= 20
+    assert answer.usage and answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    (statistics,) = answer.usage.model_extra["draftbridge"]  # type: ignore[index]
+    assert statistics["mode"] == "lockstep" and statistics["num_draft_tokens"] > 0
+
+
+def test_chats_with_every_parameter(api: openai.OpenAI, client: Client) -> None:
+    tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    answer = api.chat.completions.create(
+        model="tiny-target", messages=MESSAGES, max_completion_tokens=20, n=2, logprobs=True, top_logprobs=2,
+        tools=[tool], tool_choice="auto", parallel_tool_calls=True, response_format={"type": "text"},
+        service_tier="auto", store=False, modalities=["text"], stream=False, extra_body=EXTRA, **SAMPLING,
+    )  # fmt: skip
+    plain = [MESSAGES[0], {"role": "user", "content": "Say something."}]
+    assert answer.choices[0].message.content == expected(client, messages=plain, max_tokens=20)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].message.role == "assistant" and answer.choices[0].finish_reason in ("length", "stop")
+    logprobs = answer.choices[0].logprobs
+    assert logprobs and logprobs.content and len(logprobs.content[0].top_logprobs) == 2
+    assert answer.usage and answer.usage.prompt_tokens_details is not None
+
+
+def test_streams(api: openai.OpenAI, client: Client) -> None:
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}, "extra_body": EXTRA, **SAMPLING}
+    chunks = list(api.completions.create(model="tiny-target", prompt=PROMPT, max_tokens=20, **options))
+    text = "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
+    assert text == expected(client, prompt=PROMPT, max_tokens=20)
+    assert chunks[-1].usage and chunks[-1].usage.completion_tokens <= 20 and not chunks[-1].choices
+    pieces = list(api.chat.completions.create(model="tiny-target", messages=MESSAGES, max_tokens=20, **options))
+    assert pieces[0].choices[0].delta.role == "assistant"
+    said = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    plain = [MESSAGES[0], {"role": "user", "content": "Say something."}]
+    assert said == expected(client, messages=plain, max_tokens=20)
+    assert [piece.choices[0].finish_reason for piece in pieces[:-1]].count(None) == len(pieces) - 2
+
+
+def test_the_package_s_own_accumulation_of_a_stream(api: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny-target", "messages": MESSAGES, "max_tokens": 20, "temperature": 0}
+    text = api.chat.completions.create(**options).choices[0].message.content
+    assert text
+    with api.chat.completions.stream(**options, stop=text[-2:]) as stream:
+        for _ in stream:
+            pass
+        whole = stream.get_final_completion()
+    again = api.chat.completions.create(**options, stop=text[-2:])
+    assert whole.choices[0].message.content == again.choices[0].message.content
+    assert whole.choices[0].finish_reason == "stop"
+
+
+async def test_asynchronously(tiny_fleet: Fleet) -> None:
+    async with (
+        openai.AsyncOpenAI(base_url=f"{tiny_fleet.http}/v1", api_key="unused", max_retries=0) as api,
+        AsyncClient(tiny_fleet.bridge) as client,
+    ):
+
+        async def stream(seed: int) -> str:
+            chunks = await api.completions.create(
+                model="tiny-target", prompt=PROMPT, max_tokens=20, seed=seed, stream=True
+            )
+            return "".join([chunk.choices[0].text async for chunk in chunks])
+
+        texts = await asyncio.gather(*map(stream, range(4)))
+        told = [(await client.generate(PROMPT, max_tokens=20, temperature=1.0, seed=seed)).text for seed in range(4)]
+        assert texts == told
+        assert [model.id async for model in api.models.list()] == ["tiny-target"]
+        assert (await api.models.retrieve("tiny-target")).id == "tiny-target"
+
+
+def test_errors_are_the_package_s_own(api: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        api.completions.create(model="nobody", prompt="a")
+    assert missing.value.param == "model" and missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        api.chat.completions.create(model="tiny-target", messages=[{"role": "user", "content": "word " * 400}])
+    assert long.value.code == "context_length_exceeded" and long.value.param == "messages"
+    with pytest.raises(openai.BadRequestError) as unsupported:
+        api.chat.completions.create(model="tiny-target", messages=MESSAGES, reasoning_effort="low")
+    assert unsupported.value.param == "reasoning_effort"

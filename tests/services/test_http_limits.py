@@ -1,0 +1,177 @@
+"""The HTTP door under clients that leave, stall, flood it or send nonsense, and under failing models."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+import pytest
+
+from draftbridge import Client
+from services.bridge.gateway import Gateway
+from services.bridge.zoo import Zoo
+from services.cli.processes import Fleet, fleet
+from services.config import BridgeServerConfig
+from services.http.answer import Limits
+from services.http.server import http_door
+from tests.support.waiting import eventually
+
+LONG: dict[str, Any] = {
+    "prompt": "The quick brown",
+    "max_tokens": 230,
+    "temperature": 1.0,
+    "ignore_eos": True,
+    "logprobs": 100,
+    "draftbridge": {"mode": "lockstep"},
+}
+JSON = {"content-type": "application/json"}
+
+
+@asynccontextmanager
+async def door(tiny_fleet: Fleet, limits: Limits | None = None, **options: Any) -> AsyncIterator[tuple[str, Gateway]]:
+    """Opens a door in this process on the models of the fleet."""
+    async with AsyncExitStack() as stack:
+        zoo = await Zoo([tiny_fleet.target], [tiny_fleet.draft]).connect()
+        stack.push_async_callback(zoo.close)
+        config = BridgeServerConfig(target=(tiny_fleet.target,), http="127.0.0.1:0", **options)
+        gateway = Gateway(zoo)
+        yield await stack.enter_async_context(http_door(config, gateway, asyncio.Event(), limits)), gateway
+
+
+def raw(url: str, body: bytes, receive_bytes: int | None = None) -> socket.socket:
+    """Sends a completion request over a socket, and leaves the answer to be read."""
+    parts = urlsplit(url)
+    connection = socket.socket()
+    if receive_bytes:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.connect((parts.hostname, parts.port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_sequences_within_a_second(
+    tiny_fleet: Fleet, client: Client, stream: bool
+) -> None:
+    before = client.status().cancelled_count
+    connection = raw(tiny_fleet.http, json.dumps(LONG | {"n": 2, "stream": stream}).encode())
+    if stream:
+        assert connection.recv(64).startswith(b"HTTP/1.1 200")
+    else:
+        eventually(lambda: client.status().active_count == 2)
+    connection.close()
+    eventually(lambda: client.status().cancelled_count == before + 2, seconds=1)
+    assert client.status().active_count == 0
+
+
+def test_a_full_queue_is_429_with_retry_after(tiny_fleet: Fleet, client: Client) -> None:
+    with raw(tiny_fleet.http, json.dumps(LONG | {"n": 5, "stream": True}).encode()) as others:
+        assert others.recv(64).startswith(b"HTTP/1.1 200")
+        for stream in (True, False):
+            answer = httpx.post(f"{tiny_fleet.http}/v1/completions", json=LONG | {"stream": stream}, timeout=60)
+            assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["type"] == "rate_limit_error"
+    eventually(lambda: client.status().active_count == 0)
+
+
+async def test_the_door_s_own_limit_is_429_too(tiny_fleet: Fleet) -> None:
+    async with door(tiny_fleet, Limits(sequences=1)) as (url, gateway), httpx.AsyncClient(base_url=url) as http:
+        answer = await http.post("/v1/completions", json=LONG | {"n": 2})
+        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["code"] == "too_many_sequences" and gateway.counts.failed == 0
+        assert (await http.post("/v1/completions", json=LONG | {"max_tokens": 1})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b"[" * 100_000, b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"n": NaN}']
+)
+def test_a_body_that_is_not_a_request_is_400(tiny_fleet: Fleet, body: bytes) -> None:
+    answer = httpx.post(f"{tiny_fleet.http}/v1/completions", content=body, headers=JSON)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_body"
+
+
+def test_a_body_of_another_type_is_415(tiny_fleet: Fleet) -> None:
+    answer = httpx.post(f"{tiny_fleet.http}/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
+    assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_body_of_100_mb_is_413(tiny_fleet: Fleet, chunked: bool) -> None:
+    piece = b" " * 1_000_000
+    content: Any = (piece for _ in range(100)) if chunked else piece * 100
+    answer = httpx.post(f"{tiny_fleet.http}/v1/completions", content=content, headers=JSON, timeout=60)
+    assert answer.status_code == 413 and answer.json()["error"]["code"] == "body_too_large"
+
+
+async def test_a_body_that_does_not_arrive_is_408(tiny_fleet: Fleet) -> None:
+    async with door(tiny_fleet, Limits(body_seconds=0.2)) as (url, _):
+        reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        writer.write(b"Content-Length: 50\r\n\r\n{")
+        assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 408")
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_slow_reader_disturbs_nobody_and_is_ended(tiny_fleet: Fleet) -> None:
+    async with AsyncExitStack() as stack:
+        url, gateway = await stack.enter_async_context(door(tiny_fleet, Limits(send_seconds=1.0)))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
+        connection = raw(url, json.dumps(LONG | {"n": 2, "stream": True}).encode(), receive_bytes=4096)
+        stack.callback(connection.close)
+        await asyncio.to_thread(eventually, lambda: gateway.counts.active == 2)
+        answer = await http.post("/v1/completions", json=LONG | {"max_tokens": 5}, timeout=60)
+        assert answer.status_code == 200
+        await asyncio.to_thread(eventually, lambda: gateway.counts.active == 0, 20)
+        assert gateway.counts.cancelled == 2
+
+
+async def test_idle_connections_disturb_nobody(tiny_fleet: Fleet) -> None:
+    parts = urlsplit(tiny_fleet.http)
+    idle = [await asyncio.open_connection(parts.hostname, parts.port) for _ in range(300)]
+    for _, writer in idle[::2]:
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: loc")
+    async with httpx.AsyncClient(base_url=tiny_fleet.http) as http:
+        assert (await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).status_code == 200
+    for _, writer in idle:
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_other_origins_and_hosts_are_refused_unless_configured(tiny_fleet: Fleet) -> None:
+    origin = {"origin": "https://app.example"}
+    plain = httpx.get(f"{tiny_fleet.http}/v1/models", headers=origin)
+    assert "access-control-allow-origin" not in plain.headers
+    assert httpx.get(f"{tiny_fleet.http}/health", headers={"host": "evil.example"}).status_code == 400
+    options = {"http_origin": ("https://app.example",), "http_host": ("models.example",)}
+    async with door(tiny_fleet, **options) as (url, _), httpx.AsyncClient(base_url=url) as http:
+        allowed = await http.get("/v1/models", headers=origin)
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        assert "access-control-allow-origin" not in (await http.get("/health", headers={"origin": "https://b"})).headers
+        assert (await http.get("/health", headers={"host": "models.example"})).status_code == 200
+        assert (await http.get("/health", headers={"host": "evil.example"})).status_code == 400
+
+
+def test_a_target_that_dies_ends_the_stream_with_an_error(tiny_models: tuple[Path, Path]) -> None:
+    options = ("--dtype", "float32", "--threads", "1")
+    target = str(tiny_models[0])
+    with (
+        fleet(target, None, target_options=options, bridge_options=("--http", "127.0.0.1:0")) as running,
+        httpx.Client(base_url=running.http, timeout=60) as http,
+        http.stream("POST", "/v1/completions", json=LONG | {"n": 4, "stream": True, "draftbridge": {}}) as answer,
+    ):
+        lines = (line for line in answer.iter_lines() if line)
+        assert "choices" in next(lines)
+        running.processes["target"].kill()
+        last = list(lines)[-1]
+        error = json.loads(last.removeprefix("data: "))["error"]
+        assert error["type"] == "server_error" and error["code"]
+        health = http.get("/health")
+        assert health.status_code == 503 and health.json()["services"][0]["problem"]
+        assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 503

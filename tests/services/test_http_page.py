@@ -1,0 +1,146 @@
+"""The page of the HTTP door in a headless browser. Skipped where the system has no Chromium."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from services.cli.processes import Fleet
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next((path for name in _NAMES if (path := shutil.which(name))), "")
+WAIT_MS = 30_000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if not CHROMIUM:
+        pytest.skip("no Chromium: install it with the system's package manager")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, tiny_fleet: Fleet) -> Iterator[Page]:
+    """Opens the page, and fails if it logs an error or fetches anything from elsewhere."""
+    page = browser.new_page(viewport={"width": 1000, "height": 1100})
+    page.set_default_timeout(WAIT_MS)
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("request", lambda one: None if one.url.startswith(tiny_fleet.http) else problems.append(one.url))
+    page.goto(tiny_fleet.http)
+    expect(page.locator("#model")).to_have_value("tiny-target")
+    yield page
+    page.close()
+    # A refused request is logged by the browser, too.
+    assert [one for one in problems if "the server responded with a status of 4" not in one] == []
+
+
+def fill(page: Page, **values: str) -> None:
+    for name, value in values.items():
+        field = page.locator(f"#{name}")
+        if field.evaluate("one => one.tagName") == "SELECT":
+            field.select_option(value)
+        else:
+            field.fill(value)
+
+
+def run(page: Page, number: int, **values: str) -> str:
+    """Generates, waits for the row of that number, and returns the text."""
+    fill(page, **values)
+    page.click("#run")
+    expect(page.locator("#runs tr")).to_have_count(number, timeout=WAIT_MS)
+    expect(page.locator("#status")).to_contain_text("Finished")
+    return str(page.locator("#text").text_content())
+
+
+def test_the_text_is_the_server_s_and_its_colours_add_up(page: Page, tiny_fleet: Fleet) -> None:
+    values = {"kind": "text", "prompt": "The quick brown", "max_tokens": "60", "temperature": "1", "seed": "3"}
+    text = run(page, 1, mode="lockstep", **values)
+    body = {"prompt": "The quick brown", "max_tokens": 60, "temperature": 1, "seed": 3}
+    answer = httpx.post(f"{tiny_fleet.http}/v1/completions", json=body).json()
+    assert text == answer["choices"][0]["text"]
+    legend = page.locator("#legend li")
+    counts = {one.get_attribute("data-source"): int(one.get_attribute("data-bytes") or 0) for one in legend.all()}
+    assert sum(counts.values()) == len(text.encode())
+    pieces = page.locator("#text .piece")
+    assert "".join(pieces.all_text_contents()) == text
+    assert {one.get_attribute("data-source") for one in pieces.all()} <= set(counts)
+    assert "Tokens per second" in page.locator("#statistics").inner_text()
+
+
+def test_another_mode_or_draft_keeps_the_text(page: Page) -> None:
+    values = {"kind": "chat", "prompt": "Say something.", "max_tokens": "40", "temperature": "0.8", "seed": "7"}
+    texts = {
+        run(page, number, mode=mode, draft=draft, **values)
+        for number, (mode, draft) in enumerate((("auto", ""), ("lockstep", "tiny-draft"), ("off", "")), start=1)
+    }
+    assert len(texts) == 1
+    expect(page.locator("#runs td:last-child")).to_have_text(["first run", "identical", "identical"])
+    run(page, 1, mode="auto", seed="8")  # another request begins a new comparison
+
+
+def test_comparing_runs_both_ways(page: Page) -> None:
+    fill(page, kind="text", prompt="She sells", max_tokens="20")
+    page.click("#compare")
+    expect(page.locator("#runs td:first-child")).to_have_text(["off", "auto"], timeout=WAIT_MS)
+    expect(page.locator("#runs td:last-child")).to_have_text(["first run", "identical"])
+
+
+def test_errors_are_shown(page: Page) -> None:
+    fill(page, kind="text", max_tokens="9999")
+    page.click("#run")
+    expect(page.get_by_role("alert")).to_contain_text("max_tokens 9999 does not fit")
+    fill(page, max_tokens="5")
+    page.click("#run")
+    expect(page.get_by_role("alert")).to_be_hidden()
+
+
+def test_markup_in_a_text_stays_text(page: Page) -> None:
+    hostile = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>&amp;"
+    spans = {"spans": [{"source": "<b>", "byte_count": len(hostile)}]}
+    statistics: dict[str, Any] = {
+        "draft": hostile, "plan_summary": hostile, "note": "", "sources": [], "num_draft_tokens": 0,
+        "measured_tokens_per_second": 1, "predicted_tokens_per_second": 1, "first_token_ns": 1, "verify_ns": 1,
+        "network_ns": 1, "target_pass_count": 1,
+    }  # fmt: skip
+    events = [
+        {"choices": [{"text": hostile, "draftbridge": spans}]},
+        {"choices": [], "usage": {"completion_tokens": 1, "draftbridge": [statistics]}},
+    ]
+    lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
+    page.route("**/v1/completions", lambda route: route.fulfill(body=lines, content_type="text/event-stream"))
+    assert run(page, 1, kind="text", prompt="a") == hostile
+    assert page.locator("#text img, #text script, #runs img").count() == 0 and page.title() == "DraftBridge"
+
+
+def test_keyboard_and_a_small_screen(page: Page) -> None:
+    page.set_viewport_size({"width": 340, "height": 700})
+    assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    fill(page, kind="text", max_tokens="5")
+    page.locator("#prompt").press("Control+Enter")
+    expect(page.locator("#runs tr")).to_have_count(1, timeout=WAIT_MS)
+    unnamed = page.evaluate(
+        "[...document.querySelectorAll('input, select, textarea, button')]"
+        ".filter(one => !(one.labels?.length || one.textContent.trim())).length"
+    )
+    assert unnamed == 0
+
+
+def test_the_policy_forbids_everything_else(tiny_fleet: Fleet) -> None:
+    answer = httpx.get(tiny_fleet.http)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    static = Path(__file__).parents[2] / "services" / "http" / "static"
+    for file in static.iterdir():
+        content = file.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "http:" not in content and "https:" not in content and "innerHTML" not in content
+        assert httpx.get(f"{tiny_fleet.http}/static/{file.name}").headers["content-security-policy"] == policy
