@@ -10,10 +10,11 @@ from services.bridge.gateway import Gateway
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import BridgeServerConfig
+from services.rpc.keys import Keys
 from services.rpc.server import Server, stop_event, unless
 
 # Another way in: serves the gateway while the context is open, yields its address, and stops with the event.
-Door = Callable[[BridgeServerConfig, Gateway, asyncio.Event], AbstractAsyncContextManager[str]]
+Door = Callable[[BridgeServerConfig, Gateway, asyncio.Event, Keys | None], AbstractAsyncContextManager[str]]
 
 
 def run(
@@ -42,7 +43,7 @@ def run(
                 bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"],
             )
             async with AsyncExitStack() as stack:
-                url = await stack.enter_async_context(door(config, gateway, stop)) if door else ""
+                url = await stack.enter_async_context(door(config, gateway, stop, server.keys)) if door else ""
                 await server.run_until(stop, lambda address: on_start(f"{address} and {url}" if url else address))
         finally:
             await zoo.close()

@@ -8,8 +8,9 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -27,13 +28,16 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Receive, Scope, Send
 
 from bridge.errors import DraftBridgeError, EmptyPrompt
+from bridge.generation import Delta
+from bridge.request import Request
 from bridge.text.models import Model
 from services.bridge.gateway import Gateway
 from services.http import errors
 from services.http.answer import Answer, Limits, respond
-from services.http.generation import Sequences, generate
+from services.http.generation import Event, Sequences, generate
 from services.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from services.http.responses import ChatFormat, Choice, CompletionFormat, Format, Json
+from services.rpc.keys import Key, Keys
 
 R = TypeVar("R", bound=GenerationRequest)
 
@@ -49,10 +53,17 @@ _PAGE_HEADERS = {
 
 
 def application(
-    gateway: Gateway, limits: Limits, origins: Sequence[str] = (), hosts: Sequence[str] = ("*",)
+    gateway: Gateway,
+    limits: Limits,
+    origins: Sequence[str] = (),
+    hosts: Sequence[str] = ("*",),
+    keys: Keys | None = None,
 ) -> Starlette:
-    """Returns the application. `origins`: whose pages may use it. `hosts`: names by which requests may address it."""
-    door = _Door(gateway, limits)
+    """Returns the application. `origins`: whose pages may use it. `hosts`: names by which requests may address it.
+
+    With `keys`, what is below /v1 needs one of them as a bearer token.
+    """
+    door = _Door(gateway, limits, keys)
     middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)]
     if origins:
         methods, exposed = ["GET", "POST"], ["Retry-After"]
@@ -109,13 +120,18 @@ class _Static(StaticFiles):
 class _Door:
     """What the endpoints share, and the small ones of them."""
 
-    def __init__(self, gateway: Gateway, limits: Limits) -> None:
-        self.gateway, self.limits = gateway, limits
+    def __init__(self, gateway: Gateway, limits: Limits, keys: Keys | None) -> None:
+        self.gateway, self.limits, self._keys = gateway, limits, keys
         self.sequences = Sequences(limits.sequences)
         self._created = int(time.time())
 
+    def key_of(self, request: HttpRequest) -> Key | None:
+        """Returns the key of a request, None if the server has no keys. Raises `Unauthenticated`."""
+        return self._keys.find(request.headers.get("authorization")) if self._keys else None
+
     async def models(self, request: HttpRequest) -> Response:
         """Lists the targets, which `model` may name, and under our name the drafts."""
+        self.key_of(request)
         listed = {model.name: self._listed(model) for model in self.gateway.targets}
         drafts = {model.name: {"id": model.name} for model in self.gateway.drafts}
         return JSONResponse(
@@ -124,6 +140,7 @@ class _Door:
 
     async def model(self, request: HttpRequest) -> Response:
         """Describes one target."""
+        self.key_of(request)
         return JSONResponse(self._listed(self.gateway.zoo.target(request.path_params["name"]).model))
 
     async def health(self, request: HttpRequest) -> Response:
@@ -153,15 +170,17 @@ class _Endpoint(Generic[R]):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body: R | None = None
         try:
-            body = await self._read(HttpRequest(scope, receive))
-            requests = body.requests()
+            request = HttpRequest(scope, receive)
+            key = self._door.key_of(request)
+            body = await self._read(request)
+            requests = [_owned(one, key) for one in body.requests()]
             if not requests:
                 raise EmptyPrompt
-            with self._door.sequences.take(len(requests)):
+            with self._door.sequences.take(len(requests)), key.request() if key else nullcontext():
                 model = self._door.gateway.zoo.target(body.model).model
                 choices = [Choice(index, request, model) for index, request in enumerate(requests)]
                 form = self._form(model, spans=body.draftbridge.spans)
-                events = generate(self._door.gateway, requests, body.model, body.draftbridge.draft)
+                events = _spending(generate(self._door.gateway, requests, body.model, body.draftbridge.draft), key)
                 async with aclosing(events):
                     response = await respond(Answer(form, choices, events), body, self._door.limits, receive)
                     if response:
@@ -194,3 +213,17 @@ class _Endpoint(Generic[R]):
             return self._kind.model_validate_json(bytes(body))
         except ValidationError as error:
             raise errors.invalid_body(error) from None
+
+
+def _owned(request: Request, key: Key | None) -> Request:
+    """Keeps the tenants of one key apart from those of another, as the gRPC server does."""
+    return replace(request, tenant=f"{key.name}/{request.tenant}") if key and request.tenant else request
+
+
+async def _spending(events: AsyncGenerator[Event], key: Key | None) -> AsyncGenerator[Event]:
+    """Passes events on, and counts their tokens for the key."""
+    async with aclosing(events):
+        async for event in events:
+            if key and isinstance(event[1], Delta):
+                key.spend(len(event[1].token_ids))
+            yield event

@@ -2,9 +2,11 @@
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from ipaddress import ip_address
+from typing import Any
 
 import uvicorn
 
@@ -12,6 +14,8 @@ from services.bridge.gateway import Gateway
 from services.config import BridgeServerConfig
 from services.http.answer import Limits
 from services.http.app import application
+from services.rpc import security
+from services.rpc.keys import Keys
 from services.rpc.server import PortTaken, host_and_port
 
 _BACKLOG = 2048
@@ -32,12 +36,18 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def http_door(
-    config: BridgeServerConfig, gateway: Gateway, stop: asyncio.Event, limits: Limits | None = None
+    config: BridgeServerConfig,
+    gateway: Gateway,
+    stop: asyncio.Event,
+    keys: Keys | None = None,
+    limits: Limits | None = None,
 ) -> AsyncIterator[str]:
     """Serves HTTP on `config.http` until `stop` is set or the block ends, and yields the URL.
 
-    `limits` replaces those of the configuration. Raises `InvalidField` or `PortTaken`.
+    `keys` are those of the gRPC server, so that a key's limits hold for both doors. `limits` replaces those of the
+    configuration. Raises `InvalidField`, `InvalidConfiguration` or `PortTaken`.
     """
+    security.check_exposure(config.http, config)
     host, port = host_and_port("http", config.http)
     try:
         bare = host.removeprefix("[").removesuffix("]")
@@ -49,7 +59,8 @@ async def http_door(
     limits = limits or Limits(body_bytes=config.http_body << 20, sequences=config.http_sequences)
     server = _Server(
         uvicorn.Config(
-            application(gateway, limits, config.http_origin, _hosts(bare, config.http_host)),
+            application(gateway, limits, config.http_origin, _hosts(bare, config.http_host), keys),
+            **_tls(config),
             http="httptools",
             ws="none",
             lifespan="off",
@@ -69,11 +80,22 @@ async def http_door(
 
     serving, stopping = asyncio.create_task(server.serve([listener])), asyncio.create_task(stop_with_the_process())
     try:
-        yield f"http://{host}:{listener.getsockname()[1]}"
+        scheme = "https" if config.tls_certificate else "http"
+        yield f"{scheme}://{host}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         await serving
         stopping.cancel()
+
+
+def _tls(config: BridgeServerConfig) -> dict[str, Any]:
+    """Returns uvicorn's options for TLS. Unlike the gRPC server, it reads the files only once."""
+    if config.tls_certificate is None:
+        return {}
+    options: dict[str, Any] = {"ssl_certfile": config.tls_certificate, "ssl_keyfile": config.tls_key}
+    if config.tls_client_ca:
+        options |= {"ssl_ca_certs": str(config.tls_client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return options
 
 
 def _hosts(listen: str, configured: tuple[str, ...]) -> tuple[str, ...]:

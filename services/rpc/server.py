@@ -58,10 +58,10 @@ class Server:
     ) -> None:
         config = config or ServerConfig.model_validate({})
         credentials = security.server_credentials(config)
-        keys = Keys(config.keys) if config.keys else None
+        self.keys = Keys(config.keys) if config.keys else None
         self._names: list[str] = []
         self._server = aio.server(
-            interceptors=[Gate(keys, config.call_limit), StatusInterceptor()],
+            interceptors=[Gate(self.keys, config.call_limit), StatusInterceptor()],
             options=[
                 # Without this a second process would silently share the port.
                 ("grpc.so_reuseport", 0),

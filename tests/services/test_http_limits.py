@@ -40,7 +40,7 @@ async def door(tiny_fleet: Fleet, limits: Limits | None = None, **options: Any) 
         stack.push_async_callback(zoo.close)
         config = BridgeServerConfig(target=(tiny_fleet.target,), http="127.0.0.1:0", **options)
         gateway = Gateway(zoo)
-        yield await stack.enter_async_context(http_door(config, gateway, asyncio.Event(), limits)), gateway
+        yield await stack.enter_async_context(http_door(config, gateway, asyncio.Event(), limits=limits)), gateway
 
 
 def raw(url: str, body: bytes, receive_bytes: int | None = None) -> socket.socket:

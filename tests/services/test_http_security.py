@@ -1,0 +1,94 @@
+"""The HTTP door with keys and TLS: the same clients, limits and rules as at the gRPC door."""
+
+import ssl
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from draftbridge import CallError, Client
+from draftbridge.security import Credentials
+from services.cli.processes import Fleet, launched
+from tests.support.certificates import authority, issue
+
+TOKENS = {"ann": "a" * 32, "bob": "b" * 32}
+BODY = {"model": "tiny-target", "prompt": "The quick brown", "max_tokens": 20}
+
+
+@pytest.fixture(scope="module")
+def secured(tiny_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, Path]]:
+    """Addresses of both doors of a bridge with keys and TLS, and its authority."""
+    directory = tmp_path_factory.mktemp("secured")
+    ca = directory / "ca.pem"
+    pair = issue(authority(ca), directory, "bridge")
+    keys = directory / "keys.toml"
+    keys.write_text(f'[ann]\ntoken = "{TOKENS["ann"]}"\n[bob]\ntoken = "{TOKENS["bob"]}"\ntokens-per-minute = 10\n')
+    options = (
+        "--target",
+        tiny_fleet.target,
+        "--listen",
+        "127.0.0.1:0",
+        "--http",
+        "127.0.0.1:0",
+        "--until-stdin-closes",
+    )
+    with ExitStack() as stack:
+        started, _ = stack.enter_context(launched("bridge", "bridge", *options, "--keys", str(keys), *pair.options))
+        grpc_address, _, url = started.partition(" and ")
+        yield grpc_address, url, ca
+
+
+def client(secured: tuple[str, str, Path], name: str | None) -> httpx.Client:
+    _, url, ca = secured
+    headers = {"Authorization": f"Bearer {TOKENS.get(name, name)}"} if name else {}
+    return httpx.Client(base_url=url, headers=headers, verify=ssl.create_default_context(cafile=str(ca)), timeout=60)
+
+
+def test_a_token_opens_it_over_tls(secured: tuple[str, str, Path]) -> None:
+    assert secured[1].startswith("https://")
+    with client(secured, "ann") as http:
+        assert http.get("/v1/models").json()["data"][0]["id"] == "tiny-target"
+        assert http.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", [None, "c" * 32])
+def test_without_a_known_token_it_generates_and_lists_nothing(secured: tuple[str, str, Path], name: str | None) -> None:
+    with client(secured, name) as http:
+        for response in (
+            http.get("/v1/models"),
+            http.get("/v1/models/tiny-target"),
+            http.post("/v1/completions", json=BODY),
+            http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}),
+        ):
+            assert response.status_code == 401
+            assert "tiny-target" not in response.text
+        assert http.get("/health").status_code == 200
+
+
+def test_a_key_has_one_limit_for_both_doors(secured: tuple[str, str, Path]) -> None:
+    grpc_address, _, ca = secured
+    with client(secured, "bob") as http:
+        assert http.post("/v1/completions", json=BODY | {"ignore_eos": True}).status_code == 200
+        refused = http.post("/v1/completions", json=BODY)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) > 0
+        assert "10 tokens a minute" in refused.json()["error"]["message"]
+    with (
+        Client(grpc_address, Credentials(ca=ca, token=TOKENS["bob"])) as talking,
+        pytest.raises(CallError, match="10 tokens a minute"),
+    ):
+        talking.generate("The quick", max_tokens=2)
+
+
+def test_a_client_that_does_not_trust_the_authority_does_not_connect(secured: tuple[str, str, Path]) -> None:
+    with httpx.Client(base_url=secured[1], timeout=60) as http, pytest.raises(httpx.ConnectError):
+        http.get("/health")
+
+
+def test_it_does_not_listen_beyond_this_machine_without_both(tiny_fleet: Fleet) -> None:
+    from tests.services.test_cli import command, refused
+
+    options = ("--target", tiny_fleet.target, "--listen", "127.0.0.1:0", "--http", "0.0.0.0:0")
+    assert "--insecure" in refused(command("bridge", *options))
