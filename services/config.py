@@ -13,18 +13,32 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bridge.errors import DraftBridgeError
 from services.engines.registry import engines
 from services.engines.spec import Dtype, EngineOptions, Weights
+from services.logs import LogFormat, LogLevel
 
 DEFAULT_BRIDGE = "127.0.0.1:50050"
 MODEL_HELP = "A built-in name such as gemma-3-270m, a directory, a GGUF file, or a Hugging Face id."
 _LISTEN_HELP = "HOST:PORT to listen on. With port 0, the system picks a free port, which is printed."
 _ENGINE_HELP = f"{', '.join(engines())}, or auto for the fastest installed engine that can run the model."
+
+
+# Settings that every process has.
+Metrics = Annotated[
+    str,
+    Field(description="HOST:PORT to serve Prometheus metrics on; port 0: a free one, which is printed. Unset: off."),
+]
+Otlp = Annotated[str, Field(description="OTLP/gRPC endpoint to send traces to, as http://HOST:4317. Unset: off.")]
+LogFormatSetting = Annotated[LogFormat, Field(description="Format of log lines.")]
+LogLevelSetting = Annotated[LogLevel, Field(description="The least important lines to log; info: one for each call.")]
+Channelz = Annotated[
+    bool, Field(description="Serve channelz, which shows the addresses of all connections to clients.")
+]
 
 
 class InvalidConfiguration(DraftBridgeError, reason="INVALID_CONFIGURATION"):
@@ -64,6 +78,11 @@ class ModelServerConfig(_Configuration):
     deterministic: bool = Field(
         False, description="Generate the same text in every speculation mode, bit for bit, in any dtype. Slower."
     )
+    metrics: Metrics = ""
+    otlp: Otlp = ""
+    log_format: LogFormatSetting = LogFormat.TEXT
+    log_level: LogLevelSetting = LogLevel.WARNING
+    channelz: Channelz = False
 
     @property
     def options(self) -> EngineOptions:
@@ -87,6 +106,11 @@ class BridgeServerConfig(_Configuration):
     suffix_memory: int = Field(
         0, ge=0, le=1 << 20, description="MiB for earlier outputs, as candidates for the same tenant only; 0: off."
     )
+    metrics: Metrics = ""
+    otlp: Otlp = ""
+    log_format: LogFormatSetting = LogFormat.TEXT
+    log_level: LogLevelSetting = LogLevel.WARNING
+    channelz: Channelz = False
 
 
 # The tables of the configuration file; each has the name of the command that starts the process.

@@ -188,6 +188,10 @@ class Zoo:
             {endpoint.model.vocabulary.sha256: endpoint.model.vocabulary for endpoint in self.endpoints}.values()
         )
 
+    def connected(self) -> list[tuple[str, str, bool]]:
+        """Returns the address and the role of each configured service, and whether it is connected."""
+        return [(one.address, _ROLES[one.role], one.endpoint is not None) for one in self._services]
+
     async def check(self) -> list[bridge_pb2.Endpoint]:
         """Checks all configured services concurrently, and returns for each what is wrong with it now, if anything."""
 

@@ -9,10 +9,12 @@ from typing import Any, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc import aio
+from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from bridge.errors import DraftBridgeError, InvalidField
+from services.rpc.insight import Insight, InsightInterceptor
 from services.rpc.status import StatusInterceptor
 
 T = TypeVar("T")
@@ -37,13 +39,16 @@ class Server:
     """Binds `listen`, HOST:PORT, when constructed (port 0: a free port) and serves in `run_until`.
 
     `receive_limit_bytes`: the largest message accepted. Parsing blocks all other calls for up to 20 ms per MiB of ids.
-    Raises `InvalidField` or `PortTaken`.
+    `insight`: what the server shows of its calls. Raises `InvalidField` or `PortTaken`.
     """
 
-    def __init__(self, listen: str, receive_limit_bytes: int = _MESSAGE_LIMIT_BYTES) -> None:
+    def __init__(
+        self, listen: str, receive_limit_bytes: int = _MESSAGE_LIMIT_BYTES, insight: Insight | None = None
+    ) -> None:
+        self._insight = insight or Insight()
         self._names: list[str] = []
         self._server = aio.server(
-            interceptors=[StatusInterceptor()],
+            interceptors=[InsightInterceptor(self._insight), StatusInterceptor()],
             options=[
                 # Without this a second process would silently share the port.
                 ("grpc.so_reuseport", 0),
@@ -52,6 +57,7 @@ class Server:
                 ("grpc.http2.max_ping_strikes", 0),
                 ("grpc.max_receive_message_length", receive_limit_bytes),
                 ("grpc.max_send_message_length", _MESSAGE_LIMIT_BYTES),
+                ("grpc.enable_channelz", int(self._insight.channelz)),
             ],
         )
         host, _, port = listen.rpartition(":")
@@ -80,7 +86,11 @@ class Server:
         """
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        if self._insight.channelz:
+            channelz.add_channelz_servicer(self._server)
+            names.append(channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name)
+        reflection.enable_server_reflection(names, self._server)
         await self._server.start()
         await self._set_health(alive())
         on_start(self.address)
