@@ -2,7 +2,7 @@
 
 The log holds nothing that a client wrote: no prompt, no generated text, no name or header of a request. A client may
 choose the request's id, of harmless characters. Tracebacks leave out the texts of exceptions that occur in a request,
-because these may quote it; `--log-level debug` shows them.
+because these may quote it; `--log-level debug` shows them. Engines are exempt: they know only token ids.
 """
 
 import json
@@ -18,6 +18,7 @@ from typing import Any
 
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+_ENGINES = "services.engines."
 # Attributes of a log record that become fields of a JSON line; `extra=` sets them.
 _FIELDS = ("method", "code", "seconds")
 
@@ -64,18 +65,15 @@ class _TextFormatter(logging.Formatter):
     """Writes `LEVEL name [request id]: message`."""
 
     def __init__(self, quotes: bool) -> None:
-        super().__init__("%(levelname)s %(name)s%(request)s: %(message)s")
+        super().__init__()
         self._quotes = quotes
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
-        id_ = request_id.get()
-        record.request = f" [{id_}]" if id_ else ""
-        return super().format(record)
-
-    def formatException(self, ei: Any) -> str:  # noqa: N802
-        """See `logging.Formatter`."""
-        return _traceback(ei[1], self._quotes)
+        id_ = f" [{request_id.get()}]" if request_id.get() else ""
+        line = f"{record.levelname} {record.name}{id_}: {record.getMessage()}"
+        text = _traceback(record, self._quotes)
+        return f"{line}\n{text}" if text else line
 
 
 class _JsonFormatter(logging.Formatter):
@@ -96,23 +94,23 @@ class _JsonFormatter(logging.Formatter):
         if id_ := request_id.get():
             fields["request_id"] = id_
         fields |= {name: vars(record)[name] for name in _FIELDS if name in vars(record)}
-        if record.exc_info and record.exc_info[1]:
-            fields["traceback"] = _traceback(record.exc_info[1], self._quotes)
+        if text := _traceback(record, self._quotes):
+            fields["traceback"] = text
         return json.dumps(fields)
 
 
-def _traceback(error: BaseException | None, quotes: bool) -> str:
-    """Formats a traceback. In a request, only with `quotes` does it contain the texts of the exceptions."""
+def _traceback(record: logging.LogRecord, quotes: bool) -> str:
+    """Formats a record's traceback. In a request, only with `quotes` does it contain the texts of the exceptions."""
+    error = record.exc_info[1] if record.exc_info else None
     if error is None:
         return ""
-    if quotes or not request_id.get():
+    if quotes or not request_id.get() or record.name.startswith(_ENGINES):
         return "".join(traceback.format_exception(error)).rstrip("\n")
-    lines: list[str] = []
     chain: list[BaseException] = []
-    one: BaseException | None = error
-    while one is not None and one not in chain:
-        chain.append(one)
-        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    lines: list[str] = []
     for one in reversed(chain):
         lines += ["Traceback (most recent call last):\n", *traceback.format_tb(one.__traceback__)]
         lines.append(f"{type(one).__module__}.{type(one).__qualname__} (its text is logged at level debug)\n")

@@ -46,7 +46,7 @@ class ServerMetrics:
         self._gauge("build_info", "The version, as a label; the value is 1.", "version").labels(VERSION).set(1)
         self.call_duration = self._histogram(
             "rpc_server_call_duration_seconds",
-            "Duration of calls (rpc.server.call.duration of OpenTelemetry).",
+            "Duration of calls; OpenTelemetry's rpc.server.call.duration.",
             _SECONDS,
             "rpc_method",
             "rpc_response_status_code",
@@ -121,8 +121,12 @@ class BridgeMetrics(ServerMetrics, Collector):
         active = self._gauge("active_requests", "Generations in progress.")
         active.set_function(lambda: len(self._running))
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of the prompts of finished generations.")
-        self.cached_prompt_tokens = self._counter("cached_prompt_tokens", "Those that the target had in its cache.")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.cached_prompt_tokens = self._counter(
+            "cached_prompt_tokens", "Prompt tokens that targets had in their caches."
+        )
+        self.generation_tokens = self._counter(
+            "generation_tokens", "Tokens generated, also by generations that failed."
+        )
         self.passes = self._counter("target_passes", "Passes of targets, those that read prompts included.")
         self.drafts = self._counter("spec_decode_num_drafts", "Passes that verified candidates of a source.", "source")
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Candidates verified.", "source")
@@ -142,11 +146,17 @@ class BridgeMetrics(ServerMetrics, Collector):
         self.forward_seconds = self._counter("target_forward_seconds", "Time of the targets' passes.")
         self.waited_seconds = self._counter("target_waited_seconds", "Time that targets waited for candidates.")
         self.bridge_seconds = self._counter("bridge_seconds", "Time for translation and planning between passes.")
-        self.plan_passes = self._counter("plan_passes", "Passes after the first, by kind of plan.", "plan")
-        self.plan_tokens = self._counter("plan_tokens", "Tokens that these passes yielded.", "plan")
-        self.plan_seconds = self._counter("plan_measured_seconds", "Time that these passes took.", "plan")
-        self.predicted_tokens = self._counter("plan_predicted_tokens", "Tokens that the planner predicted.", "plan")
-        self.predicted_seconds = self._counter("plan_predicted_seconds", "Time that the planner predicted.", "plan")
+        self.plan_passes = self._counter("plan_passes", "Passes after the first of a request, by kind of plan.", "plan")
+        self.plan_tokens = self._counter("plan_tokens", "Tokens of passes after the first, by kind of plan.", "plan")
+        self.plan_seconds = self._counter(
+            "plan_measured_seconds", "Time of passes after the first, by kind of plan.", "plan"
+        )
+        self.predicted_tokens = self._counter(
+            "plan_predicted_tokens", "Tokens that the planner predicted for these passes.", "plan"
+        )
+        self.predicted_seconds = self._counter(
+            "plan_predicted_seconds", "Time that the planner predicted for these passes.", "plan"
+        )
 
     def request(self, statistics: Statistics) -> "RequestMetrics":
         """Returns the metrics of a request that begins now and counts into `statistics`. Its `end` must be called."""
@@ -168,7 +178,9 @@ class BridgeMetrics(ServerMetrics, Collector):
             f"{PREFIX}_encoded_prompt_bytes", "Bytes of prompts, by tokenizer (SHA-256).", labels=("tokenizer",)
         )
         hits = CounterMetricFamily(
-            f"{PREFIX}_encoded_prompt_cached_bytes", "Those that needed no encoding.", labels=("tokenizer",)
+            f"{PREFIX}_encoded_prompt_cached_bytes",
+            "Bytes of prompts encoded before, by tokenizer.",
+            labels=("tokenizer",),
         )
         return connected, queries, hits
 
@@ -274,8 +286,10 @@ class ModelMetrics(ServerMetrics, SchedulerObserver):
         self.batch_sequences = self._histogram("batch_sequences", "Sequences of a forward.", _COUNTS[:9])
         self.batch_width = self._histogram("batch_width_tokens", "Tokens of a forward, of all sequences.", _COUNTS)
         self.forward_failures = self._counter("forward_failures", "Forwards that failed.")
-        self.cache_queries = self._counter("prefix_cache_queries", "Tokens looked up for sequences that begin.")
-        self.cache_hits = self._counter("prefix_cache_hits", "Those that a slot's cache held.")
+        self.cache_queries = self._counter(
+            "prefix_cache_queries", "Tokens of new sequences, looked up in the slots' caches."
+        )
+        self.cache_hits = self._counter("prefix_cache_hits", "Tokens of new sequences that a slot's cache held.")
 
     def watch(self, scheduler: Scheduler) -> None:
         """Reads the gauges from a scheduler at each scrape."""

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Sequence
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TypeVar
@@ -226,7 +227,8 @@ class Zoo:
     def _connect_in_background(self, service: _Service) -> None:
         """Tries to connect a draft until that succeeds. Requests run without it meanwhile."""
         service.endpoint = service.refused = None
-        service.task = asyncio.create_task(self._connect_draft(service))
+        # In a context of its own: this may be called in a request, whose id and trace it must not carry.
+        service.task = asyncio.create_task(self._connect_draft(service), context=Context())
 
     async def _connect_draft(self, service: _Service) -> None:
         while not service.endpoint:
