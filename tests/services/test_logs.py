@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -57,6 +59,13 @@ def test_every_process_logs_a_request_under_the_clients_id(trio: dict[str, Obser
     failed = [one for one in lines(trio["bridge"]) if one.get("request_id") == "job-18"]
     assert [(one["code"], one["level"]) for one in failed] == [("NOT_FOUND", "INFO")]
     assert all(SECRET not in one.log.read_text() for one in trio.values())
+
+
+def test_the_command_sends_an_id(trio: dict[str, Observed]) -> None:
+    command = [sys.executable, "-m", "services.cli", "generate", "The quick", "--server", trio["bridge"].address]
+    command += ["--request-id", "from-the-command", "--max-tokens", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout.splitlines()[0])["request_id"] == "from-the-command"
 
 
 def test_an_id_that_does_not_belong_into_a_log_is_replaced(trio: dict[str, Observed]) -> None:
