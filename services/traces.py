@@ -15,6 +15,8 @@ from services.logs import REQUEST_ID_KEY, request_id
 _TRACE_KEYS = ("traceparent", "tracestate")
 # Spans are sent every second, and the rest when the process ends.
 _SEND_MILLISECONDS = 1000
+# A collector that is away delays the end of the process by this long.
+_TIMEOUT_SECONDS = 2
 
 # The OpenTelemetry span of the call that the present task serves.
 _current: ContextVar[Any] = ContextVar("current", default=None)
@@ -76,7 +78,7 @@ class Traces:
 
         self._provider = TracerProvider(resource=Resource.create({"service.name": service}))
         # A scheme of https makes the exporter use TLS.
-        exporter = OTLPSpanExporter(endpoint, insecure=not endpoint.startswith("https:"))
+        exporter = OTLPSpanExporter(endpoint, not endpoint.startswith("https:"), timeout=_TIMEOUT_SECONDS)
         self._provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=_SEND_MILLISECONDS))
         self._tracer = self._provider.get_tracer("draftbridge")
 

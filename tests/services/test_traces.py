@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import grpc
 import pytest
 from opentelemetry import trace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -14,6 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from draftbridge import CallError, Client
+from draftbridge.v1 import model_pb2, model_pb2_grpc
 from services.traces import NO_TRACES, outgoing_metadata
 from tests.support.observed import Collector, collector, observed
 from tests.support.waiting import eventually
@@ -130,6 +132,14 @@ def test_a_request_of_a_client_that_does_not_trace_is_a_trace_too(traced: tuple[
 
     eventually(lambda: len(root()) == 1)
     assert root()[0].parent_span_id == b""
+
+
+def test_a_collector_that_is_away_costs_spans_only(tmp_path: Path) -> None:
+    with observed(tmp_path, "draft", "serve", "suffix", "--role", "draft", "--otlp", "http://127.0.0.1:1") as server:
+        with grpc.insecure_channel(server.address) as channel:
+            model_pb2_grpc.ModelServiceStub(channel).GetModel(model_pb2.GetModelRequest(), timeout=5)
+        server.process.terminate()
+        assert server.process.wait(8) == 0
 
 
 def test_nothing_is_traced_unless_configured() -> None:
