@@ -74,11 +74,13 @@ async def generate(
     estimates: TargetEstimates | None = None,
     memory: SuffixMemory | None = None,
     clock: Callable[[], int] = perf_counter_ns,
+    statistics: Statistics | None = None,
 ) -> AsyncGenerator[Started | Delta | Finished, None]:
     """Yields the target's own continuation of the request; a draft only makes it faster.
 
     `estimates` holds what other requests have learned about the target, and this request adds to it. `memory` holds
-    earlier outputs of tenants; a request with a tenant uses it and adds to it. `clock` returns nanoseconds.
+    earlier outputs of tenants; a request with a tenant uses it and adds to it. `clock` returns nanoseconds. The
+    request counts into `statistics`, which the caller may read at any time.
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock()
@@ -107,7 +109,8 @@ async def generate(
     yield Started(len(prompt.ids))
 
     planner = Planner(request.speculation, RequestEstimates(estimates, sources, draft_estimates))
-    tape, text, statistics = Tape(model.vocabulary, prompt.ids), TextStream(request.stop), Statistics()
+    tape, text = Tape(model.vocabulary, prompt.ids), TextStream(request.stop)
+    statistics = statistics or Statistics()
     # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
     end_id = next(iter(model.special_ids.eos), None)
     if isinstance(request.input, Chat):

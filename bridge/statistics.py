@@ -13,6 +13,7 @@ class SourceStatistics:
 
     name: str
     proposed_token_count: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_byte_count: int = 0
@@ -82,8 +83,10 @@ class Statistics:
         self.near_ties += result.near_tie_count
         self.verify_ns += result.forward_ns
         self.waited_ns += result.waited_ns
+        for name in dict.fromkeys(outcome.tried.sources):
+            self.sources.setdefault(name, SourceStatistics(name)).num_drafts += 1
         for place, name in enumerate(outcome.tried.sources):
-            source = self.sources.setdefault(name, SourceStatistics(name))
+            source = self.sources[name]
             source.num_draft_tokens += 1
             if place < accepted:
                 source.num_accepted_tokens += 1

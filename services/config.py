@@ -21,6 +21,7 @@ from bridge.errors import DraftBridgeError
 from draftbridge.security import Credentials
 from services.engines.registry import engines
 from services.engines.spec import Dtype, EngineOptions, Weights
+from services.logs import LogFormat, LogLevel
 
 DEFAULT_BRIDGE = "127.0.0.1:50050"
 MODEL_HELP = "A built-in name such as gemma-3-270m, a directory, a GGUF file, or a Hugging Face id."
@@ -45,7 +46,7 @@ class _Configuration(BaseModel):
 
 
 class ServerConfig(_Configuration):
-    """What all servers share: their security and limits."""
+    """What all servers share: security, limits, and what they show of their work."""
 
     tls_certificate: Path | None = Field(
         None, description="PEM file with the server's certificate chain. Turns TLS on. Read again when it changes."
@@ -64,6 +65,17 @@ class ServerConfig(_Configuration):
     call_limit: int = Field(1024, ge=1, le=1_000_000, description="Number of calls that may run at once.")
     stream_limit: int = Field(1024, ge=1, le=1_000_000, description="Number of calls at once on one connection.")
     metadata_limit: int = Field(16, ge=1, le=1024, description="KiB of metadata (headers) of one call.")
+    metrics: str = Field(
+        "", description="HOST:PORT to serve Prometheus metrics on; port 0: a free one, which is printed. Unset: off."
+    )
+    otlp: str = Field("", description="OTLP/gRPC endpoint to send traces to, as http://HOST:4317. Unset: off.")
+    log_format: LogFormat = Field(LogFormat.TEXT, description="Format of log lines.")
+    log_level: LogLevel = Field(
+        LogLevel.WARNING, description="The least important lines to log; info: one for each call."
+    )
+    channelz: bool = Field(
+        False, description="Serve channelz, which shows the addresses of all connections to clients."
+    )
 
 
 class ModelServerConfig(ServerConfig):

@@ -1,5 +1,6 @@
 """A synchronous and an asynchronous client of the bridge."""
 
+import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -10,11 +11,14 @@ from grpc import aio
 
 from draftbridge.errors import CallError
 from draftbridge.security import Credentials, open_aio_channel, open_channel
+from draftbridge.tracing import CallTrace
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2, sampling_pb2
 
 Event: TypeAlias = bridge_pb2.GenerateStarted | bridge_pb2.GenerateDelta | bridge_pb2.GenerateFinished
 
 _OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
+_GENERATE = "draftbridge.v1.BridgeService/Generate"
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 # For all calls but Generate, which has no time limit.
 _TIMEOUT_SECONDS = 30.0
 
@@ -198,6 +202,12 @@ def _translate_request(
         raise _invalid("request", f"a value has the wrong type or is out of range ({error})") from error
 
 
+def _checked_id(request_id: str) -> str:
+    if request_id and not _REQUEST_ID.fullmatch(request_id):
+        raise _invalid("request_id", "request_id must be 1 to 64 ASCII letters, digits and _.:-")
+    return request_id
+
+
 def _checked(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -228,22 +238,27 @@ class Client:
         """Cancels running calls and closes the channel."""
         self._channel.close()
 
-    def stream(self, prompt: str | None = None, **options: Any) -> Iterator[Event]:
+    def stream(self, prompt: str | None = None, *, request_id: str = "", **options: Any) -> Iterator[Event]:
         """Yields a GenerateStarted, any number of GenerateDelta, and a GenerateFinished as they arrive.
 
-        Takes the options of `generate_request`. Closing the iterator early cancels the generation.
+        Takes the options of `generate_request`. Closing the iterator early cancels the generation. `request_id` names
+        the request in the logs of all services: 1 to 64 ASCII letters, digits and `_.:-`. GenerateStarted has it.
         """
-        call = self._stub.Generate(generate_request(prompt, **options))
+        request, trace = generate_request(prompt, **options), CallTrace(_GENERATE, _checked_id(request_id))
+        call, code = self._stub.Generate(request, metadata=trace.metadata), ""
         try:
             for response in call:
                 yield _event(response)
         except grpc.RpcError as error:
-            raise CallError.from_rpc(error, self._address) from error
+            failure = CallError.from_rpc(error, self._address)
+            code = failure.code.name
+            raise failure from error
         finally:
             call.cancel()
+            trace.end(code)
 
     def generate(self, prompt: str | None = None, **options: Any) -> Generation:
-        """Returns the complete generation. Takes the options of `generate_request`."""
+        """Returns the complete generation. Takes the options of `stream`."""
         return Generation.of(self.stream(prompt, **options))
 
     def models(self) -> list[model_pb2.Model]:
@@ -294,16 +309,20 @@ class AsyncClient:
         """Cancels running calls and closes the channel."""
         await self._channel.close()
 
-    async def stream(self, prompt: str | None = None, **options: Any) -> AsyncIterator[Event]:
+    async def stream(self, prompt: str | None = None, *, request_id: str = "", **options: Any) -> AsyncIterator[Event]:
         """See `Client.stream`."""
-        call = self._stub.Generate(generate_request(prompt, **options))
+        request, trace = generate_request(prompt, **options), CallTrace(_GENERATE, _checked_id(request_id))
+        call, code = self._stub.Generate(request, metadata=trace.metadata), ""
         try:
             async for response in call:
                 yield _event(response)
         except aio.AioRpcError as error:
-            raise CallError.from_rpc(error, self._address) from error
+            failure = CallError.from_rpc(error, self._address)
+            code = failure.code.name
+            raise failure from error
         finally:
             call.cancel()
+            trace.end(code)
 
     async def generate(self, prompt: str | None = None, **options: Any) -> Generation:
         """See `Client.generate`."""

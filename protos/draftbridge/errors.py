@@ -9,6 +9,8 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
+from draftbridge.tracing import REQUEST_ID_KEY
+
 _DETAILS_KEY = "grpc-status-details-bin"
 # What gRPC reports of a handshake, such as "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:
 # SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: ...: OK".
@@ -56,7 +58,12 @@ def tls_failure(code: grpc.StatusCode, details: str) -> str:
 
 
 class CallError(Exception):
-    """A call failed. The text names the remedy; `reason` identifies the error for programs, such as INVALID_FIELD."""
+    """A call failed. The text names the remedy; `reason` identifies the error for programs, such as INVALID_FIELD.
+
+    `request_id`: the call's id in the server's log; empty if no server has answered.
+    """
+
+    request_id = ""
 
     def __init__(self, code: grpc.StatusCode, reason: str, message: str, metadata: Mapping[str, str]) -> None:
         super().__init__(message)
@@ -67,6 +74,13 @@ class CallError(Exception):
     @classmethod
     def from_rpc(cls, error: Any, address: str) -> "CallError":
         """Converts a `grpc.RpcError` or `grpc.aio.AioRpcError` of a call to `address`."""
+        failure = cls._from_rpc(error, address)
+        sent = (value for key, value in error.initial_metadata() or () if key == REQUEST_ID_KEY)
+        failure.request_id = next(sent, "")
+        return failure
+
+    @classmethod
+    def _from_rpc(cls, error: Any, address: str) -> "CallError":
         code = error.code()
         if report := read_report(error.trailing_metadata()):
             return cls(code, report.reason, report.message, report.metadata)

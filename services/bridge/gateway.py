@@ -12,11 +12,14 @@ from bridge.ports import Proposal
 from bridge.request import Request, check, check_size
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.suffix_memory import SuffixMemory
+from bridge.statistics import Statistics
 from bridge.text.models import Model
 from draftbridge.v1 import model_pb2
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
 from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
 from services.bridge.zoo import Endpoint, Zoo
+from services.metrics import BridgeMetrics, RequestMetrics
+from services.traces import NO_TRACES, Stages, Traces
 
 
 @dataclass(frozen=True)
@@ -48,20 +51,31 @@ class RequestCounts:
     cancelled: int = 0
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Counts the block as one request."""
+    def request(self, on_end: Callable[[str], None]) -> Iterator[None]:
+        """Counts the block as one request. `on_end` receives its outcome: finished, failed or cancelled."""
+        outcome = "cancelled"  # or closed before its end
         self.active += 1
         try:
             yield
-            self.finished += 1
+            outcome = "finished"
         except Exception:
-            self.failed += 1
-            raise
-        except BaseException:  # cancelled, or closed before its end
-            self.cancelled += 1
+            outcome = "failed"
             raise
         finally:
             self.active -= 1
+            setattr(self, outcome, getattr(self, outcome) + 1)
+            on_end(outcome)
+
+
+@dataclass(eq=False)
+class Running:
+    """A request in progress. `draft` is empty if it has none; `target` too while the prompt is being encoded."""
+
+    statistics: Statistics
+    metrics: RequestMetrics
+    started_ns: int
+    target: str = ""
+    draft: str = ""
 
 
 class _ZooDrafter(RemoteDrafter):
@@ -88,15 +102,35 @@ class Gateway:
         self,
         zoo: Zoo,
         memory: SuffixMemory | None = None,
+        *,
         max_requests: int = 256,
         prompt_limit_bytes: int = 4 << 20,
+        metrics: BridgeMetrics | None = None,
+        traces: Traces = NO_TRACES,
     ) -> None:
         self.zoo, self.memory = zoo, memory
         self._max_requests, self.prompt_limit_bytes = max_requests, prompt_limit_bytes
         self.started_ns = perf_counter_ns()
         self.counts = RequestCounts()
         self._balancer = Balancer()
+        # In the order of their arrival.
+        self.running: dict[Running, None] = {}
         self.observers: list[Callable[[Finished], None]] = []
+        self._metrics = metrics or BridgeMetrics()
+        self._metrics.watch(zoo)
+        self._traces = traces
+
+    @contextmanager
+    def _request(self) -> Iterator[Running]:
+        """Counts the block as one request in every respect."""
+        statistics = Statistics()
+        running = Running(statistics, self._metrics.request(statistics), perf_counter_ns())
+        self.running[running] = None
+        try:
+            with self.counts.request(running.metrics.end):
+                yield running
+        finally:
+            del self.running[running]
 
     @property
     def targets(self) -> list[Model]:
@@ -120,7 +154,7 @@ class Gateway:
 
         Raises a `DraftBridgeError` at any point.
         """
-        with self.counts.request(), ExitStack() as stack:
+        with self._request() as running, ExitStack() as stack:
             if self.counts.active > self._max_requests:
                 raise BridgeBusy(self._max_requests)
             check(request)
@@ -145,17 +179,50 @@ class Gateway:
                 drafter = stack.enter_context(closing(_ZooDrafter(self.zoo, draft, sampling, request.seed)))
             draft_model = draft.model if draft else None
             note = "" if draft or request.speculation.mode is Mode.OFF else self.zoo.note_on_drafts
-            events = generate(request, target.model, verifier, draft_model, drafter, target.estimates, self.memory)
+            events = generate(
+                request,
+                target.model,
+                verifier,
+                draft_model,
+                drafter,
+                target.estimates,
+                self.memory,
+                statistics=running.statistics,
+            )
+            stages = Stages(self._traces, "encode")
             async with aclosing(events):
                 async for event in events:
                     match event:
                         case Started(prompt_token_count):
-                            name = draft_model.name if draft_model else ""
-                            yield Opened(target.model.name, name, request.seed, prompt_token_count)
+                            running.target = target.model.name
+                            running.draft = draft_model.name if draft_model else ""
+                            stages.begin("prefill", prompt_tokens=prompt_token_count)
+                            yield Opened(running.target, running.draft, request.seed, prompt_token_count)
                         case Finished():
                             event.statistics.note = event.statistics.note or note
+                            running.metrics.on_finished(event)
+                            stages.end(**_summary(event))
                             for observer in self.observers:
                                 observer(event)
                             yield event
                         case Delta():
+                            if not running.metrics.generated_token_count:
+                                stages.begin("decode")
+                            running.metrics.on_delta(len(event.token_ids))
                             yield event
+
+
+def _summary(event: Finished) -> dict[str, str | int | float]:
+    """Returns the attributes of a trace that sum up the passes."""
+    statistics = event.statistics
+    return {
+        "mode": event.mode.value,
+        "generated_tokens": event.generated_token_count,
+        "target_passes": statistics.target_pass_count,
+        "candidates": statistics.num_draft_tokens,
+        "accepted": statistics.num_accepted_tokens,
+        "near_ties": statistics.near_ties,
+        "forward_seconds": statistics.verify_ns / 1e9,
+        "waited_seconds": statistics.waited_ns / 1e9,
+        "bridge_seconds": statistics.bridge_ns / 1e9,
+    }

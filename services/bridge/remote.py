@@ -14,6 +14,7 @@ from bridge.text.models import Model
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from services.rpc import codec
 from services.rpc.status import from_rpc_error
+from services.traces import outgoing_metadata
 
 # Tokens of a message. A peer that follows the protocol sends fewer, because neither offers nor credit are this large.
 _MAX_TOKENS = 1024
@@ -77,7 +78,7 @@ class RemoteDrafter:
             model=model.name,
             tokenizer_sha256=model.vocabulary.sha256,
         )
-        call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
+        call = draft_pb2_grpc.DraftServiceStub(channel).Draft(metadata=outgoing_metadata())
         self._stream = _Stream(call, address, draft_pb2.DraftRequest(open=opening), "confidence")
 
     async def sync(self, sync: Sync) -> None:
@@ -117,7 +118,7 @@ class RemoteVerifier:
             tokenizer_sha256=model.vocabulary.sha256,
             logprobs=logprobs,
         )
-        call = target_pb2_grpc.TargetServiceStub(channel).Verify()
+        call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=outgoing_metadata())
         self._stream = _Stream(call, address, target_pb2.VerifyRequest(open=opening), "logprobs")
 
     async def run(self, run: Run) -> None:

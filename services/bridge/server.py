@@ -10,8 +10,11 @@ from services.bridge.gateway import Gateway
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import BridgeServerConfig
+from services.metrics import BridgeMetrics
+from services.rpc.insight import Insight
 from services.rpc.keys import Keys
 from services.rpc.server import Server, stop_event, unless
+from services.traces import NO_TRACES, Traces
 
 # Another way in: serves the gateway while the context is open, yields its address, and stops with the event.
 Door = Callable[[BridgeServerConfig, Gateway, asyncio.Event, Keys | None], AbstractAsyncContextManager[str]]
@@ -22,21 +25,31 @@ def run(
     on_start: Callable[[str], None],
     until_stdin_closes: bool = False,
     door: Door | None = None,
+    metrics: BridgeMetrics | None = None,
+    traces: Traces = NO_TRACES,
 ) -> None:
     """Connects to the model services and serves until stopped. `on_start` receives the address, or "ADDRESS and URL".
 
     `door` serves the same gateway, and so the same estimates and counts, in the same event loop.
     """
+    metrics = metrics or BridgeMetrics()
 
     async def serve() -> None:
         zoo = Zoo(config.target, config.draft, config.connect_timeout, config.credentials)
         try:
-            server = Server(config.listen, config)
+            server = Server(config.listen, config, Insight(metrics, traces, config.channelz))
             stop = stop_event(until_stdin_closes)
             if await unless(stop, zoo.connect()) is None:
                 return
             memory = SuffixMemory(config.suffix_memory << 20) if config.suffix_memory else None
-            gateway = Gateway(zoo, memory, config.max_requests, config.prompt_limit << 10)
+            gateway = Gateway(
+                zoo,
+                memory,
+                max_requests=config.max_requests,
+                prompt_limit_bytes=config.prompt_limit << 10,
+                metrics=metrics,
+                traces=traces,
+            )
             server.register(
                 bridge_pb2_grpc.add_BridgeServiceServicer_to_server,
                 BridgeServicer(gateway),

@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from itertools import islice
 from time import perf_counter_ns
 from typing import Any
 
@@ -17,9 +18,13 @@ from bridge.text.chat import Chat
 from bridge.text.translation import segment, translate
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.bridge.gateway import Gateway, Opened
+from services.logs import request_id
 from services.rpc import codec
 from services.rpc.gate import CALLER
 from services.version import VERSION
+
+# Generations in progress that `GetStatus` lists.
+_MAX_RUNNING = 100
 
 
 class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
@@ -28,9 +33,12 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway, self._zoo = gateway, gateway.zoo
         self._totals = bridge_pb2.SpeculationStatistics()
-        gateway.observers.append(
-            lambda event: codec.add_statistics(self._totals, codec.write_finished(event).speculation)
-        )
+        self._generated_token_count = 0
+        gateway.observers.append(self._add)
+
+    def _add(self, event: Finished) -> None:
+        codec.add_statistics(self._totals, codec.write_finished(event).speculation)
+        self._generated_token_count += event.generated_token_count
 
     async def Generate(  # noqa: N802
         self, request: bridge_pb2.GenerateRequest, context: "aio.ServicerContext[Any, Any]"
@@ -41,7 +49,8 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             async for event in events:
                 match event:
                     case Opened():
-                        yield bridge_pb2.GenerateResponse(started=bridge_pb2.GenerateStarted(**vars(event)))
+                        started = bridge_pb2.GenerateStarted(**vars(event), request_id=request_id.get())
+                        yield bridge_pb2.GenerateResponse(started=started)
                     case Delta():
                         yield bridge_pb2.GenerateResponse(delta=codec.write_delta(event))
                     case Finished():
@@ -52,9 +61,10 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
     ) -> bridge_pb2.GetStatusResponse:
         """See the contract."""
         endpoints, counts = await self._zoo.check(), self._gateway.counts
+        now = perf_counter_ns()
         return bridge_pb2.GetStatusResponse(
             version=VERSION,
-            uptime_ns=perf_counter_ns() - self._gateway.started_ns,
+            uptime_ns=now - self._gateway.started_ns,
             active_count=counts.active,
             finished_count=counts.finished,
             failed_count=counts.failed,
@@ -63,6 +73,17 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             speculation=self._totals,
             prefix_caches=[codec.write_prefix_cache(vocabulary) for vocabulary in self._zoo.vocabularies()],
             suffix_memory=codec.write_suffix_memory(self._gateway.memory),
+            generated_token_count=self._generated_token_count,
+            running=[
+                bridge_pb2.RunningGeneration(
+                    target=one.target,
+                    draft=one.draft,
+                    elapsed_ns=now - one.started_ns,
+                    generated_token_count=one.metrics.generated_token_count,
+                    speculation=codec.write_statistics(one.statistics),
+                )
+                for one in islice(self._gateway.running, _MAX_RUNNING)
+            ],
         )
 
     async def ListModels(  # noqa: N802

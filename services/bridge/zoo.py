@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Sequence
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import TypeVar
@@ -210,6 +211,10 @@ class Zoo:
             {endpoint.model.vocabulary.sha256: endpoint.model.vocabulary for endpoint in self.endpoints}.values()
         )
 
+    def connected(self) -> list[tuple[str, str, bool]]:
+        """Returns the address and the role of each configured service, and whether it is connected."""
+        return [(one.address, _ROLES[one.role], one.endpoint is not None) for one in self._services]
+
     async def check(self) -> list[bridge_pb2.Endpoint]:
         """Checks all configured services concurrently, and returns for each what is wrong with it now, if anything."""
 
@@ -254,7 +259,8 @@ class Zoo:
     def _connect_in_background(self, service: _Service) -> None:
         """Tries to connect a service until that succeeds. Requests run without it meanwhile."""
         service.endpoint = service.refused = None
-        service.task = asyncio.create_task(self._keep_trying(service))
+        # In a context of its own: this may be called in a request, whose id and trace it must not carry.
+        service.task = asyncio.create_task(self._keep_trying(service), context=Context())
 
     async def _keep_trying(self, service: _Service) -> None:
         while not service.endpoint:

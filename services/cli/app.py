@@ -10,11 +10,11 @@ import typer
 
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError
-from services.cli import bench_command, client, servers
+from services.cli import bench_command, client, servers, top
 from services.cli.options import configured
 from services.cli.terminal import fail, out, report
 from services.config import MODEL_HELP, BridgeServerConfig, ModelServerConfig
-from services.discreet import discreet_logging
+from services.logs import LogFormat, LogLevel, configure
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -62,6 +62,7 @@ app.command("bridge", help=servers.bridge.__doc__)(configured(BridgeServerConfig
 app.command("generate")(client.generate)
 app.command("models")(client.models)
 app.command("translate")(client.translate)
+app.command("top")(top.top)
 app.command("bench")(bench_command.run)
 app.command("pull")(servers.pull)
 app.command("engines")(servers.list_engines)
@@ -70,7 +71,7 @@ app.add_typer(servers.config_app, name="config")
 
 def main() -> None:
     """Runs the command. A DraftBridge error becomes a message on standard error and exit status 1."""
-    discreet_logging(logging.WARNING)
+    configure(LogFormat.TEXT, LogLevel.WARNING)
     # When transformers imports them, they warn about kernels for other devices.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -94,7 +94,7 @@ def measure(
 ) -> Iterator[list[Sample]]:
     """Yields the samples of one prompt after the other, in the order of `ways`. Each prompt has its own seed."""
     for index, prompt in enumerate(prompts):
-        options = {"temperature": temperature, "seed": index, "messages": prompt.get("messages")}
+        options: dict[str, Any] = {"temperature": temperature, "seed": index, "messages": prompt.get("messages")}
         text = prompt.get("prompt")
         client.generate(text, **options, max_tokens=2)  # both models read the prompt
         samples = {}

@@ -54,6 +54,7 @@ def generate(
     target: Annotated[str, typer.Option(help="Name of the target, if the bridge has several.")] = "",
     draft: Annotated[str, typer.Option(help="Name of the draft, if the bridge has several.")] = "",
     tenant: Annotated[str, typer.Option(help="Propose from this tenant's earlier outputs, and keep this one.")] = "",
+    request_id: Annotated[str, typer.Option(help="The request's id in the logs and traces of all services.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
 ) -> None:
     """Generate text through a bridge, and print it as it arrives."""
@@ -76,6 +77,7 @@ def generate(
         "target": target,
         "draft": draft,
         "tenant": tenant,
+        "request_id": request_id,
     }
     if chat:
         options["messages"] = [{"role": "user", "content": prompt}]
@@ -160,6 +162,7 @@ def _as_dict(event: Event) -> dict[str, Any]:
                 "draft": event.draft,
                 "seed": event.seed,
                 "prompt_token_count": event.prompt_token_count,
+                "request_id": event.request_id,
             }
         case bridge_pb2.GenerateDelta():
             spans = [{"source": span.source, "byte_count": span.byte_count} for span in event.spans]

@@ -1,35 +1,73 @@
 """Commands that start processes or prepare for it: `serve`, `bridge`, `up`, `pull`, `engines`, `config`."""
 
 import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from services.cli.options import CONFIG_HELP
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, fail, report
-from services.config import DEFAULT_BRIDGE, MODEL_HELP, SECTIONS, BridgeServerConfig, ModelServerConfig, check, load
+from services.config import (
+    DEFAULT_BRIDGE,
+    MODEL_HELP,
+    SECTIONS,
+    BridgeServerConfig,
+    ModelServerConfig,
+    ServerConfig,
+    check,
+    load,
+)
 from services.engines.registry import engines, prepare
 from services.engines.spec import Weights
+from services.logs import configure
+
+if TYPE_CHECKING:
+    from services.metrics import ServerMetrics
+    from services.traces import Traces
 
 
 def serve(config: ModelServerConfig, until_stdin_closes: bool) -> None:
     """Serve one model, as target, draft or both, until stopped."""
+    from services.metrics import ModelMetrics
     from services.model.server import run
 
-    run(config, report, _announce, until_stdin_closes)
+    with _observed(config, metrics := ModelMetrics(), f"draftbridge-{config.role.value}") as traces:
+        run(config, report, _announce, until_stdin_closes, metrics, traces)
 
 
 def bridge(config: BridgeServerConfig, until_stdin_closes: bool) -> None:
     """Run a bridge that connects targets and drafts, until stopped."""
     from services.bridge.server import Door, run
+    from services.metrics import BridgeMetrics
 
     door: Door | None = None
     if config.http:
         from services.http.server import http_door
 
         door = http_door
-    run(config, _announce, until_stdin_closes, door)
+    with _observed(config, metrics := BridgeMetrics(), "draftbridge-bridge") as traces:
+        run(config, _announce, until_stdin_closes, door, metrics, traces)
+
+
+@contextmanager
+def _observed(config: ServerConfig, metrics: "ServerMetrics", service: str) -> Iterator["Traces"]:
+    """Sets up log, metrics and traces of a process, and prints where its metrics are."""
+    from services.rpc.server import host_and_port
+    from services.traces import Traces
+
+    configure(config.log_format, config.log_level)
+    with ExitStack() as stack:
+        traces = Traces(config.otlp, service)
+        stack.callback(traces.close)
+        if config.metrics:
+            host, port = host_and_port("--metrics", config.metrics)
+            number, close = metrics.serve(host, port)
+            stack.callback(close)
+            print(f"metrics at http://{host}:{number}/metrics", flush=True)
+        yield traces
 
 
 def _announce(address: str) -> None:

@@ -12,7 +12,8 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +21,7 @@ from bridge.errors import EngineFailure, SlotsExhausted
 from bridge.sampling.sampler import Logits
 from bridge.text.common_prefix import common_prefix_length
 from services.engines.engine import Engine, Row
+from services.engines.observer import UNOBSERVED, SchedulerObserver
 from services.engines.slots import LEAST_COPIED, Place, Slots
 
 T = TypeVar("T")
@@ -71,6 +73,8 @@ class Job:
     submitted_ns: int
     forward_ns: int = 0
     cached_token_count: int = 0
+    # The context of the request, which its log lines belong to.
+    context: Context = field(default_factory=copy_context)
 
     @property
     def lacks(self) -> int:
@@ -85,8 +89,14 @@ class Scheduler:
     with more helpers than cores they sleep between steps. Raises what `open_engine` raises.
     """
 
-    def __init__(self, open_engine: Callable[[], Engine], queue_limit: int = 64) -> None:
+    def __init__(
+        self,
+        open_engine: Callable[[], Engine],
+        queue_limit: int = 64,
+        observer: SchedulerObserver = UNOBSERVED,
+    ) -> None:
         self.queue_limit = queue_limit
+        self._observer = observer
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Sequences that have a slot or wait for one, and sequences that lost theirs while they were idle.
         self._holders: set[object] = set()
@@ -112,6 +122,16 @@ class Scheduler:
     def free_slot_count(self) -> int:
         """The number of slots that no sequence holds or waits for."""
         return max(self.engine.slot_count - len(self._holders), 0)
+
+    @property
+    def queue_length(self) -> int:
+        """The number of sequences that wait for a slot."""
+        return max(len(self._holders) - self.engine.slot_count, 0)
+
+    @property
+    def held_token_count(self) -> int:
+        """The number of tokens in the caches of running sequences."""
+        return self._slots.held_token_count
 
     async def run(
         self, holder: object, ids: Sequence[int], extra: Sequence[int], agreed: int, finish: Callable[[Logits], T]
@@ -244,10 +264,11 @@ class Scheduler:
             try:
                 self.engine.copy(place.source.index, place.slot.index, length)
             except Exception:
-                _log.exception("a slot could not be copied; its tokens are computed again")
+                job.context.run(_log.exception, "a slot could not be copied; its tokens are computed again")
                 length = 0
         self._slots.take(place.slot, job.holder, job.ids, length)
         job.agreed = job.cached_token_count = min(length, len(job.ids) - job.extra_count - 1)
+        self._observer.on_start(len(job.ids) - job.extra_count, job.cached_token_count)
 
     def _row(self, job: Job, count: int, extra: int | None) -> Row:
         """Returns a row of `count` ids that the job lacks; with `extra` candidates and logits unless that is None."""
@@ -269,9 +290,10 @@ class Scheduler:
                 for one in planned:
                     self._run([one])
                 return
-            _log.exception("a forward failed")
             self.failure_count += 1
             job, row = planned[0]
+            job.context.run(_log.exception, "a forward failed")
+            self._observer.on_failure()
             self._end(
                 job, EngineFailure(f"the model failed in a forward ({type(error).__name__}): see the server's log")
             )
@@ -279,6 +301,7 @@ class Scheduler:
             return
         self.failure_count = 0
         forward_ns = perf_counter_ns() - started
+        self._observer.on_forward(len(planned), sum(len(row.token_ids) for _, row in planned), forward_ns)
         self._expected, self._linger_ns = len(self._jobs), min(max(forward_ns // 10, _LINGER_NS[0]), _LINGER_NS[1])
         for (job, row), logits in zip(planned, tables, strict=True):
             job.forward_ns += forward_ns
@@ -298,10 +321,11 @@ class Scheduler:
         except EngineFailure as error:
             return error
         except Exception:
-            _log.exception("sampling failed")
+            job.context.run(_log.exception, "sampling failed")
             return EngineFailure("sampling from the model's logits failed: see the server's log")
-        waited_ns = perf_counter_ns() - job.submitted_ns - job.forward_ns
-        return Timed(value, max(waited_ns, 0), job.forward_ns, job.cached_token_count, len(logits) - 1)
+        waited_ns = max(perf_counter_ns() - job.submitted_ns - job.forward_ns, 0)
+        self._observer.on_job(waited_ns)
+        return Timed(value, waited_ns, job.forward_ns, job.cached_token_count, len(logits) - 1)
 
     def _end(self, job: Job, result: Timed[Any] | EngineFailure) -> None:
         self._jobs.remove(job)

@@ -46,6 +46,11 @@ class Slots:
     def __init__(self, slot_count: int) -> None:
         self._slots = [Slot(index) for index in range(slot_count)]
 
+    @property
+    def held_token_count(self) -> int:
+        """The number of tokens in the caches of slots that sequences hold. Any thread may read it."""
+        return sum(slot.length for slot in self._slots if slot.holder is not None)
+
     def of(self, holder: object) -> Slot | None:
         """Returns the slot of a sequence, or None."""
         return next((slot for slot in self._slots if slot.holder is holder), None)

@@ -25,7 +25,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridge.errors import DraftBridgeError, EmptyPrompt
 from bridge.generation import Delta
@@ -37,6 +37,7 @@ from services.http.answer import Answer, Limits, respond
 from services.http.generation import Event, Sequences, generate
 from services.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from services.http.responses import ChatFormat, Choice, CompletionFormat, Format, Json
+from services.logs import REQUEST_ID_KEY, read_request_id, request_id
 from services.rpc.keys import Key, Keys
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -64,9 +65,12 @@ def application(
     With `keys`, what is below /v1 needs one of them as a bearer token.
     """
     door = _Door(gateway, limits, keys)
-    middleware = [Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)]
+    middleware = [
+        Middleware(_RequestIds),
+        Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
+    ]
     if origins:
-        methods, exposed = ["GET", "POST"], ["Retry-After"]
+        methods, exposed = ["GET", "POST"], ["Retry-After", REQUEST_ID_KEY]
         middleware.append(
             Middleware(
                 CORSMiddleware,
@@ -107,6 +111,26 @@ def application(
         middleware=middleware,
         exception_handlers={DraftBridgeError: on_error, HTTPException: on_http_error, Exception: on_bug},
     )
+
+
+class _RequestIds:
+    """Gives each request its id, which the log lines and calls of its task carry, and sends it with the answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id.set(
+            read_request_id((key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"])
+        )
+        id_ = request_id.get().encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (REQUEST_ID_KEY.encode(), id_)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
 
 
 class _Static(StaticFiles):

@@ -11,6 +11,7 @@ from bridge.sampling.noise import Int64, token_keys
 from bridge.sampling.sampler import Sampler, SamplingParameters
 from bridge.text.models import Model
 from services.engines.engine import Engine
+from services.engines.observer import UNOBSERVED, SchedulerObserver
 from services.engines.scheduler import Scheduler
 from services.store.files import ModelFiles, read_model_files
 
@@ -46,10 +47,16 @@ class LoadedModel:
         return Sampler(parameters, seed, self._keys, self._missing, ends, logprobs, tolerance, confident)
 
 
-def load(directory: Path, name: str, open_engine: Callable[[], Engine], queue_limit: int = 64) -> LoadedModel:
+def load(
+    directory: Path,
+    name: str,
+    open_engine: Callable[[], Engine],
+    queue_limit: int = 64,
+    observer: SchedulerObserver = UNOBSERVED,
+) -> LoadedModel:
     """Loads the model `directory` under a name. The scheduler's thread calls `open_engine`; see `Scheduler`."""
     files = read_model_files(directory)
-    scheduler = Scheduler(open_engine, queue_limit)
+    scheduler = Scheduler(open_engine, queue_limit, observer)
     model = files.describe(name, scheduler.engine.context_length, scheduler.engine.vocabulary_size)
     loaded = LoadedModel(files, scheduler.engine, model, scheduler)
     loaded.warm()

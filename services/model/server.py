@@ -12,8 +12,10 @@ from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc,
 from services.config import ModelServerConfig, Role
 from services.engines.engine import Engine, compute_units, measure, warm
 from services.engines.fixed_width import FixedWidthEngine
+from services.engines.observer import SchedulerObserver
 from services.engines.registry import AUTO, choose_engine
 from services.engines.spec import EngineOptions, EngineSpec
+from services.metrics import ModelMetrics
 from services.model.draft.servicer import DraftServicer
 from services.model.draft.session import DraftSession
 from services.model.draft.suffix import SuffixModel
@@ -23,20 +25,29 @@ from services.model.servicer import ModelServicer, describe
 from services.model.target.servicer import TargetServicer
 from services.model.target.session import TargetSession
 from services.rpc import codec
+from services.rpc.insight import Insight
 from services.rpc.server import Server, stop_event, unless
 from services.store.cache import Report
 from services.store.resolve import SUFFIX, default_name, resolve
+from services.traces import NO_TRACES, Traces
 
 # Widths of passes that a target runs once before it serves: as many candidates as a bridge sends, and one more.
 _WARMED_WIDTHS = range(1, 26)
 
 
 def run(
-    config: ModelServerConfig, report: Report, on_start: Callable[[str], None], until_stdin_closes: bool = False
+    config: ModelServerConfig,
+    report: Report,
+    on_start: Callable[[str], None],
+    until_stdin_closes: bool = False,
+    metrics: ModelMetrics | None = None,
+    traces: Traces = NO_TRACES,
 ) -> None:
     """Loads a model and serves it until stopped. `report` receives each step, `on_start` the address."""
+    metrics = metrics or ModelMetrics()
+    insight = Insight(metrics, traces, config.channelz)
     if config.model == SUFFIX:
-        _run_suffix_server(config, on_start, until_stdin_closes)
+        _run_suffix_server(config, on_start, until_stdin_closes, insight)
         return
     spec, options = choose_engine(config.engine, config.model, config.options)
     directory = resolve(config.model, report)
@@ -44,13 +55,14 @@ def run(
         report(f"engine: {spec.name}")
 
     async def serve() -> None:
-        server = Server(config.listen, config)
+        server = Server(config.listen, config, insight)
         stop = stop_event(until_stdin_closes)
         # In a thread, so that a signal is handled meanwhile.
-        loaded = await unless(stop, asyncio.to_thread(_load, config, spec, options, directory, report))
+        loaded = await unless(stop, asyncio.to_thread(_load, config, spec, options, directory, report, metrics))
         if loaded is None:
             # A thread cannot be cancelled; it would keep the process until the model is read.
             os._exit(0)
+        metrics.watch(loaded.scheduler)
         register(server, loaded, config.role)
         await server.run_until(stop, on_start, ModelHealth(loaded.scheduler))
         loaded.scheduler.close()
@@ -59,7 +71,12 @@ def run(
 
 
 def _load(
-    config: ModelServerConfig, spec: EngineSpec, options: EngineOptions, directory: Path, report: Report
+    config: ModelServerConfig,
+    spec: EngineSpec,
+    options: EngineOptions,
+    directory: Path,
+    report: Report,
+    observer: SchedulerObserver,
 ) -> LoadedModel:
     costs: list[tuple[int, int]] = []
 
@@ -72,13 +89,15 @@ def _load(
         costs.extend(measure(engine, all_logits=config.role is not Role.DRAFT))
         return engine
 
-    loaded = load(directory, config.name or default_name(config.model), open_engine, config.queue)
+    loaded = load(directory, config.name or default_name(config.model), open_engine, config.queue, observer)
     units, unit_count = compute_units(loaded.engine.device, config.threads)
     model = replace(loaded.model, forward_costs=tuple(costs), compute_units=units, compute_unit_count=unit_count)
     return replace(loaded, model=model)
 
 
-def _run_suffix_server(config: ModelServerConfig, on_start: Callable[[str], None], until_stdin_closes: bool) -> None:
+def _run_suffix_server(
+    config: ModelServerConfig, on_start: Callable[[str], None], until_stdin_closes: bool, insight: Insight
+) -> None:
     """Serves prompt lookup as a draft. The configuration of engines does not apply to it."""
     if config.role is not Role.DRAFT:
         raise InvalidField("--role", f"draft with {SUFFIX}, which has no text of its own", config.role.value)
@@ -94,7 +113,7 @@ def _run_suffix_server(config: ModelServerConfig, on_start: Callable[[str], None
     )
 
     async def serve() -> None:
-        server = Server(config.listen, config)
+        server = Server(config.listen, config, insight)
         _register(
             server,
             ModelServicer(description, suffix.tokenizer_json),

@@ -16,6 +16,7 @@ from bridge.planning.planner import Mode
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.suffix_memory import SuffixMemory
+from bridge.statistics import Statistics
 from bridge.text.chat import Chat, Message
 from bridge.text.models import Model, SpecialIds
 from bridge.text.vocabulary import Vocabulary
@@ -168,28 +169,34 @@ def write_delta(delta: Delta) -> bridge_pb2.GenerateDelta:
 
 
 def write_finished(event: Finished) -> bridge_pb2.GenerateFinished:
-    statistics = event.statistics
-    counted = vars(statistics) | {
-        "sources": [bridge_pb2.SourceStatistics(**vars(source)) for source in statistics.sources.values()],
-        "plans": [bridge_pb2.PlanStatistics(**vars(plan)) for plan in statistics.plans.values()],
-    }
-    del counted["cached_token_count"]
+    statistics = write_statistics(event.statistics)
+    statistics.mode = write_mode(event.mode)
+    statistics.generated_byte_count = event.generated_byte_count
+    statistics.elapsed_ns, statistics.first_token_ns = event.elapsed_ns, event.first_token_ns
     return bridge_pb2.GenerateFinished(
         finish_reason=write_finish_reason(event.finish_reason),
         usage=bridge_pb2.Usage(
             prompt_token_count=event.prompt_token_count,
             generated_token_count=event.generated_token_count,
-            cached_token_count=statistics.cached_token_count,
+            cached_token_count=event.statistics.cached_token_count,
         ),
-        speculation=bridge_pb2.SpeculationStatistics(
-            mode=write_mode(event.mode),
-            generated_byte_count=event.generated_byte_count,
-            elapsed_ns=event.elapsed_ns,
-            first_token_ns=event.first_token_ns,
-            predicted_tokens_per_second=statistics.predicted_tokens_per_second,
-            measured_tokens_per_second=statistics.measured_tokens_per_second,
-            **counted,
-        ),
+        speculation=statistics,
+    )
+
+
+def write_statistics(statistics: Statistics) -> bridge_pb2.SpeculationStatistics:
+    """Returns what the passes of a generation, running or finished, have counted."""
+    counted = vars(statistics) | {
+        # Meaningful only as a sum, which may be negative while the request runs.
+        "network_ns": max(statistics.network_ns, 0),
+        "sources": [bridge_pb2.SourceStatistics(**vars(source)) for source in statistics.sources.values()],
+        "plans": [bridge_pb2.PlanStatistics(**vars(plan)) for plan in statistics.plans.values()],
+    }
+    del counted["cached_token_count"]
+    return bridge_pb2.SpeculationStatistics(
+        predicted_tokens_per_second=statistics.predicted_tokens_per_second,
+        measured_tokens_per_second=statistics.measured_tokens_per_second,
+        **counted,
     )
 
 

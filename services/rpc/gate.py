@@ -23,7 +23,7 @@ CALLER: ContextVar[str] = ContextVar("caller", default="")
 
 
 class Gate(aio.ServerInterceptor):
-    """The outermost interceptor. `keys`: None admits calls without a token."""
+    """Comes before the interceptors that parse. `keys`: None admits calls without a token."""
 
     def __init__(self, keys: Keys | None, call_limit: int) -> None:
         self._keys, self._call_limit = keys, call_limit
@@ -43,7 +43,8 @@ class Gate(aio.ServerInterceptor):
             try:
                 key = self._keys.find(_authorization(handler_call_details.invocation_metadata))
             except DraftBridgeError as error:
-                return _refusal(error)
+                # An unknown method has no handler, so that a client cannot make up names for metrics.
+                return _refusal(error) if await continuation(handler_call_details) else None
             CALLER.set(key.name)
         handler = await continuation(handler_call_details)
         if handler is None or not method.startswith(_OURS):
@@ -109,7 +110,8 @@ def _token_count(response: Any) -> int:
 def _refusal(error: DraftBridgeError) -> "grpc.RpcMethodHandler[Any, Any]":
     """Returns a handler that refuses a call of any kind, before anything of it is parsed."""
 
-    async def refuse(requests: Any, context: "aio.ServicerContext[Any, Any]") -> None:
+    async def refuse(requests: Any, context: "aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
         await abort(context, error)
+        yield  # a generator, as the methods are
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc import aio
+from grpc_channelz.v1 import channelz, channelz_pb2
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -16,6 +17,7 @@ from bridge.errors import DraftBridgeError, InvalidField
 from services.config import ServerConfig
 from services.rpc import security
 from services.rpc.gate import Gate
+from services.rpc.insight import Insight, InsightInterceptor
 from services.rpc.keys import Keys
 from services.rpc.status import StatusInterceptor
 
@@ -50,18 +52,24 @@ def host_and_port(field: str, listen: str) -> tuple[str, int]:
 class Server:
     """Binds `listen`, HOST:PORT, when constructed (port 0: a free port) and serves in `run_until`.
 
-    `config`: security and limits. Raises `InvalidField`, `InvalidConfiguration` or `PortTaken`.
+    `config`: security and limits. `insight`: what the server shows of its calls. Raises `InvalidField`,
+    `InvalidConfiguration` or `PortTaken`.
     """
 
     def __init__(
-        self, listen: str, config: ServerConfig | None = None, keepalive_seconds: float = _KEEPALIVE_SECONDS
+        self,
+        listen: str,
+        config: ServerConfig | None = None,
+        insight: Insight | None = None,
+        keepalive_seconds: float = _KEEPALIVE_SECONDS,
     ) -> None:
         config = config or ServerConfig.model_validate({})
         credentials = security.server_credentials(config)
         self.keys = Keys(config.keys) if config.keys else None
+        self._insight = insight or Insight()
         self._names: list[str] = []
         self._server = aio.server(
-            interceptors=[Gate(self.keys, config.call_limit), StatusInterceptor()],
+            interceptors=[InsightInterceptor(self._insight), Gate(self.keys, config.call_limit), StatusInterceptor()],
             options=[
                 # Without this a second process would silently share the port.
                 ("grpc.so_reuseport", 0),
@@ -76,6 +84,7 @@ class Server:
                 ("grpc.http2.max_pings_without_data", 0),
                 *security.limits(config),
                 ("grpc.max_send_message_length", _SEND_LIMIT_BYTES),
+                ("grpc.enable_channelz", int(self._insight.channelz)),
             ],
         )
         host, _ = host_and_port("listen", listen)
@@ -106,7 +115,11 @@ class Server:
         """
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        if self._insight.channelz:
+            channelz.add_channelz_servicer(self._server)
+            names.append(channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name)
+        reflection.enable_server_reflection(names, self._server)
         await self._server.start()
         await self._set_health(alive())
         on_start(self.address)

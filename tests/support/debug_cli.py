@@ -1,10 +1,10 @@
-"""The command `draftbridge` with every logger at level DEBUG."""
+"""The command `draftbridge` with the loggers of all libraries at level DEBUG, which `--log-level` leaves at WARNING."""
 
 import logging
 
 from services.cli.app import main
-from services.discreet import discreet_logging
 
 if __name__ == "__main__":
-    discreet_logging(logging.DEBUG)
+    logging.root.setLevel(logging.DEBUG)
+    logging.root.setLevel = lambda level: None  # type: ignore[method-assign]
     main()

@@ -340,6 +340,7 @@ class GenerateStarted(_message.Message):
     DRAFT_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     target: _builtins.str
     """Name of the target."""
     draft: _builtins.str
@@ -348,6 +349,10 @@ class GenerateStarted(_message.Message):
     """Seed in use: the one requested, or the one that the bridge drew. Repeat it to get the same text again."""
     prompt_token_count: _builtins.int
     """Number of tokens of the prompt, in the target's vocabulary."""
+    request_id: _builtins.str
+    """The id of the request in the logs and traces of all services: the one in the call's metadata `x-request-id`, 1 to 64
+    ASCII letters, digits and `_.:-`, or else one that the bridge made. The initial metadata of every call has it too.
+    """
     def __init__(
         self,
         *,
@@ -355,10 +360,11 @@ class GenerateStarted(_message.Message):
         draft: _builtins.str = ...,
         seed: _builtins.int = ...,
         prompt_token_count: _builtins.int = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "prompt_token_count", b"prompt_token_count", "seed", b"seed", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "prompt_token_count", b"prompt_token_count", "request_id", b"request_id", "seed", b"seed", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -618,6 +624,7 @@ class SourceStatistics(_message.Message):
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     COMPUTE_NS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the source: "draft", or "suffix" for prompt lookup."""
     proposed_token_count: _builtins.int
@@ -630,6 +637,8 @@ class SourceStatistics(_message.Message):
     """Number of bytes in its accepted candidates."""
     compute_ns: _builtins.int
     """Nanoseconds of the draft's forwards, as the draft measured them; 0 for other sources."""
+    num_drafts: _builtins.int
+    """Number of passes that verified candidates of it. A pass may have candidates of several sources."""
     def __init__(
         self,
         *,
@@ -639,10 +648,11 @@ class SourceStatistics(_message.Message):
         num_accepted_tokens: _builtins.int = ...,
         accepted_byte_count: _builtins.int = ...,
         compute_ns: _builtins.int = ...,
+        num_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "compute_ns", b"compute_ns", "name", b"name", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "proposed_token_count", b"proposed_token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "compute_ns", b"compute_ns", "name", b"name", "num_accepted_tokens", b"num_accepted_tokens", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "proposed_token_count", b"proposed_token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -723,6 +733,8 @@ class GetStatusResponse(_message.Message):
     PREFIX_CACHES_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     SUFFIX_MEMORY_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     uptime_ns: _builtins.int
@@ -735,6 +747,8 @@ class GetStatusResponse(_message.Message):
     """Number of generations that failed."""
     cancelled_count: _builtins.int
     """Number of generations that the client cancelled."""
+    generated_token_count: _builtins.int
+    """Number of tokens in the answers of all generations that succeeded."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]:
         """The model services that the bridge is configured with. Each is asked now, for up to 2 seconds."""
@@ -751,6 +765,10 @@ class GetStatusResponse(_message.Message):
     def suffix_memory(self) -> Global___SuffixMemoryStatus:
         """Outputs kept for tenants; not set if the bridge keeps none."""
 
+    @_builtins.property
+    def running(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningGeneration]:
+        """Generations in progress, the oldest first; at most 100."""
+
     def __init__(
         self,
         *,
@@ -764,14 +782,56 @@ class GetStatusResponse(_message.Message):
         prefix_caches: _abc.Iterable[Global___PrefixCacheStatus] | None = ...,
         speculation: Global___SpeculationStatistics | None = ...,
         suffix_memory: Global___SuffixMemoryStatus | None = ...,
+        generated_token_count: _builtins.int = ...,
+        running: _abc.Iterable[Global___RunningGeneration] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "suffix_memory", b"suffix_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "prefix_caches", b"prefix_caches", "speculation", b"speculation", "suffix_memory", b"suffix_memory", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "generated_token_count", b"generated_token_count", "prefix_caches", b"prefix_caches", "running", b"running", "speculation", b"speculation", "suffix_memory", b"suffix_memory", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class RunningGeneration(_message.Message):
+    """A generation in progress."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    DRAFT_FIELD_NUMBER: _builtins.int
+    ELAPSED_NS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """Name of the target; empty while the prompt is being encoded."""
+    draft: _builtins.str
+    """Name of the draft; empty if the request has none."""
+    elapsed_ns: _builtins.int
+    """Nanoseconds since the request's arrival at the bridge."""
+    generated_token_count: _builtins.int
+    """Number of tokens sent so far."""
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationStatistics:
+        """What its passes have counted so far. Mode and the fields for the end of a text are not set."""
+
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+        draft: _builtins.str = ...,
+        elapsed_ns: _builtins.int = ...,
+        generated_token_count: _builtins.int = ...,
+        speculation: Global___SpeculationStatistics | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "elapsed_ns", b"elapsed_ns", "generated_token_count", b"generated_token_count", "speculation", b"speculation", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunningGeneration: _TypeAlias = RunningGeneration  # noqa: Y015
 
 @_typing.final
 class SuffixMemoryStatus(_message.Message):
