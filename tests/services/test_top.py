@@ -17,6 +17,7 @@ from draftbridge import Client
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.cli.processes import Fleet
 from services.cli.top import Figures, view
+from tests.support.waiting import eventually
 
 PROMPT = "The quick brown fox"
 
@@ -101,6 +102,7 @@ def test_once_prints_what_the_requests_did(tiny_fleet: Fleet, client: Client) ->
 
 
 def test_a_running_request_is_listed(client: Client) -> None:
+    eventually(lambda: client.status().active_count == 0)  # requests of other tests
     stream = client.stream(PROMPT, max_tokens=220, ignore_eos=True)
     sent = 0
     for event in stream:
