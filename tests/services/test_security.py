@@ -1,5 +1,6 @@
 """TLS, keys and limits of running servers, and of the clients that connect to them."""
 
+import asyncio
 import contextlib
 import hashlib
 import os
@@ -16,8 +17,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from draftbridge import AsyncClient, CallError, Client, Credentials
-from draftbridge.security import open_channel
-from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2, model_pb2_grpc
+from draftbridge.security import open_aio_channel, open_channel
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc
 from services.cli.processes import Fleet, ProcessFailed, launched, serve
 from tests.support.certificates import Pair, authority, issue
 from tests.support.waiting import eventually
@@ -187,6 +188,34 @@ def test_a_client_takes_over_a_changed_certificate(tmp_path: Path) -> None:
             assert not answers()
             issue(second, tmp_path, "own")
             eventually(answers)
+
+
+async def test_a_stream_outlives_a_change_of_its_channels_certificate(tmp_path: Path) -> None:
+    ca, trusted = tmp_path / "ca.pem", tmp_path / "trusted.pem"
+    by, first, second = authority(ca), authority(trusted), authority(tmp_path / "second.pem")
+    own = issue(first, tmp_path, "own")
+    options = (*issue(by, tmp_path, "server").options, "--tls-client-ca", str(trusted))
+    credentials = Credentials(ca=ca, certificate=own.certificate, key=own.key)
+    with suffix_server(*options) as address:
+        async with open_aio_channel(address, credentials, (("grpc.use_local_subchannel_pool", 1),)) as channel:
+            stream = draft_pb2_grpc.DraftServiceStub(channel).Draft()
+            await stream.write(draft_pb2.DraftRequest(open=draft_pb2.DraftOpen()))
+            await stream.write(proposing("abcabcab", 1))
+            assert (await stream.read()).epoch == 1
+            (tmp_path / "second.pem").replace(trusted)
+            own = issue(second, tmp_path, "own")
+            renewed = 0
+            async with asyncio.timeout(20):
+                while not renewed:  # until a call has a connection of its own with the new certificate
+                    await model_pb2_grpc.ModelServiceStub(channel).GetModel(model_pb2.GetModelRequest())
+                    renewed = len(channel._retired)  # type: ignore[attr-defined]
+            await stream.write(proposing("abcabcab", 2))
+            assert (await stream.read()).epoch == 2
+
+
+def proposing(text: str, epoch: int) -> draft_pb2.DraftRequest:
+    ids = list(text.encode())
+    return draft_pb2.DraftRequest(sync=draft_pb2.DraftSync(epoch=epoch, token_ids=ids, credit=3))
 
 
 @pytest.mark.parametrize(
@@ -510,3 +539,7 @@ def test_tracebacks_leave_out_what_an_exception_says() -> None:
     text = DiscreetFormatter("%(message)s").format(record)
     assert MARKER not in text.replace("raise KeyError(MARKER)", "")
     assert "KeyError" in text and "ValueError" in text and "test_security.py" in text
+    record = logging.LogRecord(
+        "asyncio", logging.ERROR, "", 1, f"never retrieved\nfuture: {MARKER}", (), record.exc_info
+    )
+    assert f"future: {MARKER}" not in DiscreetFormatter("%(message)s").format(record)
