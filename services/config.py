@@ -89,8 +89,8 @@ class ModelServerConfig(ServerConfig):
     )
     # More than two million ids. Parsing blocks all other calls for up to 20 ms per MiB.
     message_limit: int = Field(8, ge=1, le=1024, description="MiB of the largest message accepted.")
-    trust_remote_code: bool = Field(
-        False, description="Run Python code and load pickled weights of the model's directory. Engine torch only."
+    trust_model: bool = Field(
+        False, description="Run Python files and load pickled weights of the model's directory; engine torch only."
     )
 
     @property
@@ -104,7 +104,7 @@ class ModelServerConfig(ServerConfig):
             self.threads,
             self.slots,
             int(self.kv_memory * 2**30),
-            self.trust_remote_code,
+            self.trust_model,
         )
 
 

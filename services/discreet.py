@@ -17,6 +17,12 @@ class DiscreetFormatter(logging.Formatter):
         error = ei[1]
         return "\n".join(_lines(TracebackException.from_exception(error))) if error else ""
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        """Returns the line of a record; asyncio's further lines have the exception's message."""
+        if record.name == "asyncio" and record.exc_info:
+            record.message = record.message.partition("\n")[0]
+        return super().formatMessage(record)
+
 
 def discreet_logging(level: int) -> None:
     """Logs to standard error, unless logging is already configured."""
