@@ -134,6 +134,14 @@ function showStatistics(values) {
   );
 }
 
+function showProgress(characters, started) {
+  const seconds = (performance.now() - started) / 1000;
+  showStatistics([
+    ["Characters so far", String(characters)],
+    ["Characters per second", seconds > 0 ? perSecond(characters / seconds) : "–"],
+  ]);
+}
+
 function showFinal(statistics, usage, bytes) {
   showStatistics([
     ["Tokens per second, measured", perSecond(statistics.measured_tokens_per_second)],
@@ -200,6 +208,7 @@ async function run(mode) {
         text += piece;
         append(piece, choice.draftbridge?.spans ?? [], counts);
         showLegend(counts);
+        showProgress(text.length, started);
         $("text").scrollTop = $("text").scrollHeight;
       }
       if (event.usage) [usage, statistics] = [event.usage, event.usage.draftbridge[0]];
