@@ -154,10 +154,10 @@ class _Endpoint(Generic[R]):
         body: R | None = None
         try:
             body = await self._read(HttpRequest(scope, receive))
-            requests = body.requests()
-            if not requests:
+            if not body.choice_count:
                 raise EmptyPrompt
-            with self._door.sequences.take(len(requests)):
+            with self._door.sequences.take(body.choice_count):
+                requests = body.requests()
                 model = self._door.gateway.zoo.target(body.model).model
                 choices = [Choice(index, request, model) for index, request in enumerate(requests)]
                 form = self._form(model, spans=body.draftbridge.spans)

@@ -98,6 +98,14 @@ def test_a_body_that_is_not_a_request_is_400(tiny_fleet: Fleet, body: bytes) -> 
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_body"
 
 
+@pytest.mark.parametrize("many", [{f"field{i}": 1 for i in range(100_000)}, {"prompt": ["a"] * 500_000, "n": 128}])
+def test_a_body_with_a_million_mistakes_or_prompts_costs_little(tiny_fleet: Fleet, many: dict[str, Any]) -> None:
+    answer = httpx.post(f"{tiny_fleet.http}/v1/completions", json={"prompt": "a"} | many, timeout=10)
+    assert answer.status_code in (400, 429) and len(answer.text) < 500
+    wrong = httpx.post(f"{tiny_fleet.http}/v1/completions", json={"prompt": [{}] * 500_000}, timeout=10)
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt"
+
+
 def test_a_body_of_another_type_is_415(tiny_fleet: Fleet) -> None:
     answer = httpx.post(f"{tiny_fleet.http}/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
     assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]

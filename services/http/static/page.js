@@ -91,10 +91,16 @@ function append(text, spans, counts) {
     ends.push([end, source]);
     counts[source] = (counts[source] ?? 0) + byte_count;
   }
+  const runs = [];
   let [offset, place] = [0, 0];
   for (const character of text) {
     while (place < ends.length - 1 && offset >= ends[place][0]) place += 1;
     const source = ends[place]?.[1] ?? "";
+    if (runs.at(-1)?.source === source) runs.at(-1).text += character;
+    else runs.push({ source, text: character });
+    offset += encoder.encode(character).length;
+  }
+  for (const { source, text } of runs) {
     let last = $("text").lastElementChild;
     if (last?.dataset.source !== source) {
       last = element("span", "", styleOf(source));
@@ -102,8 +108,7 @@ function append(text, spans, counts) {
       last.title = NAMES[source] ?? source;
       $("text").append(last);
     }
-    last.append(character);
-    offset += encoder.encode(character).length;
+    last.append(text);
   }
 }
 
