@@ -40,6 +40,7 @@ _PREFIXES = {"sampling.": "", "speculation.": "draftbridge.", "open.": ""}
 _NAMES = {"tenant": "draftbridge.tenant", "chat.template_variables": "chat_template_kwargs"}
 # Elements of a validation error's place that name an alternative of a union instead of a field.
 _ALTERNATIVE = re.compile(r"str|int|float|bool|none|tuple\[.*|literal\[.*|constrained-.*|function-.*|TextPart|\[key\]")
+_MAX_NAME_CHARACTERS = 100
 # With more errors in one body, the first one is not worth the memory of all.
 _MAX_ERRORS = 1000
 
@@ -79,9 +80,7 @@ def invalid_body(error: ValidationError) -> InvalidBody:
         case "missing":
             text = f"{param} is missing: give it"
         case "literal_error" | "none_required":
-            expected = {"False": "false", "True": "true"}.get(
-                said := first.get("ctx", {}).get("expected", "null"), said
-            )
+            expected = first.get("ctx", {}).get("expected", "null").replace("False", "false").replace("True", "true")
             text = f"{param} must be {expected} or left out: other values are not supported"
         case _:
             # A field of several types has an error for each.
@@ -98,7 +97,7 @@ def _param(place: Sequence[int | str]) -> str | None:
         if isinstance(element, str) and _ALTERNATIVE.fullmatch(element):
             break
         names += f"[{element}]" if isinstance(element, int) else f".{element}"
-    return names.removeprefix(".") or None
+    return names.removeprefix(".")[:_MAX_NAME_CHARACTERS] or None
 
 
 def _allowed(message: str) -> str:
