@@ -3,7 +3,7 @@
     python -m benchmarks.plot_gain [--data benchmarks/gain.json] [--plot docs/gain.png]
 
 Needs matplotlib. The left plot compares `auto` with the best fixed way in hindsight, by setting and temperature; the
-right plot shows `auto` by category of the prompts. The left omits disturbed runs, the right their disturbed category.
+right plot shows `auto` by category of the prompts.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
 
 
 def _by_setting(axes: Any, data: dict[str, Any]) -> None:
-    runs = [run for run in data["runs"] if "disturbed" not in run]
+    runs = data["runs"]
     for place, run in enumerate(runs):
         (way, best), height = next(iter(run["best_fixed"].items())), 0.38
         axes.barh(place - height / 2, run["auto"], height, color=_AUTO, label="auto" if place == 0 else None)
@@ -77,16 +77,13 @@ def _by_category(axes: Any, runs: list[dict[str, Any]]) -> None:
     found = [run for run in runs if "categories" in run]
     categories = sorted(
         found[0]["categories"],
-        key=lambda name: max(run["categories"][name] for run in found if run.get("disturbed") != name),
+        key=lambda name: max(run["categories"][name] for run in found),
     )
     for run in found:
-        shown = [name for name in categories if name != run.get("disturbed")]
         marker, color = _MARKERS[run["setting"]]
         label = f"({run['setting']}) {'no draft model' if run['setting'] == 'd' else 'with SmolLM2-135M'}"
-        places = [categories.index(name) for name in shown]
-        axes.scatter(
-            [run["categories"][name] for name in shown], places, s=55, marker=marker, color=color, label=label, zorder=3
-        )
+        ratios = [run["categories"][name] for name in categories]
+        axes.scatter(ratios, range(len(categories)), s=55, marker=marker, color=color, label=label, zorder=3)
     axes.set_yticks(range(len(categories)), categories)
     axes.set_xlim(0.8, 2.6)
     axes.axvline(1, color=_ALONE)

@@ -101,8 +101,8 @@ class ModelServerConfig(ServerConfig):
     )
     # More than two million ids. Parsing blocks all other calls for up to 20 ms per MiB.
     message_limit: int = Field(8, ge=1, le=1024, description="MiB of the largest message accepted.")
-    trust_remote_code: bool = Field(
-        False, description="Run Python code and load pickled weights of the model's directory. Engine torch only."
+    trust_model: bool = Field(
+        False, description="Run Python files and load pickled weights of the model's directory; engine torch only."
     )
 
     @property
@@ -116,7 +116,7 @@ class ModelServerConfig(ServerConfig):
             self.threads,
             self.slots,
             int(self.kv_memory * 2**30),
-            self.trust_remote_code,
+            self.trust_model,
         )
 
 
@@ -179,6 +179,8 @@ class BridgeServerConfig(ServerConfig):
         )
 
 
+# The settings of `ServerConfig` for what a server shows of its work.
+INSIGHT = ("metrics", "otlp", "log_format", "log_level", "channelz")
 # The tables of the configuration file; each has the name of the command that starts the process.
 SECTIONS: dict[str, type[_Configuration]] = {"serve": ModelServerConfig, "bridge": BridgeServerConfig}
 C = TypeVar("C", bound=_Configuration)

@@ -66,7 +66,7 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
         id_ = f" [{request_id.get()}]" if request_id.get() else ""
-        line = f"{record.levelname} {record.name}{id_}: {record.getMessage()}"
+        line = f"{record.levelname} {record.name}{id_}: {_message(record)}"
         text = _traceback(record)
         return f"{line}\n{text}" if text else line
 
@@ -80,7 +80,7 @@ class JsonFormatter(logging.Formatter):
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
         }
         if id_ := request_id.get():
             fields["request_id"] = id_
@@ -88,6 +88,12 @@ class JsonFormatter(logging.Formatter):
         if text := _traceback(record):
             fields["traceback"] = text
         return json.dumps(fields)
+
+
+def _message(record: logging.LogRecord) -> str:
+    """Returns the message; asyncio's further lines have the exception's own."""
+    message = record.getMessage()
+    return message.partition("\n")[0] if record.name == "asyncio" and record.exc_info else message
 
 
 def _traceback(record: logging.LogRecord) -> str:

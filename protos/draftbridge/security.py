@@ -64,8 +64,8 @@ class Credentials:
         has_token = bool(self.token) or self.token_file is not None
         if has_token and not (self.encrypted or self.insecure or is_local(address)):
             raise _invalid(
-                f"the token would be sent to {address} unencrypted: use TLS (--tls or --ca), or --insecure if every "
-                "network on the way is trusted"
+                f"the token would be sent to {address} unencrypted: use TLS (tls or ca), or insecure if every network "
+                "on the way is trusted"
             )
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
-from services.config import C, ServerConfig, load, option
+from services.config import INSIGHT, C, ServerConfig, load, option
 
 CONFIG_HELP = "TOML file with the configuration; `draftbridge config` shows and checks it."
 
@@ -50,7 +50,7 @@ def _annotation(kind: type[C], name: str, field: FieldInfo) -> Any:
     # The backslash keeps rich from reading the bracket as markup.
     default = "" if field.is_required() or field.default in (None, "", (), False) else rf" \[default: {field.default}]"
     help_ = f"{field.description}{default}"
-    panel = "Security and limits" if name in ServerConfig.model_fields or name.startswith("service_") else None
+    panel = _panel(name)
     if field.annotation is bool:
         # `--no-...` overrides a value of the file or the environment.
         names = f"{flag}/--no-{flag.removeprefix('--')}"
@@ -60,6 +60,12 @@ def _annotation(kind: type[C], name: str, field: FieldInfo) -> Any:
     return Annotated[
         type_ | None, typer.Option(flag, help=help_, metavar=metavar, show_default=False, rich_help_panel=panel)
     ]
+
+
+def _panel(name: str) -> str | None:
+    if name in INSIGHT:
+        return "Metrics, log and traces"
+    return "Security and limits" if name in ServerConfig.model_fields or name.startswith("service_") else None
 
 
 def _metavar(field: FieldInfo) -> str:

@@ -81,7 +81,9 @@ def up(
     draft: Annotated[
         str, typer.Option(help="The model that proposes tokens: as for --target, suffix for prompt lookup, or none.")
     ] = DEFAULT_DRAFT,
-    listen: Annotated[str, typer.Option(help="HOST:PORT for the bridge to listen on.")] = DEFAULT_BRIDGE,
+    listen: Annotated[
+        str, typer.Option(help="HOST:PORT for the bridge to listen on. For other machines: docs/guides/security.md.")
+    ] = DEFAULT_BRIDGE,
     http: Annotated[str, typer.Option(help="HOST:PORT to listen on for HTTP too; see `bridge --help`.")] = "",
     engine: Annotated[str, typer.Option(help="Engine of both models; see `serve --help`.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Data type of both models; see `serve --help`.")] = "auto",

@@ -118,5 +118,5 @@ class _EventStream(EventSourceResponse):
             try:
                 await super().__call__(scope, receive, send)
             except SendTimeoutError:
+                # The server closes a connection whose response is left incomplete.
                 _log.warning("a client has stopped reading its stream, which was ended")
-                raise ConnectionAbortedError("the client has stopped reading") from None

@@ -197,10 +197,10 @@ class _Endpoint(Generic[R]):
             request = HttpRequest(scope, receive)
             key = self._door.key_of(request)
             body = await self._read(request)
-            requests = [_owned(one, key) for one in body.requests()]
-            if not requests:
+            if not body.choice_count:
                 raise EmptyPrompt
-            with self._door.sequences.take(len(requests)), key.request() if key else nullcontext():
+            with self._door.sequences.take(body.choice_count), key.request() if key else nullcontext():
+                requests = [_owned(one, key) for one in body.requests()]
                 model = self._door.gateway.zoo.target(body.model).model
                 choices = [Choice(index, request, model) for index, request in enumerate(requests)]
                 form = self._form(model, spans=body.draftbridge.spans)

@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,9 @@ _PREFIXES = {"sampling.": "", "speculation.": "draftbridge.", "open.": ""}
 _NAMES = {"tenant": "draftbridge.tenant", "chat.template_variables": "chat_template_kwargs"}
 # Elements of a validation error's place that name an alternative of a union instead of a field.
 _ALTERNATIVE = re.compile(r"str|int|float|bool|none|tuple\[.*|literal\[.*|constrained-.*|function-.*|TextPart|\[key\]")
-_MAX_SHOWN_CHARACTERS = 80
+_MAX_NAME_CHARACTERS = 100
+# With more errors in one body, the first one is not worth the memory of all.
+_MAX_ERRORS = 1000
 
 
 class InvalidBody(InvalidRequest, reason="INVALID_BODY"):
@@ -63,6 +66,10 @@ class TooManySequences(Exhausted, reason="TOO_MANY_SEQUENCES"):
 
 def invalid_body(error: ValidationError) -> InvalidBody:
     """Converts the first of pydantic's errors."""
+    if error.error_count() > _MAX_ERRORS:
+        return InvalidBody(
+            f"the body has {error.error_count()} unsupported fields or invalid values: leave them out", None
+        )
     found = error.errors(include_url=False)
     first, param = found[0], _param(found[0]["loc"])
     match first["type"]:
@@ -73,14 +80,13 @@ def invalid_body(error: ValidationError) -> InvalidBody:
         case "missing":
             text = f"{param} is missing: give it"
         case "literal_error" | "none_required":
-            expected = {"False": "false", "True": "true"}.get(
-                said := first.get("ctx", {}).get("expected", "null"), said
-            )
+            expected = first.get("ctx", {}).get("expected", "null").replace("False", "false").replace("True", "true")
             text = f"{param} must be {expected} or left out: other values are not supported"
         case _:
             # A field of several types has an error for each.
-            allowed = {_allowed(one["msg"]): None for one in found if _param(one["loc"]) == param}
-            text = f"{param or 'the body'} must be {' or '.join(allowed)}, got {_shown(first['input'])}"
+            same = [one for one in found if _param(one["loc"]) == param and one["type"] != "missing"]
+            allowed = {_allowed(one["msg"]): None for one in same}
+            text = f"{param or 'the body'} must be {' or '.join(allowed)}, got {reprlib.repr(first['input'])}"
     return InvalidBody(text, param)
 
 
@@ -91,7 +97,7 @@ def _param(place: Sequence[int | str]) -> str | None:
         if isinstance(element, str) and _ALTERNATIVE.fullmatch(element):
             break
         names += f"[{element}]" if isinstance(element, int) else f".{element}"
-    return names.removeprefix(".") or None
+    return names.removeprefix(".")[:_MAX_NAME_CHARACTERS] or None
 
 
 def _allowed(message: str) -> str:
@@ -164,8 +170,3 @@ def _retry_seconds(metadata: Mapping[str, str]) -> int:
     except ValueError:
         return 0
     return min(math.ceil(delay), 86_400) if math.isfinite(delay) and delay > 0 else 0
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."

@@ -6,9 +6,9 @@ A field that is not supported is refused by its name. Fields that only describe 
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from bridge.errors import InvalidField
 from bridge.planning.planner import Mode, SpeculationParameters
@@ -21,6 +21,17 @@ _COMPLETION_TOKENS = 16
 # Seeds that the server draws are exact in JavaScript, whose numbers have 53 bits.
 _DRAWN_SEED_BITS = 53
 
+T = TypeVar("T")
+
+
+class _FirstErrorOnly(FailFast):
+    """Checks a list up to its first error: a body can hold millions. Hashable, as alternatives of a type have to be."""
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+List = Annotated[tuple[T, ...], _FirstErrorOnly()]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
 Count = Annotated[int, Field(ge=0, lt=1 << 32)]
 
@@ -34,7 +45,7 @@ class Extension(_Strict):
 
     mode: Mode = Mode.AUTO
     draft: str = ""
-    sources: tuple[str, ...] = ()
+    sources: List[str] = ()
     num_assistant_tokens: int | None = None
     assistant_confidence_threshold: float = 0.0
     draft_temperature: float | None = None
@@ -74,9 +85,9 @@ class GenerationRequest(_Strict):
     logit_bias: dict[TokenId, float] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: tuple[TokenId, ...] | None = None
+    stop_token_ids: List[TokenId] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
-    stop: str | tuple[str, ...] | None = None
+    stop: str | List[str] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     max_tokens: Count | None = None
     stream: bool | None = None
@@ -91,6 +102,11 @@ class GenerationRequest(_Strict):
     def include_usage(self) -> bool:
         """Whether the last event of a stream reports the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def choice_count(self) -> int:
+        """The number of requests that `requests` returns. Raises `InvalidField`."""
+        return len(self._inputs()) * (self.n or 1)
 
     def requests(self) -> list[Request]:
         """Returns a request for each choice: `n` for each prompt, with consecutive seeds. Raises `InvalidField`."""
@@ -138,7 +154,7 @@ class GenerationRequest(_Strict):
 class CompletionRequest(GenerationRequest):
     """Body of `/v1/completions`."""
 
-    prompt: str | tuple[TokenId, ...] | tuple[str, ...] | tuple[tuple[TokenId, ...], ...]
+    prompt: str | List[TokenId] | List[str] | List[List[TokenId]]
     logprobs: Count | None = None
     best_of: Count | None = None
     echo: Literal[False] | None = None
@@ -171,7 +187,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
 
     role: str
-    content: str | tuple[TextPart, ...] | None = None
+    content: str | List[TextPart] | None = None
 
     def message(self) -> Message:
         """Returns the message in the bridge's form; its parts of text become lines."""
@@ -189,15 +205,15 @@ class TextFormat(_Strict):
 class ChatCompletionRequest(GenerationRequest):
     """Body of `/v1/chat/completions`."""
 
-    messages: tuple[ChatMessage, ...]
+    messages: List[ChatMessage]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Count | None = None
-    tools: tuple[dict[str, Any], ...] | None = None
+    tools: List[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: TextFormat | None = None
-    modalities: tuple[Literal["text"], ...] | None = None
+    modalities: List[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def _inputs(self) -> Sequence[str | Chat | tuple[int, ...]]:

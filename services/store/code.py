@@ -6,7 +6,7 @@ from typing import Any
 
 from bridge.errors import UnusableModel
 
-REMEDY = "--trust-remote-code with --engine torch runs it; do so only if you trust whoever made the directory"
+REMEDY = "--trust-model with --engine torch runs it; do so only if you trust whoever made the directory"
 
 
 def refuse_code(directory: Path) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx2 as httpx
 import pytest
 
+from bridge.errors import InvalidField
 from draftbridge import Client
 from services.bridge.gateway import Gateway
 from services.bridge.zoo import Zoo
@@ -19,6 +20,7 @@ from services.cli.processes import Fleet, fleet
 from services.config import BridgeServerConfig
 from services.http.answer import Limits
 from services.http.server import http_door
+from services.rpc.server import PortTaken
 from tests.support.waiting import eventually
 
 LONG: dict[str, Any] = {
@@ -96,6 +98,14 @@ def test_a_body_that_is_not_a_request_is_400(tiny_fleet: Fleet, body: bytes) -> 
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_body"
 
 
+@pytest.mark.parametrize("many", [{f"field{i}": 1 for i in range(100_000)}, {"prompt": ["a"] * 500_000, "n": 128}])
+def test_a_body_with_a_million_mistakes_or_prompts_costs_little(tiny_fleet: Fleet, many: dict[str, Any]) -> None:
+    answer = httpx.post(f"{tiny_fleet.http}/v1/completions", json={"prompt": "a"} | many, timeout=10)
+    assert answer.status_code in (400, 429) and len(answer.text) < 500
+    wrong = httpx.post(f"{tiny_fleet.http}/v1/completions", json={"prompt": [{}] * 500_000}, timeout=10)
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt"
+
+
 def test_a_body_of_another_type_is_415(tiny_fleet: Fleet) -> None:
     answer = httpx.post(f"{tiny_fleet.http}/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
     assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
@@ -156,6 +166,24 @@ async def test_other_origins_and_hosts_are_refused_unless_configured(tiny_fleet:
         assert "access-control-allow-origin" not in (await http.get("/health", headers={"origin": "https://b"})).headers
         assert (await http.get("/health", headers={"host": "models.example"})).status_code == 200
         assert (await http.get("/health", headers={"host": "evil.example"})).status_code == 400
+
+
+async def test_stopping_ends_open_streams(tiny_fleet: Fleet) -> None:
+    async with AsyncExitStack() as stack:
+        async with door(tiny_fleet) as (url, gateway):
+            connection = raw(url, json.dumps(LONG | {"n": 2, "stream": True}).encode(), receive_bytes=4096)
+            stack.callback(connection.close)
+            await asyncio.to_thread(eventually, lambda: gateway.counts.active == 2)
+            stopping = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - stopping < 8 and gateway.counts.active == 0
+
+
+async def test_an_address_that_cannot_be_listened_on(tiny_fleet: Fleet) -> None:
+    async with door(tiny_fleet) as (url, gateway):
+        for address, error in ((urlsplit(url).netloc, PortTaken), ("nowhere", InvalidField)):
+            config = BridgeServerConfig(target=(tiny_fleet.target,), http=address)
+            with pytest.raises(error, match=address):
+                await http_door(config, gateway, asyncio.Event()).__aenter__()
 
 
 def test_a_target_that_dies_ends_the_stream_with_an_error(tiny_models: tuple[Path, Path]) -> None:

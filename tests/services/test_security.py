@@ -1,8 +1,6 @@
 """TLS, keys and limits of running servers, and of the clients that connect to them."""
 
 import contextlib
-import hashlib
-import logging
 import os
 import subprocess
 import sys
@@ -18,29 +16,12 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from draftbridge import AsyncClient, CallError, Client, Credentials
 from draftbridge.security import open_channel
-from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2, model_pb2_grpc
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.cli.processes import Fleet, ProcessFailed, launched, serve
-from services.logs import JsonFormatter, TextFormatter
-from tests.support.certificates import Pair, authority, issue
+from tests.support.certificates import authority, issue
+from tests.support.secure import ALICE, BOB, KEYS, MODEST, OLD, describe, suffix_server
 from tests.support.waiting import eventually
 
-ALICE, BOB, OLD, MODEST = (f"{name}-token-0123456789" for name in ("alice", "bob", "old", "modest"))
-KEYS = f"""
-[alice]
-token = "{ALICE}"
-
-[bob]
-token-sha256 = "{hashlib.sha256(BOB.encode()).hexdigest()}"
-concurrent-requests = 1
-
-[old]
-token = "{OLD}"
-expires = 2020-01-01T00:00:00Z
-
-[modest]
-token = "{MODEST}"
-tokens-per-minute = 10
-"""
 PROMPT = "The quick brown fox"
 
 
@@ -111,84 +92,12 @@ def test_a_client_without_tls_is_told_to_use_it(secured: Secured) -> None:
     assert "TLS" in str(error)
 
 
-def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
-    ca = tmp_path / "ca.pem"
-    pair = issue(authority(ca), tmp_path, "server", "elsewhere.example")
-    with suffix_server(*pair.options) as address:
-        error = failure(Client(address, Credentials(ca=ca)))
-    assert error.reason == "TLS_FAILED" and "Hostname Verification Check failed" in str(error)
-
-
-def describe(address: str, credentials: Credentials) -> model_pb2.Model:
-    with open_channel(address, credentials, ()) as channel:
-        return model_pb2_grpc.ModelServiceStub(channel).GetModel(model_pb2.GetModelRequest(), timeout=10).model
-
-
 def test_mutual_tls_needs_the_clients_certificate(secured: Secured) -> None:
     own = {"certificate": secured.directory / "bridge.pem", "key": secured.directory / "bridge.key"}
     assert describe(secured.target, Credentials(ca=secured.ca, token=ALICE, **own)).name == "tiny-target"
     with pytest.raises(grpc.RpcError) as caught:
         describe(secured.target, Credentials(ca=secured.ca, token=ALICE))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-@contextlib.contextmanager
-def suffix_server(*options: str) -> Iterator[str]:
-    """Runs a model server that starts fast."""
-    with serve("suffix", "--role", "draft", *options) as (address, _):
-        yield address
-
-
-def trusts(address: str, ca: Path) -> bool:
-    try:
-        return describe(address, Credentials(ca=ca)).name == "suffix"
-    except grpc.RpcError as error:
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        return False
-
-
-def test_a_server_takes_over_a_changed_certificate(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.pem", tmp_path / "new.pem"
-    first, second = authority(old), authority(new)
-    pair = issue(first, tmp_path, "server")
-    with (
-        suffix_server(*pair.options) as address,
-        open_channel(address, Credentials(ca=old), ()) as channel,
-    ):
-        stub = model_pb2_grpc.ModelServiceStub(channel)
-        stub.GetModel(model_pb2.GetModelRequest())
-        assert trusts(address, old) and not trusts(address, new)
-        replaced = issue(second, tmp_path, "replaced")
-        replaced.key.replace(pair.key)  # as between two writes: the key is not that of the certificate
-        assert trusts(address, old)
-        replaced.certificate.replace(pair.certificate)
-        assert trusts(address, new) and not trusts(address, old)
-        stub.GetModel(model_pb2.GetModelRequest())  # a connection outlives the change
-
-
-def test_a_client_takes_over_a_changed_certificate(tmp_path: Path) -> None:
-    ca, trusted = tmp_path / "ca.pem", tmp_path / "trusted.pem"
-    by, first, second = authority(ca), authority(trusted), authority(tmp_path / "second.pem")
-    own = issue(first, tmp_path, "own")
-    options = (*issue(by, tmp_path, "server").options, "--tls-client-ca", str(trusted))
-    credentials = Credentials(ca=ca, certificate=own.certificate, key=own.key)
-    with contextlib.ExitStack() as stack:
-        with suffix_server(*options) as address:
-            channel = stack.enter_context(open_channel(address, credentials, ()))
-            stub = model_pb2_grpc.ModelServiceStub(channel)
-
-            def answers() -> bool:
-                with contextlib.suppress(grpc.RpcError):
-                    return bool(stub.GetModel(model_pb2.GetModelRequest(), timeout=5).model.name)
-                return False
-
-            assert answers()
-        # The server returns and trusts only the new authority, so the channel needs the new certificate to reconnect.
-        (tmp_path / "second.pem").replace(trusted)
-        with suffix_server(*options, "--listen", address):
-            assert not answers()
-            issue(second, tmp_path, "own")
-            eventually(answers)
 
 
 @pytest.mark.parametrize(
@@ -364,58 +273,6 @@ def test_a_bridge_without_its_token_does_not_start(secured: Secured, capfd: pyte
     assert "CERTIFICATE_VERIFY_FAILED" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "*:0"])
-def test_other_machines_connect_only_to_a_secured_server(
-    listen: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    authority(tmp_path / "ca.pem")
-    keys = tmp_path / "keys.toml"
-    keys.write_text(KEYS)
-    pair = issue(authority(tmp_path / "ca.pem"), tmp_path, "server")
-    for options, words in (
-        ((), "TLS (--tls-certificate and --tls-key) and clients' keys"),
-        (pair.options, "needs clients' keys (--keys)"),
-        (("--keys", str(keys)), "needs TLS"),
-    ):
-        with pytest.raises(ProcessFailed), suffix_server("--listen", listen, *options):
-            pass
-        assert words in " ".join(capfd.readouterr().err.split())
-
-
-def test_insecure_warns(capfd: pytest.CaptureFixture[str]) -> None:
-    with suffix_server("--listen", "0.0.0.0:0", "--insecure") as address:
-        assert describe(f"127.0.0.1:{address.rpartition(':')[2]}", Credentials()).name == "suffix"
-    assert "is open to everything that can reach it" in capfd.readouterr().err
-
-
-def test_a_server_with_tls_and_keys_listens_everywhere(tmp_path: Path) -> None:
-    ca, keys = tmp_path / "ca.pem", tmp_path / "keys.toml"
-    pair = issue(authority(ca), tmp_path, "server")
-    keys.write_text(KEYS)
-    with suffix_server("--listen", "0.0.0.0:0", "--keys", str(keys), *pair.options) as address:
-        port = address.rpartition(":")[2]
-        assert describe(f"127.0.0.1:{port}", Credentials(ca=ca, token=ALICE)).name == "suffix"
-
-
-@pytest.mark.parametrize("which", ["foreign key", "no PEM", "missing"])
-def test_unusable_certificates_are_refused_at_the_start(
-    which: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    by = authority(tmp_path / "ca.pem")
-    pair = issue(by, tmp_path, "server")
-    if which == "foreign key":
-        pair = Pair(pair.certificate, issue(by, tmp_path, "other").key)
-    elif which == "no PEM":
-        pair.certificate.write_text("no certificate")
-    else:
-        pair.key.unlink()
-    with pytest.raises(ProcessFailed), suffix_server(*pair.options):
-        pass
-    assert ("cannot be read" if which == "missing" else "give files that belong together") in " ".join(
-        capfd.readouterr().err.split()
-    )
-
-
 def test_what_a_call_may_carry_is_limited(secured: Secured) -> None:
     with secured.client() as client:
         with pytest.raises(CallError, match="the prompt must be at most 8192 bytes") as caught:
@@ -464,48 +321,3 @@ def test_keys_do_not_share_tenants(secured: Secured) -> None:
             client.generate(PROMPT, max_tokens=8, ignore_eos=True, tenant="same")
             tenants = client.status().suffix_memory.tenant_count
     assert tenants == 2
-
-
-MARKER = "xyzzy7391"
-
-
-def test_nothing_that_clients_send_is_logged(tiny_models: tuple[Path, Path], capfd: pytest.CaptureFixture[str]) -> None:
-    module = "tests.support.debug_cli"
-    common = ("--listen", "127.0.0.1:0", "--until-stdin-closes", "--log-level", "debug")
-    options = (*common, "--dtype", "float32", "--threads", "1")
-    with contextlib.ExitStack() as stack:
-        target, draft = (
-            stack.enter_context(launched(role, "serve", str(path), "--role", role, *options, module=module))[0]
-            for role, path in zip(("target", "draft"), tiny_models, strict=True)
-        )
-        models = ("--target", target, "--draft", draft, "--suffix-memory", "1")
-        address, _ = stack.enter_context(launched("bridge", "bridge", *models, *common, module=module))
-        client = stack.enter_context(Client(address, Credentials(token=f"{MARKER}-token")))
-        said = {"max_tokens": 8, "stop": [MARKER], "tenant": MARKER}
-        assert client.generate(f"{PROMPT} {MARKER}", **said).token_ids
-        client.generate(messages=[{"role": "user", "content": MARKER, "name": MARKER}], **said)
-        client.translate(MARKER, source="tiny-target", target="tiny-draft")
-        for wrong in ({"target": MARKER}, {"draft": MARKER}, {"sources": [MARKER]}, {"max_tokens": 2**31}):
-            with pytest.raises(CallError):
-                client.generate(MARKER, **said | wrong)
-        with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
-            channel.unary_unary(f"/draftbridge.v1.BridgeService/{MARKER}")(MARKER.encode())
-        with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError):
-            channel.unary_unary("/draftbridge.v1.ModelService/GetModel")(b"\xff" + MARKER.encode())
-    logged = capfd.readouterr().err
-    assert "DEBUG asyncio" in logged  # the level is DEBUG
-    assert MARKER not in logged
-
-
-@pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])
-def test_tracebacks_leave_out_what_an_exception_says(formatter: logging.Formatter) -> None:
-    try:
-        try:
-            raise ExceptionGroup(MARKER, [KeyError(MARKER)])
-        except ExceptionGroup as error:
-            raise ValueError(f"no {MARKER}") from error
-    except ValueError:
-        record = logging.LogRecord("x", logging.ERROR, __file__, 1, "failed", (), sys.exc_info())
-    text = formatter.format(record)
-    assert MARKER not in text
-    assert all(name in text for name in ("ExceptionGroup", "KeyError", "ValueError", "test_security.py"))

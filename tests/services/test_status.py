@@ -20,7 +20,8 @@ from services.rpc.status import RemoteError, StatusInterceptor, code_of, from_rp
 KEY = "grpc-status-details-bin"
 # What a client takes for sure; beyond it, it may refuse the trailing metadata and with them the status.
 LIMIT_BYTES = 8 << 10
-CODES = [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK]
+# UNAUTHENTICATED becomes an error of the bridge's: its client's token is not the one that was refused.
+CODES = [code for code in grpc.StatusCode if code not in (grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED)]
 
 # UTF-8 is all that a message can hold; the keys that are tried first are names of parameters on the way.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=2000)
@@ -104,6 +105,13 @@ def test_trailing_metadata_that_cannot_be_read_leave_the_calls_own_status(
     assert status.message
     assert wire_size(status) < LIMIT_BYTES
     assert CallError.from_rpc(failed(code, trailing, text), "host:1").code is code
+
+
+def test_a_service_that_refuses_the_bridges_token_is_not_the_clients_fault() -> None:
+    report = details("UNAUTHENTICATED", "the token is not known here", {})
+    error = from_rpc_error(failed(grpc.StatusCode.UNAUTHENTICATED, ((KEY, report),)), "host:1")
+    assert (code_of(error), error.reason) == (grpc.StatusCode.UNAVAILABLE, "TOKEN_REFUSED")
+    assert "host:1" in str(error) and "not known here" in str(error) and "--service-token-file" in str(error)
 
 
 @given(

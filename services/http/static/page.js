@@ -91,10 +91,16 @@ function append(text, spans, counts) {
     ends.push([end, source]);
     counts[source] = (counts[source] ?? 0) + byte_count;
   }
+  const runs = [];
   let [offset, place] = [0, 0];
   for (const character of text) {
     while (place < ends.length - 1 && offset >= ends[place][0]) place += 1;
     const source = ends[place]?.[1] ?? "";
+    if (runs.at(-1)?.source === source) runs.at(-1).text += character;
+    else runs.push({ source, text: character });
+    offset += encoder.encode(character).length;
+  }
+  for (const { source, text } of runs) {
     let last = $("text").lastElementChild;
     if (last?.dataset.source !== source) {
       last = element("span", "", styleOf(source));
@@ -102,8 +108,7 @@ function append(text, spans, counts) {
       last.title = NAMES[source] ?? source;
       $("text").append(last);
     }
-    last.append(character);
-    offset += encoder.encode(character).length;
+    last.append(text);
   }
 }
 
@@ -132,6 +137,14 @@ function showStatistics(values) {
       return group;
     }),
   );
+}
+
+function showProgress(characters, started) {
+  const seconds = (performance.now() - started) / 1000;
+  showStatistics([
+    ["Characters so far", String(characters)],
+    ["Characters per second", seconds > 0 ? perSecond(characters / seconds) : "–"],
+  ]);
 }
 
 function showFinal(statistics, usage, bytes) {
@@ -200,6 +213,7 @@ async function run(mode) {
         text += piece;
         append(piece, choice.draftbridge?.spans ?? [], counts);
         showLegend(counts);
+        showProgress(text.length, started);
         $("text").scrollTop = $("text").scrollHeight;
       }
       if (event.usage) [usage, statistics] = [event.usage, event.usage.draftbridge[0]];

@@ -1,0 +1,12 @@
+"""The benchmark of the doors: its arithmetic."""
+
+import pytest
+
+from benchmarks.doors import summary
+
+
+def test_latencies_of_all_streams_and_the_longest_gap_of_one() -> None:
+    streams = [[(0, 2_000_000), (10_000_000, 13_000_000)], [(0, 1_000_000), (30_000_000, 31_000_000)]]
+    found = summary(streams)
+    assert found["median"] == pytest.approx(1.5) and found["longest gap"] == pytest.approx(30)
+    assert found["p99"] >= 2

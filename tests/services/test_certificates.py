@@ -1,0 +1,161 @@
+"""Certificates: renewed without a restart, refused where they do not fit, and needed to listen for other machines."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import grpc
+import pytest
+
+from draftbridge import CallError, Client, Credentials
+from draftbridge.security import open_aio_channel, open_channel
+from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc
+from services.cli.processes import ProcessFailed
+from tests.support.certificates import Pair, authority, issue
+from tests.support.secure import ALICE, KEYS, describe, suffix_server
+from tests.support.waiting import eventually
+
+
+def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    pair = issue(authority(ca), tmp_path, "server", "elsewhere.example")
+    with (
+        suffix_server(*pair.options) as address,
+        Client(address, Credentials(ca=ca)) as client,
+        pytest.raises(CallError) as caught,
+    ):
+        client.models()
+    error = caught.value
+    assert error.reason == "TLS_FAILED" and "Hostname Verification Check failed" in str(error)
+
+
+def trusts(address: str, ca: Path) -> bool:
+    try:
+        return describe(address, Credentials(ca=ca)).name == "suffix"
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        return False
+
+
+def test_a_server_takes_over_a_changed_certificate(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.pem", tmp_path / "new.pem"
+    first, second = authority(old), authority(new)
+    pair = issue(first, tmp_path, "server")
+    with (
+        suffix_server(*pair.options) as address,
+        open_channel(address, Credentials(ca=old), ()) as channel,
+    ):
+        stub = model_pb2_grpc.ModelServiceStub(channel)
+        stub.GetModel(model_pb2.GetModelRequest())
+        assert trusts(address, old) and not trusts(address, new)
+        replaced = issue(second, tmp_path, "replaced")
+        replaced.key.replace(pair.key)  # as between two writes: the key is not that of the certificate
+        assert trusts(address, old)
+        replaced.certificate.replace(pair.certificate)
+        assert trusts(address, new) and not trusts(address, old)
+        stub.GetModel(model_pb2.GetModelRequest())  # a connection outlives the change
+
+
+def test_a_client_takes_over_a_changed_certificate(tmp_path: Path) -> None:
+    ca, trusted = tmp_path / "ca.pem", tmp_path / "trusted.pem"
+    by, first, second = authority(ca), authority(trusted), authority(tmp_path / "second.pem")
+    own = issue(first, tmp_path, "own")
+    options = (*issue(by, tmp_path, "server").options, "--tls-client-ca", str(trusted))
+    credentials = Credentials(ca=ca, certificate=own.certificate, key=own.key)
+    with contextlib.ExitStack() as stack:
+        with suffix_server(*options) as address:
+            channel = stack.enter_context(open_channel(address, credentials, ()))
+            stub = model_pb2_grpc.ModelServiceStub(channel)
+
+            def answers() -> bool:
+                with contextlib.suppress(grpc.RpcError):
+                    return bool(stub.GetModel(model_pb2.GetModelRequest(), timeout=5).model.name)
+                return False
+
+            assert answers()
+        # The server returns and trusts only the new authority, so the channel needs the new certificate to reconnect.
+        (tmp_path / "second.pem").replace(trusted)
+        with suffix_server(*options, "--listen", address):
+            assert not answers()
+            issue(second, tmp_path, "own")
+            eventually(answers)
+
+
+async def test_a_stream_outlives_a_change_of_its_channels_certificate(tmp_path: Path) -> None:
+    ca, trusted = tmp_path / "ca.pem", tmp_path / "trusted.pem"
+    by, first, second = authority(ca), authority(trusted), authority(tmp_path / "second.pem")
+    own = issue(first, tmp_path, "own")
+    options = (*issue(by, tmp_path, "server").options, "--tls-client-ca", str(trusted))
+    credentials = Credentials(ca=ca, certificate=own.certificate, key=own.key)
+    with suffix_server(*options) as address:
+        async with open_aio_channel(address, credentials, (("grpc.use_local_subchannel_pool", 1),)) as channel:
+            stream = draft_pb2_grpc.DraftServiceStub(channel).Draft()
+            await stream.write(draft_pb2.DraftRequest(open=draft_pb2.DraftOpen()))
+            await stream.write(proposing("abcabcab", 1))
+            assert (await stream.read()).epoch == 1
+            (tmp_path / "second.pem").replace(trusted)
+            own = issue(second, tmp_path, "own")
+            renewed = 0
+            async with asyncio.timeout(20):
+                while not renewed:  # until a call has a connection of its own with the new certificate
+                    await model_pb2_grpc.ModelServiceStub(channel).GetModel(model_pb2.GetModelRequest())
+                    renewed = len(channel._retired)  # type: ignore[attr-defined]
+            await stream.write(proposing("abcabcab", 2))
+            assert (await stream.read()).epoch == 2
+
+
+def proposing(text: str, epoch: int) -> draft_pb2.DraftRequest:
+    ids = list(text.encode())
+    return draft_pb2.DraftRequest(sync=draft_pb2.DraftSync(epoch=epoch, token_ids=ids, credit=3))
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "*:0"])
+def test_other_machines_connect_only_to_a_secured_server(
+    listen: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    authority(tmp_path / "ca.pem")
+    keys = tmp_path / "keys.toml"
+    keys.write_text(KEYS)
+    pair = issue(authority(tmp_path / "ca.pem"), tmp_path, "server")
+    for options, words in (
+        ((), "TLS (--tls-certificate and --tls-key) and clients' keys"),
+        (pair.options, "needs clients' keys (--keys)"),
+        (("--keys", str(keys)), "needs TLS"),
+    ):
+        with pytest.raises(ProcessFailed), suffix_server("--listen", listen, *options):
+            pass
+        assert words in " ".join(capfd.readouterr().err.split())
+
+
+def test_insecure_warns(capfd: pytest.CaptureFixture[str]) -> None:
+    with suffix_server("--listen", "0.0.0.0:0", "--insecure") as address:
+        assert describe(f"127.0.0.1:{address.rpartition(':')[2]}", Credentials()).name == "suffix"
+    assert "is open to everything that can reach it" in capfd.readouterr().err
+
+
+def test_a_server_with_tls_and_keys_listens_everywhere(tmp_path: Path) -> None:
+    ca, keys = tmp_path / "ca.pem", tmp_path / "keys.toml"
+    pair = issue(authority(ca), tmp_path, "server")
+    keys.write_text(KEYS)
+    with suffix_server("--listen", "0.0.0.0:0", "--keys", str(keys), *pair.options) as address:
+        port = address.rpartition(":")[2]
+        assert describe(f"127.0.0.1:{port}", Credentials(ca=ca, token=ALICE)).name == "suffix"
+
+
+@pytest.mark.parametrize("which", ["foreign key", "no PEM", "missing"])
+def test_unusable_certificates_are_refused_at_the_start(
+    which: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    by = authority(tmp_path / "ca.pem")
+    pair = issue(by, tmp_path, "server")
+    if which == "foreign key":
+        pair = Pair(pair.certificate, issue(by, tmp_path, "other").key)
+    elif which == "no PEM":
+        pair.certificate.write_text("no certificate")
+    else:
+        pair.key.unlink()
+    with pytest.raises(ProcessFailed), suffix_server(*pair.options):
+        pass
+    assert ("cannot be read" if which == "missing" else "give files that belong together") in " ".join(
+        capfd.readouterr().err.split()
+    )
