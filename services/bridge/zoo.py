@@ -30,9 +30,10 @@ from bridge.errors import (
 from bridge.planning.estimates import TargetEstimates
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
-from draftbridge.security import Credentials, open_aio_channel
+from draftbridge.security import Credentials
 from draftbridge.v1 import bridge_pb2, model_pb2, model_pb2_grpc
 from services.rpc import codec
+from services.rpc.channel import open_channel
 from services.rpc.status import RemoteError, from_rpc_error
 from services.sandbox.templates import TemplateSandbox
 from services.sandbox.tokenizers import flaw_of
@@ -42,9 +43,6 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 _ROLES = {model_pb2.ROLE_DRAFT: "draft", model_pb2.ROLE_TARGET: "target"}
-# The largest message of a model service is a chunk of its tokenizer. Parsing a larger one would block the event loop
-# for longer than a pass of a fast target takes.
-_MAX_MESSAGE_BYTES = (1 << 18) + (64 << 10)
 # For comparison, a tokenizer.json with 256,000 ids has 33 MB.
 _TOKENIZER_LIMIT_BYTES = 256 << 20
 # Tokenizers to keep, so that a model that returns is connected at once. Models in use keep their own.
@@ -408,24 +406,3 @@ def _parsed(answer: T | None, address: str) -> T:
     if answer is None:
         raise Unreachable(address, "its answer is not a message of the contract")
     return answer
-
-
-def open_channel(address: str, credentials: Credentials | None = None) -> aio.Channel:
-    """Returns a channel that is configured for streams of small messages. Raises `Unreachable` if it has no port."""
-    if ":" not in address:
-        raise Unreachable(address, "an address is HOST:PORT")
-    options: list[tuple[str, int]] = [
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        # Prompts can be long.
-        ("grpc.max_send_message_length", 64 << 20),
-        ("grpc.enable_retries", 0),
-        # Detects a machine that disappears without closing the connection within half a minute.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.ping_timeout_ms", 10_000),  # a minute otherwise, whatever the timeout above
-        ("grpc.initial_reconnect_backoff_ms", 200),
-        ("grpc.max_reconnect_backoff_ms", 2000),
-        # Otherwise two channels to one address share a connection, and one delays the other (head-of-line blocking).
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-    return open_aio_channel(address, credentials, options, grpc.Compression.NoCompression)

@@ -209,7 +209,8 @@ class _Endpoint(Generic[R]):
                     response = await respond(Answer(form, choices, events), body, self._door.limits, receive)
                     if response:
                         await response(scope, receive, send)
-        except ClientDisconnect:
+        except (ClientDisconnect, asyncio.CancelledError):
+            # Only a server that stops cancels a request. Its connection is closed, because the response is incomplete.
             pass
         except DraftBridgeError as error:
             response = errors.answer(error, model=body.model if body else "", prompt=self._prompt)

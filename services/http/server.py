@@ -86,6 +86,8 @@ async def http_door(
         server.should_exit = True
         await serving
         stopping.cancel()
+        # After the grace, uvicorn cancels requests but does not wait until they have released what they hold.
+        await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
 
 
 def _tls(config: BridgeServerConfig) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The configuration: which place wins, and errors that name place, key and remedy."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path

@@ -1,0 +1,32 @@
+"""Channels from a bridge to model services."""
+
+import grpc
+from grpc import aio
+
+from bridge.errors import Unreachable
+from draftbridge.security import Credentials, open_aio_channel
+
+# The largest message of a model service is a chunk of its tokenizer. Parsing a larger one would block the event loop
+# for longer than a pass of a fast target takes.
+_MAX_MESSAGE_BYTES = (1 << 18) + (64 << 10)
+
+
+def open_channel(address: str, credentials: Credentials | None = None) -> aio.Channel:
+    """Returns a channel that is configured for streams of small messages. Raises `Unreachable` if it has no port."""
+    if ":" not in address:
+        raise Unreachable(address, "an address is HOST:PORT")
+    options: list[tuple[str, int]] = [
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        # Prompts can be long.
+        ("grpc.max_send_message_length", 64 << 20),
+        ("grpc.enable_retries", 0),
+        # Detects a machine that disappears without closing the connection within half a minute.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),  # a minute otherwise, whatever the timeout above
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        # Otherwise two channels to one address share a connection, and one delays the other (head-of-line blocking).
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    return open_aio_channel(address, credentials, options, grpc.Compression.NoCompression)
