@@ -1,5 +1,6 @@
 """The configuration: which place wins, and errors that name place, key and remedy."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -94,9 +95,9 @@ def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, t
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "services.cli", *arguments]
+    wide = os.environ | {"COLUMNS": "200"}  # names of options are cut where there is no room
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
 
 
 def test_what_show_prints_is_a_file_with_the_same_values(tmp_path: Path) -> None:
