@@ -18,6 +18,7 @@ from services.config import ModelServerConfig
 from services.engines.cpu import cpu_flags
 from services.engines.engine import Engine, Row
 from services.engines.ik_llama.spec import IK_LLAMA, missing_instructions
+from services.engines.observer import UNOBSERVED
 from services.engines.registry import choose_engine
 from services.engines.spec import EngineOptions
 from services.model.server import _load
@@ -272,7 +273,7 @@ def tiny_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_deterministic_server_runs_it_as_it_is(tiny_target: Path) -> None:
     config = ModelServerConfig(model=str(tiny_target), engine="ik_llama", threads=1, deterministic=True)
-    loaded = _load(config, *choose_engine("ik_llama", config.model, config.options), tiny_target, str)
+    loaded = _load(config, *choose_engine("ik_llama", config.model, config.options), tiny_target, str, UNOBSERVED)
     loaded.scheduler.close()
     assert isinstance(loaded.engine, IkLlamaEngine)
 

@@ -12,7 +12,7 @@ from bridge.errors import DraftBridgeError
 from bridge.sampling.sampler import SamplingParameters
 from draftbridge.v1 import bridge_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
-from services.bridge.zoo import _MAX_MESSAGE_BYTES
+from services.rpc.channel import _MAX_MESSAGE_BYTES
 from services.rpc.codec import add_statistics
 from tests.support import tiny
 
