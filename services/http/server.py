@@ -47,8 +47,8 @@ async def http_door(
     `keys` are those of the gRPC server, so that a key's limits hold for both doors. `limits` replaces those of the
     configuration. Raises `InvalidField`, `InvalidConfiguration` or `PortTaken`.
     """
-    security.check_exposure(config.http, config)
     host, port = host_and_port("http", config.http)
+    security.check_exposure(config.http, config)
     try:
         bare = host.removeprefix("[").removesuffix("]")
         family = socket.AF_INET6 if ":" in bare else socket.AF_INET
