@@ -86,7 +86,9 @@ def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callab
     if wanted.reason:
         console.print(wanted.reason, style="dim", highlight=False, soft_wrap=True)
     if together.text == alone.text:
-        console.print("Both texts are the same, byte for byte (the target is served with --deterministic).")
+        console.print(
+            "Both texts are the same, byte for byte (the target is served with --deterministic).", soft_wrap=True
+        )
     else:
         console.print("[bold red]The two texts differ. That is a bug: please report it with the prompt.[/]")
 
