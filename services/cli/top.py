@@ -40,7 +40,8 @@ def top(
 
 def _live(client: Client, server: str, interval: float) -> None:
     # SIGTERM too must leave the terminal as it was.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts its background jobs with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
     before, before_time = None, 0.0
     try:
         with Live(screen=True, auto_refresh=False, console=out) as live:

@@ -150,7 +150,10 @@ def test_the_live_view_leaves_the_terminal_as_it_was(tiny_fleet: Fleet, key: byt
                 os.write(master, key)
             else:
                 process.terminate()
-    assert process.wait(10) == 0
+    try:
+        assert process.wait(10) == 0
+    finally:
+        process.kill()
     assert termios.tcgetattr(slave) == before
     os.close(master)
     os.close(slave)
