@@ -23,7 +23,7 @@ _STOP_SECONDS = 10.0
 
 
 class RivalFailed(Exception):
-    """A rival did not start or could not answer; the message says why."""
+    """A rival did not start or could not answer; the message has the reason."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callab
 
 
 def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstration:
-    """Downloads the models. Where the large pair cannot be had, says so and returns the small one."""
+    """Downloads the models. If the large pair cannot be downloaded, reports it and returns the small one."""
     try:
         for model in (wanted.target, wanted.draft):
             resolve(model, report)

@@ -54,6 +54,7 @@ def _live(client: Client, server: str, interval: float) -> None:
                 except CallError as error:
                     live.update(Text(str(error), "bold red"), refresh=True)
                     before = None
+                # The view changes once per interval; Ctrl-C interrupts the sleep.
                 time.sleep(max(interval - (time.monotonic() - began), 0.0))
     except KeyboardInterrupt:
         return

@@ -4,6 +4,7 @@ A field that is not supported is refused by its name. Fields that only describe 
 """
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
@@ -71,7 +72,7 @@ class StreamOptions(_Strict):
     include_obfuscation: Literal[False] | None = None
 
 
-class GenerationRequest(_Strict):
+class GenerationRequest(_Strict, ABC):
     """The fields that both kinds of requests have. Null is the same as leaving a field out."""
 
     model: str = ""
@@ -141,14 +142,14 @@ class GenerationRequest(_Strict):
             for place in range(count)
         ]
 
-    def _inputs(self) -> Sequence[str | Chat | tuple[int, ...]]:
-        raise NotImplementedError
+    @abstractmethod
+    def _inputs(self) -> Sequence[str | Chat | tuple[int, ...]]: ...
 
-    def _max_tokens(self) -> int | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _max_tokens(self) -> int | None: ...
 
-    def _logprob_count(self) -> int | None:
-        raise NotImplementedError
+    @abstractmethod
+    def _logprob_count(self) -> int | None: ...
 
 
 class CompletionRequest(GenerationRequest):

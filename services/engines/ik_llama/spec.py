@@ -5,11 +5,10 @@ from pathlib import Path
 from platform import machine
 
 from bridge.errors import UnusableModel
+from services.engines import gguf
 from services.engines.cpu import cpu_flags
 from services.engines.engine import Engine
-from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
-from services.store.cache import Report
-from services.store.resolve import has_gguf, resolve, resolve_gguf
+from services.engines.spec import EngineOptions, EngineSpec
 
 # What the prebuilt library is compiled for.
 _NEEDED = frozenset({"avx2", "fma", "f16c"})
@@ -21,11 +20,6 @@ def missing_instructions(flags: Set[str] | None = None, architecture: str = mach
         return ""
     known = cpu_flags() if flags is None else flags
     return ", ".join(sorted(_NEEDED - known)) if known else ""
-
-
-def _prepare(model: str, weights: Weights, report: Report) -> Path:
-    resolve(model, report)  # for its tokenizer
-    return resolve_gguf(model, report)
 
 
 def _open(path: Path, options: EngineOptions) -> Engine:
@@ -43,20 +37,16 @@ def _open(path: Path, options: EngineOptions) -> Engine:
 
 
 def _passed_over(model: str, options: EngineOptions) -> str:
-    if options.compile or options.dtype is not Dtype.AUTO or options.weights is not Weights.AUTO:
-        return "a GGUF file determines the weights and the data type"
-    if not options.on_cpu:
-        return "torch is faster on other devices"
     if missing := missing_instructions():
         return f"the processor lacks {missing.upper()}"
-    return "" if has_gguf(model) else "the model has no GGUF file"
+    return gguf.passed_over(model, options)
 
 
 IK_LLAMA = EngineSpec(
     name="ik_llama",
     runs="GGUF files that ik_llama.cpp reads, in the file's own precision, the same bit for bit at every width",
     devices="CPU",
-    prepare=_prepare,
+    prepare=gguf.prepare,
     open=_open,
     modules=("ik_llama_cpp",),
     install="pip install '.[ik-llama]' in the checkout",

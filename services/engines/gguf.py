@@ -1,0 +1,22 @@
+"""What the engines that read GGUF files have in common: preparing a model, and when `--engine auto` skips them."""
+
+from pathlib import Path
+
+from services.engines.spec import Dtype, EngineOptions, Weights
+from services.store.cache import Report
+from services.store.resolve import has_gguf, resolve, resolve_gguf
+
+
+def prepare(model: str, weights: Weights, report: Report) -> Path:
+    """Returns the model's GGUF file. Raises what `resolve` and `resolve_gguf` raise."""
+    resolve(model, report)  # servers read the tokenizer from the converted model
+    return resolve_gguf(model, report)
+
+
+def passed_over(model: str, options: EngineOptions) -> str:
+    """Returns why a GGUF engine cannot, or should not, run a model with these options, or ""."""
+    if options.compile or options.dtype is not Dtype.AUTO or options.weights is not Weights.AUTO:
+        return "a GGUF file determines the weights and the data type"
+    if not options.on_cpu:
+        return "torch is faster on other devices"
+    return "" if has_gguf(model) else "the model has no GGUF file"
