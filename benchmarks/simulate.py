@@ -31,8 +31,8 @@ from bridge.loop import speculate
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner, SpeculationParameters
 from bridge.sources import SOURCES
-from bridge.sources.chain import SourceChain
 from bridge.sources.source import Draft, Opening
+from bridge.sources.source_set import SourceSet
 from bridge.statistics import Statistics
 from bridge.tape import Tape
 from bridge.target_link import TargetLink
@@ -148,7 +148,7 @@ async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | N
             sources = [source for source in (one.open(opening) for one in allowed) if source]
             loop = speculate(
                 TargetLink(target, model, tape, learning + tokens, clock),
-                SourceChain(sources, model, tape, scripted.END),
+                SourceSet(sources, model, tape, scripted.END),
                 Planner(parameters, RequestEstimates(estimates, sources, draft_estimates)),
                 Statistics(),
                 clock,

@@ -21,8 +21,8 @@ from bridge.planning.planner import Mode, Planner
 from bridge.ports import Drafter, FinishReason, Logprob, Verifier
 from bridge.request import Request, check, render, token_room
 from bridge.sources import SOURCES
-from bridge.sources.chain import SourceChain
 from bridge.sources.source import CandidateSource, Draft, Opening, Outcome
+from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix_memory import SuffixMemory
 from bridge.statistics import Statistics
 from bridge.tape import Tape
@@ -115,7 +115,7 @@ async def generate(
     end_id = next(iter(model.special_ids.eos), None)
     if isinstance(request.input, Chat):
         end_id = await asyncio.to_thread(end_of_turn, model)
-    chain = SourceChain(sources, model, tape, end_id)
+    chain = SourceSet(sources, model, tape, end_id)
     link = TargetLink(target, model, tape, max_tokens, clock)
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = 0

@@ -16,15 +16,15 @@ from time import perf_counter_ns
 from bridge.errors import Unreachable
 from bridge.planning.planner import Planner
 from bridge.ports import Pass
-from bridge.sources.chain import SourceChain
 from bridge.sources.source import Offer, Outcome
+from bridge.sources.source_set import SourceSet
 from bridge.statistics import Statistics
 from bridge.target_link import TargetLink
 
 
 async def speculate(
     link: TargetLink,
-    sources: SourceChain,
+    sources: SourceSet,
     planner: Planner,
     statistics: Statistics,
     clock: Callable[[], int] = perf_counter_ns,
@@ -64,7 +64,7 @@ async def speculate(
 
 
 @asynccontextmanager
-async def _events(link: TargetLink, sources: SourceChain) -> AsyncIterator[AsyncIterator[Pass | None]]:
+async def _events(link: TargetLink, sources: SourceSet) -> AsyncIterator[AsyncIterator[Pass | None]]:
     """Yields every pass of the target, and None when a source has news. Raises the target's errors.
 
     The queue needs no limit: the target's credit bounds the passes, and at most one notice of news is pending.

@@ -102,7 +102,7 @@ class DraftEstimates:
             self.forward.observe(proposal.read_token_count, read_ns)
 
 
-class Yield:
+class AcceptanceRatio:
     """Measures how many candidates of one source are accepted, relative to the prediction.
 
     Chances are right on average over all candidates. A plan is chosen for promising candidates, whose chances are
@@ -145,7 +145,7 @@ class TargetEstimates:
         self._loads = [_Load(WidthCost.measured(forward_costs), single_ns)]
         self._running = 0
         self._chances: dict[str, Chances] = {}
-        self.yields: dict[str, Yield] = {}
+        self.acceptance_ratios: dict[str, AcceptanceRatio] = {}
         self.drafts: dict[str, DraftEstimates] = {}
         # By source, the passes since one with its candidates; under "", those since one without candidates.
         self.idle_pass_counts: dict[str, int] = defaultdict(int)
@@ -207,9 +207,9 @@ class RequestEstimates:
         # The passes so far, and whether the target waits for candidates before the next one.
         self.pass_count, self.target_waits = 0, False
 
-    def yield_ratio(self, source: str) -> float:
+    def acceptance_ratio(self, source: str) -> float:
         """Returns how many candidates of a source are accepted, relative to the prediction."""
-        return self.shared.yields[source].ratio if source in self.shared.yields else 1.0
+        return self.shared.acceptance_ratios[source].ratio if source in self.shared.acceptance_ratios else 1.0
 
     def observe(self, outcome: Outcome, plan: Plan) -> None:
         """Records a pass that was made under a plan."""
@@ -245,11 +245,11 @@ class RequestEstimates:
             costs.hop.observe(2 * result.waited_ns if outcome.timed_out else result.waited_ns)
 
     def _observe_yield(self, plan: Plan, accepted: int) -> None:
-        ratio, yields = self.yield_ratio(plan.source), self.shared.yields
-        for one in yields.values():
+        ratio, ratios = self.acceptance_ratio(plan.source), self.shared.acceptance_ratios
+        for one in ratios.values():
             one.fade()
         if plan.source and plan.name == plan.source:
-            yields.setdefault(plan.source, Yield()).observe(accepted, (plan.prediction.tokens - 1.0) / ratio)
+            ratios.setdefault(plan.source, AcceptanceRatio()).observe(accepted, (plan.prediction.tokens - 1.0) / ratio)
 
     def _observe_candidates(self, outcome: Outcome) -> None:
         for chances in (*self.chances.values(), self.positions):

@@ -20,7 +20,7 @@ from bridge.planning.prediction import (
     plain,
     with_candidates,
 )
-from bridge.sources.source import Offer, Outcome, Pace, SourceState
+from bridge.sources.source import DraftPace, Offer, Outcome, SourceState
 
 # The most candidates that are planned for one forward, and the lengths of a draft's turn in tokens.
 MAX_CANDIDATES = MAX_WIDTH - 1
@@ -99,15 +99,15 @@ class Planner:
         `room` is the number of candidates that are still useful.
         """
         costs = self._target_costs()
-        none = Plan("none", plain(costs), patience_ns=self._patience_ns(costs))
+        alone = Plan("plain", plain(costs), patience_ns=self._patience_ns(costs))
         draft = None if state is None or state.overdue else self._draft_costs(state)
         if self.mode is not Mode.AUTO:
-            best = self._fixed(draft, costs, room) or replace(none, patience_ns=0.0)
+            best = self._fixed(draft, costs, room) or replace(alone, patience_ns=0.0)
         else:
-            best = self._best(none, offers, state, draft, costs, room)
+            best = self._best(alone, offers, state, draft, costs, room)
         if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not self._estimates.target_waits:
             # The target may have begun a pass, which the draft would slow down. So the target is told to wait first.
-            best = replace(none, patience_ns=best.patience_ns, prepares_turn=True)
+            best = replace(alone, patience_ns=best.patience_ns, prepares_turn=True)
         return replace(best, pace=replace(best.pace, lead=min(best.pace.lead, room)))
 
     def choose(self, offers: Sequence[Offer], plan: Plan) -> tuple[Offer, int]:
@@ -139,7 +139,7 @@ class Planner:
         if self.mode is not Mode.AUTO or not self._estimates.forward.known:
             return ""
         costs = self._target_costs()
-        ways = [Plan("none", plain(costs))]
+        ways = [Plan("plain", plain(costs))]
         if state and not state.overdue:
             draft = self._draft_costs(state)
             ways += [self._in_turns(draft, costs, _LEADS[-1]), self._ahead(draft, costs, _BATCHES)]
@@ -160,7 +160,7 @@ class Planner:
 
     def _best(
         self,
-        none: Plan,
+        alone: Plan,
         offers: Sequence[Offer],
         state: SourceState | None,
         draft: DraftCosts | None,
@@ -171,14 +171,14 @@ class Planner:
         estimates = self._estimates
         load, idle = estimates.shared.load, estimates.shared.idle_pass_counts
         if idle[""] >= _IDLE_PLAIN_PASSES * load:
-            return replace(none, is_trial=True)
+            return replace(alone, is_trial=True)
         at_hand = [offer for offer in offers if offer.sources[0] != estimates.drafting_source]
         for offer in at_hand:
             if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load:
                 # The number of candidates that are all right with a chance of one half.
                 width = min(max(int(log(0.5) / log(self._chances(offer, 1)[0])), 1), MAX_CANDIDATES)
                 return replace(self._at_hand(offer, width, costs, 0.0), is_trial=True, trial_width=width)
-        ways = [none, *(self._at_hand(*one, costs, none.patience_ns) for one in self._widths(at_hand, costs))]
+        ways = [alone, *(self._at_hand(*one, costs, alone.patience_ns) for one in self._widths(at_hand, costs))]
         drafts = []
         if draft and estimates.draft:
             drafts.append(self._in_turns(draft, costs, room))
@@ -192,14 +192,14 @@ class Planner:
         kept = f"{estimates.drafting_source} {_AHEAD if state and state.runs_ahead else _TURNS}"
         best = max(
             (*ways, *drafts),
-            key=lambda plan: _speed(plan) * (_MIN_GAIN if plan is none else _MIN_CHANGE if plan.name == kept else 1.0),
+            key=lambda plan: _speed(plan) * (_MIN_GAIN if plan is alone else _MIN_CHANGE if plan.name == kept else 1.0),
         )
-        turns = next((plan for plan in drafts if plan.pace.turns), none)
-        if self._slowdown > _FREE_SLOWDOWN and best is not turns and _speed(turns) > _MIN_GAIN * _speed(none):
+        turns = next((plan for plan in drafts if plan.pace.turns), alone)
+        if self._slowdown > _FREE_SLOWDOWN and best is not turns and _speed(turns) > _MIN_GAIN * _speed(alone):
             # The draft's next turn will come soon, and the target must not begin a pass before it.
             return replace(best, patience_ns=max(best.patience_ns, turns.patience_ns), prepares_turn=True)
         beside = next((plan for plan in drafts if plan.runs_ahead), None)
-        if best.pace.lead == 0 and beside and _speed(beside) > _speed(none) and self._slowdown < _FREE_SLOWDOWN:
+        if best.pace.lead == 0 and beside and _speed(beside) > _speed(alone) and self._slowdown < _FREE_SLOWDOWN:
             # The target loses next to nothing if the draft keeps up with the text meanwhile.
             return replace(best, pace=beside.pace)
         return best
@@ -215,7 +215,7 @@ class Planner:
         if self._estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
             best = replace(best, ns=best.ns + draft.prompt_ns / max(room / best.tokens, 1.0))
         source = self._estimates.drafting_source
-        return Plan(f"{source} {_TURNS}", best, Pace(lead, lead, True), patience_ns, source=source)
+        return Plan(f"{source} {_TURNS}", best, DraftPace(lead, lead, True), patience_ns, source=source)
 
     def _ahead(self, draft: DraftCosts, costs: TargetCosts, batches: Sequence[int]) -> Plan:
         """Returns the best plan in which the draft computes while the target does."""
@@ -225,7 +225,9 @@ class Planner:
         batch = max(batches, key=lambda batch: predictions[batch].tokens_per_ns)
         patience_ns = _AHEAD_PATIENCE_FACTOR * predictions[batch].waited_ns
         source = self._estimates.drafting_source
-        return Plan(f"{source} {_AHEAD}", predictions[batch], Pace(lead, max(batch, 1)), patience_ns, source=source)
+        return Plan(
+            f"{source} {_AHEAD}", predictions[batch], DraftPace(lead, max(batch, 1)), patience_ns, source=source
+        )
 
     def _at_hand(self, offer: Offer, width: int, costs: TargetCosts, patience_ns: float) -> Plan:
         """Returns the plan to send an offer of a source that takes no time."""
@@ -233,8 +235,8 @@ class Planner:
         # If the first candidate is right, waiting for it saves a 1-token pass; if not, it costs the wider pass's extra.
         gain_ns = chance * costs.of(1) - (1 - chance) * (costs.of(width + 1) - costs.of(1))
         source, found = offer.sources[0], self._prediction(offer, width, costs)
-        found = replace(found, tokens=1.0 + (found.tokens - 1.0) * self._estimates.yield_ratio(source))
-        return Plan(source, found, Pace(), patience_ns, gain_ns, source=source)
+        found = replace(found, tokens=1.0 + (found.tokens - 1.0) * self._estimates.acceptance_ratio(source))
+        return Plan(source, found, DraftPace(), patience_ns, gain_ns, source=source)
 
     def _widths(self, offers: Sequence[Offer], costs: TargetCosts) -> list[tuple[Offer, int]]:
         """Returns each offer that is worth sending, with the number of its candidates that one forward takes."""

@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import ceil
 from operator import mul
 
-from bridge.sources.source import Pace
+from bridge.sources.source import DraftPace
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Plan:
 
     name: str
     prediction: Prediction
-    pace: Pace = Pace()
+    pace: DraftPace = DraftPace()
     patience_ns: float = 0.0
     waiting_gain_ns: float = 0.0
     is_trial: bool = False

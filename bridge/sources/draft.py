@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from bridge.errors import ProtocolViolation, Unreachable
 from bridge.ports import MAX_MEASURED_NS, Proposal, Sync
-from bridge.sources.source import CandidateSource, Continuation, Draft, Opening, Outcome, Pace, SourceState
+from bridge.sources.source import CandidateSource, Continuation, Draft, DraftPace, Opening, Outcome, SourceState
 from bridge.tape import Tape
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.translation import DraftContext
@@ -163,7 +163,7 @@ class DraftSource(CandidateSource):
             self._epoch.observe(b"".join(outcome.data))
             self._overdue |= outcome.timed_out and self._epoch.turns and not self._epoch.turn_over
 
-    async def advance(self, tape: Tape, pace: Pace) -> None:
+    async def advance(self, tape: Tape, pace: DraftPace) -> None:
         epoch = self._epoch
         if pace.lead == 0 or self._overdue:
             return
@@ -189,7 +189,7 @@ class DraftSource(CandidateSource):
             self._allow(added)
             await self._drafter.grant(epoch.number, added)
 
-    async def _sync(self, tape: Tape, pace: Pace) -> None:
+    async def _sync(self, tape: Tape, pace: DraftPace) -> None:
         """Starts an epoch at the end of the tape, before an incomplete character, if the draft would have any ids."""
         before, context = self._epoch, self._context
         keep, ids = context.append(tape.data[context.appended_byte_count :], before.token_ids if before else ())

@@ -95,7 +95,7 @@ class SourceState:
 
 
 @dataclass(frozen=True)
-class Pace:
+class DraftPace:
     """The way in which a source that takes time is to work.
 
     `lead`: the most tokens that it may be ahead of the tape; 0 pauses it. `batch`: tokens in its first message; each
@@ -181,7 +181,7 @@ class CandidateSource(ABC):
     def start(self, notify: Callable[[], None]) -> None:  # noqa: B027
         """Starts to receive proposals; `notify` is called when there is news."""
 
-    async def advance(self, tape: Tape, pace: Pace) -> None:  # noqa: B027
+    async def advance(self, tape: Tape, pace: DraftPace) -> None:  # noqa: B027
         """Lets the source work on what follows the tape."""
 
     def close(self) -> None:  # noqa: B027

@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from bridge.sources.source import CandidateSource, Continuation, Opening, Outcome
-from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, SuffixDrafter
+from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, SuffixMatcher
 from bridge.sources.suffix_memory import suffix_drafter
 from bridge.tape import Tape
 
@@ -19,7 +19,7 @@ class SuffixSource(CandidateSource):
     evidence_edges: ClassVar[tuple[float, ...]] = (8, 16, 32, 64)
     prior_chances: ClassVar[tuple[float, ...]] = (0.3, 0.5, 0.65, 0.8, 0.9)
 
-    def __init__(self, drafter: SuffixDrafter) -> None:
+    def __init__(self, drafter: SuffixMatcher) -> None:
         self._drafter = drafter
 
     @classmethod

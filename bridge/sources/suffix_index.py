@@ -39,7 +39,7 @@ def max_memory_bytes(length: int) -> int:
     return 15 * length + (20 << 10)
 
 
-class SuffixDrafter:
+class SuffixMatcher:
     """Holds a text and proposes bytes that continue it.
 
     Time is constant per byte and per proposal; for memory see `max_memory_bytes`. If the text exceeds `limit`, rounded

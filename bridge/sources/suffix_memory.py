@@ -4,7 +4,7 @@ from functools import partial
 
 from cachetools import LRUCache
 
-from bridge.sources.suffix_index import MIN_MATCH_BYTES, Match, SuffixDrafter, max_memory_bytes
+from bridge.sources.suffix_index import MIN_MATCH_BYTES, Match, SuffixMatcher, max_memory_bytes
 
 _MAX_TENANT_BITS = 20  # at most 2**20 bytes of output are kept for each tenant
 
@@ -17,7 +17,7 @@ class SuffixMemory:
 
     def __init__(self, byte_limit: int) -> None:
         self.byte_limit = byte_limit
-        self._tenants: LRUCache[str, SuffixDrafter] = LRUCache(byte_limit, lambda held: max_memory_bytes(held.length))
+        self._tenants: LRUCache[str, SuffixMatcher] = LRUCache(byte_limit, lambda held: max_memory_bytes(held.length))
         sizes = (1 << bits for bits in range(_MAX_TENANT_BITS, 0, -1))
         self._max_text_bytes = next((size for size in sizes if max_memory_bytes(size) <= byte_limit), 0)
 
@@ -42,7 +42,7 @@ class SuffixMemory:
         output = output[-self._max_text_bytes :]
         if not MIN_MATCH_BYTES < len(output) <= self._max_text_bytes:
             return
-        held = self._tenants.pop(tenant, None) or SuffixDrafter(limit=self._max_text_bytes)
+        held = self._tenants.pop(tenant, None) or SuffixMatcher(limit=self._max_text_bytes)
         # Other tenants are forgotten first, so that the budget is never exceeded.
         needed = max_memory_bytes(min(held.length + len(output), self._max_text_bytes))
         while self._tenants.currsize + needed > self.byte_limit:
@@ -52,8 +52,8 @@ class SuffixMemory:
         self._tenants[tenant] = held
 
 
-def suffix_drafter(text: bytes, memory: SuffixMemory | None, tenant: str) -> SuffixDrafter:
+def suffix_drafter(text: bytes, memory: SuffixMemory | None, tenant: str) -> SuffixMatcher:
     """Returns a drafter for a text and, if there is a memory and a tenant, for that tenant's earlier outputs."""
     if memory is None or not tenant:
-        return SuffixDrafter(text)
-    return SuffixDrafter(text, elsewhere=partial(memory.match, tenant))
+        return SuffixMatcher(text)
+    return SuffixMatcher(text, elsewhere=partial(memory.match, tenant))

@@ -36,7 +36,7 @@ from services.rpc import codec
 from services.rpc.channel import open_channel
 from services.rpc.status import RemoteError, from_rpc_error
 from services.sandbox.templates import TemplateSandbox
-from services.sandbox.tokenizers import flaw_of
+from services.sandbox.tokenizers import find_flaw
 
 T = TypeVar("T")
 
@@ -363,7 +363,7 @@ class Zoo:
     @staticmethod
     async def _read_tokenizer(data: bytes, description: model_pb2.Model, address: str) -> tuple[Vocabulary, str]:
         try:
-            flaw = await flaw_of(data)
+            flaw = await find_flaw(data)
             vocabulary = await asyncio.to_thread(Vocabulary, data)
         except TokenizerNotUnderstood as error:
             raise TokenizerNotUnderstood(

@@ -13,7 +13,7 @@ def prepare(model: str, weights: Weights, report: Report) -> Path:
     return resolve_gguf(model, report)
 
 
-def passed_over(model: str, options: EngineOptions) -> str:
+def reason_to_skip(model: str, options: EngineOptions) -> str:
     """Returns why a GGUF engine cannot, or should not, run a model with these options, or ""."""
     if options.compile or options.dtype is not Dtype.AUTO or options.weights is not Weights.AUTO:
         return "a GGUF file determines the weights and the data type"

@@ -20,7 +20,7 @@ from services.engines.spec import EngineOptions, EngineSpec, Weights
 from services.engines.torch.spec import TORCH
 from services.store.cache import Report
 
-# Fastest first: `--engine auto` takes the first one whose `passed_over` returns "". See docs/measurements/engines.md.
+# Fastest first (docs/measurements/engines.md): `--engine auto` takes the first whose `reason_to_skip` returns "".
 _OWN = (LLAMACPP, IK_LLAMA, OPENVINO, TORCH)
 AUTO = "auto"
 
@@ -49,7 +49,7 @@ def choose_engine(name: str, model: str, options: EngineOptions) -> tuple[Engine
     if name != AUTO:
         spec = engine_spec(name)
     else:
-        spec = next(one for one in engines().values() if one.installed and not one.passed_over(model, options))
+        spec = next(one for one in engines().values() if one.installed and not one.reason_to_skip(model, options))
         if options.weights is Weights.AUTO:
             options = replace(options, weights=spec.auto_weights)
     spec.check(options)

@@ -22,7 +22,7 @@ from bridge.sampling.sampler import Logits
 from bridge.text.common_prefix import common_prefix_length
 from services.engines.engine import Engine, Row
 from services.engines.observer import UNOBSERVED, SchedulerObserver
-from services.engines.slots import LEAST_COPIED, Place, Slots
+from services.engines.slots import MIN_COPIED_TOKENS, SlotChoice, Slots
 
 T = TypeVar("T")
 
@@ -253,12 +253,15 @@ class Scheduler:
         if place is None:
             return False
         for other in begun:
-            if other.lacks > _MAX_STEP_IDS and common_prefix_length(other.ids, job.ids) >= place.length + LEAST_COPIED:
+            if (
+                other.lacks > _MAX_STEP_IDS
+                and common_prefix_length(other.ids, job.ids) >= place.length + MIN_COPIED_TOKENS
+            ):
                 return False
         self._take(job, place)
         return True
 
-    def _take(self, job: Job, place: Place) -> None:
+    def _take(self, job: Job, place: SlotChoice) -> None:
         length = place.length
         if place.source is not None:
             try:

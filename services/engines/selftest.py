@@ -22,7 +22,7 @@ _MIN_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Proof:
+class SelfTest:
     """Two texts with the same beginning, and the model's own logits for them: [texts, tokens, vocabulary size].
 
     `tolerance`: the largest allowed `_distance` of an engine's logits from them.
@@ -34,7 +34,7 @@ class Proof:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, model: Any) -> "Proof":
+    def of(cls, model: Any) -> "SelfTest":
         """Computes the self-test of a transformers model with the model's own attention and dtype.
 
         Samples the texts from the model: on random ids, some models are so ill-conditioned that rounding to bfloat16

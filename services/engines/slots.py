@@ -11,7 +11,7 @@ from time import perf_counter_ns
 from bridge.text.common_prefix import common_prefix_length
 
 # Minimum number of tokens that a copy must gain: fewer cost almost nothing in the sequence's first forward.
-LEAST_COPIED = 32
+MIN_COPIED_TOKENS = 32
 # A reused slot may lose this many cached tokens after the common beginning: one forward or so computes them again.
 _MAX_LOST_TOKENS = 512
 
@@ -32,7 +32,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Place:
+class SlotChoice:
     """A free slot for a new sequence, which will hold its first `length` ids, copied from `source` if that is set."""
 
     slot: Slot
@@ -55,7 +55,7 @@ class Slots:
         """Returns the slot of a sequence, or None."""
         return next((slot for slot in self._slots if slot.holder is holder), None)
 
-    def place(self, ids: Sequence[int]) -> Place | None:
+    def place(self, ids: Sequence[int]) -> SlotChoice | None:
         """Returns the best place for a new sequence, or None if no slot is free."""
         free = [slot for slot in self._slots if slot.holder is None]
         if not free:
@@ -65,16 +65,16 @@ class Slots:
         # Among equals, the least recently used one.
         best = max(free, key=lambda slot: (common[slot.index], -slot.used_ns))
         lost = best.length - common[best.index]
-        alike = common[best.index] >= min(LEAST_COPIED, len(ids) // 2)
+        alike = common[best.index] >= min(MIN_COPIED_TOKENS, len(ids) // 2)
         goes_on = best.length > 0 and (lost <= common[best.index] or (alike and lost <= _MAX_LOST_TOKENS))
-        if goes_on and common[source.index] < common[best.index] + LEAST_COPIED:
-            return Place(best, common[best.index])
+        if goes_on and common[source.index] < common[best.index] + MIN_COPIED_TOKENS:
+            return SlotChoice(best, common[best.index])
         # Otherwise it is a new text, possibly with a common beginning: use an empty or the least recently used slot.
-        copied = source if common[source.index] >= LEAST_COPIED else None
+        copied = source if common[source.index] >= MIN_COPIED_TOKENS else None
         target = min(free, key=lambda slot: (slot is copied, slot.length > 0, slot.used_ns))
-        if common[source.index] < common[target.index] + LEAST_COPIED:
-            return Place(target, common[target.index])
-        return Place(target, common[source.index], source)
+        if common[source.index] < common[target.index] + MIN_COPIED_TOKENS:
+            return SlotChoice(target, common[target.index])
+        return SlotChoice(target, common[source.index], source)
 
     def take(self, slot: Slot, holder: object, ids: Sequence[int], length: int) -> None:
         """Gives a free slot to a sequence, and records that its cache holds the first `length` of `ids`."""

@@ -57,7 +57,7 @@ class EngineSpec:
 
     `runs`, `devices`: texts for help and documentation. `dtypes`, `weights`: values of `--dtype` and `--weights`
     besides `auto`. `modules`: modules that must be installed; `install`: how to install them. `prepare` downloads and
-    converts a model, and returns the path that `open` reads. `passed_over` returns why `--engine auto` skips this
+    converts a model, and returns the path that `open` reads. `reason_to_skip` returns why `--engine auto` skips this
     engine for a model, or "". `auto_weights`: the meaning of `--weights auto` with `--engine auto`.
     """
 
@@ -71,7 +71,7 @@ class EngineSpec:
     modules: tuple[str, ...] = ()
     install: str = ""
     compiles: bool = False
-    passed_over: Callable[[str, EngineOptions], str] = lambda model, options: ""
+    reason_to_skip: Callable[[str, EngineOptions], str] = lambda model, options: ""
     auto_weights: Weights = Weights.AUTO
 
     @property

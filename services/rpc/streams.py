@@ -53,27 +53,27 @@ def check_model(name: str, tokenizer_sha256: str, model: Model) -> None:
         raise ModelChanged(model.name)
 
 
-async def listening(
+async def exchange(
     requests: AsyncIterator[R],
-    hear: Callable[[R], Awaitable[None]],
-    no_more: Callable[[], None],
-    says: AsyncIterator[T],
+    on_request: Callable[[R], Awaitable[None]],
+    on_end_of_requests: Callable[[], None],
+    responses: AsyncIterator[T],
 ) -> AsyncIterator[T]:
-    """Yields the responses that `says` yields, and meanwhile passes each request to `hear`.
+    """Yields the responses that `responses` yields, and meanwhile passes each request to `on_request`.
 
-    Calls `no_more` when the client closes its side. An error in either direction ends both.
+    Calls `on_end_of_requests` when the client closes its side. An error in either direction ends both.
     """
     responding: asyncio.Future[T] | None = None
 
     async def listen() -> None:
         async for request in requests:
-            await hear(request)
-        no_more()
+            await on_request(request)
+        on_end_of_requests()
 
     listener = asyncio.create_task(listen())
     try:
         while True:
-            responding = asyncio.ensure_future(anext(says))
+            responding = asyncio.ensure_future(anext(responses))
             waiting = (responding,) if listener.done() else (listener, responding)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if listener.done():

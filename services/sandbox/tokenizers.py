@@ -15,7 +15,7 @@ from services.sandbox.process import command, environment
 TIME_LIMIT_SECONDS = 60
 
 
-async def flaw_of(tokenizer_json: bytes, time_limit: float = TIME_LIMIT_SECONDS) -> str:
+async def find_flaw(tokenizer_json: bytes, time_limit: float = TIME_LIMIT_SECONDS) -> str:
     """Returns why a target cannot use the tokenizer; empty if it can.
 
     Raises `TokenizerNotUnderstood` if a draft cannot use it either, or if it exceeds the limits.

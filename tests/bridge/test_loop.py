@@ -17,11 +17,11 @@ from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import FinishReason, Proposal, Sync
 from bridge.request import Request, render
 from bridge.sampling.sampler import Choice, History, Logits, Sampler, SamplingParameters
-from bridge.sources.chain import SourceChain
 from bridge.sources.draft import DraftSource
-from bridge.sources.source import CandidateSource, Draft, Pace
+from bridge.sources.source import CandidateSource, Draft, DraftPace
+from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
-from bridge.sources.suffix_index import SuffixDrafter
+from bridge.sources.suffix_index import SuffixMatcher
 from bridge.statistics import Statistics
 from bridge.tape import Tape
 from bridge.target_link import TargetLink
@@ -118,7 +118,7 @@ class Erratic(Planner):
             return super().plan(offers, state, room)
         lead, turns = min(self._data.draw(st.integers(0, 9)), room), self._data.draw(st.booleans())
         patience_ns = self._data.draw(st.sampled_from([0.0, 1e6]))
-        pace = Pace(lead, lead if turns else self._data.draw(st.integers(1, 4)), turns)
+        pace = DraftPace(lead, lead if turns else self._data.draw(st.integers(1, 4)), turns)
         return Plan("erratic", Prediction(1.0, 1.0), pace, patience_ns)
 
     def choose(self, offers, plan):  # type: ignore[no-untyped-def]
@@ -180,7 +180,7 @@ def test_output_is_the_targets_own_for_any_proposals(
                 drafter = ScriptedDrafter(draft, script, PROMPT.encode(), truth, tape, dies_at)
                 estimates = TargetEstimates()
                 # Of a text that holds what the target is going to produce, and of what it has produced.
-                suffix = SuffixDrafter(PROMPT.encode() + truth + PROMPT.encode() if said_before else b"")
+                suffix = SuffixMatcher(PROMPT.encode() + truth + PROMPT.encode() if said_before else b"")
                 parameters = SpeculationParameters(mode, draft_length)
                 sources: list[CandidateSource] = [
                     DraftSource(
@@ -195,7 +195,7 @@ def test_output_is_the_targets_own_for_any_proposals(
                 planner = Erratic(parameters, RequestEstimates(estimates, sources, estimates.draft("draft")), data)
                 loop = speculate(
                     TargetLink(session, target, tape, count),
-                    SourceChain(sources, target, tape, target.special_ids.eos[0]),
+                    SourceSet(sources, target, tape, target.special_ids.eos[0]),
                     planner,
                     Statistics(),
                 )

@@ -27,7 +27,7 @@ from bridge.planning.prediction import (
 from bridge.ports import Pass, Proposal
 from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
 from bridge.sources.suffix import SuffixSource
-from bridge.sources.suffix_index import SuffixDrafter
+from bridge.sources.suffix_index import SuffixMatcher
 from bridge.tape import Tape
 from tests.support import tiny
 
@@ -71,7 +71,7 @@ class Simulated:
         mode: Mode = Mode.AUTO,
         seed: int = 0,
     ) -> None:
-        sources: list[CandidateSource] = [SuffixSource(SuffixDrafter())]
+        sources: list[CandidateSource] = [SuffixSource(SuffixMatcher())]
         if draft:
             sources.append(Draft())  # type: ignore[arg-type]
         self.planner = Planner(SpeculationParameters(mode), RequestEstimates(shared, sources, draft))
@@ -223,8 +223,8 @@ def test_a_draft_that_cannot_get_ahead_gains_nothing_and_slows_the_target_down()
     [
         (0.8, 2.0, 1.0, "draft ahead"),  # a core of its own: it loses nothing by running on
         (0.8, 2.0, 2.0, "draft in turns"),  # the same cores: it slows the target down
-        (0.2, 9.0, 1.0, "none"),
-        (0.2, 6.0, 2.0, "none"),
+        (0.2, 9.0, 1.0, "plain"),
+        (0.2, 6.0, 2.0, "plain"),
     ],
 )
 def test_the_best_way_to_use_a_draft_is_taken_soon_and_kept(
@@ -365,7 +365,7 @@ def test_the_target_waits_for_the_bridge_only_while_that_gains() -> None:
 def test_it_gives_up_waiting_for_a_bridge_that_is_far_away() -> None:
     """Candidates that would gain 10 ms and never come within it."""
     shared = TargetEstimates(measured(FLAT))
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [SuffixSource(SuffixDrafter())]))
+    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [SuffixSource(SuffixMatcher())]))
     offer = Offer((1,) * 24, ("suffix",) * 24, (64.0,) * 24)
     waits = []
     for _ in range(60):
@@ -418,7 +418,7 @@ def test_a_draft_on_the_targets_cores_starts_when_the_target_waits(mode: Mode) -
     first = simulated.planner.plan((), SourceState(lag_token_count=100))
     assert first.pace.lead == 0 and first.patience_ns > 10 * MS, "the target reads its prompt alone, then waits"
     simulated.run(60)
-    assert simulated.names[0] == "none"
+    assert simulated.names[0] == "plain"
     assert all(name.startswith("draft in turns") for name in simulated.names[1:])
     assert draft.slowdown.count == 1, "nobody has tried"
 
@@ -428,7 +428,7 @@ def test_to_read_the_prompt_does_not_keep_a_draft_from_being_used() -> None:
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS), (2, 2 * MS), (25, 25 * MS)], competes=True)
     planner = Planner(SpeculationParameters(), RequestEstimates(shared, [Draft()], draft))  # type: ignore[list-item]
-    planner.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("none", Prediction(1.0, 1.0)))
+    planner.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
     state = SourceState(lag_token_count=200)
     assert planner.plan((), state, 500).prepares_turn
     assert not planner.plan((), state, 3).prepares_turn
@@ -437,7 +437,7 @@ def test_to_read_the_prompt_does_not_keep_a_draft_from_being_used() -> None:
 def test_predictions_are_corrected_by_what_came_of_them() -> None:
     """Half of the candidates come too late, which no chance tells."""
     shared = TargetEstimates(measured(FLAT))
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [SuffixSource(SuffixDrafter())]))
+    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [SuffixSource(SuffixMatcher())]))
     offer = Offer((1,) * 8, ("suffix",) * 8, (64.0,) * 8)
     before = planner.plan([offer], None)
     for number in range(100):
@@ -489,7 +489,7 @@ def test_the_summary_names_every_way_with_its_speed() -> None:
     assert simulated.planner.summary(SourceState()) == ""
     simulated.run(60)
     text = simulated.planner.summary(SourceState())
-    assert re.match(r"predicted tokens/s: none (99|100)\.\d, draft in turns of \d \d+\.\d, draft ahead \d+\.\d; ", text)
+    assert re.match(r"predicted tokens/s: plain (99|100)\.\d, draft in turns of \d \d+\.\d, draft ahead \d+\.\d; ", text)
     assert "an 8-token pass costs 1.2x a 1-token pass" in text
     assert "a pass takes" in text
 

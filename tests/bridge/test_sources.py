@@ -15,21 +15,21 @@ from bridge.planning.planner import SpeculationParameters
 from bridge.ports import Pass, Proposal, Sync
 from bridge.request import Request, render
 from bridge.sources import SOURCES
-from bridge.sources.chain import SourceChain
 from bridge.sources.draft import DraftEpoch, DraftSource
 from bridge.sources.source import (
     MAX_OFFERED_BYTES,
     CandidateSource,
     Continuation,
     Draft,
+    DraftPace,
     Offer,
     Opening,
     Outcome,
-    Pace,
     offer_of,
 )
+from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
-from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, SuffixDrafter
+from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, SuffixMatcher
 from bridge.tape import Tape
 from bridge.text.models import Model
 from services.cli.demo import _by_source
@@ -91,11 +91,11 @@ async def propose(source: DraftSource, drafter: RecordingDrafter, text: str, don
 
 async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is_not() -> None:
     source, drafter, tape = draft_source()
-    await source.advance(tape, Pace(8))
+    await source.advance(tape, DraftPace(8))
     assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (8, 1)
     await propose(source, drafter, " fox jumps")
     commit(tape, source, " fox")
-    await source.advance(tape, Pace(8))
+    await source.advance(tape, DraftPace(8))
     assert len(drafter.syncs) == 1
     assert drafter.grants and drafter.grants[0][0] == 1, "it may stay as far ahead as before"
     ahead = source.propose(tape)
@@ -103,7 +103,7 @@ async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is
     commit(tape, source, " sleeps")
     assert source.propose(tape) is None
     assert source.state.stale
-    await source.advance(tape, Pace(8))
+    await source.advance(tape, DraftPace(8))
     second = drafter.syncs[1]
     assert second.epoch == 2
     held = [*drafter.syncs[0].token_ids, *ids_of(" fox jumps")][: second.keep_token_count]
@@ -113,26 +113,26 @@ async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is
 
 async def test_a_turn_is_waited_for_until_it_is_late() -> None:
     source, drafter, tape = draft_source()
-    await source.advance(tape, Pace(3, 3, True))
+    await source.advance(tape, DraftPace(3, 3, True))
     assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (3, 3)
     assert source.state.awaited
-    await source.advance(tape, Pace(3, 3, True))
+    await source.advance(tape, DraftPace(3, 3, True))
     assert len(drafter.syncs) == 1, "it is asked once"
     commit(tape, source, " a", timed_out=True)
     assert source.state.overdue and not source.state.awaited
-    await source.advance(tape, Pace(3, 3, True))
+    await source.advance(tape, DraftPace(3, 3, True))
     assert len(drafter.syncs) == 1, "nor is it asked again before it has answered"
     await propose(source, drafter, " fox", done=True)
     assert not source.state.overdue
     assert source.state.stale
-    await source.advance(tape, Pace(3, 3, True))
+    await source.advance(tape, DraftPace(3, 3, True))
     assert len(drafter.syncs) == 2
 
 
 async def test_what_a_draft_reads_next_is_its_lag() -> None:
     source, drafter, tape = draft_source("The quick brown fox jumps over the lazy dog, again and again")
     assert source.state.lag_token_count > 10
-    await source.advance(tape, Pace(3, 3, True))
+    await source.advance(tape, DraftPace(3, 3, True))
     await propose(source, drafter, " fox", done=True)
     commit(tape, source, " fox")
     assert source.state.lag_token_count == 1
@@ -169,9 +169,9 @@ async def test_what_a_draft_reads_next_is_its_lag() -> None:
 )
 async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Proposal]) -> None:
     source, drafter, tape = draft_source()
-    chain, news = SourceChain([source], MODEL, tape, None), asyncio.Event()
+    chain, news = SourceSet([source], MODEL, tape, None), asyncio.Event()
     chain.start(news.set)
-    await chain.advance(Pace(4))
+    await chain.advance(DraftPace(4))
     for proposal in proposals:
         drafter.queue.put_nowait(proposal)
     async with asyncio.timeout(5):
@@ -185,7 +185,7 @@ async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Prop
 
 async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogCaptureFixture) -> None:
     source, drafter, tape = draft_source()
-    chain = SourceChain([source], MODEL, tape, None)
+    chain = SourceSet([source], MODEL, tape, None)
 
     def broken(tape: Tape, after: bytes = b"") -> Continuation:
         raise KeyError("a bug")
@@ -200,9 +200,9 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
 
 async def test_a_bug_in_one_source_does_not_cost_another() -> None:
     source, drafter, tape = draft_source()
-    suffix = SuffixSource(SuffixDrafter())
-    chain = SourceChain([source, suffix], MODEL, tape, None)
-    await chain.advance(Pace(8))
+    suffix = SuffixSource(SuffixMatcher())
+    chain = SourceSet([source, suffix], MODEL, tape, None)
+    await chain.advance(DraftPace(8))
     await propose(source, drafter, " fox")
 
     def broken(tape: Tape, after: bytes = b"") -> Continuation:
@@ -215,7 +215,7 @@ async def test_a_bug_in_one_source_does_not_cost_another() -> None:
 
 async def test_the_first_fault_is_the_one_that_is_noted() -> None:
     source, _, tape = draft_source()
-    chain = SourceChain([source], MODEL, tape, None)
+    chain = SourceSet([source], MODEL, tape, None)
     source._error = Unreachable("host:1", "gone")
     assert chain.offers() == [] and chain.empty
     later, _, _ = draft_source()
@@ -275,11 +275,11 @@ def test_a_proposed_end_of_text_is_the_targets_own_end() -> None:
 
 def test_a_short_match_does_not_continue_another_source() -> None:
     tape = Tape(WORDS, [])
-    source = SuffixSource(SuffixDrafter(b"the small house. the small "))
+    source = SuffixSource(SuffixMatcher(b"the small house. the small "))
     after = source.propose(tape, b"ho")
     assert after is not None and after.data.startswith(b"use.")
-    assert SuffixSource(SuffixDrafter(b"xx hose yy ")).propose(tape, b"ho") is None
-    assert SuffixSource(SuffixDrafter(b"nothing twice")).propose(tape) is None
+    assert SuffixSource(SuffixMatcher(b"xx hose yy ")).propose(tape, b"ho") is None
+    assert SuffixSource(SuffixMatcher(b"nothing twice")).propose(tape) is None
 
 
 def test_a_control_token_other_than_an_end_closes_an_epoch() -> None:

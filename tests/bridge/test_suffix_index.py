@@ -14,7 +14,7 @@ from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources import suffix_index as suffix
-from bridge.sources.suffix_index import MAX_MATCH_BYTES, MIN_MATCH_BYTES, SuffixDrafter, max_memory_bytes
+from bridge.sources.suffix_index import MAX_MATCH_BYTES, MIN_MATCH_BYTES, SuffixMatcher, max_memory_bytes
 from tests.support import tiny
 from tests.support.alone import PROMPT, answer, did, oracle
 
@@ -29,7 +29,7 @@ def common(text: bytes, place: int) -> int:
 @settings(max_examples=500)
 @given(parts=st.lists(st.text("ab", max_size=12).map(str.encode), max_size=8))
 def test_a_match_is_the_longest_of_the_latest_places(parts: list[bytes]) -> None:
-    drafter = SuffixDrafter(b"".join(parts[:1]))
+    drafter = SuffixMatcher(b"".join(parts[:1]))
     for part in parts[1:]:
         drafter.append(part)
     text = b"".join(parts)
@@ -42,7 +42,7 @@ def test_a_match_is_the_longest_of_the_latest_places(parts: list[bytes]) -> None
 @given(text=st.binary(max_size=200), data=st.data())
 def test_it_proposes_what_followed_there(text: bytes, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(text)))
-    match = SuffixDrafter(text + text[:start]).match()
+    match = SuffixMatcher(text + text[:start]).match()
     if start >= 2 * MIN_MATCH_BYTES:
         assert match is not None
         assert match.length >= MIN_MATCH_BYTES
@@ -56,7 +56,7 @@ def test_it_proposes_what_followed_there(text: bytes, data: st.DataObject) -> No
 def test_a_match_behind_what_may_come_is_that_of_a_text_where_it_came(parts: list[bytes]) -> None:
     """But for places that end in what may come: they are not known yet."""
     known, ahead = parts
-    match = SuffixDrafter(known).match(ahead)
+    match = SuffixMatcher(known).match(ahead)
     text = known + ahead
     lengths = [common(text, place) for place in range(MIN_MATCH_BYTES, len(known))]
     latest = [length for length in reversed(lengths) if length >= MIN_MATCH_BYTES][:8]
@@ -68,13 +68,13 @@ def test_a_match_behind_what_may_come_is_that_of_a_text_where_it_came(parts: lis
 
 
 def test_a_repetition_goes_on() -> None:
-    match = SuffixDrafter(b"one two, one two, one two, one").match()
+    match = SuffixMatcher(b"one two, one two, one two, one").match()
     assert match is not None
     assert match.data.startswith(b" two, one two, one two, one two")
 
 
 def test_memory_is_bounded_and_what_was_said_last_is_kept() -> None:
-    drafter = SuffixDrafter(limit=8192)
+    drafter = SuffixMatcher(limit=8192)
     for number in range(3000):
         drafter.append(f"line {number} is here\n".encode())
         assert len(drafter._text) == len(drafter._before) <= 8192
@@ -89,7 +89,7 @@ def test_memory_is_bounded_and_what_was_said_last_is_kept() -> None:
 @pytest.mark.parametrize("parted", [False, True])
 def test_memory_is_as_said(count: int, parted: bool) -> None:
     chance = random.Random(0)
-    drafter = SuffixDrafter(b"" if parted else chance.randbytes(count // 2))
+    drafter = SuffixMatcher(b"" if parted else chance.randbytes(count // 2))
     while drafter.length < count:
         drafter.append(chance.randbytes(min(5 + 95 * (not parted), count - drafter.length)))
         if parted:
@@ -98,7 +98,7 @@ def test_memory_is_as_said(count: int, parted: bool) -> None:
     assert sum(sys.getsizeof(part) for part in parts) <= max_memory_bytes(count)
 
 
-def tables(drafter: SuffixDrafter) -> tuple[bytes, list[int], list[int]]:
+def tables(drafter: SuffixMatcher) -> tuple[bytes, list[int], list[int]]:
     return bytes(drafter._text), list(drafter._last), list(drafter._before)
 
 
@@ -109,7 +109,7 @@ def test_many_places_at_once_are_the_same_as_one_by_one(parts: list[bytes]) -> N
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(suffix, "_MIN_BLOCK_PLACES", many)
             patch.setattr(suffix, "_MAX_BLOCK_PLACES", block)
-            drafters.append(SuffixDrafter())
+            drafters.append(SuffixMatcher())
             for part in parts:
                 drafters[-1].append(part)
     assert len({str(tables(drafter)) for drafter in drafters}) == 1
@@ -118,17 +118,17 @@ def test_many_places_at_once_are_the_same_as_one_by_one(parts: list[bytes]) -> N
 @given(text=st.text("abc", max_size=60).map(str.encode), data=st.data())
 def test_what_is_taken_back_was_never_there(text: bytes, data: st.DataObject) -> None:
     length = data.draw(st.integers(0, len(text)))
-    drafter = SuffixDrafter(text)
+    drafter = SuffixMatcher(text)
     drafter.cut(length)
-    assert tables(drafter) == tables(SuffixDrafter(text[:length]))
+    assert tables(drafter) == tables(SuffixMatcher(text[:length]))
     drafter.append(text[length:])
-    assert tables(drafter) == tables(SuffixDrafter(text))
+    assert tables(drafter) == tables(SuffixMatcher(text))
 
 
 @settings(max_examples=500)
 @given(parts=st.lists(st.text("ab", max_size=12).map(str.encode), max_size=8), end=st.text("ab", max_size=12))
 def test_texts_that_are_parted_have_no_match_and_no_data_in_common(parts: list[bytes], end: str) -> None:
-    drafter, asked = SuffixDrafter(), end.encode()
+    drafter, asked = SuffixMatcher(), end.encode()
     for part in parts:
         drafter.start_text()
         drafter.append(part)
@@ -158,7 +158,7 @@ def test_texts_that_are_parted_have_no_match_and_no_data_in_common(parts: list[b
 def test_a_byte_costs_the_same_however_long_the_text_is() -> None:
     """Also where every place looks alike."""
     for text in (bytes(200_000), bytes(range(256)) * 800):
-        drafter = SuffixDrafter(text)
+        drafter = SuffixMatcher(text)
         started = time.perf_counter()
         for _ in range(1000):
             drafter.append(b"x")

@@ -14,7 +14,7 @@ from bridge.errors import InvalidField
 from bridge.generation import Delta, Finished, generate
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request, check
-from bridge.sources.suffix_index import MIN_MATCH_BYTES, Match, SuffixDrafter, max_memory_bytes
+from bridge.sources.suffix_index import MIN_MATCH_BYTES, Match, SuffixMatcher, max_memory_bytes
 from bridge.sources.suffix_memory import SuffixMemory, suffix_drafter
 from services.model.target.session import TargetSession
 from tests.support import tiny
@@ -28,7 +28,7 @@ def data(match: Match | None) -> bytes:
     return match.data if match else b""
 
 
-def held(*drafters: SuffixDrafter) -> int:
+def held(*drafters: SuffixMatcher) -> int:
     """What they really take."""
     return sum(
         sys.getsizeof(part)
@@ -74,14 +74,14 @@ def test_the_longer_match_is_taken_and_of_equals_the_texts_own() -> None:
 @pytest.mark.parametrize("budget", [0, 20 << 10, 64 << 10, 1 << 20])
 def test_the_budget_holds_at_any_time(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chance, memory, most = random.Random(0), SuffixMemory(budget), 0
-    append = SuffixDrafter.append
+    append = SuffixMatcher.append
 
-    def checked(drafter: SuffixDrafter, output: bytes) -> None:
+    def checked(drafter: SuffixMatcher, output: bytes) -> None:
         append(drafter, output)
         assert sum(max_memory_bytes(one.length) for one in (*memory._tenants.values(), drafter)) <= budget
         assert held(*memory._tenants.values(), drafter) <= budget
 
-    monkeypatch.setattr(SuffixDrafter, "append", checked)
+    monkeypatch.setattr(SuffixMatcher, "append", checked)
     for number in range(600):
         memory.match(f"tenant {chance.randrange(40)}", b"abcd")
         output = chance.randbytes(chance.choice([3, 5, 40, 3000, 70_000 * (number % 50 == 0)]))

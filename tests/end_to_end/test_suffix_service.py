@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bridge.errors import DraftBridgeError, PromptTooLong, ProtocolViolation, SlotsExhausted, TokenOutOfRange
 from bridge.ports import Proposal, Sync
-from bridge.sources.suffix_index import MIN_MATCH_BYTES, SuffixDrafter
+from bridge.sources.suffix_index import MIN_MATCH_BYTES, SuffixMatcher
 from draftbridge import CallError, Client
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2_grpc
 from services.cli.processes import Fleet, fleet, serve
@@ -67,7 +67,7 @@ async def test_it_is_done_where_it_has_nothing_to_say() -> None:
         assert said.done
         assert bytes(said.token_ids).startswith(b" is said twice, nothing is said")
         await draft.grant(2, 9)
-        draft.no_more()
+        draft.on_end_of_requests()
         assert [one async for one in proposals] == []
 
 
@@ -85,7 +85,7 @@ def test_however_it_is_sent_back_it_says_what_a_new_one_would(steps: list[tuple[
                 news = news or b"a"
                 await draft.sync(Sync(epoch, len(held), tuple(news), 0, credit))
                 held += news
-                match = SuffixDrafter(held).match()
+                match = SuffixMatcher(held).match()
                 said = await anext(proposals)
                 assert (said.epoch, bytes(said.token_ids)) == (epoch, match.data[:credit] if match else b"")
                 assert said.done == (match is None)
@@ -97,14 +97,14 @@ def test_however_it_is_sent_back_it_says_what_a_new_one_would(steps: list[tuple[
 async def test_each_byte_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often it was wrong, and however long the text is."""
     read = 0
-    append = SuffixDrafter.append
+    append = SuffixMatcher.append
 
-    def counted(self: SuffixDrafter, data: bytes) -> None:
+    def counted(self: SuffixMatcher, data: bytes) -> None:
         nonlocal read
         read += len(data)
         append(self, data)
 
-    monkeypatch.setattr(SuffixDrafter, "append", counted)
+    monkeypatch.setattr(SuffixMatcher, "append", counted)
     text = bytes(range(256)) * 200
     async with session() as (draft, proposals):
         await draft.sync(Sync(1, 0, tuple(text), 0, 50))

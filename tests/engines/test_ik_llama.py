@@ -187,7 +187,7 @@ def test_a_processor_without_avx2_is_refused_before_the_library_is_loaded(monkey
     monkeypatch.setattr("services.engines.ik_llama.spec.cpu_flags", lambda: frozenset({"sse4_2"}))
     with pytest.raises(UnusableModel, match="needs a processor with AVX2, F16C, FMA: use --engine"):
         IK_LLAMA.open(Path("model.gguf"), EngineOptions())
-    assert "lacks AVX2" in IK_LLAMA.passed_over("gemma-3-270m", EngineOptions(device="cpu"))
+    assert "lacks AVX2" in IK_LLAMA.reason_to_skip("gemma-3-270m", EngineOptions(device="cpu"))
 
 
 def test_processors_are_read_from_what_linux_tells(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import transformers
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row
-from services.engines.selftest import Proof
+from services.engines.selftest import SelfTest
 from services.engines.torch import cache as torch_cache
 from services.engines.torch.engine import TorchEngine
 from services.engines.torch.model import load_model
@@ -25,7 +25,7 @@ CONFIG = transformers.MistralConfig(**LLAMA_LIKE, initializer_range=0.3, sliding
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("proof")
+    path = tmp_path_factory.mktemp("self_test")
     saved(CONFIG, path)
     return path
 
@@ -103,8 +103,8 @@ MUTANTS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_right_engine_is_far_from_refused(directory: Path, dtype: str) -> None:
     """Also at half the tolerance."""
-    proof = Proof.of(load_model(directory, getattr(torch, dtype)).eval())
-    replace(proof, tolerance=proof.tolerance / 2).check(TorchEngine(directory, dtype=dtype, slot_count=2))
+    self_test = SelfTest.of(load_model(directory, getattr(torch, dtype)).eval())
+    replace(self_test, tolerance=self_test.tolerance / 2).check(TorchEngine(directory, dtype=dtype, slot_count=2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -117,7 +117,7 @@ def test_a_broken_engine_is_refused(directory: Path, dtype: str, mutant: str, mo
 
 def test_a_proof_leaves_the_model_as_it_was(directory: Path) -> None:
     model = load_model(directory, torch.bfloat16).eval()
-    first, second = Proof.of(model), Proof.of(model)
+    first, second = SelfTest.of(model), SelfTest.of(model)
     assert first.texts == second.texts
     assert first.tolerance == second.tolerance
     assert (first.expected == second.expected).all()

@@ -20,7 +20,7 @@ from services.bridge.gateway import Gateway
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.sandbox.tokenizer_selftest import self_test
-from services.sandbox.tokenizers import flaw_of
+from services.sandbox.tokenizers import find_flaw
 from tests.support import families
 from tests.support.families import NAMES
 from tests.support.tiny import tokenizer_json
@@ -266,12 +266,12 @@ async def test_a_tokenizer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatc
 )
 async def test_what_is_made_to_break_a_reader_is_refused(content: bytes) -> None:
     with pytest.raises(TokenizerNotUnderstood):
-        await flaw_of(content)
+        await find_flaw(content)
 
 
 async def test_a_tokenizer_that_takes_for_ever_is_given_up() -> None:
     with pytest.raises(TokenizerNotUnderstood, match=r"more than 0\.01 s"):
-        await flaw_of(tokenizer_json("byte_level"), time_limit=0.01)
+        await find_flaw(tokenizer_json("byte_level"), time_limit=0.01)
 
 
 def test_dropout_of_a_training_run_is_left_out() -> None:
@@ -296,7 +296,7 @@ def test_dropout_of_a_training_run_is_left_out() -> None:
 async def test_a_tokenizer_that_would_take_the_bridge_down_later_is_refused_now(change: dict, said: str) -> None:
     spec = json.loads(tokenizer_json("byte_level")) | change
     with pytest.raises(TokenizerNotUnderstood, match=said):
-        await flaw_of(json.dumps(spec).encode())
+        await find_flaw(json.dumps(spec).encode())
 
 
 def test_a_library_that_panics_over_a_text_is_an_error_like_others() -> None:

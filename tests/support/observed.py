@@ -64,8 +64,8 @@ def observed(directory: Path, name: str, *arguments: str) -> Iterator[Observed]:
         for line in process.stdout:
             if line.startswith("metrics at "):
                 metrics = line.split()[-1]
-            if line.startswith("listening on "):
-                address, _, http = line.removeprefix("listening on ").strip().partition(" and ")
+            if line.startswith("exchange on "):
+                address, _, http = line.removeprefix("exchange on ").strip().partition(" and ")
                 break
         assert address and metrics, log.read_text()
         yield Observed(process, address, metrics, log, http)

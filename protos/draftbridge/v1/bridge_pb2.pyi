@@ -671,7 +671,7 @@ class PlanStatistics(_message.Message):
     PREDICTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PREDICTED_NS_FIELD_NUMBER: _builtins.int
     plan: _builtins.str
-    """The kind of plan: "none", "suffix", "draft in turns" or "draft ahead"."""
+    """The kind of plan: "plain", "suffix", "draft in turns" or "draft ahead"."""
     target_pass_count: _builtins.int
     """Number of passes."""
     token_count: _builtins.int

@@ -39,7 +39,7 @@ def _open(path: Path, options: EngineOptions) -> Engine:
 def _passed_over(model: str, options: EngineOptions) -> str:
     if missing := missing_instructions():
         return f"the processor lacks {missing.upper()}"
-    return gguf.passed_over(model, options)
+    return gguf.reason_to_skip(model, options)
 
 
 IK_LLAMA = EngineSpec(
@@ -50,5 +50,5 @@ IK_LLAMA = EngineSpec(
     open=_open,
     modules=("ik_llama_cpp",),
     install="pip install '.[ik-llama]' in the checkout",
-    passed_over=_passed_over,
+    reason_to_skip=_passed_over,
 )

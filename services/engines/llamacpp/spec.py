@@ -27,5 +27,5 @@ LLAMACPP = EngineSpec(
     open=_open,
     modules=("llama_cpp",),
     install="pip install '.[llamacpp]' in the checkout, which compiles llama.cpp for about ten minutes",
-    passed_over=gguf.passed_over,
+    reason_to_skip=gguf.reason_to_skip,
 )

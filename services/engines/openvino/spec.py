@@ -79,6 +79,6 @@ OPENVINO = EngineSpec(
     weights=(Weights.FULL, Weights.INT8, Weights.INT4),
     modules=("openvino", "nncf"),
     install="pip install '.[openvino]' in the checkout",
-    passed_over=_passed_over,
+    reason_to_skip=_passed_over,
     auto_weights=Weights.FULL,
 )

@@ -13,7 +13,7 @@ import torch
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row, by_row, check, check_copy, slot_room
-from services.engines.selftest import Proof
+from services.engines.selftest import SelfTest
 from services.engines.torch.attention import ATTENTION, using
 from services.engines.torch.cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engines.torch.compiled import CompiledForwards, FastForwards, GraphForwards
@@ -66,12 +66,12 @@ class TorchEngine:
         self._fast: FastForwards | None = None
         self.slot_count = slot_count
         try:
-            proof = Proof.of(self._model)
+            self_test = SelfTest.of(self._model)
             self._make_room(cache_byte_limit)
-            proof.check(self)
+            self_test.check(self)
             if compiled:
                 self._fast = self._made_fast()
-                proof.check(self)
+                self_test.check(self)
         except UnusableModel:
             raise
         except Exception as error:  # an unsupported model can fail with errors of many types

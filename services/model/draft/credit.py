@@ -44,7 +44,7 @@ class CreditedSession(ABC):
         """See `DraftGrant`."""
         await self._tell(Grant(epoch, credit))
 
-    def no_more(self) -> None:
+    def on_end_of_requests(self) -> None:
         """Announces that no message follows: `proposals` ends when the credit is used up."""
         self._last = True
         self._news.set()

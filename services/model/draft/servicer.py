@@ -11,7 +11,7 @@ from bridge.sampling.sampler import SamplingParameters
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc
 from services.model.draft.credit import CreditedSession
 from services.rpc import codec, limits
-from services.rpc.streams import RoleServicer, check_model, first_message, listening
+from services.rpc.streams import RoleServicer, check_model, exchange, first_message
 
 # Opens a session, given sampling parameters and a seed.
 OpenSession = Callable[[SamplingParameters, int], CreditedSession]
@@ -42,5 +42,5 @@ class DraftServicer(RoleServicer[OpenSession], draft_pb2_grpc.DraftServiceServic
                     case kind:
                         raise ProtocolViolation(f"got {kind or 'no kind'} after open: send sync or grant")
 
-            async for proposal in listening(requests, on_request, session.no_more, session.proposals()):
+            async for proposal in exchange(requests, on_request, session.on_end_of_requests, session.proposals()):
                 yield codec.write_proposal(proposal)

@@ -8,12 +8,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bridge.errors import PromptTooLong, SlotsExhausted
 from bridge.ports import Proposal
-from bridge.sources.suffix_index import SuffixDrafter
+from bridge.sources.suffix_index import SuffixMatcher
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from services.model.draft.credit import CreditedSession
 
-# The most bytes that a `SuffixDrafter` indexes.
+# The most bytes that a `SuffixMatcher` indexes.
 _CONTEXT_BYTES = 1 << 20
 # Indexing this many bytes takes long enough to delay other requests, so it is done in a thread.
 _THREAD_MIN_BYTES = 1 << 14
@@ -55,7 +55,7 @@ class SuffixSession(CreditedSession):
         super().__init__(model)
         self._take, self._give_back = take, give_back
         self._holds = False
-        self._drafter = SuffixDrafter(limit=model.context_length)
+        self._drafter = SuffixMatcher(limit=model.context_length)
         # The whole sequence, and how much of it the drafter has indexed. Proposed bytes are not indexed before a sync.
         self._text = bytearray()
         self._known = 0

@@ -11,7 +11,7 @@ from bridge.sampling.sampler import SamplingParameters
 from draftbridge.v1 import target_pb2, target_pb2_grpc
 from services.model.target.session import TargetSession
 from services.rpc import codec, limits
-from services.rpc.streams import RoleServicer, check_model, first_message, listening
+from services.rpc.streams import RoleServicer, check_model, exchange, first_message
 
 # Opens a session, given sampling parameters, a seed and the number of log probabilities to report, if any.
 OpenSession = Callable[[SamplingParameters, int, int | None], TargetSession]
@@ -44,5 +44,5 @@ class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceSer
                     case kind:
                         raise ProtocolViolation(f"got {kind or 'no kind'} after open: send run, candidates or grant")
 
-            async for result in listening(requests, on_request, session.no_more, session.passes()):
+            async for result in exchange(requests, on_request, session.on_end_of_requests, session.passes()):
                 yield codec.write_pass(result)

@@ -64,7 +64,7 @@ class TargetSession:
         """See `VerifyGrant`."""
         await self._tell(grant)
 
-    def no_more(self) -> None:
+    def on_end_of_requests(self) -> None:
         """Announces that no message follows: `passes` ends when the credit is used up."""
         self._last = True
         self._news.set()

@@ -5,14 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from bridge.errors import DraftBridgeError
-from bridge.sources.source import CandidateSource, Continuation, Offer, Outcome, Pace, SourceState, offer_of
+from bridge.sources.source import CandidateSource, Continuation, DraftPace, Offer, Outcome, SourceState, offer_of
 from bridge.tape import Tape
 from bridge.text.models import Model
 
 _log = logging.getLogger(__name__)
 
 
-class SourceChain:
+class SourceSet:
     """Combines sources in order of preference. A source that fails is dropped, which costs speed, never text.
 
     `end_id` is the target's id for a proposed end of the text, or None if the target has no such id.
@@ -53,7 +53,7 @@ class SourceChain:
             with self._dropping(source):
                 source.observe(outcome)
 
-    async def advance(self, pace: Pace) -> None:
+    async def advance(self, pace: DraftPace) -> None:
         """Lets all sources work on what follows the tape."""
         for source in tuple(self._sources):
             with self._dropping(source):
