@@ -1,0 +1,466 @@
+"""Gives an engine with its own loop candidates from a bridge: the client of `CandidateService`.
+
+>>> from draftbridge.candidates import CandidateClient, SequenceStep
+>>> client = CandidateClient("localhost:50050", model, tokenizer_json)  # `model`: a draftbridge.v1 Model
+>>> found = client.step([SequenceStep(7, token_ids=[1, 15043, 29892])])  # after each forward
+>>> found[7].token_ids if 7 in found else ()
+(3186, 29991)
+
+An adapter calls `step` after each forward of its engine, verifies what it returns, and calls `step` again. The engine
+never notices a bridge that is slow, hung or gone, except that it gets no candidates:
+
+* `step` never raises, and blocks no longer than its deadline. A bridge that has missed a few deadlines in a row is not
+  waited for until it answers in time again.
+* An answer that arrives too late is used by a later `step`, as far as the tokens since then agree with it.
+* A lost connection is opened again, with growing pauses. The sequences are then sent from the beginning, so an adapter
+  keeps no record of what the bridge knows.
+* Each problem is logged once, under the logger "draftbridge".
+
+A client works in a thread of its own, which starts with the first `connect` or `step`: construct it in any process, but
+call it in one only, after a fork. `step` must be called by one thread at a time.
+"""
+
+import hashlib
+import logging
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from draftbridge.errors import CallError
+from draftbridge.security import Credentials, open_channel
+from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
+
+_log = logging.getLogger("draftbridge")
+
+DEFAULT_DEADLINE_SECONDS = 0.002
+# Seconds between two tries to connect: the first, and the longest. Each is twice as long as the one before.
+_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 5.0
+# A refusal, such as an unusable tokenizer, is tried again after this time only.
+_REFUSED_PAUSE_SECONDS = 30.0
+_CHUNK_BYTES = 1 << 18
+# After this many missed deadlines in a row, `step` does not wait until an answer arrives in time.
+_MAX_MISSED = 3
+# Steps without an answer after which no more are sent, and the seconds after which the connection counts as hung.
+_MAX_UNANSWERED, _HUNG_SECONDS = 64, 10.0
+# The weight of a new value in the average time of messages, and the part of a deadline that is kept as a reserve.
+_FRESH, _RESERVE = 0.1, 0.1
+_CLOSED = object()
+_REFUSALS = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True)
+class SequenceStep:
+    """One sequence after a forward.
+
+    `token_ids`: all its tokens, prompt first: a list, an array or a row of one; it is read before `step` returns.
+    `kept_token_count`: how many of them, from the first, are the same as when a step last named the sequence; None if
+    the sequence has only grown. `generated_token_count`: how many at the end are not of the prompt, when it starts.
+    `max_candidates`: the most that the engine can verify now; None for the bridge's choice, 0 for none.
+    `verified_count`: how many of the candidates that the last `step` returned for it the forward verified; None: all.
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    kept_token_count: int | None = None
+    generated_token_count: int = 0
+    max_candidates: int | None = None
+    verified_count: int | None = None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Ids that continue a sequence, at most as many as are worth verifying in one forward, and the source of each."""
+
+    token_ids: tuple[int, ...]
+    sources: tuple[str, ...]
+
+
+@dataclass
+class CandidateCounts:
+    """Counts since the client's start. `late_count`: answers that missed their deadline."""
+
+    step_count: int = 0
+    answer_count: int = 0
+    late_count: int = 0
+    candidate_count: int = 0
+    connection_count: int = 0
+    waited_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """The last candidates that the bridge sent for a sequence."""
+
+    step: int
+    base: int
+    token_ids: tuple[int, ...]
+    sources: tuple[str, ...]
+    width: int
+
+    def after(self, token_ids: Sequence[int], limit: int | None) -> tuple[int, Candidates] | None:
+        """Returns the candidates that continue the sequence, and how many it has verified already; None if none do."""
+        done = len(token_ids) - self.base
+        if not 0 <= done < len(self.token_ids):
+            return None
+        if any(int(token_ids[self.base + place]) != self.token_ids[place] for place in range(done)):
+            return None
+        count = self.width if limit is None else min(self.width, limit)
+        chosen = slice(done, done + count)
+        return (done, Candidates(self.token_ids[chosen], self.sources[chosen])) if count else None
+
+
+@dataclass
+class _Stream:
+    """One connection. `kept`: by sequence, how many of the tokens that the bridge holds still stand."""
+
+    outbox: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
+    opened: bool = False
+    kept: dict[int, int] = field(default_factory=dict)
+    answers: dict[int, _Answer] = field(default_factory=dict)
+    # By sequence: the step of the answer that the last candidates came from, and their number.
+    returned: dict[int, tuple[int, int]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    # By sequence that ended or lost tokens: the first step whose answer may be used.
+    valid_from: dict[int, int] = field(default_factory=dict)
+    last_step: int = 0
+    # By number, the steps without an answer: when they were sent, and their deadlines in seconds.
+    sent: dict[int, tuple[float, float]] = field(default_factory=dict)
+    answered_step: int = 0
+
+    def requests(self) -> Iterator[candidate_pb2.ProposeRequest]:
+        while (request := self.outbox.get()) is not _CLOSED:
+            yield request
+
+    def forget(self, sequence_id: int) -> None:
+        self.kept.pop(sequence_id, None)
+        self.distrust(sequence_id)
+
+    def distrust(self, sequence_id: int) -> None:
+        """Makes all candidates for the present tokens of a sequence useless, including those still to come."""
+        self.valid_from[sequence_id] = self.last_step + 1
+        self.answers.pop(sequence_id, None)
+        self.returned.pop(sequence_id, None)
+
+
+class CandidateClient:
+    """Asks the bridge at `address`, HOST:PORT, for candidates; see the module.
+
+    `model` describes the engine's model, see `ProposeOpen.model` in the contract; its checksum is filled in from
+    `tokenizer_json`, the content of that file, which is sent only to a bridge that does not have it. Without it, the
+    bridge must know `model.tokenizer_sha256` from a model service or from another engine. `engine`: a name that no
+    other engine of the bridge has; by default one made of the host's name and the process. `draft`, `sources`: which
+    of the bridge's drafts and sources may propose; by default its first draft, and all sources.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        model: model_pb2.Model,
+        tokenizer_json: bytes | None = None,
+        *,
+        engine: str = "",
+        draft: str = "",
+        sources: Sequence[str] = (),
+        credentials: Credentials | None = None,
+    ) -> None:
+        self._address, self._credentials = address, credentials
+        self._engine, self._instance = engine, secrets.randbits(64)
+        self._draft, self._sources = draft, tuple(sources)
+        self._model = model_pb2.Model()
+        self._model.CopyFrom(model)
+        self._tokenizer_json = tokenizer_json
+        if tokenizer_json is not None:
+            self._model.tokenizer_sha256 = hashlib.sha256(tokenizer_json).hexdigest()
+        self.counts = CandidateCounts()
+        self._changed = threading.Condition()
+        self._stream: _Stream | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+        self._logged: set[str] = set()
+        self._missed, self._overhead_seconds, self._returned_at = 0, 0.001, 0.0
+
+    def connect(self, timeout: float) -> bool:
+        """Starts to connect, and returns whether the bridge has accepted the engine within `timeout` seconds."""
+        self._start()
+        with self._changed:
+            return self._changed.wait_for(lambda: self._open_stream is not None, timeout)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the bridge has accepted the engine, and the connection is not lost."""
+        return self._open_stream is not None
+
+    def step(
+        self,
+        sequences: Sequence[SequenceStep],
+        *,
+        ended: Iterable[int] = (),
+        deadline: float = DEFAULT_DEADLINE_SECONDS,
+        engine_seconds: float | None = None,
+        forward_token_count: int = 0,
+    ) -> dict[int, Candidates]:
+        """Reports a forward, and returns candidates by sequence id; sequences without any are missing.
+
+        `ended`: sequences that no later step will name. `deadline`: the most seconds to block; 0 only reports, and
+        returns what earlier answers still have. `engine_seconds`: what the forward cost the engine, from the candidates
+        to the tokens; by default the time since the last `step` returned. `forward_token_count`: the tokens of all
+        sequences that the forward ran, prompts included; by default one for each sequence and each candidate.
+        """
+        started = time.monotonic()
+        try:
+            if engine_seconds is None:
+                engine_seconds = started - self._returned_at if self._returned_at else 0.0
+            self._start()
+            return self._step(sequences, ended, started, deadline, engine_seconds, forward_token_count)
+        except Exception:
+            if "bug" not in self._logged:
+                self._logged.add("bug")
+                _log.exception("a bug in draftbridge.candidates; the engine goes on without candidates")
+            return {}
+        finally:
+            self._returned_at = time.monotonic()
+            self.counts.waited_seconds += self._returned_at - started
+
+    def close(self) -> None:
+        """Ends the connection; the bridge then forgets the engine's sequences. `step` returns nothing afterwards."""
+        self._closed.set()
+        with self._changed:
+            stream, thread = self._stream, self._thread
+        if stream:
+            stream.outbox.put(_CLOSED)
+        if thread:
+            thread.join(timeout=2.0)
+
+    @property
+    def _open_stream(self) -> _Stream | None:
+        stream = self._stream
+        return stream if stream and stream.opened else None
+
+    def _start(self) -> None:
+        if self._thread is None and not self._closed.is_set():
+            self._thread = threading.Thread(target=self._run, name="draftbridge-candidates", daemon=True)
+            self._thread.start()
+
+    def _step(
+        self,
+        sequences: Sequence[SequenceStep],
+        ended: Iterable[int],
+        started: float,
+        deadline: float,
+        engine_seconds: float,
+        forward_token_count: int,
+    ) -> dict[int, Candidates]:
+        self.counts.step_count += 1
+        with self._changed:
+            if (stream := self._open_stream) is None:
+                return {}
+            stream.ended.update(ended)
+            for id_ in stream.ended:
+                stream.forget(id_)
+            for one in sequences:
+                self._note_kept(stream, one)
+            if len(stream.sent) >= _MAX_UNANSWERED:
+                return self._found(stream, sequences)
+            stream.last_step += 1
+            request = candidate_pb2.ProposeStep(
+                step=stream.last_step,
+                sequences=[self._sequence(stream, one) for one in sequences],
+                ended_sequence_ids=stream.ended,
+                engine_ns=int(engine_seconds * 1e9),
+                forward_token_count=forward_token_count,
+            )
+            stream.ended.clear()
+            usable = (1 - _RESERVE) * deadline - self._overhead_seconds
+            request.deadline_us = max(int(usable * 1e6), 0)
+            stream.sent[request.step] = time.monotonic(), deadline
+            stream.outbox.put(candidate_pb2.ProposeRequest(step=request))
+            if self._missed < _MAX_MISSED and any(one.max_candidates != 0 for one in sequences):
+                left = started + deadline - time.monotonic()
+                if left > 0:
+                    answered = self._changed.wait_for(
+                        lambda: stream.answered_step >= request.step or self._stream is not stream, left
+                    )
+                    self._missed = 0 if answered else self._missed + 1
+                    self.counts.late_count += not answered
+            return self._found(stream, sequences)
+
+    def _note_kept(self, stream: _Stream, one: SequenceStep) -> None:
+        if (held := stream.kept.get(one.sequence_id)) is not None:
+            limit = len(one.token_ids) if one.kept_token_count is None else one.kept_token_count
+            stream.kept[one.sequence_id] = min(held, limit, len(one.token_ids))
+            if stream.kept[one.sequence_id] < held:
+                stream.distrust(one.sequence_id)
+
+    def _sequence(self, stream: _Stream, one: SequenceStep) -> candidate_pb2.ProposeSequence:
+        """Returns the message for a sequence, and notes that the bridge has its tokens."""
+        kept = stream.kept.get(one.sequence_id, 0)
+        new = one.token_ids[kept:]
+        step, count = stream.returned.pop(one.sequence_id, (0, 0))
+        if one.verified_count is not None:
+            count = min(count, one.verified_count)
+        stream.kept[one.sequence_id] = len(one.token_ids)
+        return candidate_pb2.ProposeSequence(
+            sequence_id=one.sequence_id,
+            kept_token_count=kept,
+            token_ids=new.tolist() if hasattr(new, "tolist") else new,
+            generated_token_count=0 if kept else one.generated_token_count,
+            max_candidate_count=one.max_candidates,
+            candidate_step=step if count else 0,
+            candidate_count=count,
+        )
+
+    def _found(self, stream: _Stream, sequences: Sequence[SequenceStep]) -> dict[int, Candidates]:
+        """Returns what the last answers have for the present ends of the sequences."""
+        found = {}
+        for one in sequences:
+            answer = stream.answers.get(one.sequence_id)
+            if answer is None or self._stream is not stream:
+                continue
+            if (chosen := answer.after(one.token_ids, one.max_candidates)) is None:
+                continue
+            _, found[one.sequence_id] = chosen
+            count = len(found[one.sequence_id].token_ids)
+            stream.returned[one.sequence_id] = answer.step, count
+            self.counts.candidate_count += count
+        return found
+
+    def _run(self) -> None:
+        """Connects again and again, until the client is closed."""
+        pause = _PAUSE_SECONDS
+        while not self._closed.is_set():
+            stream, began = _Stream(), time.monotonic()
+            with self._changed:
+                self._stream = stream
+            try:
+                self._serve(stream)
+                problem, refused = "the bridge ended the stream", False
+            except grpc.RpcError as error:
+                failure = CallError.from_rpc(error, self._address)
+                problem, refused = str(failure), failure.code in _REFUSALS
+            except Exception as error:  # wrong credentials, or a bug
+                problem, refused = f"{type(error).__name__}: {error}", True
+            finally:
+                stream.outbox.put(_CLOSED)
+                with self._changed:
+                    was_open, self._stream = stream.opened, None
+                    self._changed.notify_all()
+            if self._closed.is_set():
+                return
+            self._log_once(f"no candidates from {self._address}; the engine goes on without: {problem}")
+            lasted = was_open and time.monotonic() - began > _MAX_PAUSE_SECONDS
+            pause = _REFUSED_PAUSE_SECONDS if refused else _PAUSE_SECONDS if lasted else pause
+            self._closed.wait(pause)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+
+    def _serve(self, stream: _Stream) -> None:
+        """Opens a connection and takes its answers until it ends. Raises what ended it."""
+        with open_channel(self._address, self._credentials, _OPTIONS) as channel:
+            call = candidate_pb2_grpc.CandidateServiceStub(channel).Propose(stream.requests())
+            watch = threading.Thread(target=self._watch, args=(stream, call), name="draftbridge-watch", daemon=True)
+            watch.start()
+            try:
+                opening = candidate_pb2.ProposeOpen(
+                    engine=self._engine or f"{socket.gethostname()}-{os.getpid()}-{self._instance & 0xFFFF:04x}",
+                    instance=self._instance,
+                    model=self._model,
+                    draft=self._draft,
+                    sources=self._sources,
+                )
+                stream.outbox.put(candidate_pb2.ProposeRequest(open=opening))
+                for response in call:
+                    if response.WhichOneof("kind") == "opened":
+                        self._on_opened(stream, response.opened)
+                    else:
+                        self._on_candidates(stream, response.candidates)
+            finally:
+                call.cancel()
+                watch.join(timeout=1.0)
+
+    def _watch(self, stream: _Stream, call: Any) -> None:
+        """Ends a call that hangs, or whose client is closed."""
+        while call.is_active():
+            with suppress(ValueError, RuntimeError):
+                oldest, _ = min(list(stream.sent.values()), default=(time.monotonic(), 0.0))
+                if time.monotonic() - oldest > _HUNG_SECONDS:
+                    self._log_once(f"{self._address} has not answered for {_HUNG_SECONDS:.0f} s; connecting again")
+                    call.cancel()
+            if self._closed.wait(0.2):
+                call.cancel()
+
+    def _on_opened(self, stream: _Stream, opened: candidate_pb2.ProposeOpened) -> None:
+        if opened.wants_tokenizer:
+            data = self._tokenizer_json
+            if data is None:
+                raise ValueError(
+                    f"the bridge at {self._address} does not have the tokenizer {self._model.tokenizer_sha256}: give "
+                    "the client its tokenizer_json"
+                )
+            for start in range(0, len(data), _CHUNK_BYTES):
+                piece = candidate_pb2.ProposeTokenizer(
+                    chunk=data[start : start + _CHUNK_BYTES], last=start + _CHUNK_BYTES >= len(data)
+                )
+                stream.outbox.put(candidate_pb2.ProposeRequest(tokenizer=piece))
+            return
+        draft = f"the draft {opened.draft}" if opened.draft else "no draft"
+        _log.info("candidates from %s, with %s", self._address, draft)
+        with self._changed:
+            stream.opened = True
+            self._missed = 0
+            self._logged.clear()
+            self.counts.connection_count += 1
+            self._changed.notify_all()
+
+    def _on_candidates(self, stream: _Stream, message: candidate_pb2.ProposeCandidates) -> None:
+        now = time.monotonic()
+        with self._changed:
+            if message.step in stream.sent:
+                sent, deadline = stream.sent[message.step]
+                overhead = now - sent - message.elapsed_us / 1e6
+                self._overhead_seconds += _FRESH * (overhead - self._overhead_seconds)
+                if now - sent <= deadline:
+                    self._missed = 0
+            for number in [number for number in stream.sent if number <= message.step]:
+                del stream.sent[number]
+            stream.answered_step = max(stream.answered_step, message.step)
+            for id_ in message.unknown_sequence_ids:
+                stream.forget(id_)
+            for one in message.sequences:
+                if message.step < stream.valid_from.get(one.sequence_id, 0):
+                    continue
+                sources = tuple(run.source for run in one.runs for _ in range(run.token_count))
+                answer = _Answer(message.step, one.base_token_count, tuple(one.token_ids), sources, max(one.width, 1))
+                stream.answers[one.sequence_id] = answer
+            if stream.valid_from:
+                stream.valid_from = {id_: step for id_, step in stream.valid_from.items() if step > message.step}
+            self.counts.answer_count += 1
+            self._changed.notify_all()
+
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            _log.warning("%s", text)
