@@ -5,15 +5,14 @@ they are scraped. Names of speculation counters are vLLM's; the histogram of cal
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from bridge.errors import DraftBridgeError
 from bridge.statistics import PlanStatistics, SourceStatistics, Statistics
 from bridge.text.vocabulary import Vocabulary
 from services.engines.observer import SchedulerObserver
@@ -24,17 +23,6 @@ PREFIX = "draftbridge"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _FINE_SECONDS = (0.0001, 0.00025, 0.0005, *_SECONDS)
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-
-
-class MetricsPortTaken(DraftBridgeError, reason="METRICS_PORT_TAKEN"):
-    """The metrics cannot be served on their address."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(
-            f"cannot serve metrics on {address}: another program has the port, or the address is not this machine's; "
-            "choose another with --metrics HOST:PORT, or port 0 for a free one",
-            address=address,
-        )
 
 
 class ServerMetrics:
@@ -53,23 +41,6 @@ class ServerMetrics:
         )
         self.active_calls = self._gauge("rpc_server_active_calls", "Calls in progress.", "rpc_method")
 
-    def serve(self, host: str, port: int) -> tuple[int, Callable[[], None]]:
-        """Serves the metrics over HTTP in a thread. Returns the port, and a function that ends it.
-
-        Raises `MetricsPortTaken`.
-        """
-        try:
-            server, thread = start_http_server(port, host, self.registry)
-        except OSError as error:
-            raise MetricsPortTaken(f"{host}:{port}") from error
-
-        def close() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return server.server_port, close
-
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, namespace=PREFIX, registry=self.registry)
 
@@ -78,6 +49,24 @@ class ServerMetrics:
 
     def _histogram(self, name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
         return Histogram(name, text, labels, namespace=PREFIX, registry=self.registry, buckets=tuple(buckets))
+
+
+class HttpMetrics(ServerMetrics):
+    """What a process counts that may have an HTTP door."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.http_duration = self._histogram(
+            "http_server_request_duration_seconds",
+            "Duration of HTTP requests; OpenTelemetry's http.server.request.duration.",
+            _SECONDS,
+            "http_request_method",
+            "http_route",
+            "http_response_status_code",
+        )
+        self.active_http_requests = self._gauge(
+            "http_server_active_requests", "HTTP requests in progress.", "http_route"
+        )
 
 
 class RequestEnd(Protocol):
@@ -105,7 +94,7 @@ class Connections(Protocol):
         ...
 
 
-class BridgeMetrics(ServerMetrics, Collector):
+class BridgeMetrics(HttpMetrics, Collector):
     """What a bridge counts."""
 
     def __init__(self) -> None:

@@ -13,6 +13,8 @@ from bridge.errors import DraftBridgeError
 from services.logs import REQUEST_ID_KEY, request_id
 
 _TRACE_KEYS = ("traceparent", "tracestate")
+# Status codes that the server is to blame for.
+_FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 # Spans are sent every second, and the rest when the process ends.
 _SEND_MILLISECONDS = 1000
 # A collector that is away delays the end of the process by this long.
@@ -43,17 +45,18 @@ def outgoing_metadata() -> tuple[tuple[str, str], ...]:
 
 
 class CallSpan:
-    """The span of one call."""
+    """The span of one call or HTTP request."""
 
     def __init__(self, span: Any) -> None:
         self._span = span
 
-    def end(self, code: str) -> None:
-        """Ends the span with the name of the call's status code. Codes that the server is to blame for are errors."""
+    def end(self, code: str | int) -> None:
+        """Ends the span with the name of a gRPC status or with an HTTP status. Faults of the server are errors."""
         from opentelemetry.trace import StatusCode
 
-        self._span.set_attribute("rpc.response.status_code", code)
-        if code in ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"):
+        kind = "http" if isinstance(code, int) else "rpc"
+        self._span.set_attribute(f"{kind}.response.status_code", code)
+        if (code >= 500) if isinstance(code, int) else (code in _FAULTS):
             self._span.set_status(StatusCode.ERROR)
         self._span.end()
 
@@ -84,15 +87,22 @@ class Traces:
 
     def begin_call(self, method: str, metadata: Iterable[tuple[str, Any]]) -> CallSpan | None:
         """Begins the span of a call that this process serves, in the caller's trace if the metadata names one."""
+        return self._begin(method, metadata, {"rpc.system.name": "grpc", "rpc.method": method})
+
+    def begin_request(self, method: str, route: str, headers: Iterable[tuple[str, Any]]) -> CallSpan | None:
+        """Begins the span of an HTTP request, in the caller's trace if the headers name one."""
+        return self._begin(f"{method} {route}", headers, {"http.request.method": method, "http.route": route})
+
+    def _begin(self, name: str, metadata: Iterable[tuple[str, Any]], attributes: dict[str, str]) -> CallSpan | None:
         if self._tracer is None:
             return None
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         carrier = {key: value for key, value in metadata if key in _TRACE_KEYS and isinstance(value, str)}
-        attributes = {"rpc.system.name": "grpc", "rpc.method": method, "draftbridge.request_id": request_id.get()}
+        attributes |= {"draftbridge.request_id": request_id.get()}
         context = TraceContextTextMapPropagator().extract(carrier)
-        span = self._tracer.start_span(method, context, SpanKind.SERVER, attributes)
+        span = self._tracer.start_span(name, context, SpanKind.SERVER, attributes)
         _current.set(span)
         return CallSpan(span)
 

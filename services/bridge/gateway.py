@@ -116,15 +116,14 @@ class Gateway:
         # In the order of their arrival.
         self.running: dict[Running, None] = {}
         self.observers: list[Callable[[Finished], None]] = []
-        self._metrics = metrics or BridgeMetrics()
-        self._metrics.watch(zoo)
-        self._traces = traces
+        self.metrics, self.traces = metrics or BridgeMetrics(), traces
+        self.metrics.watch(zoo)
 
     @contextmanager
     def _request(self) -> Iterator[Running]:
         """Counts the block as one request in every respect."""
         statistics = Statistics()
-        running = Running(statistics, self._metrics.request(statistics), perf_counter_ns())
+        running = Running(statistics, self.metrics.request(statistics), perf_counter_ns())
         self.running[running] = None
         try:
             with self.counts.request(running.metrics.end):
@@ -189,7 +188,7 @@ class Gateway:
                 self.memory,
                 statistics=running.statistics,
             )
-            stages = Stages(self._traces, "encode")
+            stages = Stages(self.traces, "encode")
             async with aclosing(events):
                 async for event in events:
                     match event:

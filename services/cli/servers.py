@@ -55,7 +55,7 @@ def bridge(config: BridgeServerConfig, until_stdin_closes: bool) -> None:
 @contextmanager
 def _observed(config: ServerConfig, metrics: "ServerMetrics", service: str) -> Iterator["Traces"]:
     """Sets up log, metrics and traces of a process, and prints where its metrics are."""
-    from services.rpc.server import host_and_port
+    from services.rpc.metrics_server import serving_metrics
     from services.traces import Traces
 
     configure(config.log_format, config.log_level)
@@ -63,10 +63,7 @@ def _observed(config: ServerConfig, metrics: "ServerMetrics", service: str) -> I
         traces = Traces(config.otlp, service)
         stack.callback(traces.close)
         if config.metrics:
-            host, port = host_and_port("--metrics", config.metrics)
-            number, close = metrics.serve(host, port)
-            stack.callback(close)
-            print(f"metrics at http://{host}:{number}/metrics", flush=True)
+            print(f"metrics at {stack.enter_context(serving_metrics(config, metrics.registry))}", flush=True)
         yield traces
 
 

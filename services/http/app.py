@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from prometheus_client.exposition import choose_encoder
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,7 +26,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from bridge.errors import DraftBridgeError, EmptyPrompt
 from bridge.generation import Delta
@@ -35,9 +36,10 @@ from services.bridge.gateway import Gateway
 from services.http import errors
 from services.http.answer import Answer, Limits, respond
 from services.http.generation import Event, Sequences, generate
+from services.http.insight import Insight
 from services.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from services.http.responses import ChatFormat, Choice, CompletionFormat, Format, Json
-from services.logs import REQUEST_ID_KEY, read_request_id, request_id
+from services.logs import REQUEST_ID_KEY
 from services.rpc.keys import Key, Keys
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -66,7 +68,7 @@ def application(
     """
     door = _Door(gateway, limits, keys)
     middleware = [
-        Middleware(_RequestIds),
+        Middleware(Insight, metrics=gateway.metrics, traces=gateway.traces),
         Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
     ]
     if origins:
@@ -105,32 +107,13 @@ def application(
             Route("/v1/models", door.models),
             Route("/v1/models/{name:path}", door.model),
             Route("/health", door.health),
+            Route("/metrics", door.metrics),
             Route("/", page),
             Mount("/static", static),
         ],
         middleware=middleware,
         exception_handlers={DraftBridgeError: on_error, HTTPException: on_http_error, Exception: on_bug},
     )
-
-
-class _RequestIds:
-    """Gives each request its id, which the log lines and calls of its task carry, and sends it with the answer."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request_id.set(
-            read_request_id((key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"])
-        )
-        id_ = request_id.get().encode()
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (REQUEST_ID_KEY.encode(), id_)]
-            await send(message)
-
-        await self._app(scope, receive, send_with_id)
 
 
 class _Static(StaticFiles):
@@ -173,6 +156,13 @@ class _Door:
         failed = any(one.is_target and one.problem for one in found)
         services = [{"address": one.address, "problem": one.problem or None} for one in found]
         return JSONResponse({"status": "error" if failed else "ok", "services": services}, 503 if failed else 200)
+
+    async def metrics(self, request: HttpRequest) -> Response:
+        """Serves the Prometheus metrics of this process, to holders of a key if the server has keys."""
+        self.key_of(request)
+        write, content_type = choose_encoder(request.headers.get("accept", ""))
+        text = await asyncio.to_thread(write, self.gateway.metrics.registry)
+        return Response(text, headers={"Content-Type": content_type})
 
     def _listed(self, model: Model) -> Json:
         return {

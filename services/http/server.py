@@ -2,11 +2,9 @@
 
 import asyncio
 import socket
-import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from ipaddress import ip_address
-from typing import Any
 
 import uvicorn
 
@@ -49,6 +47,7 @@ async def http_door(
     """
     host, port = host_and_port("http", config.http)
     security.check_exposure(config.http, config)
+    context = security.server_context(config)
     try:
         bare = host.removeprefix("[").removesuffix("]")
         family = socket.AF_INET6 if ":" in bare else socket.AF_INET
@@ -60,7 +59,7 @@ async def http_door(
     server = _Server(
         uvicorn.Config(
             application(gateway, limits, config.http_origin, _hosts(bare, config.http_host), keys),
-            **_tls(config),
+            ssl_context_factory=(lambda *_: context) if context else None,
             http="httptools",
             ws="none",
             lifespan="off",
@@ -80,7 +79,7 @@ async def http_door(
 
     serving, stopping = asyncio.create_task(server.serve([listener])), asyncio.create_task(stop_with_the_process())
     try:
-        scheme = "https" if config.tls_certificate else "http"
+        scheme = "https" if context else "http"
         yield f"{scheme}://{host}:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
@@ -88,16 +87,6 @@ async def http_door(
         stopping.cancel()
         # After the grace, uvicorn cancels requests but does not wait until they have released what they hold.
         await asyncio.gather(*server.server_state.tasks, return_exceptions=True)
-
-
-def _tls(config: BridgeServerConfig) -> dict[str, Any]:
-    """Returns uvicorn's options for TLS. Unlike the gRPC server, it reads the files only once."""
-    if config.tls_certificate is None:
-        return {}
-    options: dict[str, Any] = {"ssl_certfile": config.tls_certificate, "ssl_keyfile": config.tls_key}
-    if config.tls_client_ca:
-        options |= {"ssl_ca_certs": str(config.tls_client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
-    return options
 
 
 def _hosts(listen: str, configured: tuple[str, ...]) -> tuple[str, ...]:

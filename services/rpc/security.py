@@ -51,41 +51,68 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     gRPC asks for the certificate before each handshake, so new connections use changed files at once. While the files
     do not fit together, as between two writes, the previous ones stay in use.
     """
+    files = _certificates(config)
+    if files is None:
+        return None
+    return grpc.dynamic_ssl_server_credentials(
+        files.configuration,
+        # None keeps the present one. gRPC calls this from a thread of its own.
+        lambda: files.configuration if files.renew() else None,  # type: ignore[arg-type,return-value]
+        require_client_authentication=config.tls_client_ca is not None,
+    )
+
+
+def server_context(config: ServerConfig) -> ssl.SSLContext | None:
+    """Returns the same for a server that is not gRPC's. Files are read again before a handshake, too."""
+    files = _certificates(config)
+    if files is None:
+        return None
+
+    def on_handshake(connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+        # The name is not needed: the callback runs in every handshake, and may replace the context of this one.
+        files.renew()
+        connection.context = files.context
+
+    context = files.context
+    context.sni_callback = on_handshake
+    return context
+
+
+def _certificates(config: ServerConfig) -> "_Certificates | None":
     if config.tls_certificate is None or config.tls_key is None:
         if config.tls_certificate or config.tls_key or config.tls_client_ca:
             raise InvalidConfiguration("TLS needs both --tls-certificate and --tls-key: give both")
         return None
-    return _Certificates(config.tls_certificate, config.tls_key, config.tls_client_ca).credentials
+    return _Certificates(config.tls_certificate, config.tls_key, config.tls_client_ca)
 
 
 class _Certificates:
+    """The files of a server's certificate. `context` and `configuration` use what they last held together."""
+
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
         self._certificate, self._key, self._client_ca = certificate, key, client_ca
         self._content = self._read()
-        self._check()
+        self.context = self._load()
         self._failed: tuple[bytes | None, ...] | str | None = None
-        self.credentials = grpc.dynamic_ssl_server_credentials(
-            self._configuration(self._content),
-            self._changed,  # type: ignore[arg-type]  # None keeps the present one
-            require_client_authentication=client_ca is not None,
-        )
 
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Returns the certificate if it has changed. gRPC calls this from a thread of its own."""
+    @property
+    def configuration(self) -> grpc.ServerCertificateConfiguration:
+        certificate, key, ca = self._content
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)
+
+    def renew(self) -> bool:
+        """Takes over changed files, and returns whether it did."""
+        content: tuple[bytes, bytes, bytes | None] | str = ""
         try:
             content = self._read()
+            if content == self._content:
+                return False
+            context = self._load()
         except InvalidConfiguration as error:
-            self._report(str(error), error)
-            return None
-        if content == self._content:
-            return None
-        try:
-            self._check()
-        except InvalidConfiguration as error:
-            self._report(content, error)
-            return None
-        self._content, self._failed = content, None
-        return self._configuration(content)
+            self._report(content or str(error), error)
+            return False
+        self._content, self.context, self._failed = content, context, None
+        return True
 
     def _report(self, failed: tuple[bytes | None, ...] | str, error: Exception) -> None:
         if self._failed != failed:  # one line for each change, not for each connection
@@ -101,7 +128,7 @@ class _Certificates:
                 f"{error.filename} cannot be read ({error.strerror}): give the path of a PEM file"
             ) from None
 
-    def _check(self) -> None:
+    def _load(self) -> ssl.SSLContext:
         """Raises `InvalidConfiguration` unless the files are PEM and the key is that of the certificate."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
@@ -114,10 +141,7 @@ class _Certificates:
         try:
             if self._client_ca:
                 context.load_verify_locations(self._client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
         except (ssl.SSLError, OSError) as error:
             raise InvalidConfiguration(f"{self._client_ca} has no certificates in PEM ({error})") from None
-
-    @staticmethod
-    def _configuration(content: tuple[bytes, bytes, bytes | None]) -> grpc.ServerCertificateConfiguration:
-        certificate, key, ca = content
-        return grpc.ssl_server_certificate_configuration([(key, certificate)], ca)
+        return context

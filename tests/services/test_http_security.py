@@ -1,5 +1,6 @@
 """The HTTP door with keys and TLS: the same clients, limits and rules as at the gRPC door."""
 
+import asyncio
 import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,7 +12,8 @@ import pytest
 from draftbridge import CallError, Client
 from draftbridge.security import Credentials
 from services.cli.processes import Fleet, launched
-from tests.support.certificates import authority, issue
+from tests.services.test_http_limits import door
+from tests.support.certificates import Pair, authority, issue
 
 TOKENS = {"ann": "a" * 32, "bob": "b" * 32}
 BODY = {"model": "tiny-target", "prompt": "The quick brown", "max_tokens": 20}
@@ -51,6 +53,10 @@ def test_a_token_opens_it_over_tls(secured: tuple[str, str, Path]) -> None:
     with client(secured, "ann") as http:
         assert http.get("/v1/models").json()["data"][0]["id"] == "tiny-target"
         assert http.post("/v1/completions", json=BODY).json()["usage"]["completion_tokens"] > 0
+        metrics = http.get("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain")
+        counted = 'http_request_method="POST",http_response_status_code="200",http_route="/v1/completions"'
+        assert f"draftbridge_http_server_request_duration_seconds_count{{{counted}}} 1.0" in metrics.text
 
 
 @pytest.mark.parametrize("name", [None, "c" * 32])
@@ -59,6 +65,7 @@ def test_without_a_known_token_it_generates_and_lists_nothing(secured: tuple[str
         for response in (
             http.get("/v1/models"),
             http.get("/v1/models/tiny-target"),
+            http.get("/metrics"),
             http.post("/v1/completions", json=BODY),
             http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}),
         ):
@@ -92,3 +99,58 @@ def test_it_does_not_listen_beyond_this_machine_without_both(tiny_fleet: Fleet) 
 
     options = ("--target", tiny_fleet.target, "--listen", "127.0.0.1:0", "--http", "0.0.0.0:0")
     assert "--insecure" in refused(command("bridge", *options))
+
+
+def accepted_with(url: str, context: ssl.SSLContext) -> bool:
+    """Returns whether the server and a client with this context trust each other in a new connection."""
+    try:
+        with httpx.Client(base_url=url, verify=context, timeout=10) as http:
+            return http.get("/v1/models").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def trusting(ca: Path, own: Pair | None = None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(ca))
+    if own:
+        context.load_cert_chain(own.certificate, own.key)
+    return context
+
+
+async def test_it_takes_over_a_changed_certificate(
+    tiny_fleet: Fleet, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, new = tmp_path / "old.pem", tmp_path / "new.pem"
+    first, second = authority(old), authority(new)
+    pair = issue(first, tmp_path, "server")
+    async with door(tiny_fleet, tls_certificate=pair.certificate, tls_key=pair.key) as (url, _):
+
+        def trusted() -> list[bool]:
+            return [accepted_with(url, trusting(ca)) for ca in (old, new)]
+
+        assert await asyncio.to_thread(trusted) == [True, False]
+        replaced = issue(second, tmp_path, "replaced")
+        replaced.key.replace(pair.key)  # as between two writes: the key is not that of the certificate
+        assert await asyncio.to_thread(trusted) == [True, False]
+        assert "the previous certificate stays in use" in caplog.text
+        replaced.certificate.replace(pair.certificate)
+        assert await asyncio.to_thread(trusted) == [False, True]
+
+
+async def test_it_takes_over_changed_authorities_of_clients(tiny_fleet: Fleet, tmp_path: Path) -> None:
+    ca, clients, others = (tmp_path / name for name in ("ca.pem", "clients.pem", "others.pem"))
+    first, second = authority(clients), authority(others)
+    pair, own, other = (
+        issue(authority(ca), tmp_path, "server"),
+        issue(first, tmp_path, "own"),
+        issue(second, tmp_path, "b"),
+    )
+    options = {"tls_certificate": pair.certificate, "tls_key": pair.key, "tls_client_ca": clients}
+    async with door(tiny_fleet, **options) as (url, _):
+
+        def accepted() -> list[bool]:
+            return [accepted_with(url, trusting(ca, one)) for one in (own, other, None)]
+
+        assert await asyncio.to_thread(accepted) == [True, False, False]
+        others.replace(clients)
+        assert await asyncio.to_thread(accepted) == [False, True, False]

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
+import httpx2 as httpx
 import pytest
 from opentelemetry import trace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
@@ -17,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from draftbridge import CallError, Client
 from draftbridge.v1 import model_pb2, model_pb2_grpc
 from services.traces import NO_TRACES, outgoing_metadata
-from tests.support.observed import Collector, collector, observed
+from tests.support.observed import Collector, Observed, collector, observed
 from tests.support.waiting import eventually
 
 PROMPT = "The quick xyzzy fox"
@@ -33,8 +34,10 @@ def exporter() -> InMemorySpanExporter:
 
 
 @pytest.fixture(scope="module")
-def traced(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Collector]]:
-    """Runs a target, a draft and a bridge that send their spans to a collector here. Yields the bridge's address."""
+def traced(
+    tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Observed, Collector]]:
+    """Runs a target, a draft and a bridge that send their spans to a collector here. Yields the bridge."""
     directory = tmp_path_factory.mktemp("traced")
     with ExitStack() as stack:
         endpoint, got = stack.enter_context(collector())
@@ -44,18 +47,19 @@ def traced(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
             for role, path in zip(("target", "draft"), tiny_models, strict=True)
         )
         models = ("--target", target.address, "--draft", draft.address)
-        bridge = stack.enter_context(observed(directory, "bridge", "bridge", *models, "--otlp", endpoint))
-        yield bridge.address, got
+        more = ("--otlp", endpoint, "--http", "127.0.0.1:0")
+        bridge = stack.enter_context(observed(directory, "bridge", "bridge", *models, *more))
+        yield bridge, got
 
 
 def attributes(span: Span) -> dict[str, object]:
     return {one.key: getattr(one.value, str(one.value.WhichOneof("value"))) for one in span.attributes}
 
 
-def test_a_request_is_one_trace(traced: tuple[str, Collector], exporter: InMemorySpanExporter) -> None:
-    address, got = traced
+def test_a_request_is_one_trace(traced: tuple[Observed, Collector], exporter: InMemorySpanExporter) -> None:
+    bridge, got = traced
     exporter.clear()
-    with Client(address) as client, trace.get_tracer("application").start_as_current_span("work") as work:
+    with Client(bridge.address) as client, trace.get_tracer("application").start_as_current_span("work") as work:
         result = client.generate(PROMPT, max_tokens=12, speculation="lockstep", request_id="traced-1")
     [calling] = [one for one in exporter.get_finished_spans() if one.name.endswith("/Generate")]
     trace_id = work.get_span_context().trace_id.to_bytes(16)
@@ -99,10 +103,10 @@ def test_a_request_is_one_trace(traced: tuple[str, Collector], exporter: InMemor
     assert all("xyzzy" not in str(span) and result.text not in str(span) for span in spans.values())
 
 
-def test_a_failed_request_has_its_code(traced: tuple[str, Collector], exporter: InMemorySpanExporter) -> None:
-    address, got = traced
+def test_a_failed_request_has_its_code(traced: tuple[Observed, Collector], exporter: InMemorySpanExporter) -> None:
+    bridge, got = traced
     exporter.clear()
-    with Client(address) as client, pytest.raises(CallError, match="no target"):
+    with Client(bridge.address) as client, pytest.raises(CallError, match="no target"):
         client.generate(PROMPT, target="nobody")
     [calling] = exporter.get_finished_spans()
     assert calling.attributes is not None and calling.attributes["rpc.response.status_code"] == "NOT_FOUND"
@@ -113,11 +117,11 @@ def test_a_failed_request_has_its_code(traced: tuple[str, Collector], exporter: 
     assert request.status.code != Status.STATUS_CODE_ERROR, "it is the caller's mistake"
 
 
-def test_a_request_of_a_client_that_does_not_trace_is_a_trace_too(traced: tuple[str, Collector]) -> None:
-    address, got = traced
+def test_a_request_of_a_client_that_does_not_trace_is_a_trace_too(traced: tuple[Observed, Collector]) -> None:
+    bridge, got = traced
     script = (
         "import sys; from draftbridge import Client\n"
-        f"with Client({address!r}) as client: client.generate('fox', max_tokens=3, request_id='untraced')\n"
+        f"with Client({bridge.address!r}) as client: client.generate('fox', max_tokens=3, request_id='untraced')\n"
         "assert 'opentelemetry' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
@@ -132,6 +136,31 @@ def test_a_request_of_a_client_that_does_not_trace_is_a_trace_too(traced: tuple[
 
     eventually(lambda: len(root()) == 1)
     assert root()[0].parent_span_id == b""
+
+
+def test_an_http_request_is_one_trace(traced: tuple[Observed, Collector]) -> None:
+    bridge, got = traced
+    trace_id, parent = bytes(range(1, 17)), bytes(range(1, 9))
+    headers = {"traceparent": f"00-{trace_id.hex()}-{parent.hex()}-01", "x-request-id": "traced-http"}
+    body = {"prompt": PROMPT, "max_tokens": 12, "draftbridge": {"mode": "lockstep"}}
+    with httpx.Client(base_url=bridge.http, headers=headers, timeout=60) as http:
+        assert http.post("/v1/completions", json=body).headers["x-request-id"] == "traced-http"
+        assert http.post("/v1/completions", json={}).status_code == 400
+        assert http.get("/health").status_code == 200
+
+    def ours() -> list[tuple[str, Span]]:
+        return [(service, span) for service, span in got.spans if span.trace_id == trace_id]
+
+    eventually(lambda: len(ours()) == 7)
+    doors = [span for _, span in ours() if span.name == "POST /v1/completions"]
+    done, refused = sorted(doors, key=lambda span: span.start_time_unix_nano)
+    assert attributes(done)["http.response.status_code"] == 200
+    assert attributes(refused)["http.response.status_code"] == 400
+    assert done.parent_span_id == parent and attributes(done)["draftbridge.request_id"] == "traced-http"
+    children = {span.name for _, span in ours() if span.parent_span_id == done.span_id}
+    stages = {"encode", "prefill", "decode"}
+    assert children == stages | {"draftbridge.v1.TargetService/Verify", "draftbridge.v1.DraftService/Draft"}
+    assert all("xyzzy" not in str(span) for _, span in ours())
 
 
 def test_a_collector_that_is_away_costs_spans_only(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""Serves the Prometheus metrics of a process over HTTP, with the certificate, keys and exposure rule of its calls."""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
+
+from bridge.errors import DraftBridgeError, Unauthenticated
+from services.config import ServerConfig
+from services.rpc import security
+from services.rpc.keys import Keys
+from services.rpc.server import host_and_port
+
+_log = logging.getLogger(__name__)
+
+# A connection that sends nothing for this long is closed, and its thread ends.
+_IDLE_SECONDS = 10.0
+Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
+
+
+class MetricsPortTaken(DraftBridgeError, reason="METRICS_PORT_TAKEN"):
+    """The metrics cannot be served on their address."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(
+            f"cannot serve metrics on {address}: another program has the port, or the address is not this machine's; "
+            "choose another with --metrics HOST:PORT, or port 0 for a free one",
+            address=address,
+        )
+
+
+@contextmanager
+def serving_metrics(config: ServerConfig, registry: CollectorRegistry) -> Iterator[str]:
+    """Serves the metrics on `config.metrics` from a thread during the block, and yields their URL.
+
+    Raises `InvalidField`, `InvalidConfiguration` or `MetricsPortTaken`.
+    """
+    host, port = host_and_port("--metrics", config.metrics)
+    security.check_exposure(config.metrics, config)
+    context = security.server_context(config)
+    application: Application = make_wsgi_app(registry)
+    if config.keys:
+        application = _guarded(application, Keys(config.keys))
+    bare = host.removeprefix("[").removesuffix("]")
+    try:
+        server = make_server(bare, port, application, _Server6 if ":" in bare else _Server, _Handler)
+    except OSError as error:
+        raise MetricsPortTaken(config.metrics) from error
+    if context:
+        # The handshake is left to the connection's own thread, so that a client that stalls in it stops nobody.
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    try:
+        yield f"{'https' if context else 'http'}://{host}:{server.server_port}/metrics"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Server(ThreadingWSGIServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Logs a connection that breaks off, or fails in its handshake, without the traceback of the base class."""
+        _log.debug("a connection for metrics has failed", exc_info=True)
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _IDLE_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing: requests for metrics arrive every few seconds."""
+
+
+def _guarded(application: Application, keys: Keys) -> Application:
+    """Returns an application that answers only requests with one of the keys."""
+    lock = threading.Lock()
+
+    def guarded(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        try:
+            with lock:
+                keys.find(environ.get("HTTP_AUTHORIZATION"))
+        except Unauthenticated as error:
+            start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+            return [str(error).encode()]
+        return application(environ, start_response)
+
+    return guarded

@@ -1,0 +1,63 @@
+"""The server of a process's metrics: who may read them, and from where."""
+
+import socket
+import ssl
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+
+from services.config import InvalidConfiguration, ServerConfig
+from services.metrics import ServerMetrics
+from services.rpc.metrics_server import MetricsPortTaken, serving_metrics
+from tests.support.certificates import authority, issue
+from tests.support.secure import ALICE, KEYS
+
+
+def scrape(url: str, **options: object) -> httpx.Response:
+    return httpx.get(url, timeout=10, **options)  # type: ignore[arg-type]
+
+
+def test_on_this_machine_everyone_may_read_them() -> None:
+    with serving_metrics(ServerConfig(metrics="127.0.0.1:0"), ServerMetrics().registry) as url:
+        assert "draftbridge_build_info" in scrape(url).text
+        with pytest.raises(MetricsPortTaken, match="choose another"):
+            config = ServerConfig(metrics=url.removeprefix("http://").removesuffix("/metrics"))
+            serving_metrics(config, ServerMetrics().registry).__enter__()
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
+def test_other_machines_may_not_unless_it_is_secured(listen: str, caplog: pytest.LogCaptureFixture) -> None:
+    registry = ServerMetrics().registry
+    with pytest.raises(InvalidConfiguration, match="--insecure"):
+        serving_metrics(ServerConfig(metrics=listen), registry).__enter__()
+    with serving_metrics(ServerConfig(metrics=listen, insecure=True), registry) as url:
+        assert scrape(url.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")).status_code == 200
+    assert "is open to everything that can reach it" in caplog.text
+
+
+def test_the_certificate_and_the_keys_of_the_process_hold(tmp_path: Path) -> None:
+    ca, keys = tmp_path / "ca.pem", tmp_path / "keys.toml"
+    pair = issue(authority(ca), tmp_path, "server")
+    keys.write_text(KEYS)
+    config = ServerConfig(metrics="0.0.0.0:0", tls_certificate=pair.certificate, tls_key=pair.key, keys=keys)
+    context = ssl.create_default_context(cafile=str(ca))
+    with serving_metrics(config, ServerMetrics().registry) as url:
+        url = url.replace("0.0.0.0", "127.0.0.1")
+        refused = scrape(url, verify=context)
+        assert refused.status_code == 401 and "build_info" not in refused.text
+        bearer = {"Authorization": f"Bearer {ALICE}"}
+        assert "draftbridge_build_info" in scrape(url, verify=context, headers=bearer).text
+        # Clients that stall in the handshake, or do not speak TLS, stop nobody.
+        address = ("127.0.0.1", int(url.rpartition(":")[2].removesuffix("/metrics")))
+        with socket.create_connection(address), socket.create_connection(address) as plain:
+            plain.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert scrape(url, verify=context, headers=bearer).status_code == 200
+            assert b"build_info" not in plain.recv(4096)
+        # A changed certificate is used by new connections.
+        other = tmp_path / "other.pem"
+        replaced = issue(authority(other), tmp_path, "replaced")
+        replaced.key.replace(pair.key)
+        replaced.certificate.replace(pair.certificate)
+        trusting = ssl.create_default_context(cafile=str(other))
+        assert scrape(url, verify=trusting, headers=bearer).status_code == 200
