@@ -31,9 +31,10 @@ class Observed:
     log: Path
     http: str = ""
 
-    def scrape(self) -> Samples:
+    def scrape(self, token: str = "") -> Samples:
         """Returns the value of each sample by its name and labels."""
-        with urllib.request.urlopen(self.metrics, timeout=10) as answer:
+        request = urllib.request.Request(self.metrics, headers={"Authorization": f"Bearer {token}"} if token else {})
+        with urllib.request.urlopen(request, timeout=10) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         return {
             (one.name, tuple(sorted(one.labels.items()))): one.value for family in families for one in family.samples
