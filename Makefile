@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 
-.PHONY: help demo test test-quick test-engines llamacpp lint format types layers protos stubs-fresh hooks clean
+.PHONY: help demo test test-quick test-engines llamacpp lint format types layers protos deploy-check stubs-fresh hooks clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ layers: .venv/dev ## Check which package imports which.
 protos: .venv/dev ## Generate the stubs and their types from the contract.
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos \
 		--python_out=protos --grpc_python_out=protos --mypy_out=quiet:protos --mypy_grpc_out=quiet:protos $(PROTOS)
+
+deploy-check: .venv/dev ## Check containers, Compose file, Kubernetes overlays, and all commands in the documentation.
+	$(BIN)/pytest tests/deploy
 
 stubs-fresh: protos ## Check that the committed stubs are those of the contract.
 	@test -z "$$(git status --porcelain protos)" || \

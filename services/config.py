@@ -124,7 +124,9 @@ class BridgeServerConfig(ServerConfig):
     """Configuration of a bridge, `draftbridge bridge`."""
 
     target: tuple[str, ...] = Field(
-        min_length=1, description="HOST:PORT of a target service. Repeatable. Services of one model are replicas."
+        (),
+        description="HOST:PORT of a target service. Repeatable. Services of one model are replicas. Without a target, "
+        "a bridge serves candidates to guests only.",
     )
     draft: tuple[str, ...] = Field(
         (), description="HOST:PORT of a draft service. Repeatable. A draft that starts later is used once it answers."

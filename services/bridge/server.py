@@ -1,6 +1,7 @@
 """A bridge server: connects to model services and serves until stopped."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
@@ -15,6 +16,8 @@ from services.rpc.insight import Insight
 from services.rpc.keys import Keys
 from services.rpc.server import Server, stop_event, unless
 from services.traces import NO_TRACES, Traces
+
+_log = logging.getLogger(__name__)
 
 # Another way in: serves the gateway while the context is open, yields its address, and stops with the event.
 Door = Callable[[BridgeServerConfig, Gateway, asyncio.Event, Keys | None], AbstractAsyncContextManager[str]]
@@ -39,6 +42,8 @@ def run(
         try:
             server = Server(config.listen, config, Insight(metrics, traces, config.channelz))
             stop = stop_event(until_stdin_closes)
+            if not config.target:
+                _log.warning("a bridge without --target serves candidates to guests only: it cannot generate texts")
             if await unless(stop, zoo.connect()) is None:
                 return
             memory = SuffixMemory(config.suffix_memory << 20) if config.suffix_memory else None

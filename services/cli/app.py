@@ -10,7 +10,7 @@ import typer
 
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError
-from services.cli import bench_command, client, servers, top
+from services.cli import bench_command, client, health, servers, top
 from services.cli.options import configured
 from services.cli.terminal import fail, out, report
 from services.config import MODEL_HELP, BridgeServerConfig, ModelServerConfig
@@ -63,6 +63,7 @@ app.command("generate")(client.generate)
 app.command("models")(client.models)
 app.command("translate")(client.translate)
 app.command("top")(top.top)
+app.command("health")(health.health)
 app.command("bench")(bench_command.run)
 app.command("pull")(servers.pull)
 app.command("engines")(servers.list_engines)

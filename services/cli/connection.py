@@ -1,4 +1,4 @@
-"""Options of commands that call a bridge: TLS and the token."""
+"""Options of commands that call a server: TLS and the token."""
 
 import inspect
 from collections.abc import Callable
@@ -25,7 +25,7 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
             "--tls", help="Connect with TLS; implied by --ca.", envvar="DRAFTBRIDGE_CLIENT_TLS", rich_help_panel=_PANEL
         ),
     ),
-    "ca": (Path | None, _file("PEM file with the authorities of the bridge's certificate.", "CA")),
+    "ca": (Path | None, _file("PEM file with the authorities of the server's certificate.", "CA")),
     "certificate": (Path | None, _file("PEM file with your certificate, for mutual TLS.", "CERTIFICATE")),
     "key": (Path | None, _file("PEM file with the key of your certificate.", "KEY")),
     "token_file": (Path | None, _file("File with your token.", "TOKEN_FILE")),
@@ -37,15 +37,22 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
 
 
 def connecting(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options to a command, whose parameter `connect` becomes a function from an address to a client."""
+    """Adds the options to a command. Its parameter `connect` becomes a function from an address to a client.
+
+    A command that calls no bridge has a parameter `credentials` instead.
+    """
 
     @wraps(command)
     def run(**given: Any) -> None:
         credentials = Credentials(**{name: given.pop(name) for name in _OPTIONS})
-        command(connect=lambda address: Client(address, credentials), **given)
+        if "credentials" in own:
+            command(credentials=credentials, **given)
+        else:
+            command(connect=lambda address: Client(address, credentials), **given)
 
     own = inspect.signature(command, eval_str=True).parameters
-    kept = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, one in own.items() if name != "connect"]
+    supplied = ("connect", "credentials")
+    kept = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for name, one in own.items() if name not in supplied]
     added = [
         inspect.Parameter(
             name,

@@ -1,0 +1,1 @@
+"""Tests of what `deploy/` and the documentation tell people to run."""

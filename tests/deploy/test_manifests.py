@@ -1,0 +1,186 @@
+"""The Kubernetes overlays: they render, are valid, and their processes are configured as they should be."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.deploy.commands import ROOT
+from tests.deploy.manifests import KUBERNETES, OVERLAYS, of_kind, processes, render
+
+# Kinds of the Prometheus operator, of which the validator has no schema.
+OPERATOR = ("PodMonitor", "PrometheusRule")
+OPEN = ("base", "overlays/one-node")
+METRICS = (ROOT / "docs/reference/metrics.md").read_text()
+SECRETS = {
+    "draftbridge-tls": {"tls.crt", "tls.key", "ca.crt"},
+    "draftbridge-keys": {"keys.toml"},
+    "draftbridge-services": {"keys.toml", "token"},
+    "draftbridge-guest": {"token"},
+    "draftbridge-monitoring": {"token"},
+}
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def labels_of(deployment: dict[str, Any]) -> dict[str, str]:
+    return deployment["spec"]["template"]["metadata"]["labels"]
+
+
+def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Returns whether a selector with labels or expressions selects a pod."""
+    wanted = selector.get("matchLabels", {}).items() <= labels.items()
+    return wanted and all(labels.get(one["key"]) in one["values"] for one in selector.get("matchExpressions", ()))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_objects_are_valid(overlay: str) -> None:
+    for one in render(overlay):
+        if one["kind"] not in OPERATOR:
+            kubernetes_validate.validate(one, "1.37", strict=True)
+    names = [(one["kind"], one["metadata"]["name"]) for one in render(overlay)]
+    assert len(set(names)) == len(names)
+    assert all(one["metadata"].get("namespace", "draftbridge") == "draftbridge" for one in render(overlay))
+
+
+def test_a_wrong_object_is_noticed() -> None:
+    (wrong, *_) = of_kind("base", "Deployment")
+    wrong = wrong | {"spec": wrong["spec"] | {"replica": 3}}
+    with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
+        kubernetes_validate.validate(wrong, "1.37", strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_processes_are_configured_as_they_are_connected(overlay: str, tmp_path: Path) -> None:
+    found = {one.name: one for one in processes(overlay, tmp_path)}
+    assert {"bridge", "draft"} <= set(found)
+    services = {one["metadata"]["name"]: one["spec"] for one in of_kind(overlay, "Service")}
+    for process in found.values():
+        ports = {one["name"]: one["containerPort"] for one in process.container["ports"]}
+        values = process.values
+        assert ports["grpc"] == port_of(values["listen"])
+        assert ports["metrics"] == port_of(values["metrics"])
+        if values.get("http"):
+            assert ports["http"] == port_of(values["http"])
+        assert all(one["targetPort"] in ports for one in services[process.name]["ports"])
+        assert (
+            process.pod["terminationGracePeriodSeconds"] > process.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        )
+    bridge = found["bridge"].values
+    for address in (*bridge["target"], *bridge["draft"]):
+        name, _, port = address.partition(":")
+        assert port_of(found[name].values["listen"]) == int(port)
+        assert services[name]["clusterIP"] == "None", "a name with the addresses of all pods"
+    roles = {one.values["role"] for one in found.values() if "role" in one.values}
+    assert roles == {"target", "draft"} if "target" in found else {"draft"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_processes_are_as_secure_as_their_overlay(overlay: str, tmp_path: Path) -> None:
+    for process in processes(overlay, tmp_path):
+        values = process.values
+        assert values["insecure"] is (overlay in OPEN)
+        assert (values["tls_certificate"] is not None and values["keys"] is not None) is not values["insecure"]
+        if process.name == "bridge":
+            assert (values["service_ca"] is not None and values["service_token_file"] is not None) is not values[
+                "insecure"
+            ]
+        given = [str(one) for key, one in values.items() if isinstance(one, Path)]
+        mounts = [one["mountPath"] for one in process.container["volumeMounts"]]
+        assert all(any(file.startswith(f"{mount}/") for mount in mounts) for file in given)
+    for deployment in of_kind(overlay, "Deployment"):
+        pod = deployment["spec"]["template"]["spec"]
+        assert pod["enableServiceLinks"] is False, "DRAFTBRIDGE_... of a service would be taken for settings"
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        volumes = {one["name"]: one for one in pod["volumes"]}
+        for container in pod["containers"]:
+            own = container["securityContext"]
+            assert (own["readOnlyRootFilesystem"], own["allowPrivilegeEscalation"]) == (True, False)
+            assert own["capabilities"] == {"drop": ["ALL"]}
+            assert {"startupProbe", "readinessProbe"} <= container.keys()
+            assert {one["name"] for one in container["volumeMounts"]} == set(volumes)
+        for volume in volumes.values():
+            assert len(volume) == 2, f"one kind of volume: {volume}"
+            if secret := volume.get("secret"):
+                assert {one["key"] for one in secret.get("items", ())} <= SECRETS[secret["secretName"]]
+            if claim := volume.get("persistentVolumeClaim"):
+                claims = [one["metadata"]["name"] for one in of_kind(overlay, "PersistentVolumeClaim")]
+                assert claim["claimName"] in claims
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_probes_ask_the_process_itself(overlay: str, tmp_path: Path) -> None:
+    for process in processes(overlay, tmp_path):
+        environment = {one["name"]: one["value"] for one in process.container.get("env", [])}
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = process.container[kind]
+            if overlay in OPEN:
+                assert probe["grpc"]["port"] == port_of(process.values["listen"])
+                continue
+            assert "grpc" not in probe, "Kubernetes' own probes speak no TLS"
+            assert probe["exec"]["command"] == ["draftbridge", "health"]
+            assert port_of(environment["DRAFTBRIDGE_CLIENT_SERVER"]) == port_of(process.values["listen"])
+            assert environment["DRAFTBRIDGE_CLIENT_SERVER_NAME"] == process.name
+            assert environment["DRAFTBRIDGE_CLIENT_CA"] == "/etc/draftbridge-tls/ca.crt"
+        start = process.container["startupProbe"]
+        assert start["periodSeconds"] * start["failureThreshold"] >= 1500
+        assert process.values.get("connect_timeout", 0) <= start["periodSeconds"] * start["failureThreshold"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_selectors_find_pods(overlay: str) -> None:
+    deployments = {one["metadata"]["name"]: one for one in of_kind(overlay, "Deployment")}
+    labels = [labels_of(one) for one in deployments.values()]
+    for budget in of_kind(overlay, "PodDisruptionBudget"):
+        assert sum(selects(budget["spec"]["selector"], one) for one in labels) == 1
+    for policy in of_kind(overlay, "NetworkPolicy"):
+        assert any(selects(policy["spec"]["podSelector"], one) for one in labels)
+    for name in ("bridge", "target", "draft"):
+        if name in deployments:
+            chosen = [
+                one
+                for one in of_kind(overlay, "NetworkPolicy")
+                if selects(one["spec"]["podSelector"], labels_of(deployments[name]))
+            ]
+            assert len(chosen) == 1 and set(chosen[0]["spec"]["policyTypes"]) == {"Ingress", "Egress"}
+    # The bridge sits by what it exchanges a message with for each pass or step.
+    wanted = "target" if "target" in deployments else "vllm"
+    near = deployments["bridge"]["spec"]["template"]["spec"]["affinity"]["podAffinity"]
+    for one in near["preferredDuringSchedulingIgnoredDuringExecution"]:
+        assert selects(one["podAffinityTerm"]["labelSelector"], labels_of(deployments[wanted]))
+    monitors = of_kind(overlay, "PodMonitor")
+    for monitor in monitors:
+        endpoint = monitor["spec"]["podMetricsEndpoints"][0]
+        assert endpoint.get("scheme") == "https" and endpoint["port"] == "metrics"
+        assert endpoint["authorization"]["credentials"]["name"] in SECRETS
+        chosen = [name for name, one in deployments.items() if selects(monitor["spec"]["selector"], labels_of(one))]
+        assert set(chosen) == set(deployments) - {"vllm"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_autoscalers_use_metrics_that_exist(overlay: str) -> None:
+    deployments = {one["metadata"]["name"]: one for one in of_kind(overlay, "Deployment")}
+    adapter = yaml.safe_load((ROOT / "deploy/prometheus/adapter.yaml").read_text())
+    patterns = [re.search(r'=~"([^"]+)"', one["seriesQuery"])[1] for one in adapter["rules"]["custom"]]  # type: ignore[index]
+    for scaler in of_kind(overlay, "HorizontalPodAutoscaler"):
+        scaled = deployments[scaler["spec"]["scaleTargetRef"]["name"]]
+        assert "replicas" not in scaled["spec"], "the autoscaler owns the number"
+        for metric in scaler["spec"]["metrics"]:
+            name = metric["pods"]["metric"]["name"]
+            assert f"| `{name}` | gauge |" in METRICS
+            assert any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
+def test_every_component_is_part_of_an_overlay() -> None:
+    used = {
+        one
+        for file in KUBERNETES.glob("overlays/*/kustomization.yaml")
+        for one in yaml.safe_load(file.read_text()).get("components", ())
+    }
+    assert {f"../../components/{one.name}" for one in (KUBERNETES / "components").iterdir()} == used

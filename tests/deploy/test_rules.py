@@ -1,0 +1,62 @@
+"""Prometheus rules: they parse, their metrics exist, and both copies are the same."""
+
+import re
+
+import promql_parser
+import yaml
+
+from tests.deploy.commands import ROOT
+
+GROUPS = yaml.safe_load((ROOT / "deploy/prometheus/rules.yaml").read_text())["groups"]
+RULES = [rule for group in GROUPS for rule in group["rules"]]
+METRICS = re.findall(
+    r"^\| `(draftbridge_\w+)` \| (\w+) \| (.*?) \|", (ROOT / "docs/reference/metrics.md").read_text(), re.M
+)
+
+
+def series() -> set[str]:
+    """Returns the names of all series, recorded ones included."""
+    names = {rule["record"] for rule in RULES if "record" in rule}
+    for name, kind, _ in METRICS:
+        names |= {f"{name}{end}" for end in ("_bucket", "_sum", "_count")} if kind == "histogram" else {name}
+    return names
+
+
+def test_expressions_use_series_that_exist() -> None:
+    used: set[str] = set()
+
+    def visit(expression: promql_parser.Expr) -> None:
+        if isinstance(expression, promql_parser.VectorSelector):
+            used.add(expression.name)
+        elif isinstance(expression, promql_parser.MatrixSelector):
+            used.add(expression.vector_selector.name)
+
+    for rule in RULES:
+        promql_parser.walk(promql_parser.parse(rule["expr"]), visit)
+    assert used and used <= series(), used - series()
+
+
+def test_labels_are_those_of_the_metrics() -> None:
+    labels = {name: set(re.findall(r"`(\w+)`", given)) for name, _, given in METRICS}
+    for rule in RULES:
+        for name, given in re.findall(r"(draftbridge_\w+?)(?:_count)?\{\s*([^}]*)\}", rule["expr"]):
+            assert set(re.findall(r"(\w+)=", given)) <= labels[name]
+        known = set().union(*(labels[one] for one in labels if one in rule["expr"])) | {"instance"}
+        text = str(rule.get("annotations", ""))
+        assert set(re.findall(r"\$labels\.(\w+)", text)) <= known
+
+
+def test_alerts_say_what_to_do() -> None:
+    alerts = [rule for rule in RULES if "alert" in rule]
+    assert len({rule["alert"] for rule in alerts}) == len(alerts) > 5
+    for rule in alerts:
+        assert rule["alert"].startswith("DraftBridge")
+        assert rule["labels"]["severity"] in ("critical", "warning", "info")
+        assert rule["annotations"].keys() == {"summary", "description"}
+    guide = (ROOT / "docs/guides/operations.md").read_text()
+    assert [rule["alert"] for rule in alerts if f"`{rule['alert']}`" not in guide] == []
+
+
+def test_the_operators_copy_is_the_same() -> None:
+    copy = yaml.safe_load((ROOT / "deploy/kubernetes/components/monitoring/rules.yaml").read_text())
+    assert copy["spec"]["groups"] == GROUPS
