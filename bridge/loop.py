@@ -16,8 +16,9 @@ from time import perf_counter_ns
 from bridge.errors import Unreachable
 from bridge.planning.planner import Planner
 from bridge.ports import Pass
-from bridge.sources.source import Offer, Outcome
+from bridge.sources.source import Outcome
 from bridge.sources.source_set import SourceSet
+from bridge.speculation import Speculation
 from bridge.statistics import Statistics
 from bridge.target_link import TargetLink
 
@@ -33,31 +34,26 @@ async def speculate(
 
     Raises the target's own errors, `Unreachable` if its stream ends early, and `TargetFault`.
     """
-    plan = planner.plan((), sources.state, link.candidate_room)
-    await link.start(plan.patience_ns)
+    speculation = Speculation(sources, planner, statistics, link.candidate_room)
+    await link.start(speculation.plan.patience_ns)
     async with _events(link, sources) as events:
-        await sources.advance(plan.pace)
+        await sources.advance(speculation.plan.pace)
         async for event in events:
             started, outcome = clock(), None
             if event:  # 1. take a pass and commit it
                 outcome = link.commit(event)
                 # 2. report which candidates were accepted
-                sources.observe(outcome)
-                planner.observe(outcome, plan)
-                statistics.observe(outcome, plan)
+                speculation.observe(outcome)
                 if event.finish_reason is not None or link.remaining == 0:
                     yield outcome
                     return
             # 3. plan: after each pass, and when the draft's current epoch has become useless
-            offers, state = sources.offers(), sources.state
-            if outcome or (state and state.stale):
-                plan = planner.plan(offers, state, link.candidate_room)
-                await sources.advance(plan.pace)
-                state = sources.state
+            speculation.refresh()
+            if outcome or speculation.stale:
+                await speculation.replan(link.candidate_room)
             # 4. send the best offer; when draft and target take turns, wait until the draft's turn is complete
-            awaited = plan.pace.lead > 0 and state is not None and state.awaited
-            offer, width = (Offer(), 0) if awaited and plan.pace.turns else planner.choose(offers, plan)
-            await link.offer(offer, width, plan.patience_ns, awaited=awaited)
+            choice = speculation.choose()
+            await link.offer(choice.offer, choice.width, speculation.plan.patience_ns, awaited=choice.awaited)
             statistics.bridge_ns += clock() - started
             if outcome:  # yielded last, so that the models keep working while the text is sent
                 yield outcome

@@ -4,6 +4,9 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 # The weight of a new value in an average.
 _FRESH = 0.1
@@ -57,11 +60,16 @@ class WidthCost:
         times = [nanoseconds / costs[0][1] for _, nanoseconds in costs]
         return cls(list(accumulate((max(_interpolated(widths, times, knot), 1.0) for knot in _KNOTS), max)))
 
-    def of(self, width: int) -> float:
+    def of(self, width: float) -> float:
         """Returns the ratio for `width` tokens."""
         return _interpolated(_KNOTS, self.ratios, width)
 
-    def observe(self, width: int, ratio: float) -> None:
+    def of_all(self, widths: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        """Returns the ratios for an array of widths."""
+        beyond = np.maximum(widths - _KNOTS[-1], 0.0) / (_KNOTS[-1] - _KNOTS[-2])
+        return np.interp(widths, _KNOTS, self.ratios) + beyond * (self.ratios[-1] - self.ratios[-2])
+
+    def observe(self, width: float, ratio: float) -> None:
         """Records one forward of more than one token, by updating the two nearest recorded widths."""
         error = ratio - self.of(width)
         right, share = _bracket(_KNOTS, width)
@@ -76,13 +84,13 @@ class WidthCost:
         self._tabulate()
 
 
-def _bracket(places: Sequence[int], place: int) -> tuple[int, float]:
+def _bracket(places: Sequence[int], place: float) -> tuple[int, float]:
     """Returns the index of the upper of the two nearest places, and the position of `place` between them (0 to 1)."""
     right = min(max(bisect_left(places, place), 1), len(places) - 1)
     return right, (place - places[right - 1]) / (places[right] - places[right - 1])
 
 
-def _interpolated(places: Sequence[int], values: Sequence[float], place: int) -> float:
+def _interpolated(places: Sequence[int], values: Sequence[float], place: float) -> float:
     """Returns the value at a place by linear interpolation, or extrapolation from the nearest two places."""
     right, share = _bracket(places, place)
     return values[right - 1] + share * (values[right] - values[right - 1])
@@ -107,11 +115,11 @@ class ForwardTime:
         """Returns the nanoseconds of a 1-token forward."""
         return self._single.value
 
-    def of(self, width: int) -> float:
+    def of(self, width: float) -> float:
         """Returns the nanoseconds of a forward of `width` tokens."""
         return self._single.value * self.widths.of(width)
 
-    def observe(self, width: int, nanoseconds: float) -> None:
+    def observe(self, width: float, nanoseconds: float) -> None:
         """Records one forward."""
         self.known, nanoseconds = True, max(nanoseconds, 1.0)
         if self._single.count:

@@ -86,10 +86,14 @@ class SpeculationParameters:
 
 
 class Planner:
-    """Plans the passes of one request. Only `observe` changes state."""
+    """Plans the passes of one request. Only `observe` changes state.
+
+    `max_wait_ns`: set for a target that asks for candidates after each pass, and waits no longer than this for them.
+    """
 
     def __init__(self, parameters: SpeculationParameters, estimates: RequestEstimates) -> None:
         self.mode = parameters.mode
+        self.max_wait_ns: float | None = None
         self._number = parameters.num_assistant_tokens
         self._estimates = estimates
 
@@ -105,7 +109,7 @@ class Planner:
             best = self._fixed(draft, costs, room) or replace(alone, patience_ns=0.0)
         else:
             best = self._best(alone, offers, state, draft, costs, room)
-        if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not self._estimates.target_waits:
+        if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not self._target_waits:
             # The target may have begun a pass, which the draft would slow down. So the target is told to wait first.
             best = replace(alone, patience_ns=best.patience_ns, prepares_turn=True)
         return replace(best, pace=replace(best.pace, lead=min(best.pace.lead, room)))
@@ -181,13 +185,15 @@ class Planner:
         ways = [alone, *(self._at_hand(*one, costs, alone.patience_ns) for one in self._widths(at_hand, costs))]
         drafts = []
         if draft and estimates.draft:
-            drafts.append(self._in_turns(draft, costs, room))
+            turns = self._in_turns(draft, costs, room)
+            if self.max_wait_ns is None or turns.prediction.waited_ns <= self.max_wait_ns:
+                drafts.append(turns)
             # The slowdown by a draft that runs ahead can be measured only if the time of a pass without it is known.
             if estimates.forward.known:
                 drafts.append(self._ahead(draft, costs, _BATCHES))
             idle_count = estimates.draft.idle_pass_count
             is_cheap = draft.prompt_ns < _TRIAL_SHARE * idle_count * costs.of(1)
-            if is_cheap and idle_count >= _IDLE_DRAFT_PASSES * load and estimates.pass_count < _TRIAL_PASSES:
+            if drafts and is_cheap and idle_count >= _IDLE_DRAFT_PASSES * load and estimates.pass_count < _TRIAL_PASSES:
                 return replace(drafts[0], is_trial=True, trial_width=drafts[0].pace.lead)
         kept = f"{estimates.drafting_source} {_AHEAD if state and state.runs_ahead else _TURNS}"
         best = max(
@@ -195,7 +201,8 @@ class Planner:
             key=lambda plan: _speed(plan) * (_MIN_GAIN if plan is alone else _MIN_CHANGE if plan.name == kept else 1.0),
         )
         turns = next((plan for plan in drafts if plan.pace.turns), alone)
-        if self._slowdown > _FREE_SLOWDOWN and best is not turns and _speed(turns) > _MIN_GAIN * _speed(alone):
+        contends = self._slowdown > _FREE_SLOWDOWN and self.max_wait_ns is None
+        if contends and best is not turns and _speed(turns) > _MIN_GAIN * _speed(alone):
             # The draft's next turn will come soon, and the target must not begin a pass before it.
             return replace(best, patience_ns=max(best.patience_ns, turns.patience_ns), prepares_turn=True)
         beside = next((plan for plan in drafts if plan.runs_ahead), None)
@@ -208,6 +215,8 @@ class Planner:
         """Returns the best plan in which the target waits for the draft to propose some tokens, then verifies them."""
         leads = [lead for lead in leads if lead <= (self._number or lead)]
         predictions = {lead: in_turns(costs, draft, lead) for lead in leads}
+        if self.max_wait_ns is not None:
+            leads = [lead for lead in leads if predictions[lead].waited_ns <= self.max_wait_ns] or leads[:1]
         lead = max(leads, key=lambda lead: predictions[lead].tokens_per_ns)
         best = predictions[lead]
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
@@ -222,6 +231,8 @@ class Planner:
         reach = (draft.round_trip_ns + draft.slowdown * costs.of(1)) / max(draft.ahead_ns, 1.0)
         lead = self._number or int(min(max(reach + _SPARE_LEAD, _MIN_LEAD), _LEADS[-1]))
         predictions = {batch: ahead(costs, draft, lead, batch) for batch in batches}
+        if self.max_wait_ns is not None:
+            batches = [batch for batch in batches if predictions[batch].waited_ns <= self.max_wait_ns]
         batch = max(batches, key=lambda batch: predictions[batch].tokens_per_ns)
         patience_ns = _AHEAD_PATIENCE_FACTOR * predictions[batch].waited_ns
         source = self._estimates.drafting_source
@@ -254,6 +265,10 @@ class Planner:
         """Returns how long the target may wait for candidates that the bridge already has; 0 if that gained little."""
         gains = self._estimates.waiting_gain.value > _WAITING_MARGIN * costs.hop_ns
         return max(_PATIENCE_FACTOR * costs.hop_ns, _MIN_PATIENCE_NS) if gains else 0.0
+
+    @property
+    def _target_waits(self) -> bool:
+        return self.max_wait_ns is not None or self._estimates.target_waits
 
     @property
     def _slowdown(self) -> float:

@@ -188,14 +188,19 @@ class CandidateSource(ABC):
         """Stops the source and frees its resources. May be called twice."""
 
 
-def offer_of(vocabulary: Vocabulary, parts: Sequence[Continuation], end_id: int | None = None) -> Offer:
+def offer_of(
+    vocabulary: Vocabulary,
+    parts: Sequence[Continuation],
+    end_id: int | None = None,
+    limit_bytes: int = MAX_OFFERED_BYTES,
+) -> Offer:
     """Translates continuations, each of which continues the one before it, into candidates.
 
     A candidate belongs to the part that has its first byte. `end_id` is the candidate for a proposed end of the text.
     """
     whole = b"".join(part.data for part in parts)
-    ids = candidates(vocabulary, whole[:MAX_OFFERED_BYTES])
-    if len(whole) > MAX_OFFERED_BYTES or parts[-1].cut:
+    ids = candidates(vocabulary, whole[:limit_bytes])
+    if len(whole) > limit_bytes or parts[-1].cut:
         ids = ids[:-1]  # the last token may end in the middle of a word
     sources, evidence, begin, offset, index = [], [], 0, 0, 0
     for id_ in ids:

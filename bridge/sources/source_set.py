@@ -5,7 +5,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from bridge.errors import DraftBridgeError
-from bridge.sources.source import CandidateSource, Continuation, DraftPace, Offer, Outcome, SourceState, offer_of
+from bridge.sources.source import (
+    MAX_OFFERED_BYTES,
+    CandidateSource,
+    Continuation,
+    DraftPace,
+    Offer,
+    Outcome,
+    SourceState,
+    offer_of,
+)
 from bridge.tape import Tape
 from bridge.text.models import Model
 
@@ -38,13 +47,13 @@ class SourceSet:
         for source in self._sources:
             source.start(notify)
 
-    def offers(self) -> list[Offer]:
+    def offers(self, limit_bytes: int = MAX_OFFERED_BYTES) -> list[Offer]:
         """Returns one offer for each source that proposes, continued by the next source that can continue its bytes."""
         offers, sources = [], tuple(self._sources)
         for index, source in enumerate(sources):
             with self._dropping(source):
                 if parts := self._parts(source, [one for one in sources[index + 1 :] if one in self._sources]):
-                    offers.append(offer_of(self._model.vocabulary, parts, self._end_id))
+                    offers.append(offer_of(self._model.vocabulary, parts, self._end_id, limit_bytes))
         return [offer for offer in offers if offer.token_ids]
 
     def observe(self, outcome: Outcome) -> None:

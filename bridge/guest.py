@@ -1,0 +1,275 @@
+"""Proposes candidates to a guest: an engine that keeps its own loop and reports each of its forwards.
+
+    step     what a forward of the engine has changed (`StepUpdate`)
+    commit   each sequence's new tokens go to its tape and its sources
+    choose   one sequence: by its planner, as in our own loop; several: `planning.batch` shares the forward among them
+    settle   after the answer was sent: estimates learn, and drafts go on from the new tokens
+
+Nothing that a guest reports can fail a step: a sequence that the bridge cannot follow gets no candidates.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+from time import perf_counter_ns
+
+from bridge.guest_sequence import GuestSequence
+from bridge.planning.batch import BatchCosts, share
+from bridge.ports import MAX_MEASURED_NS
+from bridge.sources.source import Offer
+from bridge.text.models import Model
+
+# Candidates of each sequence that are considered, by the number of sequences: the first item that is large enough.
+_CONSIDERED = ((1, 24), (4, 16), (16, 8), (64, 6))
+_MIN_CONSIDERED = 4
+# An answer has candidates for this many forwards, for an engine that receives it late.
+_OFFERED_FORWARDS = 3
+# A forward that ran more tokens than expected, by this factor, also read a prompt, which does not measure its width.
+_PROMPT_FACTOR = 1.5
+
+
+@dataclass(frozen=True)
+class SequenceUpdate:
+    """What one sequence has gained; see `ProposeSequence` in the contract. `room`: the most candidates, or None."""
+
+    id: int
+    kept_token_count: int
+    token_ids: tuple[int, ...]
+    generated_token_count: int = 0
+    room: int | None = None
+    candidate_step: int = 0
+    candidate_count: int = 0
+
+
+@dataclass(frozen=True)
+class StepUpdate:
+    """What one forward of the engine has changed; see `ProposeStep` in the contract."""
+
+    number: int
+    sequences: tuple[SequenceUpdate, ...]
+    ended: tuple[int, ...] = ()
+    deadline_ns: int = 2_000_000
+    engine_ns: int = 0
+    forward_token_count: int = 0
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """Candidates that continue a sequence of `base` tokens, `width` of them for one forward."""
+
+    sequence_id: int
+    base: int
+    offer: Offer
+    width: int
+
+
+@dataclass
+class Answer:
+    """The answer to a step. `unknown`: sequences to be sent from the beginning. `note`: why some get no candidates."""
+
+    number: int
+    proposed: list[Proposed] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)
+    note: str = ""
+
+
+@dataclass(eq=False)
+class Held:
+    """A sequence that the engine has named. `sequence` is None while it is opened, and if it cannot be followed."""
+
+    ids: list[int]
+    named_ns: int
+    sequence: GuestSequence | None = None
+    opening: "asyncio.Task[None] | None" = None
+    refused: bool = False
+
+    @property
+    def count(self) -> int:
+        """Returns the number of its tokens."""
+        return len(self.sequence.tape.ids) if self.sequence else len(self.ids)
+
+    def first(self, count: int) -> list[int]:
+        """Returns its first `count` tokens."""
+        return list((self.sequence.tape.ids if self.sequence else self.ids)[:count])
+
+    def close(self) -> None:
+        """Frees its draft. May be called twice."""
+        if self.opening:
+            self.opening.cancel()
+        if self.sequence:
+            self.sequence.close()
+
+
+class Guest:
+    """The sequences of one engine. `open_sequence` prepares one, given its ids and the number of generated ones.
+
+    `on_held` is called when a sequence begins or grows, and `on_ended` when one ends, so that all guests together keep
+    to one limit. The engine's own `costs` outlive its stream.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        open_sequence: Callable[[Sequence[int], int], Awaitable[GuestSequence]],
+        costs: BatchCosts,
+        *,
+        on_held: Callable[[int, int], None] = lambda id_, count: None,
+        on_ended: Callable[[int], None] = lambda id_: None,
+        clock: Callable[[], int] = perf_counter_ns,
+    ) -> None:
+        self._model, self._open_sequence, self._costs = model, open_sequence, costs
+        self._on_held, self._on_ended, self._clock = on_held, on_ended, clock
+        self.held: dict[int, Held] = {}
+        self._answered_ns = 0
+        self._begun = self._turn = 0
+        self._waited = False
+        self._choosing: list[GuestSequence] = []
+
+    async def step(self, update: StepUpdate) -> Answer:
+        """Takes a step, and returns its answer within the step's deadline. `settle` must be called after it."""
+        began = self._clock()
+        answer = Answer(update.number)
+        for id_ in update.ended:
+            self.end(id_)
+        engine_ns = update.engine_ns or (began - self._answered_ns if self._answered_ns else 0)
+        named = [(one, held) for one in update.sequences if (held := self._take(one, answer, began))]
+        measured = self._measure(update, named, min(engine_ns, MAX_MEASURED_NS))
+        ready = []
+        for one, held in named:
+            if held.sequence:
+                held.sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, measured)
+                held.sequence.limit_room(one.room)
+                self._on_held(one.id, held.count)
+                if held.sequence.room:
+                    ready.append((one.id, held.sequence))
+        self._choosing = [sequence for _, sequence in ready]
+        if len(update.sequences) == 1 and ready:
+            (id_, sequence), number = ready[0], update.number
+            width = await sequence.choose(began + update.deadline_ns)
+            answer.proposed += self._proposed(id_, sequence, number, sequence.chosen, width)
+        elif ready:
+            self._choose_for_all(update, ready, answer, began + max(update.deadline_ns, 1_000_000))
+        self._answered_ns = self._clock()
+        return answer
+
+    async def settle(self) -> None:
+        """Learns from the step, and lets the drafts go on; called when its answer was sent."""
+        for sequence in self._choosing:
+            await sequence.settle()
+        self._choosing = []
+
+    def end(self, id_: int) -> None:
+        """Ends a sequence, if it is known."""
+        if held := self.held.pop(id_, None):
+            held.close()
+            self._on_ended(id_)
+
+    def end_idle(self, idle_ns: int) -> None:
+        """Ends the sequences that no step has named for this time."""
+        oldest = self._clock() - idle_ns
+        for id_ in [id_ for id_, held in self.held.items() if held.named_ns < oldest]:
+            self.end(id_)
+
+    def close(self) -> None:
+        """Ends all sequences."""
+        for id_ in tuple(self.held):
+            self.end(id_)
+
+    def _take(self, one: SequenceUpdate, answer: Answer, now: int) -> Held | None:
+        """Returns the sequence that an update is for, without its new tokens if it is open; None if it is unknown."""
+        held, kept = self.held.get(one.id), one.kept_token_count
+        if not (all(map(self._model.has, one.token_ids)) and kept + len(one.token_ids) <= self._model.context_length):
+            self.end(one.id)
+            self.held[one.id] = Held(list(range(0)), now, refused=True)
+            answer.note = (
+                f"sequence {one.id} has ids outside the tokenizer's vocabulary, or more than the context's "
+                f"{self._model.context_length} tokens: describe the engine's own model and tokenizer"
+            )
+            return None
+        if held and held.refused and kept:
+            return None
+        if kept == 0 or held is None or held.count < kept:
+            if kept:
+                answer.unknown.append(one.id)
+                self.end(one.id)
+                return None
+            return self._begin(one, list(one.token_ids), now)
+        if kept < held.count:  # the engine went back; the tape cannot, so the sequence begins anew
+            return self._begin(one, [*held.first(kept), *one.token_ids], now)
+        held.named_ns = now
+        if not held.sequence:
+            held.ids += one.token_ids
+        return held
+
+    def _begin(self, one: SequenceUpdate, ids: list[int], now: int) -> Held | None:
+        self.end(one.id)
+        if not ids:
+            return None
+        held = self.held[one.id] = Held(ids, now)
+        self._begun += 1
+        self._on_held(one.id, len(ids))
+
+        async def open_() -> None:
+            known = len(held.ids)
+            sequence = await self._open_sequence(held.ids[:known], min(one.generated_token_count, known - 1))
+            sequence.start()
+            # The tokens that came while it was opened.
+            sequence.commit(held.ids[known:], 0, 0, None)
+            held.sequence, held.ids = sequence, []
+            await sequence.settle()
+
+        held.opening = asyncio.create_task(open_())
+        held.opening.add_done_callback(lambda done: self._on_opened(held, done))
+        return held
+
+    @staticmethod
+    def _on_opened(held: Held, done: "asyncio.Task[None]") -> None:
+        if not done.cancelled() and done.exception():
+            held.refused = True  # `open_sequence` has logged why
+
+    def _measure(
+        self, update: StepUpdate, named: Sequence[tuple[SequenceUpdate, Held]], engine_ns: int
+    ) -> int | None:
+        """Returns the time of the forward, and records it; None if it also read a prompt, or is unknown."""
+        begun, self._begun = self._begun, 0
+        count = len(update.sequences)
+        candidate_count = sum(one.candidate_count for one in update.sequences)
+        reads = update.forward_token_count > _PROMPT_FACTOR * (count + candidate_count)
+        if not engine_ns or begun or reads or count == 0 or len(named) < count:
+            return None
+        if count > 1:
+            self._costs.observe(count, candidate_count, float(engine_ns))
+            return None
+        return engine_ns
+
+    def _choose_for_all(
+        self, update: StepUpdate, ready: Sequence[tuple[int, GuestSequence]], answer: Answer, deadline: int
+    ) -> None:
+        """Adds candidates for several sequences, those that the deadline leaves time for."""
+        count = len(update.sequences)
+        if self._costs.plain_is_due:
+            return
+        considered = next((most for limit, most in _CONSIDERED if count <= limit), _MIN_CONSIDERED)
+        self._turn += 1
+        offered = []
+        start = self._turn % len(ready)  # with too many sequences for one deadline, each gets its turn
+        for place, (id_, sequence) in enumerate([*ready[start:], *ready[:start]]):
+            if place % 8 == 7 and self._clock() > deadline:
+                break
+            offer, chances = sequence.best_offer(considered)
+            if chances:
+                offered.append((id_, sequence, offer, chances))
+        widths = share([chances for *_, chances in offered], count, self._costs.of(count))
+        for (id_, sequence, offer, chances), width in zip(offered, widths, strict=True):
+            sequence.expect(1.0 + sum(accumulate(chances[:width], mul)))
+            answer.proposed += self._proposed(id_, sequence, update.number, offer, width)
+
+    @staticmethod
+    def _proposed(id_: int, sequence: GuestSequence, number: int, offer: Offer, width: int) -> list[Proposed]:
+        if not width:
+            return []
+        sent = offer.part(0, min(_OFFERED_FORWARDS * width, max(sequence.room, width)))
+        base = sequence.remember(number, sent)
+        return [Proposed(id_, base, sent, width)]

@@ -1,0 +1,198 @@
+"""Holds one sequence of a guest: its tape, its sources and its planner, which are those of our own loop."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from operator import mul
+from time import perf_counter_ns
+
+from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
+from bridge.planning.planner import Planner, SpeculationParameters
+from bridge.planning.prediction import Plan, Prediction
+from bridge.ports import Pass
+from bridge.sources import SOURCES
+from bridge.sources.source import CandidateSource, Draft, Offer, Opening, Outcome
+from bridge.sources.source_set import SourceSet
+from bridge.speculation import Speculation
+from bridge.statistics import Statistics
+from bridge.tape import Tape
+from bridge.text.chat import end_of_turn, render_ids_for
+from bridge.text.common_prefix import common_prefix_length
+from bridge.text.models import Model
+from bridge.text.vocabulary import Rendering
+
+# Answers whose candidates a forward may still have verified.
+_REMEMBERED_ANSWERS = 8
+# The most candidates of an answer, and the bytes that are translated for one considered candidate.
+_MAX_ROOM, _BYTES_PER_CANDIDATE = 64, 8
+
+
+@dataclass(frozen=True)
+class GuestOpening:
+    """The parts of a sequence that all sequences of an engine share. `render`: the prompt for a draft's model."""
+
+    model: Model
+    estimates: TargetEstimates
+    sources: tuple[str, ...] = ()
+    render: Callable[[Model, Sequence[int], Model], Rendering] = render_ids_for
+    clock: Callable[[], int] = perf_counter_ns
+
+
+def open_sequence(
+    shared: GuestOpening, ids: Sequence[int], generated_token_count: int, draft: Draft | None
+) -> "GuestSequence":
+    """Returns a sequence that is ready to start. Takes time, because it encodes the prompt for the draft.
+
+    Raises a `DraftBridgeError` if the prompt cannot be given to the draft.
+    """
+    model = shared.model
+    split = len(ids) - generated_token_count
+    prompt, generated = list(ids[:split]), list(ids[split:])
+    opening = Opening(
+        prompt=model.vocabulary.spell(prompt),
+        render=partial(shared.render, ids=prompt, source=model),
+        draft=draft,
+        clock=shared.clock,
+    )
+    found = [
+        source.open(opening) for name, source in SOURCES.items() if not shared.sources or name in shared.sources
+    ]
+    sources: list[CandidateSource] = [source for source in found if source]
+    tape = Tape(model.vocabulary, prompt)
+    end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
+    draft_estimates = draft.times if draft else None
+    assert draft_estimates is None or isinstance(draft_estimates, DraftEstimates)
+    estimates = RequestEstimates(shared.estimates, sources, draft_estimates)
+    sequence = GuestSequence(model, tape, SourceSet(sources, model, tape, end_id), estimates)
+    sequence.commit(generated, 0, 0, None)
+    return sequence
+
+
+class GuestSequence:
+    """Follows one sequence of an engine, and proposes what continues it.
+
+    `chosen` is the offer of the last `choose`. `room`: how many candidates the engine can verify.
+    """
+
+    def __init__(self, model: Model, tape: Tape, sources: SourceSet, estimates: RequestEstimates) -> None:
+        self._model, self.tape, self._estimates = model, tape, estimates
+        self.room = _MAX_ROOM
+        planner = Planner(SpeculationParameters(), estimates)
+        planner.max_wait_ns = 0.0
+        self._speculation = Speculation(sources, planner, Statistics(), self.room)
+        self._news = asyncio.Event()
+        self._answers: dict[int, tuple[int, Offer]] = {}
+        self.chosen, self._rest = Offer(), Offer()
+        self._observed: Outcome | None = None
+        self._plan: Plan | None = None
+        self._planned = self._timed_out = False
+
+    @property
+    def statistics(self) -> Statistics:
+        """Returns what its forwards have counted."""
+        return self._speculation.statistics
+
+    @property
+    def has_draft(self) -> bool:
+        """Returns whether a draft proposes for it."""
+        return self._speculation.sources.state is not None
+
+    def start(self) -> None:
+        """Starts its sources. Must be called in the event loop."""
+        self._speculation.sources.start(self._news.set)
+
+    def close(self) -> None:
+        """Stops its sources. May be called twice."""
+        self._speculation.sources.close()
+
+    def limit_room(self, room: int | None) -> None:
+        """Sets how many candidates the engine can verify; the context must have place for them."""
+        left = self._model.context_length - len(self.tape.ids) - 1
+        self.room = max(min(_MAX_ROOM if room is None else room, left, _MAX_ROOM), 0)
+
+    def commit(self, ids: Sequence[int], step: int, count: int, elapsed_ns: int | None) -> None:
+        """Appends tokens that the engine produced in a forward with the first `count` candidates of answer `step`."""
+        if not ids:
+            return
+        base, (start, offer) = len(self.tape.ids), self._answers.get(step, (0, Offer()))
+        tried = offer.part(base - start, base - start + count) if 0 <= base - start and count else Offer()
+        accepted = common_prefix_length(tried.token_ids, ids)
+        result = Pass(base, tuple(ids), accepted, len(tried.token_ids), step, forward_ns=elapsed_ns or 0)
+        outcome = Outcome(result, tried, self.tape.commit(ids), elapsed_ns, self._timed_out)
+        self._timed_out = False
+        rest = self._rest
+        self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == tuple(ids) else Offer()
+        self._speculation.sources.observe(outcome)
+        self._observed, self._planned = outcome, False
+        for number in tuple(self._answers)[:-_REMEMBERED_ANSWERS]:
+            del self._answers[number]
+
+    def remember(self, step: int, offer: Offer) -> int:
+        """Notes the candidates of an answer. Returns the number of tokens before them."""
+        self._answers[step] = len(self.tape.ids), offer
+        return len(self.tape.ids)
+
+    async def choose(self, deadline_ns: int) -> int:
+        """Chooses candidates for the sequence alone, as our own loop does. Returns how many one forward takes.
+
+        If the plan is to wait for the draft, it waits until `deadline_ns` at most.
+        """
+        speculation, clock = self._speculation, perf_counter_ns
+        now = clock()
+        speculation.planner.max_wait_ns = float(max(deadline_ns - now, 0))
+        speculation.refresh()
+        choice = speculation.choose()
+        if self.has_draft and (speculation.plan.pace.turns or not choice.width):
+            await self._learn_and_plan()
+            choice = speculation.choose()
+            until = min(deadline_ns, now + int(speculation.plan.patience_ns))
+            while choice.awaited and not choice.width and (left := until - clock()) > 0:
+                self._news.clear()
+                try:
+                    async with asyncio.timeout(left / 1e9):
+                        await self._news.wait()
+                except TimeoutError:
+                    self._timed_out = speculation.plan.pace.turns
+                speculation.refresh()
+                choice = speculation.choose()
+        width = min(choice.width, self.room)
+        self.chosen = choice.offer.part(0, _MAX_ROOM)
+        return width
+
+    def best_offer(self, considered: int) -> tuple[Offer, list[float]]:
+        """Returns the most promising offer for a shared forward, and the chances of its first candidates."""
+        limit = min(considered, self.room)
+        if self.has_draft or len(self._rest.token_ids) < limit:
+            offers = self._speculation.sources.offers(_BYTES_PER_CANDIDATE * considered)
+        else:
+            offers = [self._rest]  # what was offered before goes on
+        best, chances, expected = Offer(), [], 0.0
+        for offer in offers:
+            of = self._estimates.chances
+            pairs = zip(offer.sources[:limit], offer.evidence[:limit], strict=True)
+            found = [of[source].of(evidence) for source, evidence in pairs]
+            if (value := sum(accumulate(found, mul))) > expected:
+                best, chances, expected = offer, found, value
+        self._rest = best
+        return best, chances
+
+    def expect(self, tokens: float) -> None:
+        """Notes what a shared forward is expected to yield for this sequence."""
+        self._plan = Plan("batch", Prediction(tokens, 1.0))
+
+    async def settle(self) -> None:
+        """Learns from the last forward, and lets the draft go on from there."""
+        await self._learn_and_plan()
+
+    async def _learn_and_plan(self) -> None:
+        speculation = self._speculation
+        if outcome := self._observed:
+            speculation.planner.observe(outcome, speculation.plan)
+            speculation.statistics.observe(outcome, speculation.plan)
+            self._observed = None
+        if not self._planned:
+            self._planned = True
+            speculation.refresh()
+            await speculation.replan(max(self.room, 1))

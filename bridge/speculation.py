@@ -1,0 +1,59 @@
+"""Decides for one sequence which candidates its next pass gets: its sources, its planner, and the present plan.
+
+The verification loop uses it for our own targets, `guest` for engines that keep their own loop.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bridge.planning.planner import Planner
+from bridge.sources.source import Offer, Outcome
+from bridge.sources.source_set import SourceSet
+from bridge.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The offer to send, and how many of its candidates one pass takes. `awaited`: a source will propose more soon."""
+
+    offer: Offer = Offer()
+    width: int = 0
+    awaited: bool = False
+
+
+class Speculation:
+    """Holds the sources of one sequence and its plan. `room`: the number of candidates that are still useful."""
+
+    def __init__(self, sources: SourceSet, planner: Planner, statistics: Statistics, room: int) -> None:
+        self.sources, self.planner, self.statistics = sources, planner, statistics
+        self.plan = planner.plan((), sources.state, room)
+        self.offers: Sequence[Offer] = ()
+
+    @property
+    def stale(self) -> bool:
+        """Returns whether the draft's present work has become useless."""
+        state = self.sources.state
+        return state is not None and state.stale
+
+    def observe(self, outcome: Outcome) -> None:
+        """Reports which candidates of a pass were accepted."""
+        self.sources.observe(outcome)
+        self.planner.observe(outcome, self.plan)
+        self.statistics.observe(outcome, self.plan)
+
+    def refresh(self) -> None:
+        """Asks the sources for their present offers."""
+        self.offers = self.sources.offers()
+
+    async def replan(self, room: int) -> None:
+        """Plans the next pass from the present offers, and lets the sources work accordingly."""
+        self.plan = self.planner.plan(self.offers, self.sources.state, room)
+        await self.sources.advance(self.plan.pace)
+
+    def choose(self) -> Choice:
+        """Returns the best of the present offers; nothing while draft and target take turns and it is the draft's."""
+        state = self.sources.state
+        awaited = self.plan.pace.lead > 0 and state is not None and state.awaited
+        if awaited and self.plan.pace.turns:
+            return Choice(awaited=True)
+        return Choice(*self.planner.choose(self.offers, self.plan), awaited)
