@@ -7,7 +7,7 @@
     │   └── InvalidField, EmptyPrompt, PromptTooLong, MaxTokensTooLarge, TokenOutOfRange, ProtocolViolation
     ├── ModelNotFound
     ├── NotReady                the request is valid, but the other side cannot serve it in its present state
-    │   ├── BaseMismatch, RoleNotServed, ModelChanged
+    │   ├── BaseMismatch, RoleNotServed, ModelChanged, EngineNameTaken
     │   └── UnusableModel       a model's files exist, but are broken or not supported
     │       └── TokenizerNotUnderstood, TemplateLimitExceeded, ChecksumMismatch
     ├── Exhausted               the same request may succeed a moment later
@@ -118,6 +118,14 @@ class ModelChanged(NotReady, reason="MODEL_CHANGED"):
     def __init__(self, model: str) -> None:
         super().__init__(
             f"{model}'s tokenizer has changed since the bridge loaded it: try again, the bridge reads it", model=model
+        )
+
+
+class EngineNameTaken(NotReady, reason="ENGINE_NAME_TAKEN"):
+    def __init__(self, engine: str) -> None:
+        super().__init__(
+            f"another engine named {engine!r} is connected: give each engine a name that no other one has",
+            engine=engine,
         )
 
 

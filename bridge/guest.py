@@ -11,14 +11,12 @@ Nothing that a guest reports can fail a step: a sequence that the bridge cannot 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul
 from time import perf_counter_ns
 
 from bridge.guest_sequence import GuestSequence
 from bridge.planning.batch import BatchCosts, share
 from bridge.ports import MAX_MEASURED_NS
-from bridge.sources.source import Offer
+from bridge.sources.source import Offer, Outcome
 from bridge.text.models import Model
 
 # Candidates of each sequence that are considered, by the number of sequences: the first item that is large enough.
@@ -106,7 +104,7 @@ class Guest:
     """The sequences of one engine. `open_sequence` prepares one, given its ids and the number of generated ones.
 
     `on_held` is called when a sequence begins or grows, and `on_ended` when one ends, so that all guests together keep
-    to one limit. The engine's own `costs` outlive its stream.
+    to one limit; `on_outcome` receives each forward that verified candidates. The engine's `costs` outlive its stream.
     """
 
     def __init__(
@@ -117,14 +115,17 @@ class Guest:
         *,
         on_held: Callable[[int, int], None] = lambda id_, count: None,
         on_ended: Callable[[int], None] = lambda id_: None,
+        on_outcome: Callable[[Outcome], None] = lambda outcome: None,
         clock: Callable[[], int] = perf_counter_ns,
     ) -> None:
         self._model, self._open_sequence, self._costs = model, open_sequence, costs
-        self._on_held, self._on_ended, self._clock = on_held, on_ended, clock
+        self._on_held, self._on_ended, self._on_outcome, self._clock = on_held, on_ended, on_outcome, clock
         self.held: dict[int, Held] = {}
         self._answered_ns = 0
+        # How long the last step took.
+        self.elapsed_ns = 0
         self._begun = self._turn = 0
-        self._waited = False
+        self._alone = False
         self._choosing: list[GuestSequence] = []
 
     async def step(self, update: StepUpdate) -> Answer:
@@ -139,25 +140,29 @@ class Guest:
         ready = []
         for one, held in named:
             if held.sequence:
-                held.sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, measured)
+                outcome = held.sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, measured)
+                if outcome and outcome.tried.token_ids:
+                    self._on_outcome(outcome)
                 held.sequence.limit_room(one.room)
                 self._on_held(one.id, held.count)
                 if held.sequence.room:
                     ready.append((one.id, held.sequence))
         self._choosing = [sequence for _, sequence in ready]
-        if len(update.sequences) == 1 and ready:
+        self._alone = len(update.sequences) == 1
+        if self._alone and ready:
             (id_, sequence), number = ready[0], update.number
             width = await sequence.choose(began + update.deadline_ns)
             answer.proposed += self._proposed(id_, sequence, number, sequence.chosen, width)
         elif ready:
             self._choose_for_all(update, ready, answer, began + max(update.deadline_ns, 1_000_000))
         self._answered_ns = self._clock()
+        self.elapsed_ns = self._answered_ns - began
         return answer
 
     async def settle(self) -> None:
         """Learns from the step, and lets the drafts go on; called when its answer was sent."""
         for sequence in self._choosing:
-            await sequence.settle()
+            await sequence.settle(alone=self._alone)
         self._choosing = []
 
     def end(self, id_: int) -> None:
@@ -182,7 +187,7 @@ class Guest:
         held, kept = self.held.get(one.id), one.kept_token_count
         if not (all(map(self._model.has, one.token_ids)) and kept + len(one.token_ids) <= self._model.context_length):
             self.end(one.id)
-            self.held[one.id] = Held(list(range(0)), now, refused=True)
+            self.held[one.id] = Held([], now, refused=True)
             answer.note = (
                 f"sequence {one.id} has ids outside the tokenizer's vocabulary, or more than the context's "
                 f"{self._model.context_length} tokens: describe the engine's own model and tokenizer"
@@ -218,7 +223,7 @@ class Guest:
             # The tokens that came while it was opened.
             sequence.commit(held.ids[known:], 0, 0, None)
             held.sequence, held.ids = sequence, []
-            await sequence.settle()
+            await sequence.settle(alone=True)
 
         held.opening = asyncio.create_task(open_())
         held.opening.add_done_callback(lambda done: self._on_opened(held, done))
@@ -229,9 +234,7 @@ class Guest:
         if not done.cancelled() and done.exception():
             held.refused = True  # `open_sequence` has logged why
 
-    def _measure(
-        self, update: StepUpdate, named: Sequence[tuple[SequenceUpdate, Held]], engine_ns: int
-    ) -> int | None:
+    def _measure(self, update: StepUpdate, named: Sequence[tuple[SequenceUpdate, Held]], engine_ns: int) -> int | None:
         """Returns the time of the forward, and records it; None if it also read a prompt, or is unknown."""
         begun, self._begun = self._begun, 0
         count = len(update.sequences)
@@ -262,8 +265,7 @@ class Guest:
             if chances:
                 offered.append((id_, sequence, offer, chances))
         widths = share([chances for *_, chances in offered], count, self._costs.of(count))
-        for (id_, sequence, offer, chances), width in zip(offered, widths, strict=True):
-            sequence.expect(1.0 + sum(accumulate(chances[:width], mul)))
+        for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
             answer.proposed += self._proposed(id_, sequence, update.number, offer, width)
 
     @staticmethod

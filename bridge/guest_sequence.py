@@ -10,7 +10,6 @@ from time import perf_counter_ns
 
 from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
-from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import Pass
 from bridge.sources import SOURCES
 from bridge.sources.source import CandidateSource, Draft, Offer, Opening, Outcome
@@ -21,7 +20,6 @@ from bridge.tape import Tape
 from bridge.text.chat import end_of_turn, render_ids_for
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.models import Model
-from bridge.text.vocabulary import Rendering
 
 # Answers whose candidates a forward may still have verified.
 _REMEMBERED_ANSWERS = 8
@@ -31,12 +29,11 @@ _MAX_ROOM, _BYTES_PER_CANDIDATE = 64, 8
 
 @dataclass(frozen=True)
 class GuestOpening:
-    """The parts of a sequence that all sequences of an engine share. `render`: the prompt for a draft's model."""
+    """The parts of a sequence that all sequences of an engine share."""
 
     model: Model
     estimates: TargetEstimates
     sources: tuple[str, ...] = ()
-    render: Callable[[Model, Sequence[int], Model], Rendering] = render_ids_for
     clock: Callable[[], int] = perf_counter_ns
 
 
@@ -52,13 +49,11 @@ def open_sequence(
     prompt, generated = list(ids[:split]), list(ids[split:])
     opening = Opening(
         prompt=model.vocabulary.spell(prompt),
-        render=partial(shared.render, ids=prompt, source=model),
+        render=partial(render_ids_for, ids=prompt, source=model),
         draft=draft,
         clock=shared.clock,
     )
-    found = [
-        source.open(opening) for name, source in SOURCES.items() if not shared.sources or name in shared.sources
-    ]
+    found = [source.open(opening) for name, source in SOURCES.items() if not shared.sources or name in shared.sources]
     sources: list[CandidateSource] = [source for source in found if source]
     tape = Tape(model.vocabulary, prompt)
     end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
@@ -86,8 +81,8 @@ class GuestSequence:
         self._answers: dict[int, tuple[int, Offer]] = {}
         self.chosen, self._rest = Offer(), Offer()
         self._observed: Outcome | None = None
-        self._plan: Plan | None = None
         self._planned = self._timed_out = False
+        self._waited_ns = 0
 
     @property
     def statistics(self) -> Statistics:
@@ -112,22 +107,29 @@ class GuestSequence:
         left = self._model.context_length - len(self.tape.ids) - 1
         self.room = max(min(_MAX_ROOM if room is None else room, left, _MAX_ROOM), 0)
 
-    def commit(self, ids: Sequence[int], step: int, count: int, elapsed_ns: int | None) -> None:
-        """Appends tokens that the engine produced in a forward with the first `count` candidates of answer `step`."""
+    def commit(self, ids: Sequence[int], step: int, count: int, engine_ns: int | None) -> Outcome | None:
+        """Appends tokens that the engine produced in a forward with the first `count` candidates of answer `step`.
+
+        `engine_ns`: what the forward took, if it is known and ran no other sequence.
+        """
         if not ids:
-            return
+            return None
         base, (start, offer) = len(self.tape.ids), self._answers.get(step, (0, Offer()))
-        tried = offer.part(base - start, base - start + count) if 0 <= base - start and count else Offer()
+        tried = offer.part(base - start, base - start + count) if base >= start and count else Offer()
         accepted = common_prefix_length(tried.token_ids, ids)
-        result = Pass(base, tuple(ids), accepted, len(tried.token_ids), step, forward_ns=elapsed_ns or 0)
+        result = Pass(
+            base, tuple(ids), accepted, len(tried.token_ids), step, forward_ns=engine_ns or 0, waited_ns=self._waited_ns
+        )
+        elapsed_ns = None if engine_ns is None else engine_ns + self._waited_ns
         outcome = Outcome(result, tried, self.tape.commit(ids), elapsed_ns, self._timed_out)
-        self._timed_out = False
+        self._timed_out, self._waited_ns = False, 0
         rest = self._rest
         self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == tuple(ids) else Offer()
         self._speculation.sources.observe(outcome)
         self._observed, self._planned = outcome, False
         for number in tuple(self._answers)[:-_REMEMBERED_ANSWERS]:
             del self._answers[number]
+        return outcome
 
     def remember(self, step: int, offer: Offer) -> int:
         """Notes the candidates of an answer. Returns the number of tokens before them."""
@@ -145,7 +147,7 @@ class GuestSequence:
         speculation.refresh()
         choice = speculation.choose()
         if self.has_draft and (speculation.plan.pace.turns or not choice.width):
-            await self._learn_and_plan()
+            await self.settle(alone=True)
             choice = speculation.choose()
             until = min(deadline_ns, now + int(speculation.plan.patience_ns))
             while choice.awaited and not choice.width and (left := until - clock()) > 0:
@@ -157,6 +159,7 @@ class GuestSequence:
                     self._timed_out = speculation.plan.pace.turns
                 speculation.refresh()
                 choice = speculation.choose()
+            self._waited_ns = clock() - now
         width = min(choice.width, self.room)
         self.chosen = choice.offer.part(0, _MAX_ROOM)
         return width
@@ -178,21 +181,19 @@ class GuestSequence:
         self._rest = best
         return best, chances
 
-    def expect(self, tokens: float) -> None:
-        """Notes what a shared forward is expected to yield for this sequence."""
-        self._plan = Plan("batch", Prediction(tokens, 1.0))
+    async def settle(self, *, alone: bool) -> None:
+        """Learns from the last forward, and lets the draft go on from there; once after each `commit`.
 
-    async def settle(self) -> None:
-        """Learns from the last forward, and lets the draft go on from there."""
-        await self._learn_and_plan()
-
-    async def _learn_and_plan(self) -> None:
+        `alone`: the forward ran no other sequence, so the planner plans it. Otherwise a draft may only run ahead.
+        """
         speculation = self._speculation
         if outcome := self._observed:
             speculation.planner.observe(outcome, speculation.plan)
             speculation.statistics.observe(outcome, speculation.plan)
             self._observed = None
-        if not self._planned:
+        if not self._planned and (alone or self.has_draft):
             self._planned = True
+            if not alone:
+                speculation.planner.max_wait_ns = 0.0
             speculation.refresh()
             await speculation.replan(max(self.room, 1))

@@ -156,6 +156,16 @@ class BridgeServerConfig(ServerConfig):
     suffix_memory: int = Field(
         0, ge=0, le=1 << 20, description="MiB for earlier outputs, as candidates for the same tenant only; 0: off."
     )
+    guest_sequences: int = Field(
+        4096, ge=1, le=1_000_000, description="Sequences of engines (guests) to hold at once; the least recent ones go."
+    )
+    guest_memory: int = Field(1024, ge=1, le=1 << 20, description="MiB of memory for the sequences of guests.")
+    guest_drafts: int = Field(
+        8, ge=0, le=100_000, description="Sequences of guests that a draft proposes for at once; others go without."
+    )
+    guest_idle: float = Field(
+        600.0, ge=1.0, description="Seconds after which a sequence that its guest has not named ends."
+    )
     http: str = Field("", description="HOST:PORT to listen on for HTTP too: OpenAI's protocol, and a page to try it.")
     http_origin: tuple[str, ...] = Field(
         (), description="Origin whose web pages may call the HTTP server, as https://HOST. Repeatable."

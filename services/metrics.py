@@ -146,6 +146,14 @@ class BridgeMetrics(HttpMetrics, Collector):
         self.predicted_seconds = self._counter(
             "plan_predicted_seconds", "Time that the planner predicted for these passes.", "plan"
         )
+        self.guest_engines = self._gauge("guest_engines", "Connected engines that keep their own loop.")
+        self.guest_sequences = self._gauge("guest_sequences", "Sequences held for these engines.")
+        self.guest_steps = self._histogram(
+            "guest_step_seconds", "From an engine's step to the bridge's answer.", _FINE_SECONDS
+        )
+        self.guest_proposed = self._counter("guest_proposed_tokens", "Candidates proposed for one forward.")
+        self.guest_verified = self._counter("guest_verified_tokens", "Candidates that engines verified.", "source")
+        self.guest_accepted = self._counter("guest_accepted_tokens", "Candidates that engines accepted.", "source")
 
     def request(self, statistics: Statistics) -> "RequestMetrics":
         """Returns the metrics of a request that begins now and counts into `statistics`. Its `end` must be called."""

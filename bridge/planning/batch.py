@@ -58,4 +58,5 @@ def share(chances: Sequence[Sequence[float]], sequence_count: int, time: Forward
     speeds = tokens / ratios
     best = int(np.argmax(speeds))
     taken = order[: best + 1] if speeds[best] > sequence_count else order[:0]
-    return np.bincount(owners[taken], minlength=len(chances)).tolist()
+    widths: list[int] = np.bincount(owners[taken], minlength=len(chances)).tolist()
+    return widths

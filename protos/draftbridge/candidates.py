@@ -447,6 +447,8 @@ class CandidateClient:
             for number in [number for number in stream.sent if number <= message.step]:
                 del stream.sent[number]
             stream.answered_step = max(stream.answered_step, message.step)
+            if message.note:
+                self._log_once(f"no candidates from {self._address} for some sequences: {message.note}")
             for id_ in message.unknown_sequence_ids:
                 stream.forget(id_)
             for one in message.sequences:

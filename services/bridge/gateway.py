@@ -78,7 +78,7 @@ class Running:
     draft: str = ""
 
 
-class _ZooDrafter(RemoteDrafter):
+class ZooDrafter(RemoteDrafter):
     """A draft of the zoo. Reports a failed stream to the zoo, because the address may serve another model now."""
 
     def __init__(self, zoo: Zoo, endpoint: Endpoint, sampling: SamplingParameters, seed: int) -> None:
@@ -175,7 +175,7 @@ class Gateway:
             drafter = None
             if draft:
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)
-                drafter = stack.enter_context(closing(_ZooDrafter(self.zoo, draft, sampling, request.seed)))
+                drafter = stack.enter_context(closing(ZooDrafter(self.zoo, draft, sampling, request.seed)))
             draft_model = draft.model if draft else None
             note = "" if draft or request.speculation.mode is Mode.OFF else self.zoo.note_on_drafts
             events = generate(

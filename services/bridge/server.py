@@ -6,8 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 from bridge.sources.suffix_memory import SuffixMemory
-from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, candidate_pb2, candidate_pb2_grpc
 from services.bridge.gateway import Gateway
+from services.bridge.guests import CandidateServicer, GuestLimits
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import BridgeServerConfig
@@ -60,6 +61,11 @@ def run(
                 BridgeServicer(gateway),
                 bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"],
             )
+            server.register(
+                candidate_pb2_grpc.add_CandidateServiceServicer_to_server,
+                CandidateServicer(zoo, _guest_limits(config), metrics),
+                candidate_pb2.DESCRIPTOR.services_by_name["CandidateService"],
+            )
             async with AsyncExitStack() as stack:
                 url = await stack.enter_async_context(door(config, gateway, stop, server.keys)) if door else ""
                 await server.run_until(stop, lambda address: on_start(f"{address} and {url}" if url else address))
@@ -67,3 +73,7 @@ def run(
             await zoo.close()
 
     asyncio.run(serve())
+
+
+def _guest_limits(config: BridgeServerConfig) -> GuestLimits:
+    return GuestLimits(config.guest_sequences, config.guest_memory << 20, config.guest_drafts, config.guest_idle)

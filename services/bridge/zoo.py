@@ -203,6 +203,27 @@ class Zoo:
         """Returns the connected services of a role."""
         return [endpoint for endpoint in self.endpoints if endpoint.role == role]
 
+    def vocabulary(self, sha256: str) -> Vocabulary | None:
+        """Returns the tokenizer with this checksum, if it is known."""
+        return self._vocabularies.get(sha256, (None, ""))[0]
+
+    async def learn_vocabulary(self, data: bytes, description: model_pb2.Model) -> Vocabulary:
+        """Returns the tokenizer that an engine has sent. Raises `ChecksumMismatch` or `TokenizerNotUnderstood`."""
+        if (got := hashlib.sha256(data).hexdigest()) != description.tokenizer_sha256:
+            raise ChecksumMismatch(
+                f"the engine sent a tokenizer with SHA-256 {got} and named {description.tokenizer_sha256}: send the "
+                "file that it uses, and name that",
+                expected=description.tokenizer_sha256,
+                got=got,
+            )
+        async with self._reading:
+            self._vocabularies[got] = await self._read_tokenizer(data, description, "the engine")
+        return self._vocabularies[got][0]
+
+    def read_model(self, description: model_pb2.Model, vocabulary: Vocabulary) -> Model:
+        """Returns a described model, which runs its chat template in the zoo's sandbox."""
+        return replace(codec.read_model(description, vocabulary), run_template=self._sandbox)
+
     def vocabularies(self) -> list[Vocabulary]:
         """Returns the tokenizers in use, each once."""
         return list(
@@ -332,7 +353,7 @@ class Zoo:
                 component="decoder",
                 model=name,
             )
-        model = replace(codec.read_model(description, vocabulary), run_template=self._sandbox)
+        model = self.read_model(description, vocabulary)
         estimates = TargetEstimates(model.forward_costs)
         return Endpoint(service.address, service.role, service.channel, description, model, estimates)
 

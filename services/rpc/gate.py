@@ -104,7 +104,9 @@ def _authorization(metadata: Any) -> str | None:
 
 
 def _token_count(response: Any) -> int:
-    return len(getattr(response, "delta", response).token_ids)
+    message = getattr(response, "delta", response)
+    # Candidates are proposals: an engine that uses them generates its own tokens.
+    return len(getattr(message, "token_ids", ()))
 
 
 def _refusal(error: DraftBridgeError) -> "grpc.RpcMethodHandler[Any, Any]":

@@ -310,10 +310,13 @@ class ProposeCandidates(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     UNKNOWN_SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     ELAPSED_US_FIELD_NUMBER: _builtins.int
+    NOTE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The number of the step."""
     elapsed_us: _builtins.int
     """Microseconds from receiving the step to this answer."""
+    note: _builtins.str
+    """Why a sequence of this step gets no candidates, as a sentence; empty if nothing is wrong."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceCandidates]:
         """The sequences that have candidates; others get none."""
@@ -331,10 +334,11 @@ class ProposeCandidates(_message.Message):
         sequences: _abc.Iterable[Global___SequenceCandidates] | None = ...,
         unknown_sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
         elapsed_us: _builtins.int = ...,
+        note: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_us", b"elapsed_us", "sequences", b"sequences", "step", b"step", "unknown_sequence_ids", b"unknown_sequence_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_us", b"elapsed_us", "note", b"note", "sequences", b"sequences", "step", b"step", "unknown_sequence_ids", b"unknown_sequence_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,8 +52,8 @@ class CandidateServiceServicer:
 
     def Propose(self, request_iterator, context):
         """One stream is one engine. Send `open`, wait for `opened`, then send one `step` after each forward of the engine.
-        The service answers each step once, in order, within its deadline. An engine need not wait for the answer. If it
-        sends steps faster than it reads the answers, the service drops answers.
+        The service answers each step once, in order, within its deadline. An engine need not wait for the answer; but if
+        it does not read its answers, the service stops to read its steps.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,8 +38,8 @@ class CandidateServiceStub:
     def __new__(cls, channel: _aio.Channel) -> CandidateServiceAsyncStub: ...
     Propose: _grpc.StreamStreamMultiCallable[_candidate_pb2.ProposeRequest, _candidate_pb2.ProposeResponse]
     """One stream is one engine. Send `open`, wait for `opened`, then send one `step` after each forward of the engine.
-    The service answers each step once, in order, within its deadline. An engine need not wait for the answer. If it
-    sends steps faster than it reads the answers, the service drops answers.
+    The service answers each step once, in order, within its deadline. An engine need not wait for the answer; but if
+    it does not read its answers, the service stops to read its steps.
     """
 
 @_typing.type_check_only
@@ -52,8 +52,8 @@ class CandidateServiceAsyncStub(CandidateServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Propose: _aio.StreamStreamMultiCallable[_candidate_pb2.ProposeRequest, _candidate_pb2.ProposeResponse]  # type: ignore[assignment]
     """One stream is one engine. Send `open`, wait for `opened`, then send one `step` after each forward of the engine.
-    The service answers each step once, in order, within its deadline. An engine need not wait for the answer. If it
-    sends steps faster than it reads the answers, the service drops answers.
+    The service answers each step once, in order, within its deadline. An engine need not wait for the answer; but if
+    it does not read its answers, the service stops to read its steps.
     """
 
 class CandidateServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -69,8 +69,8 @@ class CandidateServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_candidate_pb2.ProposeResponse], _abc.AsyncIterator[_candidate_pb2.ProposeResponse]]:
         """One stream is one engine. Send `open`, wait for `opened`, then send one `step` after each forward of the engine.
-        The service answers each step once, in order, within its deadline. An engine need not wait for the answer. If it
-        sends steps faster than it reads the answers, the service drops answers.
+        The service answers each step once, in order, within its deadline. An engine need not wait for the answer; but if
+        it does not read its answers, the service stops to read its steps.
         """
 
 def add_CandidateServiceServicer_to_server(servicer: CandidateServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

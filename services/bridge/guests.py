@@ -1,0 +1,332 @@
+"""CandidateService: proposes candidates to engines that keep their own loop. The algorithm is `bridge.guest`."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from cachetools import LRUCache
+from grpc import aio
+
+from bridge.errors import ChecksumMismatch, DraftBridgeError, EngineNameTaken, InvalidField, ProtocolViolation
+from bridge.guest import Answer, Guest, SequenceUpdate, StepUpdate
+from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
+from bridge.planning.batch import BatchCosts
+from bridge.planning.estimates import TargetEstimates
+from bridge.sampling.sampler import SamplingParameters
+from bridge.sources import SOURCES
+from bridge.sources.source import Draft, Outcome
+from bridge.text.vocabulary import Vocabulary
+from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
+from services.bridge.gateway import ZooDrafter
+from services.bridge.zoo import Endpoint, Zoo
+from services.metrics import BridgeMetrics
+from services.rpc.streams import first_message
+
+_log = logging.getLogger(__name__)
+
+_TOKENIZER_LIMIT_BYTES = 256 << 20
+_DEFAULT_DEADLINE_US, _MAX_DEADLINE_US = 2000, 10_000_000
+_MAX_NAME_LENGTH = 256
+# Upper bounds of the memory of a sequence: for itself, and for each token with its bytes and their index.
+_SEQUENCE_BYTES, _TOKEN_BYTES = 32 << 10, 200
+# Engines whose estimates are kept after they have left.
+_MAX_ENGINES = 256
+_SWEEP_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class GuestLimits:
+    """What all guests together may hold. `idle_seconds`: a sequence that is not named for this time ends."""
+
+    sequence_count: int = 4096
+    memory_bytes: int = 1 << 30
+    draft_count: int = 8
+    idle_seconds: float = 600.0
+
+
+class _Budget:
+    """The sequences of all guests, the least recently named first. Those that exceed a limit are ended."""
+
+    def __init__(self, limits: GuestLimits) -> None:
+        self._limits = limits
+        self._held: OrderedDict[tuple[Guest, int], int] = OrderedDict()
+        self._bytes = 0
+
+    def hold(self, guest: Guest, id_: int, token_count: int) -> None:
+        """Counts a sequence with its present number of tokens, and ends others if there are too many."""
+        self.drop(guest, id_)
+        size = _SEQUENCE_BYTES + _TOKEN_BYTES * token_count
+        self._held[guest, id_] = size
+        self._bytes += size
+        while len(self._held) > self._limits.sequence_count or self._bytes > self._limits.memory_bytes:
+            other, other_id = next(iter(self._held))
+            other.end(other_id)
+
+    def drop(self, guest: Guest, id_: int) -> None:
+        """Stops counting a sequence."""
+        self._bytes -= self._held.pop((guest, id_), 0)
+
+    @property
+    def count(self) -> int:
+        """Returns the number of sequences."""
+        return len(self._held)
+
+
+class _SharedDrafter(ZooDrafter):
+    """A draft's stream for one sequence. `on_close` is called once, when the stream is closed."""
+
+    on_close: Callable[[], None] | None = None
+
+    def close(self) -> None:
+        super().close()
+        if self.on_close:
+            self.on_close()
+            self.on_close = None
+
+
+@dataclass(eq=False)
+class _Connection:
+    """The stream of one engine. It is replaced when the same instance of the engine connects again."""
+
+    instance: int
+    task: "asyncio.Task[Any]"
+
+
+class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
+    """Serves engines on the zoo's drafts. gRPC prescribes the method name."""
+
+    def __init__(self, zoo: Zoo, limits: GuestLimits, metrics: BridgeMetrics) -> None:
+        self._zoo, self._limits = zoo, limits
+        self._metrics, self._budget = metrics, _Budget(limits)
+        self._connections: dict[str, _Connection] = {}
+        metrics.guest_engines.set_function(lambda: len(self._connections))
+        metrics.guest_sequences.set_function(lambda: self._budget.count)
+        self._estimates: LRUCache[tuple[str, str], tuple[TargetEstimates, BatchCosts]] = LRUCache(_MAX_ENGINES)
+        self._drafting = 0
+
+    async def Propose(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[candidate_pb2.ProposeRequest],
+        context: "aio.ServicerContext[Any, Any]",
+    ) -> AsyncIterator[candidate_pb2.ProposeResponse]:
+        """See the contract."""
+        requests = aiter(request_iterator)
+        opening = (await first_message(requests)).open
+        _check(opening)
+        self._zoo.draft(opening.draft)
+        connection = self._connect(opening)
+        guest = None
+        try:
+            vocabulary = self._zoo.vocabulary(opening.model.tokenizer_sha256)
+            if vocabulary is None:
+                yield _opened(candidate_pb2.ProposeOpened(wants_tokenizer=True))
+                data = await _tokenizer(requests)
+                vocabulary = await self._zoo.learn_vocabulary(data, opening.model)
+            guest = self._guest(opening, vocabulary)
+            endpoint = self._draft_of(opening)
+            yield _opened(
+                candidate_pb2.ProposeOpened(
+                    draft=endpoint.model.name if endpoint else "", max_sequence_count=self._limits.sequence_count
+                )
+            )
+            sweeper = asyncio.create_task(self._sweep(guest))
+            try:
+                async for response in self._answers(requests, guest, opening.engine):
+                    yield response
+            finally:
+                sweeper.cancel()
+        finally:
+            if guest:
+                guest.close()
+            if self._connections.get(opening.engine) is connection:
+                del self._connections[opening.engine]
+
+    async def _answers(
+        self, requests: AsyncIterator[candidate_pb2.ProposeRequest], guest: Guest, engine: str
+    ) -> AsyncIterator[candidate_pb2.ProposeResponse]:
+        last, note = 0, ""
+        async for request in requests:
+            if request.WhichOneof("kind") != "step":
+                raise ProtocolViolation("after opened, an engine sends steps only")
+            update = _read_step(request.step)
+            if update.number <= last:
+                raise ProtocolViolation(f"step {update.number} comes after step {last}: number steps upwards")
+            last = update.number
+            answer = await guest.step(update)
+            yield candidate_pb2.ProposeResponse(candidates=_write_answer(answer, guest.elapsed_ns))
+            if answer.note and not note:
+                _log.warning("engine %s: %s", engine, note := answer.note)
+            self._metrics.guest_steps.observe(guest.elapsed_ns / 1e9)
+            self._metrics.guest_proposed.inc(sum(one.width for one in answer.proposed))
+            await guest.settle()
+
+    async def _sweep(self, guest: Guest) -> None:
+        while True:
+            await asyncio.sleep(min(_SWEEP_SECONDS, self._limits.idle_seconds / 2))
+            guest.end_idle(int(self._limits.idle_seconds * 1e9))
+
+    def _connect(self, opening: candidate_pb2.ProposeOpen) -> _Connection:
+        """Registers the engine's stream. Raises `EngineNameTaken`."""
+        task = asyncio.current_task()
+        assert task is not None
+        if before := self._connections.get(opening.engine):
+            if before.instance != opening.instance:
+                raise EngineNameTaken(opening.engine)
+            before.task.cancel()
+        connection = self._connections[opening.engine] = _Connection(opening.instance, task)
+        return connection
+
+    def _guest(self, opening: candidate_pb2.ProposeOpen, vocabulary: Vocabulary) -> Guest:
+        model = self._zoo.read_model(opening.model, vocabulary)
+        key = opening.engine, vocabulary.sha256
+        if key not in self._estimates:
+            self._estimates[key] = TargetEstimates(model.forward_costs), BatchCosts(model.forward_costs)
+        estimates, costs = self._estimates[key]
+        shared = GuestOpening(model, estimates, tuple(opening.sources))
+
+        async def open_(ids: Sequence[int], generated_token_count: int) -> GuestSequence:
+            try:
+                return await self._open(shared, opening, ids, generated_token_count)
+            except Exception:
+                _log.exception("a sequence of engine %s could not be opened; it gets no candidates", opening.engine)
+                raise
+
+        guest = Guest(
+            model,
+            open_,
+            costs,
+            on_held=lambda id_, count: self._budget.hold(guest, id_, count),
+            on_ended=lambda id_: self._budget.drop(guest, id_),
+            on_outcome=self._count,
+        )
+        return guest
+
+    def _draft_of(self, opening: candidate_pb2.ProposeOpen) -> Endpoint | None:
+        if opening.sources and "draft" not in opening.sources:
+            return None
+        with suppress(DraftBridgeError):  # a draft that is away may return
+            return self._zoo.draft(opening.draft)
+        return None
+
+    async def _open(
+        self,
+        shared: GuestOpening,
+        opening: candidate_pb2.ProposeOpen,
+        ids: Sequence[int],
+        generated_token_count: int,
+    ) -> GuestSequence:
+        draft = self._draft(shared, opening)
+        if draft:
+            try:
+                return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, draft)
+            except DraftBridgeError as error:
+                _log.info("a sequence of engine %s goes without its draft: %s", opening.engine, error)
+                draft.drafter.close()
+            except BaseException:
+                draft.drafter.close()
+                raise
+        return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, None)
+
+    def _draft(self, shared: GuestOpening, opening: candidate_pb2.ProposeOpen) -> Draft | None:
+        """Returns a draft's stream for a sequence; None without a connected draft, or at the limit of all guests."""
+        endpoint = self._draft_of(opening)
+        if endpoint is None or self._drafting >= self._limits.draft_count:
+            return None
+        self._drafting += 1
+        # The engine's sampling is not known; a greedy draft is right most often.
+        drafter = _SharedDrafter(self._zoo, endpoint, SamplingParameters(), 0)
+        drafter.on_close = self._on_draft_closed
+        competes = endpoint.model.competes_with(shared.model)
+        times = shared.estimates.draft(endpoint.model.name, endpoint.model.forward_costs, competes=competes)
+        return Draft(endpoint.model, drafter, times)
+
+    def _count(self, outcome: Outcome) -> None:
+        for place, source in enumerate(outcome.tried.sources):
+            self._metrics.guest_verified.labels(source).inc()
+            if place < outcome.result.accepted_token_count:
+                self._metrics.guest_accepted.labels(source).inc()
+
+    def _on_draft_closed(self) -> None:
+        self._drafting -= 1
+
+
+async def _tokenizer(requests: AsyncIterator[candidate_pb2.ProposeRequest]) -> bytes:
+    """Returns the tokenizer that an engine sends in pieces. Raises `ProtocolViolation` or `ChecksumMismatch`."""
+    data = bytearray()
+    async for request in requests:
+        if request.WhichOneof("kind") != "tokenizer":
+            raise ProtocolViolation("the bridge asked for the tokenizer: send it before the first step")
+        data += request.tokenizer.chunk
+        if len(data) > _TOKENIZER_LIMIT_BYTES:
+            raise ChecksumMismatch(f"the engine sends a tokenizer of more than {_TOKENIZER_LIMIT_BYTES} bytes")
+        if request.tokenizer.last:
+            return bytes(data)
+    raise ProtocolViolation("the stream ended in the middle of the tokenizer")
+
+
+def _check(opening: candidate_pb2.ProposeOpen) -> None:
+    """Raises `InvalidField` for an engine that no bridge could serve."""
+    name, model = opening.engine, opening.model
+    if not name.isprintable() or not 0 < len(name) <= _MAX_NAME_LENGTH:
+        raise InvalidField("open.engine", f"1 to {_MAX_NAME_LENGTH} printable characters", f"{len(name)} characters")
+    for field in ("context_length", "vocabulary_size"):
+        if getattr(model, field) == 0:
+            raise InvalidField(f"open.model.{field}", "at least 1", 0)
+    if len(model.tokenizer_sha256) != 64:
+        raise InvalidField("open.model.tokenizer_sha256", "64 hexadecimal digits", repr(model.tokenizer_sha256[:80]))
+    if unknown := set(opening.sources) - set(SOURCES):
+        raise InvalidField("open.sources", f"a selection of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
+
+
+def _read_step(step: candidate_pb2.ProposeStep) -> StepUpdate:
+    deadline_us = step.deadline_us if step.HasField("deadline_us") else _DEFAULT_DEADLINE_US
+    return StepUpdate(
+        number=step.step,
+        sequences=tuple(
+            SequenceUpdate(
+                one.sequence_id,
+                one.kept_token_count,
+                tuple(one.token_ids),
+                one.generated_token_count,
+                one.max_candidate_count if one.HasField("max_candidate_count") else None,
+                one.candidate_step,
+                one.candidate_count,
+            )
+            for one in step.sequences
+        ),
+        ended=tuple(step.ended_sequence_ids),
+        deadline_ns=1000 * min(deadline_us, _MAX_DEADLINE_US),
+        engine_ns=step.engine_ns,
+        forward_token_count=step.forward_token_count,
+    )
+
+
+def _write_answer(answer: Answer, elapsed_ns: int) -> candidate_pb2.ProposeCandidates:
+    return candidate_pb2.ProposeCandidates(
+        step=answer.number,
+        sequences=[
+            candidate_pb2.SequenceCandidates(
+                sequence_id=one.sequence_id,
+                base_token_count=one.base,
+                token_ids=one.offer.token_ids,
+                width=one.width,
+                runs=[
+                    candidate_pb2.CandidateRun(source=name, token_count=len(list(run)))
+                    for name, run in groupby(one.offer.sources)
+                ],
+            )
+            for one in answer.proposed
+        ],
+        unknown_sequence_ids=answer.unknown,
+        elapsed_us=elapsed_ns // 1000,
+        note=answer.note,
+    )
+
+
+def _opened(opened: candidate_pb2.ProposeOpened) -> candidate_pb2.ProposeResponse:
+    return candidate_pb2.ProposeResponse(opened=opened)

@@ -1,0 +1,149 @@
+"""A bridge for guests in a thread of this process, perhaps with a draft, and an engine that recites a text."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from benchmarks.reciting import load
+from draftbridge.candidates import CandidateClient, SequenceStep
+from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
+from services.bridge.guests import CandidateServicer, GuestLimits
+from services.bridge.zoo import Zoo
+from services.config import Role
+from services.metrics import BridgeMetrics
+from services.model.server import register
+from services.rpc.server import Server
+from tests.support import tiny
+
+CONTEXT = 4096
+
+
+def description(kind: str, name: str = "") -> model_pb2.Model:
+    """Returns the description of an engine's model with one of the tiny tokenizers."""
+    words = tiny.vocabulary(kind)
+    return model_pb2.Model(
+        name=name or f"guest-{kind}",
+        context_length=CONTEXT,
+        vocabulary_size=words.size,
+        tokenizer_sha256=words.sha256,
+        special_ids=model_pb2.SpecialIds(bos=1, eos=[2], pad=0),
+    )
+
+
+def client(address: str, kind: str = "sentencepiece", **options: object) -> CandidateClient:
+    """Returns a connected client of an engine with one of the tiny tokenizers."""
+    found = CandidateClient(address, description(kind), tiny.tokenizer_json(kind), **options)  # type: ignore[arg-type]
+    assert found.connect(20)
+    return found
+
+
+@dataclass
+class Bridge:
+    """A running bridge: its address, and its servicer."""
+
+    address: str
+    servicer: CandidateServicer
+
+
+@contextmanager
+def running(
+    limits: GuestLimits = GuestLimits(), draft_text: bytes = b"", draft_kind: str = "byte_level"
+) -> Iterator[Bridge]:
+    """Runs a bridge, with a draft that recites `draft_text` if it is not empty."""
+    started: list[Bridge] = []
+    ready = threading.Event()
+    errors: list[BaseException] = []
+    stop: list[Callable[[], None]] = []
+
+    async def serve() -> None:
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
+        addresses = []
+        loaded, model_server = None, None
+        if draft_text:
+            loaded = load("reciting", tiny.tokenizer_json(draft_kind), draft_text, 1.0)
+            model_server = Server("127.0.0.1:0")
+            register(model_server, loaded, Role.DRAFT)
+            await model_server._server.start()
+            addresses = [model_server.address]
+        zoo = await Zoo([], addresses).connect()
+        server = Server("127.0.0.1:0")
+        servicer = CandidateServicer(zoo, limits, BridgeMetrics())
+        server.register(candidate_pb2_grpc.add_CandidateServiceServicer_to_server, servicer, None)
+        await server._server.start()
+        started.append(Bridge(server.address, servicer))
+        ready.set()
+        await stopping.wait()
+        await server.stop(0)
+        await zoo.close()
+        if model_server and loaded:
+            await model_server.stop(0)
+            loaded.scheduler.close()
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            errors.append(error)
+            ready.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        if errors:
+            raise errors[0]
+        yield started[0]
+    finally:
+        if stop:
+            stop[0]()
+        thread.join(20)
+    assert not errors
+
+
+@dataclass
+class Reciter:
+    """An engine whose text is known: each forward accepts the candidates that it has, and adds one token."""
+
+    truth: Sequence[int]
+    prompt_count: int
+    sequence_id: int = 1
+    forward_count: int = 0
+    accepted: dict[str, int] = field(default_factory=dict)
+    ids: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.truth[: self.prompt_count])
+
+    @property
+    def done(self) -> bool:
+        return len(self.ids) >= len(self.truth)
+
+    def forward(self, candidates: Sequence[int] = (), sources: Sequence[str] = ()) -> None:
+        """Verifies candidates."""
+        self.forward_count += 1
+        for id_, source in zip(candidates, sources, strict=True):
+            if self.done or id_ != self.truth[len(self.ids)]:
+                break
+            self.ids.append(id_)
+            self.accepted[source] = self.accepted.get(source, 0) + 1
+        if not self.done:
+            self.ids.append(self.truth[len(self.ids)])
+
+    def step(self) -> SequenceStep:
+        return SequenceStep(self.sequence_id, self.ids, generated_token_count=len(self.ids) - self.prompt_count)
+
+
+def recite(client: CandidateClient, *engines: Reciter, deadline: float = 1.0, forward_seconds: float = 0.01) -> None:
+    """Runs engines, in one forward at a time, to the end of their texts. Says that each took `forward_seconds`."""
+    while live := [one for one in engines if not one.done]:
+        ended = [one.sequence_id for one in engines if one.done]
+        found = client.step(
+            [one.step() for one in live], ended=ended, deadline=deadline, engine_seconds=forward_seconds
+        )
+        for one in live:
+            got = found.get(one.sequence_id)
+            one.forward(got.token_ids if got else (), got.sources if got else ())
