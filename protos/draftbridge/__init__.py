@@ -7,6 +7,7 @@
 
 from draftbridge.client import AsyncClient, Client, Event, Generation
 from draftbridge.errors import CallError
+from draftbridge.guests.transformers import assist
 from draftbridge.security import Credentials
 
-__all__ = ["AsyncClient", "CallError", "Client", "Credentials", "Event", "Generation"]
+__all__ = ["AsyncClient", "CallError", "Client", "Credentials", "Event", "Generation", "assist"]

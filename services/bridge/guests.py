@@ -95,6 +95,7 @@ class _Connection:
 
     instance: int
     task: "asyncio.Task[Any]"
+    replaced: bool = False
 
 
 class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
@@ -140,6 +141,11 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
                     yield response
             finally:
                 sweeper.cancel()
+        except asyncio.CancelledError:
+            if not connection.replaced:
+                raise
+            connection.task.uncancel()
+            raise EngineNameTaken(opening.engine) from None
         finally:
             if guest:
                 guest.close()
@@ -177,6 +183,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         if before := self._connections.get(opening.engine):
             if before.instance != opening.instance:
                 raise EngineNameTaken(opening.engine)
+            before.replaced = True
             before.task.cancel()
         connection = self._connections[opening.engine] = _Connection(opening.instance, task)
         return connection

@@ -1,11 +1,8 @@
 """The interface of engines, and functions that all engines share: checks, measurements, sizes."""
 
-import hashlib
 import os
-import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -144,21 +141,6 @@ def measure(engine: Engine, *, all_logits: bool) -> list[tuple[int, int]]:
 def core_count() -> int:
     """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def compute_units(device: str, threads: int | None) -> tuple[frozenset[str], int]:
-    """Returns names of the cores or the accelerator that an engine on `device` computes on, and how many it uses.
-
-    The names are the same in all processes of this machine until it reboots, and reveal nothing else about it.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    identity = boot.read_text() if boot.is_file() else str(uuid.getnode())
-    machine = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    if device.lower() != "cpu":
-        # Engines have different names for the same accelerator.
-        return frozenset({f"{machine}/{device.lower().replace('cuda', 'gpu').removesuffix(':0')}"}), 1
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(core_count())
-    return frozenset(f"{machine}/cpu{core}" for core in cores), min(threads or len(cores), len(cores))
 
 
 def by_row(table: Logits, rows: Sequence[Row]) -> list[Logits]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from bridge.errors import InvalidField
 from bridge.sampling.sampler import SamplingParameters
+from draftbridge.machine import compute_units
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2, target_pb2_grpc
 from services.config import ModelServerConfig, Role
-from services.engines.engine import Engine, compute_units, measure, warm
+from services.engines.engine import Engine, measure, warm
 from services.engines.fixed_width import FixedWidthEngine
 from services.engines.observer import SchedulerObserver
 from services.engines.registry import AUTO, choose_engine

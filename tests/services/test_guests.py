@@ -1,12 +1,17 @@
 """CandidateService over real streams: engines get candidates in their own ids, and cannot harm the bridge or others."""
 
+import queue
 from collections.abc import Iterator
 
+import grpc
 import pytest
 
+from draftbridge import CallError
+from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
 from services.bridge.guests import GuestLimits
 from tests.support import tiny
-from tests.support.guests import Bridge, Reciter, client, recite, running
+from tests.support.guests import Bridge, Reciter, client, description, recite, running
+from tests.support.waiting import eventually
 
 REPETITIVE = ("The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore! " * 6).encode()
 FRESH = ("Grüße aus Köln: naïve café, señor, 1234 of them, for $56.78 by the sea shore! He said hello, world.").encode()
@@ -50,3 +55,181 @@ def test_a_draft_of_another_tokenizer_runs_ahead() -> None:
         recite(guest, engine, forward_seconds=0.05)
         guest.close()
     assert engine.accepted.get("draft", 0) > 0.5 * (len(ids) - 8)
+
+
+def opening(**changes: object) -> candidate_pb2.ProposeRequest:
+    values = {"engine": "raw", "instance": 1, "model": description("sentencepiece")} | changes
+    return candidate_pb2.ProposeRequest(open=candidate_pb2.ProposeOpen(**values))  # type: ignore[arg-type]
+
+
+def step(number: int, *sequences: candidate_pb2.ProposeSequence, **more: object) -> candidate_pb2.ProposeRequest:
+    return candidate_pb2.ProposeRequest(
+        step=candidate_pb2.ProposeStep(step=number, sequences=sequences, **more)  # type: ignore[arg-type]
+    )
+
+
+def named(id_: int, kept: int, ids: list[int], **more: int) -> candidate_pb2.ProposeSequence:
+    return candidate_pb2.ProposeSequence(sequence_id=id_, kept_token_count=kept, token_ids=ids, **more)
+
+
+class Raw:
+    """One stream, by hand."""
+
+    def __init__(self, address: str, *first: candidate_pb2.ProposeRequest) -> None:
+        self.outbox: queue.SimpleQueue[candidate_pb2.ProposeRequest | None] = queue.SimpleQueue()
+        self._channel = grpc.insecure_channel(address)
+        self.call = candidate_pb2_grpc.CandidateServiceStub(self._channel).Propose(
+            iter(self.outbox.get, None), timeout=60
+        )
+        for request in first:
+            self.outbox.put(request)
+
+    def ask(self, request: candidate_pb2.ProposeRequest) -> candidate_pb2.ProposeCandidates:
+        self.outbox.put(request)
+        return next(self.call).candidates
+
+    def open(self) -> "Raw":
+        """Sends the tokenizer if the bridge wants it."""
+        if next(self.call).opened.wants_tokenizer:
+            piece = candidate_pb2.ProposeTokenizer(chunk=tiny.tokenizer_json("sentencepiece"), last=True)
+            self.outbox.put(candidate_pb2.ProposeRequest(tokenizer=piece))
+            next(self.call)
+        return self
+
+    def error(self) -> tuple[grpc.StatusCode, str]:
+        """Returns the code and the reason that the call ends with."""
+        with pytest.raises(grpc.RpcError) as caught:
+            for _ in self.call:
+                pass
+        failure = CallError.from_rpc(caught.value, "the bridge")
+        return failure.code, failure.reason
+
+    def close(self) -> None:
+        self.outbox.put(None)
+        self.call.cancel()
+        self._channel.close()
+
+
+@pytest.fixture
+def raw(bridge: Bridge) -> Iterator[Raw]:
+    stream = Raw(bridge.address, opening())
+    yield stream.open()
+    stream.close()
+    eventually(lambda: "raw" not in bridge.servicer._connections)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"engine": ""}, "INVALID_FIELD"),
+        ({"engine": "a\nb"}, "INVALID_FIELD"),
+        ({"model": model_pb2.Model(context_length=1, vocabulary_size=1)}, "INVALID_FIELD"),
+        ({"sources": ["oracle"]}, "INVALID_FIELD"),
+        ({"draft": "nobody"}, "MODEL_NOT_FOUND"),
+    ],
+)
+def test_an_engine_that_cannot_be_served_is_refused(bridge: Bridge, changes: dict[str, object], reason: str) -> None:
+    stream = Raw(bridge.address, opening(**changes))
+    assert stream.error()[1] == reason
+    stream.close()
+
+
+def test_a_tokenizer_other_than_named_is_refused(bridge: Bridge) -> None:
+    model = description("sentencepiece")
+    model.tokenizer_sha256 = "0" * 64
+    stream = Raw(bridge.address, opening(model=model))
+    assert next(stream.call).opened.wants_tokenizer
+    piece = candidate_pb2.ProposeTokenizer(chunk=tiny.tokenizer_json("unigram"), last=True)
+    stream.outbox.put(candidate_pb2.ProposeRequest(tokenizer=piece))
+    assert stream.error() == (grpc.StatusCode.FAILED_PRECONDITION, "CHECKSUM_MISMATCH")
+    stream.close()
+
+
+def test_another_tokenizer_than_named_costs_the_candidates(bridge: Bridge, caplog: pytest.LogCaptureFixture) -> None:
+    """The engine names the smaller of two vocabularies, and generates in the larger one."""
+    size = tiny.vocabulary("byte_level").size
+    known = [id_ for id_ in truth(REPETITIVE) if id_ < size][:100]
+    liar = client(bridge.address, kind="byte_level", engine="liar")
+    engine = Reciter([*known, size, *known * 2], 100)
+    recite(liar, engine)
+    assert engine.forward_count >= 200, "no candidates after the first id that the vocabulary lacks"
+    assert caplog.text.count("describe the engine's own model and tokenizer") == 2, "once here, once in the bridge"
+    liar.close()
+
+
+def test_an_unknown_id_costs_its_sequence_the_candidates(raw: Raw, bridge: Bridge) -> None:
+    good = truth(REPETITIVE)[:150]
+    answer = raw.ask(step(1, named(1, 0, [5, 2**32 - 1]), named(2, 0, good)))
+    assert "outside the tokenizer's vocabulary" in answer.note
+    number = 1
+
+    def proposed() -> list[int]:
+        nonlocal number
+        number += 1
+        return [one.sequence_id for one in raw.ask(step(number, named(1, 2, []), named(2, 150, []))).sequences]
+
+    eventually(lambda: proposed() == [2])
+
+
+def test_a_sequence_that_goes_back_further_than_it_was_is_asked_for(raw: Raw) -> None:
+    ids = truth(REPETITIVE)
+    raw.ask(step(1, named(1, 0, ids[:50])))
+    assert raw.ask(step(2, named(1, 60, ids[60:61]))).unknown_sequence_ids[:] == [1]
+    assert raw.ask(step(3, named(1, 50, []))).unknown_sequence_ids[:] == [1], "it was forgotten"
+    assert raw.ask(step(4, named(1, 0, ids[:150]))).unknown_sequence_ids[:] == []
+    # Going back within the sequence is nothing unusual.
+    assert raw.ask(step(5, named(1, 100, ids[100:140]))).unknown_sequence_ids[:] == []
+    number = 5
+
+    def proposed() -> list[int]:
+        nonlocal number
+        number += 1
+        return [id_ for one in raw.ask(step(number, named(1, 140, []))).sequences for id_ in one.token_ids]
+
+    eventually(lambda: proposed()[:3] == ids[140:143])
+
+
+def test_steps_out_of_order_are_refused(raw: Raw) -> None:
+    raw.ask(step(7))
+    raw.outbox.put(step(7))
+    assert raw.error()[1] == "PROTOCOL_VIOLATION"
+
+
+def test_two_engines_with_one_name(raw: Raw, bridge: Bridge) -> None:
+    second = Raw(bridge.address, opening(instance=2))
+    assert second.error() == (grpc.StatusCode.FAILED_PRECONDITION, "ENGINE_NAME_TAKEN")
+    second.close()
+    assert raw.ask(step(1)).step == 1, "the first is not disturbed"
+    # The same engine, whose first connection the bridge still believes in, replaces it.
+    again = Raw(bridge.address, opening(instance=1)).open()
+    assert again.ask(step(1)).step == 1
+    assert raw.error()[1] == "ENGINE_NAME_TAKEN"
+    again.close()
+
+
+def test_an_engine_that_never_reads_disturbs_nobody(raw: Raw, bridge: Bridge) -> None:
+    ids = truth(REPETITIVE)
+    raw.outbox.put(step(1, *(named(number, 0, ids[:150]) for number in range(300))))
+    for number in range(2, 3000):
+        raw.outbox.put(step(number, *(named(one, 150, []) for one in range(300))))
+    guest = client(bridge.address)
+    engine = Reciter(ids, 60)
+    recite(guest, engine)
+    guest.close()
+    assert engine.accepted["suffix"] > 0.5 * len(ids)
+
+
+def test_sequences_end_with_their_stream_when_idle_and_at_the_limit() -> None:
+    ids = truth(REPETITIVE)[:60]
+    with running(GuestLimits(sequence_count=3, idle_seconds=0.4)) as found:
+        stream = Raw(found.address, opening()).open()
+        held = found.servicer._budget
+        stream.ask(step(1, *(named(number, 0, ids) for number in range(5))))
+        assert held.count == 3
+        assert stream.ask(step(2, named(0, 60, []), named(4, 60, []))).unknown_sequence_ids[:] == [0]
+        stream.ask(step(3, ended_sequence_ids=[4]))
+        assert held.count == 2
+        eventually(lambda: held.count == 0)
+        stream.ask(step(4, named(8, 0, ids)))
+        stream.close()
+        eventually(lambda: held.count == 0 and held._bytes == 0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.reciting import load
 from draftbridge.candidates import CandidateClient, SequenceStep
-from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
+from draftbridge.v1 import candidate_pb2_grpc, model_pb2
 from services.bridge.guests import CandidateServicer, GuestLimits
 from services.bridge.zoo import Zoo
 from services.config import Role
@@ -49,7 +49,7 @@ class Bridge:
 
 @contextmanager
 def running(
-    limits: GuestLimits = GuestLimits(), draft_text: bytes = b"", draft_kind: str = "byte_level"
+    limits: GuestLimits | None = None, draft_text: bytes = b"", draft_kind: str = "byte_level"
 ) -> Iterator[Bridge]:
     """Runs a bridge, with a draft that recites `draft_text` if it is not empty."""
     started: list[Bridge] = []
@@ -71,7 +71,7 @@ def running(
             addresses = [model_server.address]
         zoo = await Zoo([], addresses).connect()
         server = Server("127.0.0.1:0")
-        servicer = CandidateServicer(zoo, limits, BridgeMetrics())
+        servicer = CandidateServicer(zoo, limits or GuestLimits(), BridgeMetrics())
         server.register(candidate_pb2_grpc.add_CandidateServiceServicer_to_server, servicer, None)
         await server._server.start()
         started.append(Bridge(server.address, servicer))

@@ -1,0 +1,140 @@
+"""The adapters for transformers and llama-cpp-python, with a real transformers model and a stand-in for llama.cpp."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import draftbridge
+from draftbridge.guests.llama_cpp import BridgeDraftModel
+from tests.support import tiny
+from tests.support.guests import Bridge, running
+
+PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown"
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_models: tuple[Path, Path]) -> tuple[Any, Any]:
+    directory = tiny_models[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model, transformers.AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.fixture(scope="module")
+def bridge() -> Iterator[Bridge]:
+    with running() as found:
+        yield found
+
+
+def generated(model: Any, tokenizer: Any, prompt: str = PROMPT, **options: Any) -> list[int]:
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    options = {"max_new_tokens": 60, "do_sample": False} | options
+    ids: list[int] = model.generate(**inputs, **options)[0].tolist()
+    return ids
+
+
+def test_greedy_text_is_the_model_s_own(loaded: tuple[Any, Any], bridge: Bridge) -> None:
+    model, tokenizer = loaded
+    plain = [generated(model, tokenizer, prompt) for prompt in (PROMPT, "She sells sea", "Grüße aus Köln: naïve café")]
+    with draftbridge.assist(model, tokenizer, bridge.address) as assistance:
+        found = [
+            generated(model, tokenizer, prompt) for prompt in (PROMPT, "She sells sea", "Grüße aus Köln: naïve café")
+        ]
+        assert assistance.client.counts.candidate_count > 0, "no candidates were tried"
+        passes = assistance.client.counts.step_count
+    assert found == plain
+    assert passes < sum(len(ids) for ids in plain)
+    assert "generate" not in model.__dict__ and "_get_candidate_generator" not in model.__dict__
+
+
+def test_a_draft_of_another_tokenizer_is_verified(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    plain = generated(model, tokenizer)
+    words = tiny.vocabulary("sentencepiece")
+    text = words.spell(plain[1:])
+    with (
+        running(draft_text=text) as found,
+        draftbridge.assist(model, tokenizer, found.address, sources=["draft"]) as assistance,
+    ):
+        for _ in range(3):
+            assert generated(model, tokenizer) == plain
+        assert assistance.client.counts.candidate_count > 0
+
+
+def test_sampling_is_lossless(loaded: tuple[Any, Any], bridge: Bridge) -> None:
+    """No logits are returned, so each token is drawn from the model's own distribution, with or without candidates."""
+    model, tokenizer = loaded
+    options = {"do_sample": True, "temperature": 1.0, "top_k": 8, "max_new_tokens": 2}
+    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        first = model(**inputs).logits[0, -1]
+    with draftbridge.assist(model, tokenizer, bridge.address):
+        torch.manual_seed(1)
+        drawn = [generated(model, tokenizer, **options)[inputs["input_ids"].shape[1]] for _ in range(400)]
+    best = torch.topk(first, 8)
+    expected = torch.softmax(best.values, 0) * len(drawn)
+    counts = torch.tensor([drawn.count(int(id_)) for id_ in best.indices], dtype=torch.float32)
+    assert counts.sum() == len(drawn)
+    assert float(((counts - expected) ** 2 / expected).sum()) < 26.0, "chi-square, 7 degrees of freedom: p < 0.0005"
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 2}, {"use_cache": False}, {"num_return_sequences": 2, "do_sample": True}]
+)
+def test_what_cannot_be_assisted_runs_as_before(
+    loaded: tuple[Any, Any], bridge: Bridge, options: dict[str, Any]
+) -> None:
+    model, tokenizer = loaded
+    torch.manual_seed(0)
+    plain = generated(model, tokenizer, **options)
+    with draftbridge.assist(model, tokenizer, bridge.address) as assistance:
+        torch.manual_seed(0)
+        assert generated(model, tokenizer, **options) == plain
+        assert assistance.client.counts.step_count == 0
+
+
+def test_a_batch_runs_as_before(loaded: tuple[Any, Any], bridge: Bridge) -> None:
+    model, tokenizer = loaded
+    batch = tokenizer([PROMPT, PROMPT], return_tensors="pt", return_token_type_ids=False)
+    plain = model.generate(**batch, max_new_tokens=5, do_sample=False)
+    with draftbridge.assist(model, tokenizer, bridge.address):
+        assert torch.equal(model.generate(**batch, max_new_tokens=5, do_sample=False), plain)
+
+
+def test_without_a_bridge_the_text_is_the_same(loaded: tuple[Any, Any]) -> None:
+    model, tokenizer = loaded
+    plain = generated(model, tokenizer)
+    with draftbridge.assist(model, tokenizer, "127.0.0.1:1", connect_timeout=0.1):
+        assert generated(model, tokenizer) == plain
+
+
+class LlamaLoop:
+    """Verifies the candidates of a draft model as `Llama.generate` does, with a text that is known."""
+
+    def __init__(self, draft: BridgeDraftModel, truth: list[int], prompt_count: int) -> None:
+        self.passes = 0
+        ids, count = np.array(truth, dtype=np.intc), prompt_count + 1
+        while count < len(truth):
+            self.passes += 1
+            candidates = draft(ids[:count]).astype(int)
+            right = 0
+            while right < len(candidates) and count + right < len(truth) and candidates[right] == truth[count + right]:
+                right += 1
+            count += right + 1
+
+
+def test_llama_cpp_python(bridge: Bridge) -> None:
+    words = tiny.vocabulary("sentencepiece")
+    truth = list(words.pieces(("The quick brown fox jumps over the lazy dog. She sells sea shells! " * 5).encode()).ids)
+    draft = BridgeDraftModel(bridge.address, tiny.tokenizer_json("sentencepiece"), context_length=4096)
+    first = LlamaLoop(draft, truth, 60)
+    again = LlamaLoop(draft, truth[:-20], 40)
+    other = LlamaLoop(draft, truth[30:], 30)
+    draft.close()
+    for loop, plain in ((first, len(truth) - 61), (again, len(truth) - 61), (other, len(truth) - 61)):
+        assert loop.passes < 0.7 * plain
+    assert len(draft(np.array([5, 6], dtype=np.intc))) == 0, "closed"
