@@ -18,8 +18,8 @@ export PROMPT TARGET DRAFT
 
 # Real models after the tiny ones, because they need the memory.
 test: .venv/dev ## Run all tests. PYTEST_ARGS="..." goes to pytest.
-	$(BIN)/pytest -n logical --dist loadgroup -m "not models" $(PYTEST_ARGS)
-	$(BIN)/pytest -n logical --dist loadgroup -m models $(PYTEST_ARGS)
+	$(BIN)/pytest -n logical --dist loadfile -m "not models" $(PYTEST_ARGS)
+	$(BIN)/pytest -n logical --dist loadfile -m models $(PYTEST_ARGS)
 
 test-quick: .venv/dev ## Run the tests of the algorithm, without processes: for the edit loop.
 	$(BIN)/pytest -n logical -m "not models" -k "not families" tests/bridge tests/services/test_config.py

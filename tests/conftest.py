@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from draftbridge import Client
 from services.cli.processes import Fleet, fleet
+from tests.support import warm
 
 # Tests that run side by side share the cores: each, and each process that it starts, computes with one thread.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -18,16 +19,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
+warm.install()
+
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("here")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps tests that share the fixtures of a module in one worker. A pair of real models may have another worker."""
-    for item in items:
-        parameters = getattr(item, "callspec", None)
-        pair = parameters.params.get("setup", "") if parameters else ""
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {pair}"))
 
 
 CHAT_TEMPLATE = (

@@ -17,6 +17,7 @@ import pytest
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2
 from services.cli.processes import READY, Fleet, fleet, launched, stop
+from tests.support import warm
 from tests.support.alone import did
 from tests.support.waiting import eventually
 
@@ -33,14 +34,8 @@ def free_address() -> str:
 @contextmanager
 def served(model: Path | str, address: str, *options: str) -> Iterator[None]:
     """The model at a given address, again."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "services.cli", "serve", str(model), "--listen", address, *OPTIONS, *options],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = warm.start("serve", str(model), "--listen", address, *OPTIONS, *options)
     try:
-        assert process.stdout is not None
         assert READY in process.stdout.readline()
         yield
     finally:

@@ -17,9 +17,11 @@ from bridge.ports import Proposal, Sync
 from bridge.sources.suffix_index import MIN_MATCH_BYTES, SuffixMatcher
 from draftbridge import CallError, Client
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2_grpc
+from services.cli import processes
 from services.cli.processes import Fleet, fleet, serve
 from services.model.draft.suffix import SuffixModel, SuffixSession
 from tests.services.test_cli import command, refused
+from tests.support import warm
 from tests.support.alone import did
 
 MODEL = SuffixModel("suffix", 2).model
@@ -226,12 +228,17 @@ def test_a_chat_has_it_too(suffix_fleet: Fleet) -> None:
     assert together.finished.speculation.num_accepted_tokens > 0
 
 
-def test_it_says_who_it_is_and_has_no_torch(suffix_fleet: Fleet) -> None:
+def test_it_imports_no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_start", warm.cold_start)
+    with processes.serve("suffix", "--role", "draft") as (_, process):
+        maps = psutil.Process(process.pid).memory_maps()
+    assert not [one.path for one in maps if "torch" in one.path]
+
+
+def test_it_says_who_it_is(suffix_fleet: Fleet) -> None:
     with Client(suffix_fleet.bridge) as client:
         (model,) = [one for one in client.models() if one.name == "suffix"]
     assert (model.role, model.engine, model.vocabulary_size) == (model_pb2.ROLE_DRAFT, "suffix", 256)
-    maps = psutil.Process(suffix_fleet.processes["draft"].pid).memory_maps()
-    assert not [one.path for one in maps if "torch" in one.path]
     with grpc.insecure_channel(suffix_fleet.draft) as channel:
         services = ProtoReflectionDescriptorDatabase(channel).get_services()
         assert "draftbridge.v1.DraftService" in services

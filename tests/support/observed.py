@@ -1,8 +1,5 @@
 """Processes that show what they do: their metrics, their log, and the traces that they send."""
 
-import os
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.cli.processes import stop
+from tests.support import warm
 
 _ADDRESSES = ("--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -25,7 +23,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 class Observed:
     """A process, the address that it serves on, the URL of its metrics, the file of its log, and its HTTP door."""
 
-    process: "subprocess.Popen[str]"
+    process: warm.WarmProcess
     address: str
     metrics: str
     log: Path
@@ -51,16 +49,8 @@ def observed(directory: Path, name: str, *arguments: str) -> Iterator[Observed]:
     """Runs a server of the `draftbridge` command with metrics."""
     log = directory / f"{name}.log"
     with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "services.cli", *arguments, "--until-stdin-closes", *_ADDRESSES],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
+        process = warm.start(*arguments, "--until-stdin-closes", *_ADDRESSES, stderr=errors.fileno())
     try:
-        assert process.stdout is not None
         metrics = address = http = ""
         for line in process.stdout:
             if line.startswith("metrics at "):

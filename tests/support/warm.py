@@ -1,0 +1,178 @@
+"""Starts service processes quickly: forks them from one process per test run that has already imported torch.
+
+They are processes of their own, with their own pipes and environment, and differ from `python -m services.cli ...` in
+nothing but the seconds that the imports take. Tests of the start itself use `subprocess` or `cold_start`.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from typing import IO, Any
+
+from services.cli import processes
+
+_MAX_MESSAGE_BYTES = 1 << 20
+cold_start = processes._start
+
+
+class WarmProcess:
+    """The part of `subprocess.Popen` that the project uses, for a child of the server."""
+
+    def __init__(self, server: "_Server", pid: int, stdin: IO[str], stdout: IO[str]) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+        self._ended = server.ended(pid)
+
+    def poll(self) -> int | None:
+        if self._ended.is_set():
+            self.returncode = self._ended.code
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        self.returncode = self._ended.code
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _Ended(threading.Event):
+    code = 0
+
+
+class _Server:
+    """The server's end in the tests: sends commands, receives process ids and exit codes."""
+
+    def __init__(self) -> None:
+        self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        os.set_inheritable(other.fileno(), True)
+        command = [sys.executable, "-m", __name__, str(other.fileno())]
+        self._process = subprocess.Popen(command, close_fds=False, stdin=subprocess.DEVNULL, start_new_session=True)
+        other.close()
+        self._lock, self._ended = threading.Lock(), dict[int, _Ended]()
+        self._started, self._pid = threading.Semaphore(0), 0
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def start(self, request: dict[str, Any], descriptors: list[int]) -> int:
+        """Returns the id of a new process, whose standard streams are the descriptors."""
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+            self._started.acquire()
+            return self._pid
+
+    def ended(self, pid: int) -> _Ended:
+        return self._ended.setdefault(pid, _Ended())
+
+    def _read(self) -> None:
+        while data := self._socket.recv(_MAX_MESSAGE_BYTES):
+            message = json.loads(data)
+            if "started" in message:
+                self._pid = message["started"]
+                self._started.release()
+            else:
+                ended = self.ended(message["ended"])
+                ended.code = message["code"]
+                ended.set()
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+def install() -> None:
+    """Makes the functions of `services.cli.processes` start processes this way."""
+    processes._start = start  # type: ignore[assignment]
+
+
+def start(*arguments: str, module: str = "services.cli", stderr: int = 2) -> WarmProcess:
+    """Runs `python -m module arguments` with pipes for standard input and output, in this process's environment."""
+    child_in, stdin = os.pipe()
+    stdout, child_out = os.pipe()
+    request = {
+        "module": module,
+        "arguments": arguments,
+        "environment": dict(os.environ),
+        "directory": os.getcwd(),
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
+    pid = _server().start(request, [child_in, child_out, stderr])
+    os.close(child_in)
+    os.close(child_out)
+    return WarmProcess(_server(), pid, os.fdopen(stdin, "w"), os.fdopen(stdout))
+
+
+def _serve(connection: socket.socket) -> None:
+    """Forks a process for each request until the tests end."""
+    import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM  # noqa: F401
+    from transformers.models.llama import modeling_llama  # noqa: F401
+
+    children: set[int] = set()
+    wakeup, waker = socket.socketpair()
+    waker.setblocking(False)
+    signal.set_wakeup_fd(waker.fileno())
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([connection, wakeup], [], [])
+        if wakeup in ready:
+            wakeup.recv(4096)
+            for pid in tuple(children):
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    children.discard(pid)
+                    code = os.waitstatus_to_exitcode(status)
+                    connection.send(json.dumps({"ended": pid, "code": code}).encode())
+        if connection in ready:
+            data, descriptors, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 3)
+            if not data:
+                return
+            if (pid := os.fork()) == 0:
+                for one in (connection, wakeup, waker):
+                    one.close()
+                _become(json.loads(data), descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            children.add(pid)
+            connection.send(json.dumps({"started": pid}).encode())
+
+
+def _become(request: dict[str, Any], descriptors: list[int]) -> None:
+    """Turns this process into the requested one. Ends with `SystemExit`."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.sched_setaffinity(0, request["cores"])
+    os.chdir(request["directory"])
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path and path not in sys.path]
+    sys.argv = [request["module"], *request["arguments"]]
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
