@@ -5,7 +5,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 
-.PHONY: help demo test test-quick test-engines llamacpp lint format types layers protos deploy-check stubs-fresh hooks clean
+.PHONY: help demo test test-deep test-quick test-engines llamacpp lint format types layers protos deploy-check \
+	stubs-fresh hooks clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -20,6 +21,9 @@ export PROMPT TARGET DRAFT
 test: .venv/dev ## Run all tests. PYTEST_ARGS="..." goes to pytest.
 	$(BIN)/pytest -n logical --dist loadfile -m "not models" $(PYTEST_ARGS)
 	$(BIN)/pytest -n logical --dist loadfile -m models $(PYTEST_ARGS)
+
+test-deep: .venv/dev ## Run all tests with every case and example: about half an hour.
+	DRAFTBRIDGE_TEST_DEEP=1 $(MAKE) test
 
 test-quick: .venv/dev ## Run the tests of the algorithm, without processes: for the edit loop.
 	$(BIN)/pytest -n logical -m "not models" -k "not families" tests/bridge tests/services/test_config.py

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from bridge.text.chat import render_text
 from bridge.text.prefix_cache import PrefixCache
 from bridge.text.translation import DraftContext, candidates
+from tests.support.depth import examples
 from tests.support.families import EXACT, NAMES, SPACED, library, vocabulary
 from tests.support.texts import MARKED_TEXTS, PLACES, TEXTS, cut
 
@@ -36,7 +37,7 @@ def is_text(data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("family", EXACT)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(text=TEXTS)
 def test_bytes_of_ids_equal_the_text(family: str, text: str) -> None:
     words, data = vocabulary(family), sayable(family, text).encode()
@@ -48,7 +49,7 @@ def test_bytes_of_ids_equal_the_text(family: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("family", NAMES)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(text=TEXTS, places=PLACES)
 def test_the_middle_of_a_text_spells_what_the_library_decodes(family: str, text: str, places: list[int]) -> None:
     if family.startswith("bert"):
@@ -65,7 +66,7 @@ def test_the_middle_of_a_text_spells_what_the_library_decodes(family: str, text:
 
 
 @pytest.mark.parametrize("family", NAMES)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(prompt=TEXTS, text=TEXTS, places=PLACES)
 @example(prompt="a", text="a" * 10_000, places=[3, 5_000, 9_990])
 @example(prompt="|---", text="|---|---|\n" * 200, places=list(range(0, 2000, 7)))
@@ -88,7 +89,7 @@ def test_the_draft_reads_what_a_whole_encoding_reads(family: str, prompt: str, t
 
 
 @pytest.mark.parametrize("family", EXACT)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(prompt=TEXTS, text=TEXTS, places=PLACES, proposed=st.lists(st.integers(4, 90), max_size=5))
 @example(prompt="", text="a <think> b<think>", places=[3], proposed=[5])
 def test_after_every_round_the_draft_holds_the_committed_bytes(
@@ -112,7 +113,7 @@ def test_after_every_round_the_draft_holds_the_committed_bytes(
 
 
 @pytest.mark.parametrize("target", NAMES)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(draft=st.sampled_from(NAMES), text=TEXTS, start=st.integers(0, 100), count=st.integers(1, 16))
 def test_candidates_spell_what_the_draft_proposed(target: str, draft: str, text: str, start: int, count: int) -> None:
     """The draft decides only where the bytes are cut, so that every target with any draft stands for all pairs."""
@@ -131,7 +132,7 @@ def test_candidates_spell_what_the_draft_proposed(target: str, draft: str, text:
 
 
 @pytest.mark.parametrize("family", NAMES)
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     texts=st.lists(st.tuples(MARKED_TEXTS, st.integers(0, 1000)), min_size=1, max_size=6),
     times=st.integers(1, 40),

@@ -73,7 +73,6 @@ def test_every_delta_says_who_proposed_what(client: Client) -> None:
         # The last bytes of a character wait for the rest of it.
         assert sum(span.byte_count for span in accepted) <= statistics.accepted_byte_count
         assert statistics.verify_ns + statistics.waited_ns + statistics.network_ns <= statistics.elapsed_ns
-        assert statistics.network_ns
         assert sum(plan.target_pass_count for plan in statistics.plans) == statistics.target_pass_count - 1
         sources |= {span.source for span in accepted}
         if "suffix" in sources:

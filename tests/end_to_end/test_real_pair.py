@@ -21,12 +21,13 @@ from draftbridge.v1 import bridge_pb2
 from services.cli.processes import Fleet, fleet
 from services.store.files import ModelFiles, read_model_files
 from services.store.resolve import resolve
+from tests.support.depth import DEEP
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(900)]
 
-PAIRS = [("gemma-3-270m", "smollm2-135m-instruct"), ("smollm2-135m-instruct", "gemma-3-270m")]
+PAIRS = ["gemma-3-270m<-smollm2-135m-instruct", "smollm2-135m-instruct<-gemma-3-270m"]
 PROMPTS = json.loads((Path(services.cli.__file__).with_name("prompts.json")).read_text())
-TOKENS = 48
+TOKENS = 48 if DEEP else 32
 NEAR_TIE = 1e-3
 
 
@@ -94,9 +95,9 @@ class Setup:
         return float(best.values[0] - best.values[1])
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=lambda pair: f"{pair[0]}<-{pair[1]}")
+@pytest.fixture(scope="module", params=PAIRS, ids=str)
 def setup(request: pytest.FixtureRequest) -> Iterator[Setup]:
-    target, draft = request.param
+    target, draft = request.param.split("<-")
     # Half of the cores each: threads that wait for one another by spinning do not share a core well.
     options = ("--dtype", "float32", "--threads", str(max(1, (os.cpu_count() or 1) // 2)))
     directory = resolve(target)
@@ -115,11 +116,21 @@ def ask(setup: Setup, prompt: dict[str, Any], **options: Any) -> Generation:
     return setup.client.generate(prompt.get("prompt"), messages=prompt.get("messages"), **options)
 
 
-# One prompt of each category in each mode; prompts of a category stand together.
-CASES = [(index, ("lockstep", "opportunistic")[index % 2]) for index in range(len(PROMPTS))]
+def every_second(values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Returns each pair with half of the values, so that each value has a pair; in a deep run, with all of them."""
+    return [(pair, value) for at, pair in enumerate(PAIRS) for value in (values if DEEP else values[at::2])]
 
 
-@pytest.mark.parametrize(("index", "mode"), CASES, ids=[f"{PROMPTS[i]['category']}-{i}-{mode}" for i, mode in CASES])
+# Each pair has a prompt of each category, as prompts of a category stand together; each prompt has a mode.
+CASES = every_second([(index, ("lockstep", "opportunistic")[index // 2 % 2]) for index in range(len(PROMPTS))])
+
+
+@pytest.mark.parametrize(
+    ("setup", "index", "mode"),
+    [(pair, *case) for pair, case in CASES],
+    indirect=["setup"],
+    ids=[f"{pair}-{PROMPTS[index]['category']}-{index}-{mode}" for pair, (index, mode) in CASES],
+)
 def test_greedy_text_is_that_of_transformers(setup: Setup, index: int, mode: str) -> None:
     prompt = PROMPTS[index]
     prompt_ids = setup.prompt_ids(prompt)
@@ -160,7 +171,12 @@ SAMPLING = [
 ]
 
 
-@pytest.mark.parametrize("options", SAMPLING, ids=lambda options: f"T={options['temperature']}")
+@pytest.mark.parametrize(
+    ("setup", "options"),
+    every_second(SAMPLING),
+    indirect=["setup"],
+    ids=[f"{pair}-T={options['temperature']}" for pair, options in every_second(SAMPLING)],
+)
 def test_a_seed_gives_the_same_text_in_every_mode_and_it_is_what_the_models_own_logits_give(
     setup: Setup, options: dict[str, Any]
 ) -> None:

@@ -25,6 +25,7 @@ from services.model.server import _load
 from services.store.resolve import resolve_gguf
 from tests.conftest import save_tiny_model
 from tests.support import gguf
+from tests.support.depth import DEEP
 from tests.support.engine_contract import (
     LLAMA_LIKE,
     STEPS,
@@ -300,13 +301,13 @@ def test_a_service_is_deterministic_without_an_option(tiny_target: Path, tiny_mo
 @pytest.mark.parametrize("name", ["gemma-3-270m", "smollm2-135m-instruct"])
 def test_real_models_give_the_same_logits_at_every_width(name: str) -> None:
     """After 600 tokens, where a sliding window has moved on."""
-    engine = IkLlamaEngine(resolve_gguf(name), slot_count=3, cache_byte_limit=200 << 20)
+    engine = IkLlamaEngine(resolve_gguf(name), threads=1, slot_count=3, cache_byte_limit=200 << 20)
     assert engine.logit_tolerance == 0.0
     ids = [7 * at % 1000 + 10 for at in range(640)]
     for slot in (0, 2):
         engine.forward([Row(slot, 0, tuple(ids[:600]), 600)])
     whole = engine.forward([Row(2, 600, tuple(ids[600:]), 0)])[0].copy()
-    for width in (1, 2, 3, 9, 25):
+    for width in (1, 2, 3, 9, 25) if DEEP else (1, 3, 25):
         parts = [
             engine.forward([Row(0, at, tuple(ids[at : min(at + width, 640)]), 0)])[0].copy()
             for at in range(600, 640, width)

@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from bridge.errors import UnusableModel
 from services.engines.engine import Row
@@ -38,6 +40,21 @@ class TestOpenVino(EngineContract):
     """Over all families that can be exported."""
 
 
+@dataclass(frozen=True)
+class Exported:
+    """A model of transformers, and its export without loss."""
+
+    model: torch.nn.Module
+    path: Path
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    model, directory = family("llama", tmp_path_factory)
+    export(directory, directory / "openvino", "full")
+    return Exported(model, directory / "openvino" / "model.xml")
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_smaller_weights_are_close(weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
@@ -51,11 +68,9 @@ def test_smaller_weights_are_close(weights: str, tmp_path: Path, monkeypatch: py
     assert convert(tmp_path, "tiny", weights, pytest.fail) == path
 
 
-def test_one_thread_goes_without_bfloat16(tmp_path: Path) -> None:
+def test_one_thread_goes_without_bfloat16(llama: Exported) -> None:
     """In which OpenVINO crashes with one thread."""
-    model = saved(FAMILIES["llama"], tmp_path)
-    export(tmp_path, tmp_path / "openvino", "full")
-    path = tmp_path / "openvino" / "model.xml"
+    model, path = llama.model, llama.path
     engine = OpenVinoEngine(path, threads=1, slot_count=1)
     logits = engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])[0]
     np.testing.assert_allclose(logits, expected(model, [1, 2, 3, 4]), atol=0.05)
@@ -66,17 +81,15 @@ def test_one_thread_goes_without_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not tie processes to cores")
-def test_a_process_that_may_use_one_core_goes_without_bfloat16_too(tmp_path: Path) -> None:
+def test_a_process_that_may_use_one_core_goes_without_bfloat16_too(llama: Exported) -> None:
     """Runs in a child process, because a crash would end this one."""
-    saved(FAMILIES["llama"], tmp_path)
-    export(tmp_path, tmp_path / "openvino", "full")
     script = (
         "import os, sys; from pathlib import Path; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "from services.engines.openvino.engine import OpenVinoEngine, Row\n"
         "engine = OpenVinoEngine(Path(sys.argv[1]), slot_count=1)\n"
         "print(engine.forward([Row(0, 0, (1, 2, 3), 0)])[0].shape, engine.dtype)"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "openvino" / "model.xml")]
+    command = [sys.executable, "-c", script, str(llama.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout.split(maxsplit=2)[-1].strip() == "float32", done.stderr
 
@@ -89,11 +102,9 @@ def test_attention_that_the_device_does_not_have_is_refused(family: str, tmp_pat
 
 
 @pytest.mark.parametrize(("device", "remedy"), [("npu", "use --device cpu or gpu"), ("gpu.7", "use one of these")])
-def test_a_device_that_cannot_be_used_is_refused(device: str, remedy: str, tmp_path: Path) -> None:
-    saved(FAMILIES["llama"], tmp_path)
-    export(tmp_path, tmp_path / "openvino", "full")
+def test_a_device_that_cannot_be_used_is_refused(device: str, remedy: str, llama: Exported) -> None:
     with pytest.raises(UnusableModel, match=remedy):
-        OpenVinoEngine(tmp_path / "openvino" / "model.xml", device=device)
+        OpenVinoEngine(llama.path, device=device)
 
 
 @pytest.mark.parametrize(("weights", "filled"), [("full", 4), ("int8", 1)])
@@ -113,11 +124,9 @@ def test_a_forward_has_as_many_tokens_as_the_one_before_for_a_while(weights: str
     assert sizes == [1, 1, 5, *behind, 17, *filled * [17], *(6 - filled) * [5]]
 
 
-def test_what_a_sequence_gets_does_not_depend_on_those_before_it(tmp_path: Path) -> None:
+def test_what_a_sequence_gets_does_not_depend_on_those_before_it(llama: Exported) -> None:
     """A forward is filled up only for the sequences that had the one before, and not behind their prompts."""
-    saved(FAMILIES["llama"], tmp_path)
-    export(tmp_path, tmp_path / "openvino", "full")
-    engine, sizes = sized(tmp_path / "openvino" / "model.xml")
+    engine, sizes = sized(llama.path)
     engine.forward([Row(0, 0, (1, 2, 3, 4, 5), 0)])
     engine.forward([Row(0, 3, (4,), 0)])  # of the last five, three were accepted
     assert sizes[-2:] == [5, 5]
@@ -156,10 +165,8 @@ def sized(path: Path) -> tuple[OpenVinoEngine, list[int]]:
     return engine, sizes
 
 
-def test_memory_is_a_budget(tmp_path: Path) -> None:
-    saved(FAMILIES["llama"], tmp_path)
-    export(tmp_path, tmp_path / "openvino", "full")
-    path = tmp_path / "openvino" / "model.xml"
+def test_memory_is_a_budget(llama: Exported) -> None:
+    path = llama.path
     token_bytes = OpenVinoEngine(path, slot_count=3).cache_byte_count // 3 // 256
     with pytest.raises(UnusableModel, match="--kv-memory"):
         OpenVinoEngine(path, slot_count=3, cache_byte_limit=3 * 255 * token_bytes)
