@@ -16,11 +16,43 @@ from services.engines.selftest import SelfTest
 from services.engines.torch import cache as torch_cache
 from services.engines.torch.engine import TorchEngine
 from services.engines.torch.model import load_model
+from tests.support.depth import DEEP
 from tests.support.engine_contract import LLAMA_LIKE, saved
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
 # Weights so large that it matters what is attended to, as in a trained model.
 CONFIG = transformers.MistralConfig(**LLAMA_LIKE, initializer_range=0.3, sliding_window=6)
+
+
+# As deep as real models, with weights that make activations as large as theirs: a hundred times the embeddings.
+DEEP_MODEL = LLAMA_LIKE | {
+    "hidden_size": 96,
+    "num_hidden_layers": 24,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARCHITECTURES = {
+    "cohere": transformers.CohereConfig(**DEEP_MODEL),
+    "glm": transformers.GlmConfig(**DEEP_MODEL, head_dim=24),
+    "gpt_neox": transformers.GPTNeoXConfig(**{**DEEP_MODEL, "num_key_value_heads": 4}),
+    "granite": transformers.GraniteConfig(**DEEP_MODEL),
+    "helium": transformers.HeliumConfig(**DEEP_MODEL, head_dim=24),
+    "nemotron": transformers.NemotronConfig(**DEEP_MODEL),
+    "olmo": transformers.OlmoConfig(**DEEP_MODEL),
+    "olmo2": transformers.Olmo2Config(**DEEP_MODEL),
+    "phi": transformers.PhiConfig(**DEEP_MODEL),
+    "smollm3": transformers.SmolLM3Config(**DEEP_MODEL),
+    "stablelm": transformers.StableLmConfig(**DEEP_MODEL),
+    "starcoder2": transformers.Starcoder2Config(**DEEP_MODEL),
+}
+# Each architecture in one dtype, unless there is time for all.
+SERVED = [
+    (name, dtype)
+    for at, name in enumerate(ARCHITECTURES)
+    for dtype in (DTYPES if DEEP else (DTYPES[at % len(DTYPES)],))
+]
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +137,13 @@ def test_a_right_engine_is_far_from_refused(directory: Path, dtype: str) -> None
     """Also at half the tolerance."""
     self_test = SelfTest.of(load_model(directory, getattr(torch, dtype)).eval())
     replace(self_test, tolerance=self_test.tolerance / 2).check(TorchEngine(directory, dtype=dtype, slot_count=2))
+
+
+@pytest.mark.parametrize(("architecture", "dtype"), SERVED)
+def test_a_deep_model_of_any_architecture_is_served(architecture: str, dtype: str, tmp_path: Path) -> None:
+    saved(ARCHITECTURES[architecture], tmp_path)
+    self_test = SelfTest.of(load_model(tmp_path, getattr(torch, dtype)).eval())
+    replace(self_test, tolerance=self_test.tolerance / 2).check(TorchEngine(tmp_path, dtype=dtype, slot_count=2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
