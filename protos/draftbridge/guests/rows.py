@@ -1,0 +1,129 @@
+"""Recognises the sequences of an engine that names only the rows of its batch, which change owner between steps.
+
+Rows are swapped, filled again when a request ends, and lost and found when one is preempted. A row belongs to a known
+sequence if its tokens continue those of the sequence; otherwise it starts a new one. A sequence that is mistaken for
+another with the same recent tokens gets worse candidates, never another text.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# The number of tokens, up to the end of a known sequence, that are compared. Two sequences of the same length that
+# agree on all of these but not before are rare.
+_COMPARED_TOKENS = 4096
+# The most tokens that a row may gain without a report, because the engine skipped steps.
+_MISSED_TOKENS = 16
+# A sequence ends when no row had it for this many steps: until then, it may return from a preemption.
+_KEPT_STEPS = 32
+# The room for new tokens in the copy of a sequence, so that it is not copied again for every token.
+_SPARE_TOKENS = 256
+
+
+@dataclass(eq=False)
+class RowSequence:
+    """A sequence, found in a row.
+
+    `is_new`: it has just been found for the first time. `read_prompt`: the step read its tokens, or a part of them,
+    again or for the first time, because it is new or was preempted.
+    """
+
+    id: int
+    is_new: bool
+    read_prompt: bool
+    count: int
+    prompt_count: int
+    last_step: int
+    _tokens: Any
+
+    def continues_in(self, row: Any) -> bool:
+        """Returns whether the first tokens of a row are this sequence's."""
+        last, first = self.count - 1, max(self.count - _COMPARED_TOKENS, 0)
+        if row[last] != self._tokens[last]:
+            return False
+        return bool((row[first : self.count] == self._tokens[first : self.count]).all())
+
+    def grow(self, row: Any, count: int, step: int) -> None:
+        """Takes over the row's first `count` tokens after a step."""
+        if count > len(self._tokens):
+            self._tokens = row[: count + max(count // 2, _SPARE_TOKENS)].copy()
+        else:
+            self._tokens[self.count : count] = row[self.count : count]
+        self.count, self.last_step, self.is_new = count, step, False
+
+
+class Rows:
+    """Follows the rows of one engine. Tokens are rows of a 2-D array of ids, of which only the first ones count."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._step = 0
+        self._rows: list[RowSequence] = []
+        # Sequences that gained nothing in the last step: a part of their prompts was read.
+        self._reading: set[int] = set()
+        self._known: dict[int, RowSequence] = {}
+
+    def follow(self, gained: Sequence[int], counts: Sequence[int], tokens: Any) -> list[RowSequence]:
+        """Returns the sequence of each row after a step.
+
+        `gained`: the tokens that each row gained in this step. `counts`: the number of its tokens, at least 1.
+        """
+        self._step += 1
+        found: list[RowSequence | None] = [
+            self._at_home(place, count - new, tokens[place])
+            for place, (new, count) in enumerate(zip(gained, counts, strict=True))
+        ]
+        if None in found:
+            self._find_elsewhere(found, gained, counts, tokens)
+        rows = []
+        for place, (sequence, count) in enumerate(zip(found, counts, strict=True)):
+            if sequence:
+                sequence.read_prompt = sequence.id in self._reading or self._step - sequence.last_step > 1
+                sequence.grow(tokens[place], count, self._step)
+            else:
+                sequence = self._start(tokens[place], count, count - gained[place])
+            rows.append(sequence)
+        self._rows = rows
+        self._reading = {one.id for one, new in zip(rows, gained, strict=True) if not new}
+        return rows
+
+    def ended(self) -> list[int]:
+        """Returns, once, the ids of sequences that no row has had for many steps."""
+        if len(self._known) == len(self._rows):
+            return []
+        gone = [one.id for one in self._known.values() if self._step - one.last_step > _KEPT_STEPS]
+        for id_ in gone:
+            del self._known[id_]
+        return gone
+
+    def _at_home(self, place: int, before: int, row: Any) -> RowSequence | None:
+        """Returns the sequence that the row had, if it still has it."""
+        if place >= len(self._rows):
+            return None
+        old = self._rows[place]
+        return old if 0 <= before - old.count <= _MISSED_TOKENS and old.continues_in(row) else None
+
+    def _find_elsewhere(
+        self, found: list[RowSequence | None], gained: Sequence[int], counts: Sequence[int], tokens: Any
+    ) -> None:
+        """Finds the sequences of rows that have not kept theirs."""
+        taken = {id(one) for one in found if one}
+        free: defaultdict[int, list[RowSequence]] = defaultdict(list)
+        for one in self._known.values():
+            if id(one) not in taken:
+                free[one.count].append(one)
+        for place, sequence in enumerate(found):
+            if sequence is None:
+                choices = free[counts[place] - gained[place]]
+                match = next((one for one in choices if one.continues_in(tokens[place])), None)
+                if match:
+                    choices.remove(match)
+                    found[place] = match
+
+    def _start(self, row: Any, count: int, prompt_count: int) -> RowSequence:
+        copy = row[: count + _SPARE_TOKENS].copy()
+        sequence = RowSequence(next(self._numbers), True, True, count, prompt_count, self._step, copy)
+        self._known[sequence.id] = sequence
+        return sequence

@@ -1,0 +1,171 @@
+"""Gives SGLang candidates from a bridge: a plug-in that adds the speculative algorithm DRAFTBRIDGE.
+
+    DRAFTBRIDGE_GUEST_BRIDGE=host:50050 python -m sglang.launch_server --model-path MODEL
+        --speculative-algorithm DRAFTBRIDGE --speculative-num-draft-tokens 8
+
+SGLang finds `register` by its entry-point group. The algorithm is SGLang's NGRAM with other candidates: the worker,
+the scheduler's treatment and the verification are SGLang's own.
+"""
+
+import inspect
+import itertools
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+from draftbridge.candidates import CandidateClient, SequenceStep
+from draftbridge.guests.description import chat_template, log_like, open_client, special_ids, tokenizer_json
+from draftbridge.guests.settings import GuestSettings
+from draftbridge.v1 import model_pb2
+
+NAME = "DRAFTBRIDGE"
+
+
+def register() -> None:
+    """Adds the algorithm to SGLang's registry. SGLang calls this in each of its processes."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+    # Everything that SGLang asks an algorithm is answered by NGRAM, except for the worker.
+    methods = {
+        name: staticmethod(getattr(SpeculativeAlgorithm.NGRAM, name))
+        for name, value in vars(SpeculativeAlgorithm).items()
+        if inspect.isfunction(value) and not name.startswith("_") and name != "create_worker"
+    }
+    algorithm = type("DraftBridgeAlgorithm", (CustomSpecAlgo,), methods)
+    SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=algorithm)(lambda _: _worker_class())
+
+
+def _worker_class() -> type:
+    from sglang.srt.speculative.ngram_worker import NGRAMWorker
+
+    class DraftBridgeWorker(NGRAMWorker):  # type: ignore[misc]
+        """SGLang's NGRAM worker, which looks its candidates up at a bridge instead of in a corpus."""
+
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.ngram_corpus = NoCorpus()
+            self._asker = Asker(self.target_worker, self.server_args, self.draft_token_num)
+
+        def _prepare_draft_tokens(self, batch: Any) -> tuple[Any, Any]:
+            added: list[list[int]] = [[] for _ in batch.reqs]
+            if self.enable_overlap and not batch.grammar_needs_sync():
+                # The requests do not have the tokens of the last forward yet.
+                ids, counts = batch.spec_info.accept_tokens.tolist(), batch.spec_info.accept_lens.tolist()
+                starts = range(0, len(ids), self.draft_token_num)
+                added = [ids[start : start + count] for start, count in zip(starts, counts, strict=True)]
+            return chains(*self._asker.ask(batch.reqs, added), self.draft_token_num)
+
+        def _update_ngram_corpus(self, batch: Any) -> None:
+            pass
+
+    return DraftBridgeWorker
+
+
+class NoCorpus:
+    """Stands in for the corpus of SGLang's worker, which is not used."""
+
+    def reset(self) -> None: ...
+
+    def erase_match_state(self, request_ids: list[str]) -> None: ...
+
+
+class Asker:
+    """Asks the bridge for the requests of a batch. Under tensor parallelism one rank asks and tells the others."""
+
+    def __init__(self, target_worker: Any, server_args: Any, width: int) -> None:
+        self._log = log_like("sglang")
+        settings = GuestSettings.read(None)
+        self._group = _tensor_parallel_group()
+        self._deadline, self._limit = settings.deadline_ms / 1000, width - 1
+        self._numbers = itertools.count(1)
+        self._ids: dict[str, int] = {}
+        self._returned_at = 0.0
+        self._failed = False
+        self._context_length = target_worker.model_runner.model_config.context_len
+        self._client = None
+        if self._group is None or self._group.rank_in_group == 0:
+            self._client = _client(settings, target_worker, server_args)
+            self._client.connect(timeout=0)
+
+    def ask(self, requests: list[Any], added: list[list[int]]) -> tuple[list[int], list[list[int]]]:
+        """Returns the last token of each request, and the candidates that follow it.
+
+        `added`: tokens that the requests have gained but do not hold yet.
+        """
+        texts = [
+            array("q", itertools.chain(one.origin_input_ids_unpadded, one.output_ids, new))
+            for one, new in zip(requests, added, strict=True)
+        ]
+        found: list[list[int]] = [[] for _ in requests]
+        if self._client:
+            try:
+                found = self._step(self._client, requests, texts)
+            except Exception:
+                if not self._failed:
+                    self._failed = True
+                    self._log.exception("a bug in DraftBridge's adapter for SGLang; SGLang goes on without candidates")
+        if self._group is not None and self._group.world_size > 1:
+            found = self._group.broadcast_object(found, src=0)
+        return [text[-1] for text in texts], found
+
+    def _step(self, client: CandidateClient, requests: list[Any], texts: list["array[int]"]) -> list[list[int]]:
+        began = time.monotonic()
+        known = {one.rid for one in requests}
+        ended = [self._ids.pop(rid) for rid in tuple(self._ids) if rid not in known]
+        sequences = []
+        for one, text in zip(requests, texts, strict=True):
+            id_ = self._ids.get(one.rid) or self._ids.setdefault(one.rid, next(self._numbers))
+            room = self._context_length - len(text) - 1
+            generated = len(text) - len(one.origin_input_ids_unpadded)
+            limit = max(min(self._limit, room), 0)
+            sequences.append(SequenceStep(id_, text, generated_token_count=generated, max_candidates=limit))
+        found = client.step(sequences, ended=ended, deadline=self._deadline, engine_seconds=began - self._returned_at)
+        self._returned_at = time.monotonic()
+        return [list(found[one.sequence_id].token_ids) if one.sequence_id in found else [] for one in sequences]
+
+
+def chains(last: list[int], candidates: list[list[int]], width: int) -> tuple[Any, Any]:
+    """Returns the tokens and the mask of SGLang's draft trees, each of which is one chain of `width` tokens.
+
+    A tree begins with the last token of its request. What candidates leave free is filled with children of that token
+    that are token 0, as SGLang does. `mask[i, j]`: token j precedes token i, or is it.
+    """
+    import numpy as np
+
+    tokens = np.zeros((len(last), width), dtype=np.int32)
+    mask = np.zeros((len(last), width, width), dtype=bool)
+    mask[:, :, 0] = True
+    mask[:, range(width), range(width)] = True
+    for place, (token, found) in enumerate(zip(last, candidates, strict=True)):
+        count = 1 + len(found)
+        tokens[place, :count] = token, *found
+        mask[place, :count, :count] = np.tri(count, dtype=bool)
+    return tokens.reshape(-1), mask.reshape(-1)
+
+
+def _tensor_parallel_group() -> Any:
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_group
+
+
+def _client(settings: GuestSettings, target_worker: Any, server_args: Any) -> CandidateClient:
+    config, tokenizer = target_worker.model_runner.model_config, target_worker.tokenizer
+    if tokenizer is None:
+        raise ValueError(
+            "DraftBridge needs SGLang's tokenizer to translate candidates: leave out --skip-tokenizer-init"
+        )
+    generation = getattr(config, "hf_generation_config", None)
+    model = model_pb2.Model(
+        name=Path(server_args.served_model_name or config.model_path).name,
+        engine="sglang",
+        dtype=str(config.dtype).removeprefix("torch."),
+        context_length=config.context_len,
+        vocabulary_size=config.vocab_size,
+        special_ids=special_ids(tokenizer, (config.hf_eos_token_id, getattr(generation, "eos_token_id", None))),
+        chat_template=chat_template(tokenizer),
+    )
+    file = tokenizer_json(server_args.tokenizer_path, server_args.revision, tokenizer)
+    return open_client(settings, model, file)

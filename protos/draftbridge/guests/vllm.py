@@ -1,0 +1,121 @@
+"""Gives vLLM candidates from a bridge: the proposer for its speculative method `custom_class`.
+
+    vllm serve MODEL --additional-config '{"draftbridge": {"bridge": "host:50050"}}' --speculative-config
+        '{"method": "custom_class", "model": "draftbridge.guests.vllm.Proposer", "num_speculative_tokens": 8}'
+
+vLLM calls `propose` after each step with the rows of its batch, and verifies what it returns with its own rejection
+sampler, as candidates without probabilities. So they change neither a greedy text nor a distribution.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from draftbridge.candidates import CandidateClient, SequenceStep
+from draftbridge.guests.description import chat_template, log_like, open_client, special_ids, tokenizer_json
+from draftbridge.guests.rows import Rows, RowSequence
+from draftbridge.guests.settings import GuestSettings
+from draftbridge.machine import compute_units
+from draftbridge.v1 import model_pb2
+
+
+class Proposer:
+    """Proposes candidates for all rows of a worker's batch. Raises only from the constructor, for wrong settings."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._log = log_like("vllm")
+        speculative, model = vllm_config.speculative_config, vllm_config.model_config
+        given = vllm_config.additional_config
+        settings = GuestSettings.read(given.get("draftbridge") if isinstance(given, dict) else None)
+        self._limit: int = speculative.num_speculative_tokens
+        self._context_length: int = model.max_model_len
+        self._deadline = settings.deadline_ms / 1000
+        self._rows = Rows()
+        self._returned_at = 0.0
+        self._failed = False
+        # vLLM takes the candidates of the first rank of the tensor-parallel group, and sends them to all.
+        self._client = _client(settings, vllm_config) if _is_first_rank() else None
+
+    def load_model(self, *_: object, **__: object) -> None:
+        """Starts to connect. vLLM calls this when it has loaded its own model."""
+        if self._client:
+            self._client.connect(timeout=0)
+
+    def propose(
+        self, sampled_token_ids: list[list[int]], num_tokens_no_spec: Any, token_ids_cpu: Any, slot_mappings: Any = None
+    ) -> list[list[int]]:
+        """Returns candidates for each row: `[]` for rows that have none, and for all if anything goes wrong.
+
+        `sampled_token_ids`: the new tokens of each row, none while its prompt is being read. `num_tokens_no_spec`: the
+        number of its tokens, new ones included. `token_ids_cpu`: its tokens in the first columns.
+        """
+        try:
+            if self._client and sampled_token_ids:
+                return self._propose(self._client, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        except Exception:
+            if not self._failed:
+                self._failed = True
+                self._log.exception("a bug in DraftBridge's adapter for vLLM; vLLM goes on without candidates")
+        return [[] for _ in sampled_token_ids]
+
+    def _propose(self, client: CandidateClient, sampled: list[list[int]], counts: Any, tokens: Any) -> list[list[int]]:
+        began = time.monotonic()
+        row_counts = counts[: len(sampled)].tolist()
+        rows = self._rows.follow([len(ids) for ids in sampled], row_counts, tokens)
+        found = client.step(
+            [self._step_of(row, place, sampled[place], tokens) for place, row in enumerate(rows)],
+            ended=self._rows.ended(),
+            deadline=self._deadline,
+            engine_seconds=began - self._returned_at,
+            # vLLM does not tell how many tokens of a prompt it read. This many at most, so the bridge leaves the step
+            # out where it learns what candidates cost.
+            forward_token_count=sum(row.count for row in rows) if any(row.read_prompt for row in rows) else 0,
+        )
+        self._returned_at = time.monotonic()
+        return [list(found[row.id].token_ids[: self._limit]) if row.id in found else [] for row in rows]
+
+    def _step_of(self, row: RowSequence, place: int, sampled: list[int], tokens: Any) -> SequenceStep:
+        room = self._context_length - row.count - 1
+        return SequenceStep(
+            row.id,
+            tokens[place, : row.count],
+            generated_token_count=row.count - row.prompt_count,
+            # A prompt that is still being read is sent all the same, so that a draft reads it meanwhile.
+            max_candidates=max(min(self._limit, room), 0) if sampled else 0,
+        )
+
+
+def _is_first_rank() -> bool:
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return bool(get_tensor_model_parallel_rank() == 0)
+
+
+def _client(settings: GuestSettings, vllm_config: Any) -> CandidateClient:
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model_config, device = vllm_config.model_config, str(vllm_config.device_config.device_type)
+    # vLLM tells its workers for CPUs by this variable how many threads they compute with.
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    units, unit_count = compute_units(device, int(threads) if threads.isdecimal() else None)
+    tokenizer = cached_tokenizer_from_config(model_config)
+    generation = model_config.try_get_generation_config() or {}
+    served: str | list[str] = model_config.served_model_name or model_config.model
+    model = model_pb2.Model(
+        name=Path(served if isinstance(served, str) else served[0]).name,
+        engine="vllm",
+        device=device,
+        compute_units=sorted(units),
+        compute_unit_count=unit_count,
+        dtype=str(model_config.dtype).removeprefix("torch."),
+        context_length=model_config.max_model_len,
+        vocabulary_size=model_config.get_vocab_size(),
+        special_ids=special_ids(
+            tokenizer, (generation.get("eos_token_id"), getattr(model_config.hf_config, "eos_token_id", None))
+        ),
+        chat_template=chat_template(tokenizer),
+    )
+    return open_client(
+        settings, model, tokenizer_json(model_config.tokenizer, model_config.tokenizer_revision, tokenizer)
+    )

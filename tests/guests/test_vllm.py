@@ -1,0 +1,206 @@
+"""vLLM itself, with a tiny model, and its candidates from a bridge and a draft that run as processes.
+
+One server has little memory for keys and values, reads prompts in chunks and has a prefix cache, so that rows of its
+batch are preempted, split and shared. `benchmarks.vllm_ways` turns candidates on and off in it.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from scipy.stats import chi2_contingency
+
+from benchmarks.delay import DelayProxy
+from benchmarks.vllm_server import Completion, VllmServer, speculation, vllm_server
+from benchmarks.vllm_ways import OURS, PLAIN, WAYS
+from services.cli.processes import launched, serve
+from tests.support.tiny import CORPUS
+from tests.support.waiting import eventually
+
+pytestmark = pytest.mark.timeout(900)
+OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8")
+# 40 blocks of 16 tokens are fewer than 8 requests need, so vLLM preempts.
+CROWDED = ("--max-num-batched-tokens", "48", "--num-gpu-blocks-override", "40", "--block-size", "16")
+PROMPTS = [{"prompt": text} for line in CORPUS for text in (line, line[len(line) // 3 :], f"{line[:40]} {line[:40]}")]
+MAX_TOKENS = 80
+
+
+@dataclass
+class Setup:
+    """A server, and the processes that its candidates come from. `bridge_address`: that of the proxy."""
+
+    server: VllmServer
+    control: Path
+    bridge: "subprocess.Popen[str]"
+    draft: "subprocess.Popen[str]"
+    restart_bridge: Callable[[], "subprocess.Popen[str]"]
+    proxy: DelayProxy
+
+    def turn_to(self, way: str) -> None:
+        self.control.write_bytes(bytes([WAYS.index(way)]))
+
+    def generate(self, **options: Any) -> list[Completion]:
+        """Runs all prompts, eight at a time."""
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(lambda prompt: self.server.complete(prompt, MAX_TOKENS, **options), PROMPTS))
+
+    def verified(self) -> float:
+        """Returns how many candidates vLLM has verified so far."""
+        return self.server.counts().get("draft_tokens_total", 0.0)
+
+
+@pytest.fixture(scope="module")
+def setup(
+    vllm_python: Path, tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Setup]:
+    folder = tmp_path_factory.mktemp("vllm")
+    (folder / "way").write_bytes(b"\0")
+    target, draft = (str(path) for path in tiny_models)
+    with ExitStack() as stack:
+        draft_address, draft_process = stack.enter_context(
+            serve(draft, "--role", "draft", "--dtype", "float32", "--threads", "1")
+        )
+
+        def start(listen: str = "127.0.0.1:0") -> tuple[str, "subprocess.Popen[str]"]:
+            options = ("--draft", draft_address, "--listen", listen, "--until-stdin-closes")
+            return stack.enter_context(launched("bridge", "bridge", *options))
+
+        address, bridge_process = start()
+        proxy = DelayProxy(address, 0.0)
+        proxied = stack.enter_context(proxy.running())
+        environment = {"VLLM_WAYS": str(folder), "DRAFTBRIDGE_GUEST_BRIDGE": proxied}
+        own = speculation("benchmarks.vllm_ways.Ways", 8)
+        server = stack.enter_context(
+            vllm_server(vllm_python, target, folder / "log", *OPTIONS, *CROWDED, *own, environment=environment)
+        )
+        setup = Setup(server, folder / "way", bridge_process, draft_process, lambda: start(address)[1], proxy)
+        setup.turn_to(OURS)
+        # The first request makes the adapter connect.
+        eventually(lambda: bool(server.complete(PROMPTS[0], 40)) and setup.verified() > 0, 60)
+        yield setup
+
+
+@pytest.fixture(scope="module")
+def plain(setup: Setup) -> list[tuple[int, ...]]:
+    """Returns the texts of vLLM without candidates."""
+    setup.turn_to(PLAIN)
+    return [one.ids for one in setup.generate()]
+
+
+@contextmanager
+def candidates(setup: Setup) -> Iterator[None]:
+    """Fails unless vLLM verifies candidates of ours in the block."""
+    setup.turn_to(OURS)
+    before = setup.verified()
+    yield
+    assert setup.verified() > before
+
+
+def test_greedy_texts_are_those_of_plain_vllm(setup: Setup, plain: list[tuple[int, ...]]) -> None:
+    with candidates(setup):
+        for _ in range(3):
+            assert [one.ids for one in setup.generate()] == plain
+    assert [setup.server.complete(prompt, MAX_TOKENS).ids for prompt in PROMPTS] == plain
+
+
+def test_requests_that_end_early_disturb_no_other(setup: Setup, plain: list[tuple[int, ...]]) -> None:
+    random = Random(0)
+    with candidates(setup), ThreadPoolExecutor(8) as pool:
+        lengths = [random.choice((1, 3, 10, MAX_TOKENS)) for _ in range(3 * len(PROMPTS))]
+        asked = [
+            pool.submit(setup.server.complete, PROMPTS[place % len(PROMPTS)], length)
+            for place, length in enumerate(lengths)
+        ]
+        for place, (length, one) in enumerate(zip(lengths, asked, strict=True)):
+            assert one.result().ids == plain[place % len(PROMPTS)][:length]
+
+
+def test_sampling_has_the_distribution_of_plain_vllm(setup: Setup) -> None:
+    """The second and third token of a text with repetitions, over 12 tokens that are likely after it."""
+    prompt = {"prompt": "the the the and and over and over again the the the and and over"}
+    allowed = sorted(set(setup.server.complete(prompt, MAX_TOKENS, ignore_eos=True).ids))[:12]
+    options = {"temperature": 1.0, "allowed_token_ids": allowed, "ignore_eos": True, "n": 64}
+    drawn: dict[str, list[tuple[int, ...]]] = {}
+    for way in (PLAIN, OURS):
+        setup.turn_to(way)
+        before = setup.verified()
+        drawn[way] = [ids[1:3] for seed in range(40) for ids in setup.server.samples(prompt, 3, seed=seed, **options)]
+        assert (setup.verified() > before + 1000) == (way == OURS)
+    table = [[drawn[way].count(pair) for pair in sorted(set(drawn[PLAIN]) | set(drawn[OURS]))] for way in drawn]
+    columns = list(zip(*table, strict=True))
+    common = [column for column in columns if sum(column) >= 20]
+    rare = [sum(values) for values in zip(*(column for column in columns if sum(column) < 20), strict=True)]
+    result = chi2_contingency([*common, *([rare] if sum(rare) else [])])
+    assert result.pvalue > 0.001, result
+
+
+@pytest.mark.parametrize("delay", [0.5, None], ids=["slow", "hung"])
+def test_a_slow_or_hung_bridge(setup: Setup, plain: list[tuple[int, ...]], delay: float | None) -> None:
+    setup.turn_to(PLAIN)
+    began = time.monotonic()
+    setup.generate()
+    plain_seconds = time.monotonic() - began
+    setup.turn_to(OURS)
+    setup.proxy.set_delay(delay)
+    try:
+        began = time.monotonic()
+        assert [one.ids for one in setup.generate()] == plain
+        assert time.monotonic() - began < 2 * plain_seconds + 2
+    finally:
+        setup.proxy.set_delay(0.0)
+    _recovers(setup, plain)
+
+
+def test_a_stopped_bridge(setup: Setup, plain: list[tuple[int, ...]]) -> None:
+    setup.turn_to(OURS)
+    os.kill(setup.bridge.pid, signal.SIGSTOP)
+    try:
+        assert [one.ids for one in setup.generate()] == plain
+    finally:
+        os.kill(setup.bridge.pid, signal.SIGCONT)
+    _recovers(setup, plain)
+
+
+def test_a_killed_draft_and_a_killed_and_restarted_bridge(setup: Setup, plain: list[tuple[int, ...]]) -> None:
+    setup.turn_to(OURS)
+    with ThreadPoolExecutor(1) as pool:
+        texts = pool.submit(setup.generate)
+        time.sleep(0.5)
+        setup.draft.kill()
+        assert [one.ids for one in texts.result()] == plain
+        texts = pool.submit(setup.generate)
+        time.sleep(0.5)
+        setup.bridge.kill()
+        assert [one.ids for one in texts.result()] == plain
+    setup.bridge.wait()
+    assert [one.ids for one in setup.generate()] == plain
+    setup.bridge = setup.restart_bridge()
+    _recovers(setup, plain)
+
+
+def _recovers(setup: Setup, plain: list[tuple[int, ...]]) -> None:
+    """Candidates come again, and change no text."""
+    before = setup.verified()
+    eventually(lambda: [one.ids for one in setup.generate()] == plain and setup.verified() > before, 60)
+
+
+def test_tensor_parallel(vllm_python: Path, tiny_models: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two workers: one asks, both verify."""
+    target = str(tiny_models[0])
+    with launched("bridge", "bridge", "--listen", "127.0.0.1:0", "--until-stdin-closes") as (address, _):
+        options = (*OPTIONS, "--tensor-parallel-size", "2")
+        own = speculation("draftbridge.guests.vllm.Proposer", 8)
+        environment = {"DRAFTBRIDGE_GUEST_BRIDGE": address, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        with vllm_server(vllm_python, target, tmp_path / "log", *options, *own, environment=environment) as server:
+            first = [server.complete(prompt, MAX_TOKENS).ids for prompt in PROMPTS]
+            eventually(lambda: bool(server.complete(PROMPTS[0], 40)) and server.counts()["draft_tokens_total"] > 0, 60)
+            assert [server.complete(prompt, MAX_TOKENS).ids for prompt in PROMPTS] == first

@@ -1,0 +1,108 @@
+"""Sequences are recognised in a batch whose rows are swapped, filled again, preempted and read in chunks."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draftbridge.guests import rows as rows_module
+from draftbridge.guests.rows import Rows
+
+WIDTH = 64
+
+
+@dataclass
+class Batch:
+    """An engine's batch that knows which request each row belongs to, as vLLM's does and its proposer does not."""
+
+    requests: list[int] = field(default_factory=list)
+    texts: dict[int, list[int]] = field(default_factory=dict)
+    tokens: np.ndarray = field(default_factory=lambda: np.full((8, WIDTH), -1, dtype=np.int32))
+
+    def step(self, gains: list[int], draw: st.DataObject) -> list[int]:
+        """Lets each row gain so many tokens, and returns the numbers of tokens."""
+        for place, (request, gain) in enumerate(zip(self.requests, gains, strict=True)):
+            self.texts[request] += [draw.draw(st.integers(0, 2)) for _ in range(gain)]
+            text = self.texts[request]
+            # What follows the tokens of a row is left over from other requests and from rejected candidates.
+            self.tokens[place] = draw.draw(st.integers(0, 2))
+            self.tokens[place, : len(text)] = text
+        return [len(self.texts[request]) for request in self.requests]
+
+
+@given(st.data())
+def test_a_sequence_has_one_id_and_its_own_tokens(data: st.DataObject) -> None:
+    batch, rows = Batch(), Rows()
+    ids: dict[int, set[int]] = {}
+    seen: dict[int, list[int]] = {}
+    number = 0
+    for _ in range(data.draw(st.integers(1, 15))):
+        kept = data.draw(st.permutations(batch.requests))[: data.draw(st.integers(0, 4))]
+        batch.requests = list(kept)
+        fresh = [(number := number + 1) for _ in range(data.draw(st.integers(0, 4 - len(kept)))) if number < 12]
+        for request in fresh:
+            # The number of the request in the prompt makes it different from all others.
+            batch.texts[request] = [100 + request, *data.draw(st.lists(st.integers(0, 2), max_size=4))]
+            batch.requests.append(request)
+        gains = [data.draw(st.integers(0, 3)) for _ in batch.requests]
+        counts = batch.step(gains, data)
+        if not counts:
+            continue
+        found = rows.follow(gains, counts, batch.tokens)
+        assert len({one.id for one in found}) == len(found)
+        for request, one, gain in zip(batch.requests, found, gains, strict=True):
+            text = batch.texts[request]
+            assert one.count == len(text)
+            if one.id in seen:
+                # What the bridge holds for this id is continued by the row.
+                assert text[: len(seen[one.id])] == seen[one.id]
+            else:
+                assert one.is_new and one.prompt_count == len(text) - gain
+            seen[one.id] = list(text)
+            ids.setdefault(request, set()).add(one.id)
+        for ended in rows.ended():
+            seen.pop(ended)
+    # A request that leaves the batch and returns within the run keeps its id: nothing is sent twice.
+    assert all(len(found_ids) == 1 for found_ids in ids.values())
+
+
+def test_a_row_that_another_request_takes_over_is_a_new_sequence() -> None:
+    rows, tokens = Rows(), np.zeros((1, WIDTH), dtype=np.int32)
+    tokens[0, :4] = [1, 2, 3, 4]
+    first = rows.follow([1], [4], tokens)[0].id
+    tokens[0, :6] = [1, 2, 9, 4, 5, 6]
+    (taken,) = rows.follow([1], [6], tokens)
+    assert taken.id != first and taken.is_new and taken.prompt_count == 5
+
+
+def test_a_prompt_that_continues_an_ended_text_is_a_new_sequence() -> None:
+    rows, tokens = Rows(), np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)
+    first = rows.follow([1], [10], tokens)[0].id
+    (next_turn,) = rows.follow([1], [10 + rows_module._MISSED_TOKENS + 2], tokens)
+    assert next_turn.id != first
+
+
+def test_steps_that_the_engine_skipped_are_caught_up() -> None:
+    rows, tokens = Rows(), np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)
+    first = rows.follow([1], [10], tokens)[0].id
+    (later,) = rows.follow([1], [15], tokens)
+    assert later.id == first and not later.is_new and later.count == 15
+
+
+def test_a_sequence_that_no_row_has_ends_once() -> None:
+    rows, tokens = Rows(), np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)
+    first, second = (one.id for one in rows.follow([1, 1], [10, 10], tokens))
+    ended = []
+    for count in range(11, 11 + rows_module._KEPT_STEPS + 5):
+        (left,) = rows.follow([1], [count], tokens)
+        assert left.id == first
+        ended += rows.ended()
+    assert ended == [second]
+
+
+def test_a_sequence_longer_than_its_copy_grows() -> None:
+    rows, tokens = Rows(), np.zeros((1, 4000), dtype=np.int32)
+    tokens[0] = np.arange(4000)
+    ids = {rows.follow([1 if count > 5 else 0], [count], tokens)[0].id for count in range(5, 3999, 11)}
+    assert len(ids) == 1

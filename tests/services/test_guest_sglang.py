@@ -1,0 +1,187 @@
+"""The plug-in for SGLang, in stand-ins of SGLang's registry and worker, against a scripted bridge over gRPC."""
+
+import importlib.metadata
+import sys
+import tomllib
+from array import array
+from collections.abc import Iterator
+from enum import Enum, auto
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from draftbridge.guests import sglang as adapter
+from tests.support.scripted_bridge import VOCABULARY, ScriptedBridge, closed_clients, continued, served
+from tests.support.tiny import tokenizer_json
+from tests.support.waiting import eventually
+
+REGISTRY: dict[str, Any] = {}
+WIDTH = 5
+
+
+class Algorithm(Enum):
+    """As SGLang's SpeculativeAlgorithm: methods that ask the member what it is."""
+
+    EAGLE = auto()
+    NGRAM = auto()
+
+    @classmethod
+    def register(cls, name: str, *, supports_overlap: bool, spec_class: type) -> Any:
+        def decorate(factory: Any) -> Any:
+            REGISTRY[name] = spec_class(name, factory, supports_overlap)
+            return factory
+
+        return decorate
+
+    def is_eagle(self) -> bool:
+        return self == Algorithm.EAGLE
+
+    def is_ngram(self) -> bool:
+        return self == Algorithm.NGRAM
+
+    def has_draft_kv(self) -> bool:
+        return not self.is_ngram()
+
+    def create_worker(self, server_args: Any) -> type:
+        raise AssertionError("SGLang's own worker")
+
+
+class CustomAlgorithm:
+    """As SGLang's CustomSpecAlgo."""
+
+    def __init__(self, name: str, factory: Any, supports_overlap: bool) -> None:
+        self.name, self.factory, self.supports_overlap = name, factory, supports_overlap
+
+    def is_ngram(self) -> bool:
+        return False
+
+    def create_worker(self, server_args: Any) -> type:
+        return self.factory(server_args)
+
+
+class NgramWorker:
+    """The part of SGLang's NGRAMWorker that the plug-in relies on."""
+
+    def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
+        self.server_args, self.target_worker, self.draft_token_num = server_args, target_worker, WIDTH
+        self.enable_overlap = server_args.overlap
+        self.ngram_corpus: Any = object()
+
+
+class Group(SimpleNamespace):
+    """A tensor-parallel group, of which this process is `rank_in_group`."""
+
+    def broadcast_object(self, found: Any, src: int) -> Any:
+        self.sent.append(found)
+        return found if self.rank_in_group == src else self.received
+
+
+@pytest.fixture
+def worker_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
+    REGISTRY.clear()
+    group = Group(rank_in_group=0, world_size=2, sent=[], received=None)
+    for name, values in {
+        "sglang.srt.speculative.spec_info": {"SpeculativeAlgorithm": Algorithm},
+        "sglang.srt.speculative.spec_registry": {"CustomSpecAlgo": CustomAlgorithm},
+        "sglang.srt.speculative.ngram_worker": {"NGRAMWorker": NgramWorker},
+        "sglang.srt.runtime_context": {"get_parallel": lambda: SimpleNamespace(tp_group=group)},
+    }.items():
+        module = ModuleType(name)
+        module.__dict__.update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("sglang", "sglang.srt", "sglang.srt.speculative"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    adapter.register()
+    with closed_clients(monkeypatch, adapter):
+        yield REGISTRY["DRAFTBRIDGE"].create_worker(None)
+
+
+@pytest.fixture
+def arguments(tmp_path: Any) -> dict[str, Any]:
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json("byte_level"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<eos>")
+    config = SimpleNamespace(
+        model_path="/models/tiny", dtype="torch.float16", context_len=96, vocab_size=VOCABULARY, hf_eos_token_id={2, 3}
+    )
+    target = SimpleNamespace(tokenizer=tokenizer, model_runner=SimpleNamespace(model_config=config, device="cpu"))
+    server_args = SimpleNamespace(served_model_name="", tokenizer_path=str(tmp_path), revision=None, overlap=True)
+    return {"server_args": server_args, "gpu_id": 0, "nccl_port": 0, "target_worker": target}
+
+
+def request(rid: str, prompt: list[int], output: list[int]) -> SimpleNamespace:
+    ids = array("q", prompt)
+    return SimpleNamespace(rid=rid, origin_input_ids_unpadded=ids, output_ids=array("q", output))
+
+
+def batch(requests: list[SimpleNamespace], added: list[list[int]]) -> SimpleNamespace:
+    """As SGLang hands it over: `added` are the tokens of the last forward, padded to the width."""
+    padded = [token for ids in added for token in (*ids, *[0] * (WIDTH - len(ids)))]
+    spec = SimpleNamespace(accept_tokens=np.array(padded), accept_lens=np.array([len(ids) for ids in added]))
+    return SimpleNamespace(reqs=requests, spec_info=spec, grammar_needs_sync=lambda: False)
+
+
+def test_the_algorithm_answers_as_ngram_but_has_its_own_worker(worker_class: type) -> None:
+    algorithm = REGISTRY["DRAFTBRIDGE"]
+    assert algorithm.supports_overlap and algorithm.is_ngram()
+    assert not algorithm.is_eagle() and not algorithm.has_draft_kv()
+    assert issubclass(worker_class, NgramWorker)
+
+
+def test_the_entry_point_is_declared() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    ((name, value),) = project["entry-points"]["sglang.srt.plugins"].items()
+    assert importlib.metadata.EntryPoint(name, value, "").load() is adapter.register
+
+
+def test_trees_are_chains_of_the_bridges_candidates(
+    worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge = ScriptedBridge(wrong=0.0)
+    with served(bridge) as address:
+        monkeypatch.setenv("DRAFTBRIDGE_GUEST_BRIDGE", address)
+        monkeypatch.setenv("DRAFTBRIDGE_GUEST_DEADLINE_MS", "5000")
+        worker = worker_class(**arguments)
+        eventually(lambda: worker._asker._client.connected)
+        prompts = [[5, 6, 7], [8, 9]]
+        generated: list[list[int]] = [[], []]
+        for counts in ((1, 3), (2, 1), (4, 1)):
+            added = [continued(p + g, count) for p, g, count in zip(prompts, generated, counts, strict=True)]
+            requests = [request(str(n), p, g) for n, (p, g) in enumerate(zip(prompts, generated, strict=True))]
+            tokens, mask = worker._prepare_draft_tokens(batch(requests, added))
+            for place, (prompt, old, new) in enumerate(zip(prompts, generated, added, strict=True)):
+                text = prompt + old + new
+                row = tokens.reshape(2, WIDTH)[place].tolist()
+                assert row == [text[-1], *continued(text, WIDTH - 1)]
+                assert (mask.reshape(2, WIDTH, WIDTH)[place] == np.tri(WIDTH, dtype=bool)).all()
+                assert bridge.held[place + 1] == text
+                generated[place] = old + new
+        worker._prepare_draft_tokens(batch(requests[1:], added[1:]))
+        assert set(bridge.held) == {2}
+    assert bridge.opening.model.engine == "sglang"
+
+
+def test_without_a_bridge_trees_have_only_the_last_token(
+    worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_GUEST_BRIDGE", "127.0.0.1:9")
+    worker = worker_class(**arguments)
+    tokens, mask = worker._prepare_draft_tokens(batch([request("a", [5, 6], [])], [[7]]))
+    assert tokens.tolist() == [7, 0, 0, 0, 0]
+    # Each of the others is a child of the last token: it sees that token and itself.
+    expected = np.eye(WIDTH, dtype=bool)
+    expected[:, 0] = True
+    assert (mask.reshape(WIDTH, WIDTH) == expected).all()
+
+
+def test_other_ranks_take_the_first_ranks_candidates(
+    worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = sys.modules["sglang.srt.runtime_context"].get_parallel().tp_group
+    group.rank_in_group, group.received = 1, [[1, 2]]
+    worker = worker_class(**arguments)
+    tokens, _ = worker._prepare_draft_tokens(batch([request("a", [5, 6], [])], [[7]]))
+    assert tokens.tolist() == [7, 1, 2, 0, 0] and worker._asker._client is None

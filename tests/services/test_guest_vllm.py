@@ -1,0 +1,243 @@
+"""The adapter for vLLM, in a stand-in of vLLM's loop, against a scripted bridge over gRPC."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from draftbridge.guests import vllm as adapter
+from draftbridge.guests.settings import GuestSettings, InvalidSettings
+from draftbridge.guests.vllm import Proposer
+from tests.conftest import CHAT_TEMPLATE
+from tests.support.scripted_bridge import VOCABULARY, ScriptedBridge, closed_clients, continued, served
+from tests.support.tiny import tokenizer_json
+from tests.support.waiting import eventually
+
+WIDTH = 96
+
+
+@dataclass
+class Request:
+    prompt: list[int]
+    limit: int
+    tokens: list[int] = field(default_factory=list)
+    candidates: list[int] = field(default_factory=list)
+    read_count: int = 0
+    accepted_count: int = 0
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.tokens) - len(self.prompt) >= self.limit
+
+
+class Engine:
+    """A stand-in of vLLM's loop: prompts in chunks, rows that move, preemption, requests that end early."""
+
+    def __init__(self, proposer: Proposer, rows: int = 4) -> None:
+        self.proposer, self.row_count = proposer, rows
+        self.waiting: list[Request] = []
+        self.rows: list[Request] = []
+        self.token_ids = np.zeros((rows, WIDTH), dtype=np.int32)
+        self.longest_seconds = 0.0
+        self.random = Random(1)
+
+    def generate(self, prompts: list[list[int]], limit: int, between: float = 0.0) -> list[list[int]]:
+        """Returns the generated tokens. `between`: seconds of the forward."""
+        requests = [Request(prompt, limit, tokens=list(prompt)) for prompt in prompts]
+        self.waiting += requests
+        while self.waiting or self.rows:
+            self._step()
+            threading.Event().wait(between)
+        return [one.tokens[len(one.prompt) :][:limit] for one in requests]
+
+    def _step(self) -> None:
+        self.rows = [one for one in self.rows if not one.is_done]
+        if self.rows and self.random.random() < 0.1:  # preempted: it returns later, in another row
+            self.waiting.append(self.rows.pop(self.random.randrange(len(self.rows))))
+        if self.random.random() < 0.3:
+            self.random.shuffle(self.rows)
+        while self.waiting and len(self.rows) < self.row_count:
+            self.rows.append(self.waiting.pop(0))
+        sampled = [self._forward(one) for one in self.rows]
+        for place, one in enumerate(self.rows):
+            self.token_ids[place, : len(one.tokens)] = one.tokens
+            if one.candidates:  # vLLM leaves the candidates that it verified in the row
+                self.token_ids[place, len(one.tokens) : len(one.tokens) + 2] = VOCABULARY - 1
+        counts = np.array([len(one.tokens) for one in self.rows] + [0] * 3, dtype=np.int32)
+        began = time.monotonic()
+        found = self.proposer.propose(sampled, counts, self.token_ids, slot_mappings=None)
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
+        assert len(found) == len(self.rows)
+        for one, candidates in zip(self.rows, found, strict=True):
+            assert len(candidates) <= 8 and len(one.tokens) + len(candidates) < WIDTH
+            one.candidates = list(candidates)
+
+    def _forward(self, one: Request) -> list[int]:
+        """Reads a chunk of the prompt, or verifies the candidates; returns the new tokens."""
+        if one.read_count < len(one.prompt):
+            one.read_count += 8
+            if one.read_count < len(one.prompt):
+                return []
+        new = continued(one.tokens, 1 + len(one.candidates))
+        accepted = next((i for i, (a, b) in enumerate(zip(new, one.candidates, strict=False)) if a != b), None)
+        count = len(one.candidates) if accepted is None else accepted
+        one.accepted_count += count
+        one.tokens += new[: count + 1]
+        return new[: count + 1]
+
+
+PROMPTS = [[n % VOCABULARY, *(Random(n).choices(range(VOCABULARY), k=n % 25))] for n in range(12)]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Returns a stand-in of vLLM's ModelConfig, and puts stand-ins of vLLM's modules on the import path."""
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json("byte_level"))
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<bos>", eos_token="<eos>"
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 0},
+        "vllm.tokenizers": {"cached_tokenizer_from_config": lambda config: tokenizer},
+    }
+    for name, values in modules.items():
+        module = ModuleType(name)
+        module.__dict__.update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    with closed_clients(monkeypatch, adapter):
+        yield SimpleNamespace(
+        model="/models/tiny", served_model_name=["tiny"], tokenizer=str(tmp_path), tokenizer_revision=None,
+        dtype="torch.bfloat16", max_model_len=WIDTH, hf_config=SimpleNamespace(eos_token_id=[2, 3]),
+        get_vocab_size=lambda: VOCABULARY, try_get_generation_config=lambda: {"eos_token_id": 2},
+    )  # fmt: skip
+
+
+def config(model: SimpleNamespace, **settings: object) -> SimpleNamespace:
+    speculative = SimpleNamespace(num_speculative_tokens=8)
+    return SimpleNamespace(
+        speculative_config=speculative,
+        model_config=model,
+        device_config=SimpleNamespace(device_type="cpu"),
+        additional_config={"draftbridge": settings},
+    )
+
+
+def connected(model: SimpleNamespace, address: str, **settings: object) -> Proposer:
+    proposer = Proposer(config(model, bridge=address, **settings))
+    proposer.load_model(object())
+    assert proposer._client and proposer._client.connect(10)
+    return proposer
+
+
+def plain(limit: int) -> list[list[int]]:
+    return [continued(prompt, limit) for prompt in PROMPTS]
+
+
+def test_texts_are_plain_ones_and_the_bridge_holds_them(model: SimpleNamespace) -> None:
+    bridge = ScriptedBridge()
+    with served(bridge) as address:
+        proposer = connected(model, address, deadline_ms=5000)
+        engine = Engine(proposer)
+        assert engine.generate(PROMPTS, 20) == plain(20)
+        counts = proposer._client.counts
+        assert counts.candidate_count > 100 and counts.late_count == 0
+        # The last forward of a request may have gone beyond its limit.
+        texts = [prompt + text for prompt, text in zip(PROMPTS, plain(25), strict=True)]
+        assert all(any(text[: len(held)] == held for text in texts) for held in bridge.held.values())
+        # Each token is sent once: preempted and moved requests are not sent again.
+        assert sum(len(one.token_ids) for step in bridge.steps for one in step.sequences) <= sum(map(len, texts))
+
+
+def test_the_model_is_described(model: SimpleNamespace) -> None:
+    bridge = ScriptedBridge()
+    with served(bridge) as address:
+        connected(model, address, engine="one", draft="small", sources=["suffix"])
+        opening = bridge.opening
+    assert (opening.engine, opening.draft, list(opening.sources)) == ("one", "small", ["suffix"])
+    described = opening.model
+    assert (described.name, described.engine, described.dtype) == ("tiny", "vllm", "bfloat16")
+    assert (described.context_length, described.vocabulary_size) == (WIDTH, VOCABULARY)
+    assert described.special_ids.bos == 1 and list(described.special_ids.eos) == [2, 3]
+    assert described.chat_template == CHAT_TEMPLATE
+    assert 0 < described.compute_unit_count <= len(described.compute_units)
+    assert bridge.tokenizer == tokenizer_json("byte_level")
+
+
+def test_a_hung_and_a_lost_bridge_cost_a_few_deadlines_and_no_text(model: SimpleNamespace) -> None:
+    bridge = ScriptedBridge()
+    with served(bridge) as address:
+        proposer = connected(model, address, deadline_ms=200)
+        engine = Engine(proposer)
+        engine.generate(PROMPTS[:2], 3)
+        bridge.hangs.set()
+        began = time.monotonic()
+        assert engine.generate(PROMPTS, 20) == plain(20)
+        assert time.monotonic() - began < 3
+        assert engine.longest_seconds < 1
+    engine.longest_seconds = 0.0
+    assert engine.generate(PROMPTS, 20) == plain(20)
+    assert engine.longest_seconds < 0.1
+
+
+def test_a_restarted_bridge_is_used_again(model: SimpleNamespace) -> None:
+    bridge = ScriptedBridge()
+    with served(bridge) as address:
+        proposer = connected(model, address, deadline_ms=2000)
+    client = proposer._client
+    eventually(lambda: not client.connected)
+    assert Engine(proposer).generate(PROMPTS[:3], 20) == plain(20)[:3]
+    before = client.counts.candidate_count
+    with served(bridge, address):
+        eventually(lambda: client.connected)
+        assert Engine(proposer).generate(PROMPTS, 20) == plain(20)
+        assert client.counts.candidate_count > before
+
+
+def test_another_rank_does_not_ask(model: SimpleNamespace) -> None:
+    sys.modules["vllm.distributed"].get_tensor_model_parallel_rank = lambda: 1
+    proposer = Proposer(config(model, bridge="127.0.0.1:9"))
+    proposer.load_model(object())
+    assert Engine(proposer).generate(PROMPTS, 20) == plain(20)
+    assert proposer._client is None
+
+
+def test_a_bug_is_logged_once_and_nothing_is_raised(model: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    with served(ScriptedBridge()) as address:
+        proposer = connected(model, address)
+        for _ in range(3):
+            assert proposer.propose([[1], []], None, None) == [[], []]
+    assert sum("a bug in DraftBridge" in record.message for record in caplog.records) == 1
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"DRAFTBRIDGE_GUEST_BRIDGE": "a:1", "DRAFTBRIDGE_GUEST_SOURCES": "draft, suffix", "OTHER": "x"}
+    settings = GuestSettings.read({"bridge": "b:2", "deadline_ms": 5, "tls": True}, environment)
+    assert (settings.bridge, settings.sources, settings.deadline_ms) == ("b:2", ("draft", "suffix"), 5.0)
+    assert settings.credentials.encrypted
+    for wrong, remedy in (
+        ({"brigde": "a:1"}, "did you mean bridge"),
+        ({"deadline_ms": "soon"}, "from 0 to 10000"),
+        ({"tls": "perhaps"}, "true or false"),
+        ({"sources": 5}, "a list of names"),
+    ):
+        with pytest.raises(InvalidSettings, match=remedy):
+            GuestSettings.read(wrong, {})
+
+
+def test_the_adapter_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'transformers', 'tokenizers', 'numpy', 'pydantic', 'vllm', 'bridge', 'services'}"
+    code = f"import sys, draftbridge.guests.vllm; print(*{heavy} & {{name.partition('.')[0] for name in sys.modules}})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []

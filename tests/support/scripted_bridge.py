@@ -1,0 +1,115 @@
+"""A bridge for guests that follows a script, and counts what it receives."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from random import Random
+from threading import Event
+from types import ModuleType
+from typing import Any
+
+import grpc
+import pytest
+
+from draftbridge.candidates import CandidateClient
+from draftbridge.guests.description import open_client
+from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
+
+VOCABULARY = 50
+
+
+def next_token(tokens: list[int]) -> int:
+    """The engine's model: greedy, and a function of the last three tokens."""
+    return (7 * tokens[-1] + 3 * sum(tokens[-3:]) + 1) % VOCABULARY
+
+
+def continued(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class ScriptedBridge(candidate_pb2_grpc.CandidateServiceServicer):
+    """Proposes what the engine's model will say, with a wrong token now and then."""
+
+    def __init__(self, wrong: float = 0.3) -> None:
+        """`wrong`: how often a token is wrong."""
+        self._wrong = wrong
+        self.opening = candidate_pb2.ProposeOpen()
+        self.tokenizer = b""
+        self.held: dict[int, list[int]] = {}
+        self.steps: list[candidate_pb2.ProposeStep] = []
+        self.hangs = Event()
+        self._random = Random(0)
+
+    def Propose(  # noqa: N802
+        self, requests: Iterator[candidate_pb2.ProposeRequest], context: grpc.ServicerContext
+    ) -> Iterator[candidate_pb2.ProposeResponse]:
+        self.held.clear()
+        for request in requests:
+            match request.WhichOneof("kind"):
+                case "open":
+                    self.opening = request.open
+                    yield candidate_pb2.ProposeResponse(
+                        opened=candidate_pb2.ProposeOpened(wants_tokenizer=not self.tokenizer)
+                    )
+                case "tokenizer":
+                    self.tokenizer += request.tokenizer.chunk
+                    if request.tokenizer.last:
+                        yield candidate_pb2.ProposeResponse(opened=candidate_pb2.ProposeOpened())
+                case _:
+                    answer = self._answer(request.step)
+                    if not self.hangs.is_set():
+                        yield candidate_pb2.ProposeResponse(candidates=answer)
+
+    def _answer(self, step: candidate_pb2.ProposeStep) -> candidate_pb2.ProposeCandidates:
+        self.steps.append(step)
+        answer = candidate_pb2.ProposeCandidates(step=step.step)
+        for ended in step.ended_sequence_ids:
+            del self.held[ended]
+        for one in step.sequences:
+            held = self.held.setdefault(one.sequence_id, [])
+            assert len(held) >= one.kept_token_count
+            held[one.kept_token_count :] = one.token_ids
+            if one.max_candidate_count:
+                ids = continued(held, 4)
+                if self._random.random() < self._wrong:
+                    ids[2] = (ids[2] + 1) % VOCABULARY
+                answer.sequences.append(
+                    candidate_pb2.SequenceCandidates(
+                        sequence_id=one.sequence_id,
+                        base_token_count=len(held),
+                        token_ids=ids,
+                        width=4,
+                        runs=[candidate_pb2.CandidateRun(source="suffix", token_count=4)],
+                    )
+                )
+        return answer
+
+
+@contextmanager
+def served(bridge: ScriptedBridge, address: str = "127.0.0.1:0") -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(4))
+    candidate_pb2_grpc.add_CandidateServiceServicer_to_server(bridge, server)
+    port = server.add_insecure_port(address)
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(grace=None).wait()
+
+
+@contextmanager
+def closed_clients(monkeypatch: pytest.MonkeyPatch, adapter: ModuleType) -> Iterator[None]:
+    """Closes, at the end, the clients that an adapter has opened: engines never close them."""
+    opened: list[CandidateClient] = []
+
+    def open_(*arguments: Any) -> CandidateClient:
+        opened.append(open_client(*arguments))
+        return opened[-1]
+
+    monkeypatch.setattr(adapter, "open_client", open_)
+    yield
+    for client in opened:
+        client.close()
