@@ -7,7 +7,7 @@
     │   └── InvalidField, EmptyPrompt, PromptTooLong, MaxTokensTooLarge, TokenOutOfRange, ProtocolViolation
     ├── ModelNotFound
     ├── NotReady                the request is valid, but the other side cannot serve it in its present state
-    │   ├── BaseMismatch, RoleNotServed, ModelChanged, EngineNameTaken
+    │   ├── BaseMismatch, RoleNotServed, ModelChanged, EngineNameTaken, PairRefused
     │   └── UnusableModel       a model's files exist, but are broken or not supported
     │       └── TokenizerNotUnderstood, TemplateLimitExceeded, ChecksumMismatch
     ├── Exhausted               the same request may succeed a moment later
@@ -111,6 +111,15 @@ class RoleNotServed(NotReady, reason="ROLE_NOT_SERVED"):
             address=address,
             model=model,
             role=role,
+        )
+
+
+class PairRefused(NotReady, reason="PAIR_REFUSED"):
+    def __init__(self, target: str, draft: str, refusal: str) -> None:
+        super().__init__(
+            f"{target} cannot be paired with {draft}: {refusal}; or leave out the name of the draft",
+            target=target,
+            draft=draft,
         )
 
 

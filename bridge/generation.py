@@ -10,9 +10,10 @@
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter_ns
+from typing import TypeAlias
 
 from bridge.errors import DraftBridgeError, TargetFault
 from bridge.loop import speculate
@@ -21,6 +22,7 @@ from bridge.planning.planner import Mode, Planner
 from bridge.ports import Drafter, FinishReason, Logprob, Verifier
 from bridge.request import Request, check, render, token_room
 from bridge.sources import SOURCES
+from bridge.sources.draft import DraftSource
 from bridge.sources.source import CandidateSource, Draft, Opening, Outcome
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix_memory import SuffixMemory
@@ -31,6 +33,8 @@ from bridge.text.chat import Chat, end_of_turn
 from bridge.text.models import Model
 from bridge.text.stream import Span, TextStream
 
+# Returns another draft for the rest of a request, or None; see `generate`.
+NextDraft: TypeAlias = Callable[[Exception | None], tuple[Model, Drafter] | None]
 _OVERDUE = "the draft did not answer in time; the target no longer waits for it"
 
 
@@ -75,12 +79,14 @@ async def generate(
     memory: SuffixMemory | None = None,
     clock: Callable[[], int] = perf_counter_ns,
     statistics: Statistics | None = None,
+    next_draft: NextDraft | None = None,
 ) -> AsyncGenerator[Started | Delta | Finished, None]:
     """Yields the target's own continuation of the request; a draft only makes it faster.
 
     `estimates` holds what other requests have learned about the target, and this request adds to it. `memory` holds
     earlier outputs of tenants; a request with a tenant uses it and adds to it. `clock` returns nanoseconds. The
-    request counts into `statistics`, which the caller may read at any time.
+    request counts into `statistics`, which the caller may read at any time. `next_draft` returns another draft for the
+    rest of the text, given the error of the present one, or None if that one does not pay.
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock()
@@ -90,12 +96,13 @@ async def generate(
     prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = token_room(request, model, prompt.ids)
     estimates = estimates or TargetEstimates(model.forward_costs)
+    statistics = statistics or Statistics()
     draft: Draft | None = None
     draft_estimates: DraftEstimates | None = None
     if draft_model and drafter:
-        competes = draft_model.competes_with(model)
-        draft_estimates = estimates.draft(draft_model.name, draft_model.forward_costs, competes=competes)
+        draft_estimates = _estimates_of(draft_model, model, estimates)
         draft = Draft(draft_model, drafter, draft_estimates)
+        statistics.drafts.append(draft_model.name)
     opening = Opening(
         prompt=model.vocabulary.spell(prompt.ids),
         render=partial(render, request, source=model),
@@ -108,14 +115,17 @@ async def generate(
     sources, note = await asyncio.to_thread(_open_sources, request, opening)
     yield Started(len(prompt.ids))
 
-    planner = Planner(request.speculation, RequestEstimates(estimates, sources, draft_estimates))
+    own_estimates = RequestEstimates(estimates, sources, draft_estimates)
+    planner = Planner(request.speculation, own_estimates)
     tape, text = Tape(model.vocabulary, prompt.ids), TextStream(request.stop)
-    statistics = statistics or Statistics()
     # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
     end_id = next(iter(model.special_ids.eos), None)
     if isinstance(request.input, Chat):
         end_id = await asyncio.to_thread(end_of_turn, model)
-    chain = SourceSet(sources, model, tape, end_id)
+    substitute = None
+    if next_draft and draft:
+        substitute = partial(_substitute, next_draft, opening, own_estimates, model, statistics)
+    chain = SourceSet(sources, model, tape, end_id, substitute)
     link = TargetLink(target, model, tape, max_tokens, clock)
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = 0
@@ -137,7 +147,7 @@ async def generate(
                     break
     if finish_reason is None:
         raise TargetFault("it ended the text without a finish reason")
-    statistics.finish(sources)
+    statistics.finish(chain.opened)
     statistics.plan_summary = planner.summary(chain.state)
     statistics.note = note or chain.note or (_OVERDUE if chain.state and chain.state.overdue else "")
     yield Finished(
@@ -162,6 +172,40 @@ def _open_sources(request: Request, opening: Opening) -> tuple[list[CandidateSou
             except DraftBridgeError as error:  # a draft's template may refuse what the target's accepts
                 note = f"the {name} could not take the request ({error}); the target went on without it"
     return [source for source in opened if source], note
+
+
+def _estimates_of(draft: Model, target: Model, estimates: TargetEstimates) -> DraftEstimates:
+    return estimates.draft(draft.name, draft.forward_costs, competes=draft.competes_with(target))
+
+
+async def _substitute(
+    next_draft: NextDraft,
+    opening: Opening,
+    estimates: RequestEstimates,
+    target: Model,
+    statistics: Statistics,
+    error: Exception | None,
+) -> tuple[CandidateSource, Callable[[], None]] | None:
+    """Opens the next draft that takes the request; see `SourceSet`."""
+    while found := next_draft(error):
+        model, drafter = found
+        draft_estimates = _estimates_of(model, target, estimates.shared)
+        try:
+            draft = Draft(model, drafter, draft_estimates)
+            source = await asyncio.to_thread(DraftSource.open, replace(opening, draft=draft))
+        except DraftBridgeError as refusal:  # its template may refuse what the target's accepts
+            error = refusal
+            continue
+        assert source, "it has a draft"
+        return source, partial(_take_over, estimates, source, draft_estimates, statistics, model.name)
+    return None
+
+
+def _take_over(
+    estimates: RequestEstimates, source: CandidateSource, draft: DraftEstimates, statistics: Statistics, name: str
+) -> None:
+    estimates.replace_draft(source, draft)
+    statistics.drafts.append(name)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from bridge.planning.choice import DraftChoice
 from bridge.planning.prediction import Plan
 from bridge.sources.source import CandidateSource, Outcome
 
@@ -52,6 +53,9 @@ class Statistics:
     plan_summary: str = ""
     sources: dict[str, SourceStatistics] = field(default_factory=dict)
     plans: dict[str, PlanStatistics] = field(default_factory=dict)
+    # The names of the drafts that took part, in order, and why the first one was chosen.
+    drafts: list[str] = field(default_factory=list)
+    draft_choice: DraftChoice | None = None
 
     @property
     def predicted_tokens_per_second(self) -> float:
@@ -107,4 +111,5 @@ class Statistics:
         self.network_ns = max(self.network_ns, 0)
         for source in sources:
             counted = self.sources.setdefault(source.name, SourceStatistics(source.name))
-            counted.proposed_token_count, counted.compute_ns = source.proposed_token_count, source.compute_ns
+            counted.proposed_token_count += source.proposed_token_count
+            counted.compute_ns += source.compute_ns

@@ -125,11 +125,11 @@ class BridgeServerConfig(ServerConfig):
 
     target: tuple[str, ...] = Field(
         (),
-        description="HOST:PORT of a target service. Repeatable. Services of one model are replicas. Without a target, "
-        "a bridge serves candidates to guests only.",
+        description="HOST:PORT of a target service, or dns:HOST:PORT for all addresses of a name. Repeatable. Services "
+        "of one model are replicas. Without a target, a bridge serves candidates to guests only.",
     )
     draft: tuple[str, ...] = Field(
-        (), description="HOST:PORT of a draft service. Repeatable. A draft that starts later is used once it answers."
+        (), description="HOST:PORT of a draft service, or dns:HOST:PORT. Repeatable. It may start later."
     )
     listen: str = Field(DEFAULT_BRIDGE, description=_LISTEN_HELP)
     connect_timeout: float = Field(
@@ -155,6 +155,9 @@ class BridgeServerConfig(ServerConfig):
     )
     suffix_memory: int = Field(
         0, ge=0, le=1 << 20, description="MiB for earlier outputs, as candidates for the same tenant only; 0: off."
+    )
+    pair_memory: Path | None = Field(
+        None, description="SQLite file that keeps what the bridge learns about pairs. Unset: forgotten at its end."
     )
     guest_sequences: int = Field(
         4096, ge=1, le=1_000_000, description="Sequences of engines (guests) to hold at once; the least recent ones go."

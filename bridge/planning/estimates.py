@@ -207,6 +207,12 @@ class RequestEstimates:
         # The passes so far, and whether the target waits for candidates before the next one.
         self.pass_count, self.target_waits = 0, False
 
+    def replace_draft(self, source: CandidateSource, draft: DraftEstimates) -> None:
+        """Goes on with another draft, whose source has taken the place of the one before."""
+        self.draft, self.drafting_source = draft, source.name
+        self.chances[source.name] = RequestChances(draft.chances_of(source))
+        self.positions = RequestChances(draft.positions, _HOPE)
+
     def acceptance_ratio(self, source: str) -> float:
         """Returns how many candidates of a source are accepted, relative to the prediction."""
         return self.shared.acceptance_ratios[source].ratio if source in self.shared.acceptance_ratios else 1.0

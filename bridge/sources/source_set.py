@@ -1,10 +1,12 @@
 """Combines the sources of a request: makes offers of what they propose, and drops a source that fails."""
 
+import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
-from bridge.errors import DraftBridgeError
+from bridge.errors import DraftBridgeError, Unreachable
 from bridge.sources.source import (
     MAX_OFFERED_BYTES,
     CandidateSource,
@@ -20,17 +22,37 @@ from bridge.text.models import Model
 
 _log = logging.getLogger(__name__)
 
+# After this many passes without a candidate of the draft, another draft is tried.
+_UNUSED_PASSES = 64
+# Opens a source in place of one that failed with an error, or that does not pay (None). Returns the source and a
+# function to call when it takes over, or None if there is no other.
+Substitute: TypeAlias = Callable[[Exception | None], Awaitable[tuple[CandidateSource, Callable[[], None]] | None]]
+
 
 class SourceSet:
     """Combines sources in order of preference. A source that fails is dropped, which costs speed, never text.
 
-    `end_id` is the target's id for a proposed end of the text, or None if the target has no such id.
+    `end_id` is the target's id for a proposed end of the text, or None if the target has no such id. `substitute`
+    opens another source in place of one that takes time, while the others go on.
     """
 
-    def __init__(self, sources: Sequence[CandidateSource], model: Model, tape: Tape, end_id: int | None) -> None:
+    def __init__(
+        self,
+        sources: Sequence[CandidateSource],
+        model: Model,
+        tape: Tape,
+        end_id: int | None,
+        substitute: Substitute | None = None,
+    ) -> None:
         self._sources = list(sources)
         self._model, self._tape, self._end_id = model, tape, end_id
+        self._substitute = substitute
+        self._seeking: asyncio.Task[tuple[CandidateSource, Callable[[], None]] | None] | None = None
+        self._unused_pass_count = 0
+        self._notify: Callable[[], None] = lambda: None
         self.note = ""
+        # All sources that took part, in order, also those that were dropped or replaced.
+        self.opened = list(sources)
 
     @property
     def empty(self) -> bool:
@@ -44,11 +66,13 @@ class SourceSet:
 
     def start(self, notify: Callable[[], None]) -> None:
         """Starts all sources; they call `notify` when they have news."""
+        self._notify = notify
         for source in self._sources:
             source.start(notify)
 
     def offers(self, limit_bytes: int = MAX_OFFERED_BYTES) -> list[Offer]:
         """Returns one offer for each source that proposes, continued by the next source that can continue its bytes."""
+        self._take_over()
         offers, sources = [], tuple(self._sources)
         for index, source in enumerate(sources):
             with self._dropping(source):
@@ -61,6 +85,8 @@ class SourceSet:
         for source in tuple(self._sources):
             with self._dropping(source):
                 source.observe(outcome)
+                if source.takes_time:
+                    self._judge(source, outcome)
 
     async def advance(self, pace: DraftPace) -> None:
         """Lets all sources work on what follows the tape."""
@@ -69,8 +95,47 @@ class SourceSet:
                 await source.advance(self._tape, pace)
 
     def close(self) -> None:
+        if self._seeking:
+            self._seeking.cancel()
         for source in self._sources:
             source.close()
+
+    def _judge(self, source: CandidateSource, outcome: Outcome) -> None:
+        """Looks for another source if this one has not answered in time, or its candidates are not worth verifying."""
+        used = source.name in outcome.tried.sources
+        self._unused_pass_count = 0 if used else self._unused_pass_count + 1
+        if source.state and source.state.overdue:
+            self._seek(Unreachable("the draft", "it did not answer in time"))
+        elif self._unused_pass_count >= _UNUSED_PASSES:
+            self._seek(None)
+
+    def _seek(self, error: Exception | None) -> None:
+        if self._substitute and not self._seeking:
+            self._unused_pass_count = 0
+            self._seeking = asyncio.ensure_future(self._substitute(error))
+            self._seeking.add_done_callback(lambda _: self._notify())
+
+    def _take_over(self) -> None:
+        """Puts a source that was opened in the meantime in place of the one that it replaces."""
+        if self._seeking is None or not self._seeking.done():
+            return
+        task, self._seeking = self._seeking, None
+        if error := task.exception():
+            _log.error("a bug in the bridge stopped the search for another draft", exc_info=error)
+        found = None if error else task.result()
+        if found is None:
+            self._substitute = None
+            return
+        source, on_take_over = found
+        for other in [one for one in self._sources if one.takes_time]:
+            self._sources.remove(other)
+            other.close()
+        self._sources.insert(0, source)
+        self.opened.append(source)
+        on_take_over()
+        if self.note:
+            self.note = self.note.replace("the target went on without it", "another draft replaced it")
+        source.start(self._notify)
 
     @contextmanager
     def _dropping(self, source: CandidateSource) -> Iterator[None]:
@@ -82,6 +147,8 @@ class SourceSet:
                 return
             self._sources.remove(source)
             source.close()
+            if source.takes_time:
+                self._seek(error)
             if isinstance(error, DraftBridgeError):
                 self.note = self.note or f"the {source.name} was lost ({error.reason}); the target went on without it"
                 return

@@ -79,6 +79,8 @@ def generate_request(
     draft_temperature: float | None = None,
     sources: Sequence[str] = (),
     tenant: str = "",
+    drafts: Sequence[str] = (),
+    workload: str = "",
 ) -> bridge_pb2.GenerateRequest:
     """Returns the request that `generate` and `stream` send. Give exactly one of `prompt`, `messages` and `token_ids`.
 
@@ -126,6 +128,8 @@ def generate_request(
                 sources=sources,
             ),
             tenant=tenant,
+            drafts=drafts,
+            workload=workload,
         )
         if prompt is not None:
             request.prompt = prompt
@@ -265,9 +269,13 @@ class Client:
         """Returns the models that the bridge can use."""
         return list(self._ask(self._stub.ListModels, bridge_pb2.ListModelsRequest()).models)
 
-    def pairs(self) -> list[bridge_pb2.Pair]:
-        """Returns the pairs that the bridge can form, its default first."""
-        return list(self._ask(self._stub.ListPairs, bridge_pb2.ListPairsRequest()).pairs)
+    def services(self) -> list[bridge_pb2.ServiceState]:
+        """Returns the model services that the bridge is configured with, and their models, as it sees them now."""
+        return list(self._ask(self._stub.ListModels, bridge_pb2.ListModelsRequest()).services)
+
+    def pairs(self, workload: str = "") -> list[bridge_pb2.Pair]:
+        """Returns the pairs of all models that the bridge knows, with what it expects for this kind of text."""
+        return list(self._ask(self._stub.ListPairs, bridge_pb2.ListPairsRequest(workload=workload)).pairs)
 
     def status(self) -> bridge_pb2.GetStatusResponse:
         """Returns the state of the bridge and of its model services."""
@@ -332,9 +340,14 @@ class AsyncClient:
         """See `Client.models`."""
         return list((await self._ask(self._stub.ListModels, bridge_pb2.ListModelsRequest())).models)
 
-    async def pairs(self) -> list[bridge_pb2.Pair]:
+    async def services(self) -> list[bridge_pb2.ServiceState]:
+        """See `Client.services`."""
+        return list((await self._ask(self._stub.ListModels, bridge_pb2.ListModelsRequest())).services)
+
+    async def pairs(self, workload: str = "") -> list[bridge_pb2.Pair]:
         """See `Client.pairs`."""
-        return list((await self._ask(self._stub.ListPairs, bridge_pb2.ListPairsRequest())).pairs)
+        request = bridge_pb2.ListPairsRequest(workload=workload)
+        return list((await self._ask(self._stub.ListPairs, request)).pairs)
 
     async def status(self) -> bridge_pb2.GetStatusResponse:
         """See `Client.status`."""

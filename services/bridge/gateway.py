@@ -7,7 +7,7 @@ from time import perf_counter_ns
 
 from bridge.errors import BridgeBusy, DraftBridgeError
 from bridge.generation import Delta, Finished, Started, generate
-from bridge.planning.planner import Mode
+from bridge.planning.choice import DraftChooser
 from bridge.ports import Proposal
 from bridge.request import Request, check, check_size
 from bridge.sampling.sampler import SamplingParameters
@@ -15,9 +15,11 @@ from bridge.sources.suffix_memory import SuffixMemory
 from bridge.statistics import Statistics
 from bridge.text.models import Model
 from draftbridge.v1 import model_pb2
+from services.bridge.endpoint import Endpoint
+from services.bridge.pairing import Pairing, Wish
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
 from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
-from services.bridge.zoo import Endpoint, Zoo
+from services.bridge.zoo import Zoo
 from services.metrics import BridgeMetrics, RequestMetrics
 from services.traces import NO_TRACES, Stages, Traces
 
@@ -107,8 +109,10 @@ class Gateway:
         prompt_limit_bytes: int = 4 << 20,
         metrics: BridgeMetrics | None = None,
         traces: Traces = NO_TRACES,
+        chooser: DraftChooser | None = None,
     ) -> None:
         self.zoo, self.memory = zoo, memory
+        self.pairing = Pairing(zoo, chooser)
         self._max_requests, self.prompt_limit_bytes = max_requests, prompt_limit_bytes
         self.started_ns = perf_counter_ns()
         self.counts = RequestCounts()
@@ -147,11 +151,11 @@ class Gateway:
         return [ServiceState(one.address, one.role == model_pb2.ROLE_TARGET, one.problem) for one in found]
 
     async def generate(
-        self, request: Request, target_name: str = "", draft_name: str = ""
+        self, request: Request, target_name: str = "", draft_name: str = "", wish: Wish | None = None
     ) -> AsyncGenerator[Opened | Delta | Finished, None]:
         """Yields `Opened`, then deltas, then `Finished`. An empty name lets the bridge choose.
 
-        Raises a `DraftBridgeError` at any point.
+        `wish` replaces `draft_name`. Raises a `DraftBridgeError` at any point.
         """
         with self._request() as running, ExitStack() as stack:
             if self.counts.active > self._max_requests:
@@ -159,7 +163,7 @@ class Gateway:
             check(request)
             check_size(request, self.prompt_limit_bytes)
             target = self.zoo.target(target_name)
-            draft = None if request.speculation.mode is Mode.OFF else self.zoo.draft(draft_name)
+            assignment = self.pairing.assign(target, request, wish or Wish((draft_name,) if draft_name else ()))
             verifier = ResumingVerifier(
                 self._balancer,
                 lambda: self.zoo.replicas(target),
@@ -172,12 +176,21 @@ class Gateway:
             stack.enter_context(closing(verifier))
             target = verifier.endpoint
             stack.enter_context(target.estimates.request())
-            drafter = None
-            if draft:
+            running.statistics.draft_choice = assignment.choice
+            draft = assignment.draft
+
+            def connect(draft: Endpoint) -> tuple[Model, ZooDrafter]:
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)
-                drafter = stack.enter_context(closing(ZooDrafter(self.zoo, draft, sampling, request.seed)))
-            draft_model = draft.model if draft else None
-            note = "" if draft or request.speculation.mode is Mode.OFF else self.zoo.note_on_drafts
+                drafter = ZooDrafter(self.zoo, draft, sampling, request.seed)
+                return draft.model, stack.enter_context(closing(drafter))
+
+            def next_draft(error: Exception | None) -> tuple[Model, ZooDrafter] | None:
+                if not (other := assignment.next(error)):
+                    return None
+                running.draft = other.model.name
+                return connect(other)
+
+            draft_model, drafter = connect(draft) if draft else (None, None)
             events = generate(
                 request,
                 target.model,
@@ -187,6 +200,7 @@ class Gateway:
                 target.estimates,
                 self.memory,
                 statistics=running.statistics,
+                next_draft=next_draft,
             )
             stages = Stages(self.traces, "encode")
             async with aclosing(events):
@@ -198,7 +212,8 @@ class Gateway:
                             stages.begin("prefill", prompt_tokens=prompt_token_count)
                             yield Opened(running.target, running.draft, request.seed, prompt_token_count)
                         case Finished():
-                            event.statistics.note = event.statistics.note or note
+                            event.statistics.note = event.statistics.note or assignment.note
+                            assignment.finished(event)
                             running.metrics.on_finished(event)
                             stages.end(**_summary(event))
                             for observer in self.observers:

@@ -22,8 +22,9 @@ from bridge.sources import SOURCES
 from bridge.sources.source import Draft, Outcome
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
+from services.bridge.endpoint import Endpoint
 from services.bridge.gateway import ZooDrafter
-from services.bridge.zoo import Endpoint, Zoo
+from services.bridge.zoo import Zoo
 from services.metrics import BridgeMetrics
 from services.rpc.streams import first_message
 
@@ -123,11 +124,11 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         connection = self._connect(opening)
         guest = None
         try:
-            vocabulary = self._zoo.vocabulary(opening.model.tokenizer_sha256)
+            vocabulary = self._zoo.reader.vocabulary(opening.model.tokenizer_sha256)
             if vocabulary is None:
                 yield _opened(candidate_pb2.ProposeOpened(wants_tokenizer=True))
                 data = await _tokenizer(requests)
-                vocabulary = await self._zoo.learn_vocabulary(data, opening.model)
+                vocabulary = await self._zoo.reader.learn_vocabulary(data, opening.model)
             guest = self._guest(opening, vocabulary)
             endpoint = self._draft_of(opening)
             yield _opened(
@@ -189,7 +190,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         return connection
 
     def _guest(self, opening: candidate_pb2.ProposeOpen, vocabulary: Vocabulary) -> Guest:
-        model = self._zoo.read_model(opening.model, vocabulary)
+        model = self._zoo.reader.model(opening.model, vocabulary)
         key = opening.engine, vocabulary.sha256
         if key not in self._estimates:
             self._estimates[key] = TargetEstimates(model.forward_costs), BatchCosts(model.forward_costs)

@@ -18,8 +18,8 @@ from bridge.errors import DraftBridgeError, EngineFailure, ModelChanged, ModelNo
 from bridge.ports import Candidates, Grant, Pass, Run
 from bridge.request import Request
 from bridge.text.chat import Chat
+from services.bridge.endpoint import Endpoint
 from services.bridge.remote import RemoteVerifier
-from services.bridge.zoo import Endpoint
 from services.rpc.status import RemoteError
 
 # A prompt's beginning is remembered in blocks: as many as a chat's history usually has, for as many as fit a cache.

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 
+from bridge.planning.choice import DraftChooser
 from bridge.sources.suffix_memory import SuffixMemory
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, candidate_pb2, candidate_pb2_grpc
 from services.bridge.gateway import Gateway
 from services.bridge.guests import CandidateServicer, GuestLimits
+from services.bridge.pair_memory import PairMemory
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import BridgeServerConfig
@@ -40,6 +42,7 @@ def run(
 
     async def serve() -> None:
         zoo = Zoo(config.target, config.draft, config.connect_timeout, config.credentials)
+        stack = ExitStack()
         try:
             server = Server(config.listen, config, Insight(metrics, traces, config.channelz))
             stop = stop_event(until_stdin_closes)
@@ -48,9 +51,11 @@ def run(
             if await unless(stop, zoo.connect()) is None:
                 return
             memory = SuffixMemory(config.suffix_memory << 20) if config.suffix_memory else None
+            chooser = _chooser(config, stack)
             gateway = Gateway(
                 zoo,
                 memory,
+                chooser=chooser,
                 max_requests=config.max_requests,
                 prompt_limit_bytes=config.prompt_limit << 10,
                 metrics=metrics,
@@ -66,14 +71,26 @@ def run(
                 CandidateServicer(zoo, _guest_limits(config), metrics),
                 candidate_pb2.DESCRIPTOR.services_by_name["CandidateService"],
             )
-            async with AsyncExitStack() as stack:
-                url = await stack.enter_async_context(door(config, gateway, stop, server.keys)) if door else ""
+            async with AsyncExitStack() as doors:
+                url = await doors.enter_async_context(door(config, gateway, stop, server.keys)) if door else ""
                 await server.run_until(stop, lambda address: on_start(f"{address} and {url}" if url else address))
         finally:
             await zoo.close()
+            stack.close()
 
     asyncio.run(serve())
 
 
 def _guest_limits(config: BridgeServerConfig) -> GuestLimits:
     return GuestLimits(config.guest_sequences, config.guest_memory << 20, config.guest_drafts, config.guest_idle)
+
+
+def _chooser(config: BridgeServerConfig, stack: ExitStack) -> DraftChooser:
+    """Returns what chooses drafts, with what an earlier bridge has learned. The stack closes its file."""
+    if not config.pair_memory:
+        return DraftChooser()
+    memory = PairMemory(config.pair_memory)
+    stack.callback(memory.close)
+    chooser = DraftChooser(memory.save)
+    chooser.restore(memory.records)
+    return chooser

@@ -16,8 +16,10 @@ from bridge.planning.planner import SpeculationParameters
 from bridge.request import Request
 from bridge.text.chat import Chat
 from bridge.text.translation import segment, translate
-from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.bridge.gateway import Gateway, Opened
+from services.bridge.listing import write_pair, write_service
+from services.bridge.pairing import Wish
 from services.logs import request_id
 from services.rpc import codec
 from services.rpc.gate import CALLER
@@ -44,7 +46,8 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         self, request: bridge_pb2.GenerateRequest, context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[bridge_pb2.GenerateResponse]:
         """See the contract."""
-        events = self._gateway.generate(_read_request(request), request.target, request.draft)
+        wish = Wish.of(request.draft, request.drafts, request.workload)
+        events = self._gateway.generate(_read_request(request), request.target, wish=wish)
         async with aclosing(events):
             async for event in events:
                 match event:
@@ -91,23 +94,16 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
     ) -> bridge_pb2.ListModelsResponse:
         """See the contract."""
         by_address = {endpoint.address: endpoint.description for endpoint in self._zoo.endpoints}
-        return bridge_pb2.ListModelsResponse(models=by_address.values())
+        services = [write_service(one, self._zoo.conflict(one)) for one in self._zoo.connections]
+        return bridge_pb2.ListModelsResponse(models=by_address.values(), services=services)
 
     async def ListPairs(  # noqa: N802
         self, request: bridge_pb2.ListPairsRequest, context: "aio.ServicerContext[Any, Any]"
     ) -> bridge_pb2.ListPairsResponse:
         """See the contract."""
-        return bridge_pb2.ListPairsResponse(
-            pairs=[
-                bridge_pb2.Pair(
-                    target=target.model.name,
-                    draft=draft.model.name,
-                    same_tokenizer=target.model.vocabulary.sha256 == draft.model.vocabulary.sha256,
-                )
-                for target in self._zoo.of_role(model_pb2.ROLE_TARGET)
-                for draft in self._zoo.of_role(model_pb2.ROLE_DRAFT)
-            ]
-        )
+        # In a thread, because comparing two large vocabularies takes 0.1 s.
+        pairs = await asyncio.to_thread(self._gateway.pairing.states, request.workload)
+        return bridge_pb2.ListPairsResponse(pairs=map(write_pair, pairs))
 
     async def Translate(  # noqa: N802
         self, request: bridge_pb2.TranslateRequest, context: "aio.ServicerContext[Any, Any]"

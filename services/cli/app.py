@@ -10,9 +10,10 @@ import typer
 
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError
-from services.cli import bench_command, client, health, servers, top
+from services.cli import bench_command, client, doctor_command, health, servers, top
 from services.cli.options import configured
 from services.cli.terminal import fail, out, report
+from services.cli.zoo import command as zoo
 from services.config import MODEL_HELP, BridgeServerConfig, ModelServerConfig
 from services.logs import LogFormat, LogLevel, configure
 
@@ -67,6 +68,8 @@ app.command("health")(health.health)
 app.command("bench")(bench_command.run)
 app.command("pull")(servers.pull)
 app.command("engines")(servers.list_engines)
+app.command("doctor")(doctor_command.run)
+app.add_typer(zoo.app, name="zoo")
 app.add_typer(servers.config_app, name="config")
 
 

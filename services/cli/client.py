@@ -52,7 +52,11 @@ def generate(
         list[str] | None, typer.Option(help="Use only this source: draft, or suffix (prompt lookup). Repeatable.")
     ] = None,
     target: Annotated[str, typer.Option(help="Name of the target, if the bridge has several.")] = "",
-    draft: Annotated[str, typer.Option(help="Name of the draft, if the bridge has several.")] = "",
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of the draft; unset: the one with the highest expected speed. Repeatable."),
+    ] = None,
+    workload: Annotated[str, typer.Option(help="Kind of text, such as code: the bridge learns its best draft.")] = "",
     tenant: Annotated[str, typer.Option(help="Propose from this tenant's earlier outputs, and keep this one.")] = "",
     request_id: Annotated[str, typer.Option(help="The request's id in the logs and traces of all services.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
@@ -75,7 +79,9 @@ def generate(
         "num_assistant_tokens": num_assistant_tokens,
         "sources": source or (),
         "target": target,
-        "draft": draft,
+        "draft": draft[0] if draft and len(draft) == 1 else "",
+        "drafts": draft if draft and len(draft) > 1 else (),
+        "workload": workload,
         "tenant": tenant,
         "request_id": request_id,
     }

@@ -194,7 +194,7 @@ class _Endpoint(Generic[R]):
                 model = self._door.gateway.zoo.target(body.model).model
                 choices = [Choice(index, request, model) for index, request in enumerate(requests)]
                 form = self._form(model, spans=body.draftbridge.spans)
-                events = _spending(generate(self._door.gateway, requests, body.model, body.draftbridge.draft), key)
+                events = _spending(generate(self._door.gateway, requests, body.model, body.draftbridge.wish), key)
                 async with aclosing(events):
                     response = await respond(Answer(form, choices, events), body, self._door.limits, receive)
                     if response:

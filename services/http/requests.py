@@ -16,6 +16,7 @@ from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat, Message
+from services.bridge.pairing import Wish
 
 # OpenAI's default for `max_tokens` of completions. Chats have no limit but the context.
 _COMPLETION_TOKENS = 16
@@ -46,12 +47,19 @@ class Extension(_Strict):
 
     mode: Mode = Mode.AUTO
     draft: str = ""
+    drafts: List[str] = ()
+    workload: str = ""
     sources: List[str] = ()
     num_assistant_tokens: int | None = None
     assistant_confidence_threshold: float = 0.0
     draft_temperature: float | None = None
     tenant: str = ""
     spans: bool = False
+
+    @property
+    def wish(self) -> Wish:
+        """What the request says about its draft. Raises `InvalidField`."""
+        return Wish.of(self.draft, self.drafts, self.workload)
 
     @property
     def speculation(self) -> SpeculationParameters:

@@ -79,6 +79,7 @@ class Choice:
             **counted,
             "sources": [vars(source) for source in statistics.sources.values()],
             "plans": [vars(plan) for plan in statistics.plans.values()],
+            "draft_choice": vars(choice) if (choice := statistics.draft_choice) else None,
         }
 
 

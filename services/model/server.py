@@ -31,6 +31,7 @@ from services.rpc.server import Server, stop_event, unless
 from services.store.cache import Report
 from services.store.resolve import SUFFIX, default_name, resolve
 from services.traces import NO_TRACES, Traces
+from services.version import VERSION
 
 # Widths of passes that a target runs once before it serves: as many candidates as a bridge sends, and one more.
 _WARMED_WIDTHS = range(1, 26)
@@ -111,6 +112,7 @@ def _run_suffix_server(
         device="cpu",
         slot_count=suffix.slot_count,
         deterministic=True,
+        server_version=VERSION,
     )
 
     async def serve() -> None:

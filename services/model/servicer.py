@@ -8,6 +8,7 @@ from grpc import aio
 from draftbridge.v1 import model_pb2, model_pb2_grpc
 from services.model.host import LoadedModel
 from services.rpc import codec
+from services.version import VERSION
 
 # A bridge refuses messages of more than 320 KiB.
 _CHUNK_BYTES = 1 << 18
@@ -50,4 +51,5 @@ def describe(loaded: LoadedModel, role: model_pb2.Role.ValueType) -> model_pb2.M
         dtype=engine.dtype,
         slot_count=engine.slot_count,
         deterministic=engine.logit_tolerance == 0.0,
+        server_version=VERSION,
     )

@@ -11,11 +11,14 @@ from draftbridge.security import Credentials, open_aio_channel
 _MAX_MESSAGE_BYTES = (1 << 18) + (64 << 10)
 
 
-def open_channel(address: str, credentials: Credentials | None = None) -> aio.Channel:
-    """Returns a channel that is configured for streams of small messages. Raises `Unreachable` if it has no port."""
+def open_channel(address: str, credentials: Credentials | None = None, name: str = "") -> aio.Channel:
+    """Returns a channel that is configured for streams of small messages. Raises `Unreachable` if it has no port.
+
+    `name`: the host that the server's certificate is for, if it is not that of the address.
+    """
     if ":" not in address:
         raise Unreachable(address, "an address is HOST:PORT")
-    options: list[tuple[str, int]] = [
+    options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         # Prompts can be long.
         ("grpc.max_send_message_length", 64 << 20),
@@ -29,4 +32,6 @@ def open_channel(address: str, credentials: Credentials | None = None) -> aio.Ch
         # Otherwise two channels to one address share a connection, and one delays the other (head-of-line blocking).
         ("grpc.use_local_subchannel_pool", 1),
     ]
+    if name:
+        options += [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
     return open_aio_channel(address, credentials, options, grpc.Compression.NoCompression)

@@ -137,7 +137,7 @@ def add_statistics(totals: bridge_pb2.SpeculationStatistics, one: bridge_pb2.Spe
     for field, value in one.ListFields():
         if field.name in ("sources", "plans"):
             _add_named(getattr(totals, field.name), value, "name" if field.name == "sources" else "plan")
-        elif field.is_repeated:
+        elif field.is_repeated and field.cpp_type != field.CPPTYPE_STRING:
             sums = getattr(totals, field.name)
             sums[:] = [_sum(field, old, new) for old, new in zip_longest(sums, value, fillvalue=0)]
         elif field.cpp_type in (field.CPPTYPE_UINT32, field.CPPTYPE_UINT64):
@@ -191,6 +191,7 @@ def write_statistics(statistics: Statistics) -> bridge_pb2.SpeculationStatistics
         "network_ns": max(statistics.network_ns, 0),
         "sources": [bridge_pb2.SourceStatistics(**vars(source)) for source in statistics.sources.values()],
         "plans": [bridge_pb2.PlanStatistics(**vars(plan)) for plan in statistics.plans.values()],
+        "draft_choice": bridge_pb2.DraftChoice(**vars(choice)) if (choice := statistics.draft_choice) else None,
     }
     del counted["cached_token_count"]
     return bridge_pb2.SpeculationStatistics(

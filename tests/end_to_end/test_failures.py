@@ -159,13 +159,14 @@ def test_services_come_and_go(tiny_models: tuple[Path, Path]) -> None:
         running.processes["draft"].wait()
         result = client.generate(PROMPT, max_tokens=100, speculation="lockstep")
         assert result.text == expected.text
-        assert "SERVICE_UNREACHABLE" in result.finished.speculation.note
+        note = result.finished.speculation.note
+        assert "SERVICE_UNREACHABLE" in note or "no draft is connected" in note
         assert [one.reachable for one in client.status().endpoints] == [True, False]
         with served(draft, at_draft):
-            for _ in range(50):  # the channel finds it at its next try
+            for _ in range(50):  # the bridge finds it at its next try
                 result = client.generate(PROMPT, max_tokens=100, speculation="lockstep")
                 assert result.text == expected.text
-                if did(result.finished.speculation, "draft").proposed_token_count:
+                if any(one.proposed_token_count for one in result.finished.speculation.sources):
                     break
             assert result.finished.speculation.note == ""
 

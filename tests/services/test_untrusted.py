@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders
 from bridge.errors import ChecksumMismatch, DraftAway, ModelNotFound, TokenizerNotUnderstood, Unreachable, UnusableModel
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import bridge_pb2, model_pb2, model_pb2_grpc
-from services.bridge import zoo
+from services.bridge import connection, endpoint
 from services.bridge.gateway import Gateway
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
@@ -142,7 +142,7 @@ async def test_a_component_that_is_not_understood_is_named_with_its_model() -> N
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts that were refused are asked again at once."""
-    monkeypatch.setattr(zoo, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(connection, "_RETRY_SECONDS", 0.01)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -235,7 +235,7 @@ async def test_services_that_hang_are_asked_side_by_side() -> None:
             stack.enter_context(socket.create_server((host, int(port))))
         started = perf_counter()
         answers = await BridgeServicer(Gateway(known)).GetStatus(bridge_pb2.GetStatusRequest(), None)
-        assert perf_counter() - started < 2 * zoo._CHECK_SECONDS
+        assert perf_counter() - started < 2 * endpoint.CHECK_SECONDS
         assert [one.address for one in answers.endpoints] == addresses
         assert not any(one.reachable for one in answers.endpoints)
 
@@ -247,7 +247,7 @@ async def test_a_checksum_that_is_not_the_contents_is_refused() -> None:
 
 
 async def test_a_tokenizer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zoo, "_TOKENIZER_LIMIT_BYTES", 1 << 20)
+    monkeypatch.setattr(endpoint, "_TOKENIZER_LIMIT_BYTES", 1 << 20)
     async with stranger(b" " * (2 << 20)) as address:
         with pytest.raises(ChecksumMismatch, match="more than 1048576 bytes"):
             await connect(address, as_target=True)

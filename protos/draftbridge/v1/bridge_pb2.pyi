@@ -216,6 +216,8 @@ class GenerateRequest(_message.Message):
     DRAFT_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    WORKLOAD_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
     """A text. The target's control tokens in it are read as control tokens; a beginning of text is added."""
     max_tokens: _builtins.int
@@ -227,14 +229,18 @@ class GenerateRequest(_message.Message):
     target: _builtins.str
     """Name of the target. Empty: the first target that the bridge was configured with. Unknown: NOT_FOUND."""
     draft: _builtins.str
-    """Name of the draft. Empty: the first available draft; if none is available the target runs without one, which
-    `SpeculationStatistics.note` reports. A name that is unknown fails with NOT_FOUND, or with UNAVAILABLE, reason
+    """Name of the draft. Empty: the draft with the highest expected speed for this target and `workload`; if none is
+    available the target runs without one, which `SpeculationStatistics.note` reports. A name that is unknown fails with NOT_FOUND, or with UNAVAILABLE, reason
     DRAFT_AWAY, if a configured draft that may have this name is not available. MODE_OFF ignores the name.
     """
     tenant: _builtins.str
     """Key under which the bridge keeps this output to find candidates for later requests with the same key, if it was
     started with --suffix-memory. Empty: nothing is kept or reused. At most 256 characters. Response times can reveal
     earlier outputs of a tenant, so share a key only among clients that may see each other's outputs.
+    """
+    workload: _builtins.str
+    """Kind of text, such as "code" or "support chat". The bridge learns for each kind which draft is fastest. At most 64
+    characters; empty is a kind, too.
     """
     @_builtins.property
     def chat(self) -> Global___Chat:
@@ -256,6 +262,13 @@ class GenerateRequest(_message.Message):
     def speculation(self) -> Global___Speculation:
         """How candidates are proposed and verified."""
 
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of drafts in order of preference, instead of `draft`; at most 64. The first one that can be used is used, and
+        the next ones replace it if it fails or does not pay. A name that is unknown fails with NOT_FOUND; if none can be
+        used, the target runs without a draft.
+        """
+
     def __init__(
         self,
         *,
@@ -270,10 +283,12 @@ class GenerateRequest(_message.Message):
         draft: _builtins.str = ...,
         speculation: Global___Speculation | None = ...,
         tenant: _builtins.str = ...,
+        drafts: _abc.Iterable[_builtins.str] | None = ...,
+        workload: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "draft", b"draft", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "target", b"target", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "draft", b"draft", "drafts", b"drafts", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "target", b"target", "tenant", b"tenant", "token_ids", b"token_ids", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -529,6 +544,8 @@ class SpeculationStatistics(_message.Message):
     PREDICTED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     MEASURED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     PLAN_SUMMARY_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFT_CHOICE_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     """The requested mode; MODE_OFF if there was no source or every source failed."""
     target_pass_count: _builtins.int
@@ -579,6 +596,14 @@ class SpeculationStatistics(_message.Message):
     def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanStatistics]:
         """One entry for each kind of plan, with predicted and measured speed. The first pass is not counted."""
 
+    @_builtins.property
+    def drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the drafts that took part, in order: each replaced the one before it."""
+
+    @_builtins.property
+    def draft_choice(self) -> Global___DraftChoice:
+        """Why the first draft was chosen; not set if the request named it, or has none."""
+
     def __init__(
         self,
         *,
@@ -603,14 +628,60 @@ class SpeculationStatistics(_message.Message):
         predicted_tokens_per_second: _builtins.float = ...,
         measured_tokens_per_second: _builtins.float = ...,
         plan_summary: _builtins.str = ...,
+        drafts: _abc.Iterable[_builtins.str] | None = ...,
+        draft_choice: Global___DraftChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_choice", b"draft_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "bridge_ns", b"bridge_ns", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "measured_tokens_per_second", b"measured_tokens_per_second", "mode", b"mode", "near_ties", b"near_ties", "network_ns", b"network_ns", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "plan_summary", b"plan_summary", "plans", b"plans", "predicted_tokens_per_second", b"predicted_tokens_per_second", "sources", b"sources", "target_pass_count", b"target_pass_count", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "bridge_ns", b"bridge_ns", "draft_choice", b"draft_choice", "drafts", b"drafts", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "measured_tokens_per_second", b"measured_tokens_per_second", "mode", b"mode", "near_ties", b"near_ties", "network_ns", b"network_ns", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "plan_summary", b"plan_summary", "plans", b"plans", "predicted_tokens_per_second", b"predicted_tokens_per_second", "sources", b"sources", "target_pass_count", b"target_pass_count", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculationStatistics: _TypeAlias = SpeculationStatistics  # noqa: Y015
+
+@_typing.final
+class DraftChoice(_message.Message):
+    """The choice of a draft for a request that named none. Speeds are expected, in bytes per second."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFT_FIELD_NUMBER: _builtins.int
+    BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    SECOND_BEST_FIELD_NUMBER: _builtins.int
+    SECOND_BEST_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    EXPLORES_FIELD_NUMBER: _builtins.int
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    draft: _builtins.str
+    """Name of the chosen draft."""
+    bytes_per_second: _builtins.float
+    """Its expected speed."""
+    second_best: _builtins.str
+    """Name of the second best draft; empty if it is the target alone."""
+    second_best_bytes_per_second: _builtins.float
+    """The expected speed of the second best."""
+    explores: _builtins.bool
+    """True if the draft was not expected to be the fastest, and was chosen to learn its speed."""
+    request_count: _builtins.float
+    """Number of earlier requests of this kind that the expected speed rests on, older ones counting less; 0 if it comes
+    from the models' reported times alone.
+    """
+    def __init__(
+        self,
+        *,
+        draft: _builtins.str = ...,
+        bytes_per_second: _builtins.float = ...,
+        second_best: _builtins.str = ...,
+        second_best_bytes_per_second: _builtins.float = ...,
+        explores: _builtins.bool = ...,
+        request_count: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_second", b"bytes_per_second", "draft", b"draft", "explores", b"explores", "request_count", b"request_count", "second_best", b"second_best", "second_best_bytes_per_second", b"second_best_bytes_per_second"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftChoice: _TypeAlias = DraftChoice  # noqa: Y015
 
 @_typing.final
 class SourceStatistics(_message.Message):
@@ -954,27 +1025,114 @@ Global___ListModelsRequest: _TypeAlias = ListModelsRequest  # noqa: Y015
 
 @_typing.final
 class ListModelsResponse(_message.Message):
-    """The models that the bridge can use."""
+    """The models that the bridge can use, and the services that it is configured with."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MODELS_FIELD_NUMBER: _builtins.int
+    SERVICES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.Model]:
-        """One entry for each server address."""
+        """One entry for each address of a service that can be used now."""
+
+    @_builtins.property
+    def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServiceState]:
+        """One entry for each configured address and role: targets, then drafts, in the order of the configuration."""
 
     def __init__(
         self,
         *,
         models: _abc.Iterable[_model_pb2.Model] | None = ...,
+        services: _abc.Iterable[Global___ServiceState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "services", b"services"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListModelsResponse: _TypeAlias = ListModelsResponse  # noqa: Y015
+
+@_typing.final
+class ServiceState(_message.Message):
+    """A model service as the bridge sees it now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[ServiceState._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: ServiceState._State.ValueType  # 0
+        """Never sent."""
+        STATE_CONNECTING: ServiceState._State.ValueType  # 1
+        """It has not answered yet."""
+        STATE_AVAILABLE: ServiceState._State.ValueType  # 2
+        """Requests use it."""
+        STATE_AWAY: ServiceState._State.ValueType  # 3
+        """It could be used before, and does not answer or reports that it cannot serve. It is tried again."""
+        STATE_REFUSED: ServiceState._State.ValueType  # 4
+        """It answers, but cannot be used as it is. It is tried again when it changes or restarts."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """Whether the service can be used."""
+
+    STATE_UNSPECIFIED: ServiceState.State.ValueType  # 0
+    """Never sent."""
+    STATE_CONNECTING: ServiceState.State.ValueType  # 1
+    """It has not answered yet."""
+    STATE_AVAILABLE: ServiceState.State.ValueType  # 2
+    """Requests use it."""
+    STATE_AWAY: ServiceState.State.ValueType  # 3
+    """It could be used before, and does not answer or reports that it cannot serve. It is tried again."""
+    STATE_REFUSED: ServiceState.State.ValueType  # 4
+    """It answers, but cannot be used as it is. It is tried again when it changes or restarts."""
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    ROUND_TRIP_NS_FIELD_NUMBER: _builtins.int
+    MEASURED_COSTS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """Address as HOST:PORT."""
+    role: _model_pb2.Role.ValueType
+    """The role in which the bridge uses the service: ROLE_TARGET or ROLE_DRAFT."""
+    state: Global___ServiceState.State.ValueType
+    """The state."""
+    problem: _builtins.str
+    """Why it cannot be used, as a sentence; empty if it can."""
+    round_trip_ns: _builtins.int
+    """Nanoseconds of the bridge's last small call to it and back; 0 if there was none."""
+    @_builtins.property
+    def model(self) -> _model_pb2.Model:
+        """The model that it serves, or served last; not set if that is unknown."""
+
+    @_builtins.property
+    def measured_costs(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.ForwardCost]:
+        """Times of passes of one sequence as requests have measured them; empty for a draft."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        role: _model_pb2.Role.ValueType = ...,
+        state: Global___ServiceState.State.ValueType = ...,
+        problem: _builtins.str = ...,
+        model: _model_pb2.Model | None = ...,
+        round_trip_ns: _builtins.int = ...,
+        measured_costs: _abc.Iterable[_model_pb2.ForwardCost] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "measured_costs", b"measured_costs", "model", b"model", "problem", b"problem", "role", b"role", "round_trip_ns", b"round_trip_ns", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServiceState: _TypeAlias = ServiceState  # noqa: Y015
 
 @_typing.final
 class ListPairsRequest(_message.Message):
@@ -982,12 +1140,17 @@ class ListPairsRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    WORKLOAD_FIELD_NUMBER: _builtins.int
+    workload: _builtins.str
+    """The kind of text that the expected speeds are for, as in GenerateRequest."""
     def __init__(
         self,
+        *,
+        workload: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -995,29 +1158,61 @@ Global___ListPairsRequest: _TypeAlias = ListPairsRequest  # noqa: Y015
 
 @_typing.final
 class Pair(_message.Message):
-    """A target and a draft."""
+    """A target and a draft. Averages are over the requests of this kind that used the pair, older ones counting less."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TARGET_FIELD_NUMBER: _builtins.int
     DRAFT_FIELD_NUMBER: _builtins.int
     SAME_TOKENIZER_FIELD_NUMBER: _builtins.int
+    REFUSAL_FIELD_NUMBER: _builtins.int
+    IS_BEST_FIELD_NUMBER: _builtins.int
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    ACCEPTANCE_RATE_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BYTES_PER_PASS_FIELD_NUMBER: _builtins.int
+    EXPECTED_GAIN_FIELD_NUMBER: _builtins.int
+    EXPECTED_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
+    VOCABULARY_OVERLAP_FIELD_NUMBER: _builtins.int
     target: _builtins.str
     """Name of the target."""
     draft: _builtins.str
     """Name of the draft."""
     same_tokenizer: _builtins.bool
     """True if both have the same `tokenizer.json`."""
+    refusal: _builtins.str
+    """Why the pair is not used, as a sentence; empty if it can be."""
+    is_best: _builtins.bool
+    """True if a request for this target that names no draft would use it now, apart from exploration."""
+    request_count: _builtins.float
+    """Number of requests in the averages."""
+    acceptance_rate: _builtins.float
+    """Share of the draft's candidates that were accepted; 0 without requests."""
+    accepted_bytes_per_pass: _builtins.float
+    """Bytes of accepted candidates per pass of the target; 0 without requests."""
+    expected_gain: _builtins.float
+    """Expected speed over that of the target alone. Without requests it follows from the models' reported times."""
+    expected_bytes_per_second: _builtins.float
+    """Expected speed in bytes per second; 0 if the target's times are unknown."""
+    vocabulary_overlap: _builtins.float
+    """Share of the draft's tokens that are tokens of the target, too, by their bytes."""
     def __init__(
         self,
         *,
         target: _builtins.str = ...,
         draft: _builtins.str = ...,
         same_tokenizer: _builtins.bool = ...,
+        refusal: _builtins.str = ...,
+        is_best: _builtins.bool = ...,
+        request_count: _builtins.float = ...,
+        acceptance_rate: _builtins.float = ...,
+        accepted_bytes_per_pass: _builtins.float = ...,
+        expected_gain: _builtins.float = ...,
+        expected_bytes_per_second: _builtins.float = ...,
+        vocabulary_overlap: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "same_tokenizer", b"same_tokenizer", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_rate", b"acceptance_rate", "accepted_bytes_per_pass", b"accepted_bytes_per_pass", "draft", b"draft", "expected_bytes_per_second", b"expected_bytes_per_second", "expected_gain", b"expected_gain", "is_best", b"is_best", "refusal", b"refusal", "request_count", b"request_count", "same_tokenizer", b"same_tokenizer", "target", b"target", "vocabulary_overlap", b"vocabulary_overlap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1025,14 +1220,14 @@ Global___Pair: _TypeAlias = Pair  # noqa: Y015
 
 @_typing.final
 class ListPairsResponse(_message.Message):
-    """The pairs that the bridge can form; empty without a draft."""
+    """All pairs of the models that the bridge knows; empty without a draft."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PAIRS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def pairs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Pair]:
-        """The first pair is used for a request that names neither target nor draft."""
+        """In the order of the configuration, by target and then by draft."""
 
     def __init__(
         self,

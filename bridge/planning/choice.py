@@ -1,0 +1,241 @@
+"""Chooses the draft of a request that names none: learns the gain of each draft from requests, and explores a little.
+
+Gains are relative: tokens per time of a plain pass, so that the target alone has about 1, whatever the load. Times
+measured under different loads are comparable so, and one factor turns a gain into bytes per second.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from math import sqrt
+from operator import mul
+from typing import NamedTuple
+
+from cachetools import LRUCache
+
+from bridge.planning.costs import MAX_WIDTH, WidthCost
+from bridge.planning.prediction import DraftCosts, TargetCosts, ahead, in_turns
+
+# The factor by which each request reduces the weight of earlier ones of its record.
+_FADE = 0.98
+# The weight of the times that the models report, and the most that other kinds of text can have, in requests.
+_PRIOR_REQUESTS, _MAX_OTHER_REQUESTS = 0.5, 3.0
+# The assumed standard deviation of a request's gain.
+_DEVIATION = 0.3
+# Every draft that may be the best one is tried this often, in at most one of `_FIRST_EVERY` requests; then one of
+# `_LATER_EVERY` requests goes to the draft whose gain is least certain, if it may still be the best.
+_FIRST_TRIES, _FIRST_EVERY, _LATER_EVERY = 2.0, 3, 20
+# Pairs and kinds of text that are remembered; those that were used least recently are forgotten.
+_MAX_RECORDS = 4096
+# The assumed chance that a draft's token is right, until that is measured, and nanoseconds between messages.
+_PRIOR_CHANCE, _PRIOR_HOP_NS, _PRIOR_ROUND_TRIP_NS = 0.65, 600_000.0, 1_000_000.0
+# The assumed factor by which models on shared cores slow each other down.
+_COMPETING_SLOWDOWN = 4.0
+_LEADS = (1, 2, 3, 4, 5, 6, 8)
+
+
+class RecordKey(NamedTuple):
+    """A target, a draft and a kind of text. Models are identified by more than their names: see `Candidate.key`."""
+
+    target: str
+    draft: str
+    workload: str
+
+
+@dataclass
+class PairRecord:
+    """What requests of one kind have shown about a pair. All counts fade: older requests count less.
+
+    `plain_passes`: the time of the requests, in times of a plain pass of the target.
+    """
+
+    request_count: float = 0.0
+    token_count: float = 0.0
+    plain_passes: float = 0.0
+    pass_count: float = 0.0
+    candidate_count: float = 0.0
+    accepted_count: float = 0.0
+    accepted_byte_count: float = 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted_count / self.candidate_count if self.candidate_count else 0.0
+
+    @property
+    def accepted_bytes_per_pass(self) -> float:
+        return self.accepted_byte_count / self.pass_count if self.pass_count else 0.0
+
+    def add(self, other: "PairRecord") -> None:
+        """Adds a request."""
+        for name, value in asdict(other).items():
+            setattr(self, name, _FADE * getattr(self, name) + value)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A draft that a request may use. `key` identifies its model, revision and engine; `prior_gain` is predicted."""
+
+    name: str
+    key: str
+    prior_gain: float = 1.0
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """The expected gain of a pair, and the number of requests of that kind that it rests on."""
+
+    gain: float
+    request_count: float
+
+    @property
+    def optimistic_gain(self) -> float:
+        """Returns a gain that the pair hardly exceeds."""
+        return self.gain + 2.0 * _DEVIATION / sqrt(self.request_count + _PRIOR_REQUESTS)
+
+
+@dataclass(frozen=True)
+class DraftChoice:
+    """The choice of a draft. `second_best` is empty if that is the target alone; speeds are in bytes per second."""
+
+    draft: str
+    bytes_per_second: float
+    second_best: str
+    second_best_bytes_per_second: float
+    explores: bool
+    request_count: float
+
+
+class DraftChooser:
+    """Knows the gains of all pairs. `on_update` receives each record that a request has changed."""
+
+    def __init__(self, on_update: Callable[[RecordKey, PairRecord], None] = lambda key, record: None) -> None:
+        self._records: LRUCache[RecordKey, PairRecord] = LRUCache(_MAX_RECORDS)
+        # By target and kind of text, the requests that a draft was chosen for; and those for each draft.
+        self._chosen: LRUCache[tuple[str, str], int] = LRUCache(_MAX_RECORDS)
+        self._tried: LRUCache[RecordKey, int] = LRUCache(_MAX_RECORDS)
+        self._on_update = on_update
+
+    def restore(self, records: Mapping[RecordKey, PairRecord]) -> None:
+        """Takes over what an earlier process has learned."""
+        self._records.update(records)
+
+    def record(self, target: str, draft: str, workload: str) -> PairRecord:
+        """Returns what is known about a pair and a kind of text."""
+        return self._records.get(RecordKey(target, draft, workload)) or PairRecord()
+
+    def expect(self, target: str, draft: Candidate, workload: str) -> Expectation:
+        """Returns the expected gain: that of this kind of text, of others as far as it is little known, and the prior.
+
+        Records with an empty workload are of all requests, whatever their kind.
+        """
+        own, all_ = self.record(target, draft.key, workload), self.record(target, draft.key, "")
+        weighted = [(own, own.request_count)]
+        if workload:
+            weighted.append((all_, min(all_.request_count, _MAX_OTHER_REQUESTS)))
+        weight_sum, gains = _PRIOR_REQUESTS, _PRIOR_REQUESTS * draft.prior_gain
+        for record, weight in weighted:
+            if record.plain_passes:
+                weight_sum, gains = weight_sum + weight, gains + weight * record.token_count / record.plain_passes
+        return Expectation(gains / weight_sum, own.request_count)
+
+    def choose(
+        self, target: str, drafts: Sequence[Candidate], workload: str, plain_bytes_per_second: float, *, explore: bool
+    ) -> tuple[Candidate, DraftChoice]:
+        """Returns the draft for a request; `drafts` must not be empty. Among equals, the first one wins."""
+        expected = {draft: self.expect(target, draft, workload) for draft in drafts}
+        ranked = sorted(drafts, key=lambda draft: -expected[draft].gain)
+        chosen, count = ranked[0], self._chosen.get((target, workload), 0)
+        if explore:
+            self._chosen[target, workload] = count + 1
+            chosen = self._to_explore(target, ranked, expected, workload, count) or chosen
+            key = RecordKey(target, chosen.key, workload)
+            self._tried[key] = self._tried.get(key, 0) + 1
+        second = next((draft for draft in ranked if draft is not chosen), None)
+        second_gain = expected[second].gain if second else 1.0
+        if second_gain <= 1.0:
+            second, second_gain = None, 1.0
+        return chosen, DraftChoice(
+            draft=chosen.name,
+            bytes_per_second=expected[chosen].gain * plain_bytes_per_second,
+            second_best=second.name if second else "",
+            second_best_bytes_per_second=second_gain * plain_bytes_per_second,
+            explores=chosen is not ranked[0],
+            request_count=expected[chosen].request_count,
+        )
+
+    def _to_explore(
+        self,
+        target: str,
+        ranked: Sequence[Candidate],
+        expected: Mapping[Candidate, Expectation],
+        workload: str,
+        count: int,
+    ) -> Candidate | None:
+        """Returns the draft to try with this request, or None."""
+
+        def tries(draft: Candidate) -> float:
+            # Requests that are still running count, too.
+            tried = self._tried.get(RecordKey(target, draft.key, workload), 0)
+            return max(expected[draft].request_count, float(tried))
+
+        best = expected[ranked[0]].gain
+        open_ = [draft for draft in ranked[1:] if expected[draft].optimistic_gain > best]
+        fresh = [draft for draft in open_ if tries(draft) < _FIRST_TRIES]
+        # The first request of all goes to the draft that is expected to be the best.
+        if fresh and count % _FIRST_EVERY == 1:
+            return min(fresh, key=tries)
+        if open_ and count % _LATER_EVERY == _LATER_EVERY - 1:
+            return max(open_, key=lambda draft: expected[draft].optimistic_gain)
+        return None
+
+    def observe(self, target: str, draft: str, workload: str, request: PairRecord) -> None:
+        """Records a request that used a draft, given its `key`."""
+        for kind in dict.fromkeys(("", workload)):
+            key = RecordKey(target, draft, kind)
+            record = self._records.setdefault(key, PairRecord())
+            record.add(request)
+            self._on_update(key, record)
+
+
+def predicted_gain(
+    target_costs: Sequence[tuple[int, int]],
+    draft_costs: Sequence[tuple[int, int]],
+    *,
+    competes: bool,
+    target_tokens: float = 1.0,
+    chances: Sequence[float] | None = None,
+    hop_ns: float = _PRIOR_HOP_NS,
+    round_trip_ns: float = _PRIOR_ROUND_TRIP_NS,
+) -> float:
+    """Predicts the speed of a pair over that of the target alone; at least 1, because the bridge may use no draft.
+
+    Costs are pairs of a number of tokens and nanoseconds, as servers report them; without them the result is 1.
+    `chances[i]`: the chance that candidate `i` is right if all before it are. `target_tokens`: tokens of the target
+    that a draft token makes.
+    """
+    single_ns, draft_ns = dict(target_costs).get(1, 0), dict(draft_costs).get(1, 0)
+    if not single_ns or not draft_ns:
+        return 1.0
+    table = WidthCost.measured(target_costs).table
+    costs = TargetCosts(tuple(single_ns * one for one in table), hop_ns)
+    given = list(chances or (_PRIOR_CHANCE,))
+    given += [given[-1]] * (MAX_WIDTH - 1 - len(given))
+    slowdown = _COMPETING_SLOWDOWN if competes else 1.0
+    draft = DraftCosts(
+        token_ns=draft_ns,
+        ahead_ns=draft_ns * slowdown,
+        read_ns=draft_ns * WidthCost.measured(draft_costs).of(3),
+        prompt_ns=0.0,
+        round_trip_ns=round_trip_ns,
+        slowdown=slowdown,
+        target_tokens=target_tokens,
+        survival=tuple(accumulate(given[: MAX_WIDTH - 1], mul)),
+    )
+    return max(_gains(costs, draft, single_ns))
+
+
+def _gains(costs: TargetCosts, draft: DraftCosts, plain_ns: float) -> Iterator[float]:
+    yield 1.0
+    for lead in _LEADS:
+        yield in_turns(costs, draft, lead).tokens_per_ns * plain_ns
+    yield ahead(costs, draft, max(_LEADS), 0).tokens_per_ns * plain_ns

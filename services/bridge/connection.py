@@ -1,0 +1,260 @@
+"""Keeps one configured model service connected: connects it, watches its health, and reads it again when it changes."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextvars import Context
+from enum import Enum
+from time import perf_counter
+from typing import Any
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bridge.errors import DraftBridgeError, Unreachable
+from draftbridge.v1 import model_pb2
+from services.bridge.endpoint import CHECK_SECONDS, ROLES, Endpoint, ModelReader
+from services.rpc.status import RemoteError, from_rpc_error
+
+_log = logging.getLogger(__name__)
+
+# Minimum time between two tries to connect a service. gRPC itself reconnects a channel every 0.2 to 2 seconds.
+_RETRY_SECONDS = 1.0
+# A service that does not offer health checks is described again after each such pause.
+_POLL_SECONDS = 5.0
+# Log lines per service: a peer that changes all the time must not fill the log.
+_MAX_LOG_LINES = 8
+_UNHEALTHY = "reports that it cannot serve now"
+# What a description may change without becoming that of another model: its times, measured anew at each start.
+_TIMES = ("forward_costs",)
+
+
+class State(Enum):
+    """Whether a service can be used. AWAY: it was usable before. REFUSED: it answers, but cannot be used as it is."""
+
+    CONNECTING = "connecting"
+    AVAILABLE = "available"
+    AWAY = "away"
+    REFUSED = "refused"
+
+
+class Connection:
+    """A configured address in one role.
+
+    `known`: the model that was last connected. `refused`: the description of a service that was reached but cannot be
+    used. `on_connected` is called with each new endpoint and the one before it.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        role: model_pb2.Role.ValueType,
+        channel: aio.Channel,
+        reader: ModelReader,
+        timeout: float,
+        on_connected: Callable[[Endpoint, Endpoint | None], None],
+    ) -> None:
+        self.address, self.role, self.channel = address, role, channel
+        self._reader, self._timeout, self._on_connected = reader, timeout, on_connected
+        self.known: Endpoint | None = None
+        self.refused: model_pb2.Model | None = None
+        self.problem = "it has not answered yet"
+        self.round_trip_ns = 0
+        # Set after the first try to connect.
+        self.tried = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._logged: set[type[Exception]] = set()
+        self._log_lines = 0
+        self._pause_seconds = _RETRY_SECONDS
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """The model that can be used now; None if there is a `problem`."""
+        return None if self.problem else self.known
+
+    @property
+    def state(self) -> State:
+        if not self.problem:
+            return State.AVAILABLE
+        if self.refused:
+            return State.REFUSED
+        return State.AWAY if self.known else State.CONNECTING
+
+    async def connect(self) -> None:
+        """Connects the service now, waiting for it up to the time limit. Raises the reason why it cannot be used."""
+        try:
+            description, self.round_trip_ns = await self._describe(self._timeout, wait=True)
+            await self._take_in(description)
+        except Exception as error:
+            self._on_failed_try(error)
+            raise
+        finally:
+            self.tried.set()
+
+    def start(self) -> None:
+        """Connects the service in the background unless it is connected, and watches it until closed."""
+        # In a context of its own: no id or trace of a request may be carried into it.
+        self._task = asyncio.create_task(self._run(), context=Context())
+
+    async def close(self) -> None:
+        """Stops connecting and watching, and closes the channel."""
+        if self._task:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.channel.close()
+
+    def on_change(self, problem: str) -> None:
+        """Handles the news that the service is not what it was: it is not used until it has been read again."""
+        self.problem = problem
+        self._changed.set()
+
+    def refuse(self, problem: str) -> None:
+        """Stops using a service that broke the contract, until it restarts or describes itself differently."""
+        if self.known and not self.problem:
+            self.problem, self.refused = problem, self.known.description
+            self._log(f"requests go on without the {ROLES[self.role]} at {self.address}: {problem}")
+
+    async def check(self) -> str:
+        """Asks the service for its description now. Returns what is wrong with it, or ""."""
+        if not self.endpoint:
+            return self.problem
+        known = self.endpoint.description
+        try:
+            description, self.round_trip_ns = await self._describe(CHECK_SECONDS)
+        except DraftBridgeError as error:
+            return str(error)
+        if _same(description, known):
+            return ""
+        problem = f"{known.name} at {self.address} was replaced by another model or tokenizer, which is being connected"
+        self.on_change(problem)
+        return problem
+
+    async def _describe(self, seconds: float, *, wait: bool = False) -> tuple[model_pb2.Model, int]:
+        return await self._reader.describe(self.channel, self.address, seconds, wait=wait)
+
+    async def _run(self) -> None:
+        while True:
+            while not self.endpoint:
+                try:
+                    await self._try()
+                except Exception as error:  # no error of one service may stop the bridge
+                    self._on_failed_try(error)
+                self.tried.set()
+                if not self.endpoint:
+                    await asyncio.sleep(self._pause_seconds)
+            self._changed.clear()
+            await self._watch()
+
+    async def _try(self) -> None:
+        """Connects the service. One that was refused is retried only after it has changed or was unreachable."""
+        self._pause_seconds = _RETRY_SECONDS
+        try:
+            # Only later tries wait for a service that is not there yet: the first one must not delay the start.
+            description, self.round_trip_ns = await self._describe(self._timeout, wait=self.tried.is_set())
+        except Exception:
+            self.refused = None
+            raise
+        if description == self.refused:
+            return
+        if self.known:
+            await self._check_health()
+        started = perf_counter()
+        try:
+            await self._take_in(description)
+        except Exception as error:
+            lost = isinstance(error, Unreachable | RemoteError)
+            self.refused = None if lost else description
+            # If refusing a tokenizer takes long, waiting as long limits the share of time that it costs.
+            self._pause_seconds = max(perf_counter() - started, _RETRY_SECONDS)
+            raise
+        if self._logged and self.known:
+            self._log(f"the {ROLES[self.role]} at {self.address} can be used now: it is {self.known.model.name}")
+
+    async def _take_in(self, description: model_pb2.Model) -> None:
+        before = self.known
+        if before is None or not _same(description, before.description):
+            self.known = await self._reader.endpoint(self.channel, self.address, self.role, description)
+            self._on_connected(self.known, before)
+        self.problem, self.refused = "", None
+
+    async def _watch(self) -> None:
+        """Returns when the service cannot be used any more, or may have changed; `problem` is set then."""
+        changed = asyncio.create_task(self._changed.wait())
+        health = asyncio.create_task(self._until_unhealthy())
+        try:
+            await asyncio.wait((changed, health), return_when=asyncio.FIRST_COMPLETED)
+            if health.done():
+                self.problem, self.refused = self.problem or health.result(), None
+        finally:
+            changed.cancel()
+            health.cancel()
+            await asyncio.gather(changed, health, return_exceptions=True)
+
+    async def _until_unhealthy(self) -> str:
+        """Returns why the service cannot be used any more."""
+        call: Any = health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest())
+        try:
+            # A stream that stayed open would delay the end of a server that stops.
+            async for answer in call:
+                if answer is None or answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    continue
+                return f"the service at {self.address} {_UNHEALTHY}"
+        except aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return await self._until_changed()
+        finally:
+            call.cancel()
+        return f"the connection to {self.address} was lost"
+
+    async def _until_changed(self) -> str:
+        """Describes a service without health checks again and again. Returns why it cannot be used any more."""
+        assert self.known, "it is connected"
+        try:
+            description = self.known.description
+            while _same(description, self.known.description):
+                await asyncio.sleep(_POLL_SECONDS)
+                description, self.round_trip_ns = await self._describe(CHECK_SECONDS)
+        except DraftBridgeError as error:
+            return str(error)
+        return f"{self.known.model.name} at {self.address} was replaced by another model, which is being connected"
+
+    async def _check_health(self) -> None:
+        """Raises `Unreachable` if the service reports that it cannot serve."""
+        try:
+            answer = await health_pb2_grpc.HealthStub(self.channel).Check(
+                health_pb2.HealthCheckRequest(), timeout=CHECK_SECONDS
+            )
+        except aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return
+            raise from_rpc_error(error, self.address) from error
+        if answer is not None and answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
+            raise Unreachable(self.address, f"it {_UNHEALTHY}")
+
+    def _on_failed_try(self, error: Exception) -> None:
+        expected = isinstance(error, DraftBridgeError)
+        self.problem = str(error) if expected else "an internal error occurred: see the bridge's log"
+        if type(error) not in self._logged:
+            role = ROLES[self.role]
+            text = f"requests go on without the {role} at {self.address} until it can be used: {self.problem}"
+            self._log(text, None if expected else error)
+            self._logged.add(type(error))
+
+    def _log(self, text: str, error: Exception | None = None) -> None:
+        self._log_lines += 1
+        if self._log_lines <= _MAX_LOG_LINES:
+            _log.warning(text, exc_info=error)
+
+
+def _same(one: model_pb2.Model, other: model_pb2.Model) -> bool:
+    """Returns whether two descriptions are of the same model: of equal descriptions but for the measured times."""
+    copies = []
+    for description in (one, other):
+        copy = model_pb2.Model()
+        copy.CopyFrom(description)
+        for name in _TIMES:
+            copy.ClearField(name)  # type: ignore[arg-type]
+        copies.append(copy)
+    return copies[0] == copies[1]

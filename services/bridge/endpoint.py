@@ -1,0 +1,189 @@
+"""Reads what a model service says about itself, and its tokenizer, each checksum once."""
+
+import asyncio
+import hashlib
+from dataclasses import dataclass, field, replace
+from time import perf_counter_ns
+from typing import TypeVar
+
+import grpc
+from cachetools import LRUCache
+from grpc import aio
+
+from bridge.errors import ChecksumMismatch, RoleNotServed, TokenizerNotUnderstood, Unreachable, UnusableModel
+from bridge.planning.estimates import TargetEstimates
+from bridge.text.models import Model
+from bridge.text.vocabulary import Vocabulary
+from draftbridge.v1 import model_pb2, model_pb2_grpc
+from services.rpc import codec
+from services.rpc.status import from_rpc_error
+from services.sandbox.templates import TemplateSandbox
+from services.sandbox.tokenizers import find_flaw
+
+T = TypeVar("T")
+
+ROLES = {model_pb2.ROLE_DRAFT: "draft", model_pb2.ROLE_TARGET: "target"}
+# How long a description that is needed at once may take: for `GetStatus`, and for a reason why a service is away.
+CHECK_SECONDS = 2.0
+# For comparison, a tokenizer.json with 256,000 ids has 33 MB.
+_TOKENIZER_LIMIT_BYTES = 256 << 20
+# Tokenizers to keep, so that a model that returns is connected at once. Models in use keep their own.
+_MAX_TOKENIZERS = 32
+_MAX_NAME_LENGTH = 256
+# No tokenizer has more ids; logits of more columns would exhaust the memory of every process.
+_MAX_VOCABULARY_SIZE = 1 << 24
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A connected model service, in the role that the bridge uses it in. `estimates`: measured costs of a target."""
+
+    address: str
+    role: model_pb2.Role.ValueType
+    channel: aio.Channel
+    description: model_pb2.Model
+    model: Model
+    estimates: TargetEstimates = field(default_factory=TargetEstimates)
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """Returns what replicas have in common: name, revision and tokenizer."""
+        return self.model.name, self.description.revision, self.model.vocabulary.sha256
+
+
+class ModelReader:
+    """Reads models from their services."""
+
+    def __init__(self) -> None:
+        self._vocabularies: LRUCache[str, tuple[Vocabulary, str]] = LRUCache(_MAX_TOKENIZERS)
+        self._sandbox = TemplateSandbox()
+        self._reading = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Ends the processes of the sandbox."""
+        await asyncio.to_thread(self._sandbox.close)
+
+    async def describe(
+        self, channel: aio.Channel, address: str, seconds: float, *, wait: bool = False
+    ) -> tuple[model_pb2.Model, int]:
+        """Returns a service's description, and the nanoseconds that the call took. `seconds`: the time limit.
+
+        `wait`: also waits for a service that is not there yet. Raises `Unreachable` and the service's own errors.
+        """
+        stub, started = model_pb2_grpc.ModelServiceStub(channel), perf_counter_ns()
+        try:
+            answer = await stub.GetModel(model_pb2.GetModelRequest(), wait_for_ready=wait, timeout=seconds)
+        except aio.AioRpcError as error:
+            if wait and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                # Without waiting, gRPC reports the reason.
+                return await self.describe(channel, address, CHECK_SECONDS)
+            raise from_rpc_error(error, address) from error
+        return _parsed(answer, address).model, perf_counter_ns() - started
+
+    async def endpoint(
+        self, channel: aio.Channel, address: str, role: model_pb2.Role.ValueType, description: model_pb2.Model
+    ) -> Endpoint:
+        """Returns a described service as an endpoint. Raises `RoleNotServed`, `UnusableModel`, ..."""
+        name = description.name
+        if not name.isprintable() or not 0 < len(name) <= _MAX_NAME_LENGTH:
+            raise UnusableModel(
+                f"the model at {address} has an invalid name of {len(name)} characters: use --name to serve it "
+                f"under 1 to {_MAX_NAME_LENGTH} printable characters"
+            )
+        if description.role not in (role, model_pb2.ROLE_BOTH):
+            raise RoleNotServed(address, name, ROLES[role])
+        try:
+            vocabulary, flaw = await self._vocabulary(model_pb2_grpc.ModelServiceStub(channel), description, address)
+        except aio.AioRpcError as error:
+            raise from_rpc_error(error, address) from error
+        _check_vocabulary(description, vocabulary, address)
+        if flaw and role == model_pb2.ROLE_TARGET:
+            raise TokenizerNotUnderstood(
+                f"{name} at {address} can be a draft but not a target: a target's text must be its tokens' "
+                f"bytes, concatenated, and {flaw}",
+                component="decoder",
+                model=name,
+            )
+        model = self.model(description, vocabulary)
+        return Endpoint(address, role, channel, description, model, TargetEstimates(model.forward_costs))
+
+    def model(self, description: model_pb2.Model, vocabulary: Vocabulary) -> Model:
+        """Returns a described model, which runs its chat template in the sandbox."""
+        return replace(codec.read_model(description, vocabulary), run_template=self._sandbox)
+
+    def vocabulary(self, sha256: str) -> Vocabulary | None:
+        """Returns the tokenizer with this checksum, if it is known."""
+        return self._vocabularies.get(sha256, (None, ""))[0]
+
+    async def learn_vocabulary(self, data: bytes, description: model_pb2.Model) -> Vocabulary:
+        """Returns the tokenizer that an engine has sent. Raises `ChecksumMismatch` or `TokenizerNotUnderstood`."""
+        if (got := hashlib.sha256(data).hexdigest()) != description.tokenizer_sha256:
+            raise ChecksumMismatch(
+                f"the engine sent a tokenizer with SHA-256 {got} and named {description.tokenizer_sha256}: send the "
+                "file that it uses, and name that",
+                expected=description.tokenizer_sha256,
+                got=got,
+            )
+        async with self._reading:
+            self._vocabularies[got] = await self._read_tokenizer(data, description, "the engine")
+        return self._vocabularies[got][0]
+
+    async def _vocabulary(
+        self, stub: "model_pb2_grpc.ModelServiceAsyncStub", description: model_pb2.Model, address: str
+    ) -> tuple[Vocabulary, str]:
+        """Returns the model's tokenizer and why it cannot be a target's, or "". Fetches each checksum once."""
+        sha256 = description.tokenizer_sha256
+        if sha256 not in self._vocabularies:
+            data, announced = bytearray(), ""
+            async for piece in stub.GetTokenizer(model_pb2.GetTokenizerRequest(), timeout=60):
+                data += _parsed(piece, address).chunk
+                announced = piece.sha256
+                if len(data) > _TOKENIZER_LIMIT_BYTES:
+                    raise ChecksumMismatch(f"{address} sends a tokenizer of more than {_TOKENIZER_LIMIT_BYTES} bytes")
+            got = hashlib.sha256(data).hexdigest()
+            if not got == announced == sha256:
+                raise ChecksumMismatch(
+                    f"the tokenizer from {address} has SHA-256 {got}, not {sha256} as announced: restart that server",
+                    expected=sha256,
+                    got=got,
+                )
+            async with self._reading:  # another service with the same tokenizer may be connecting at the same time
+                if sha256 not in self._vocabularies:
+                    self._vocabularies[sha256] = await self._read_tokenizer(bytes(data), description, address)
+        return self._vocabularies[sha256]
+
+    @staticmethod
+    async def _read_tokenizer(data: bytes, description: model_pb2.Model, address: str) -> tuple[Vocabulary, str]:
+        try:
+            flaw = await find_flaw(data)
+            vocabulary = await asyncio.to_thread(Vocabulary, data)
+        except TokenizerNotUnderstood as error:
+            raise TokenizerNotUnderstood(
+                f"{description.name} at {address}: {error}", **(error.metadata | {"model": description.name})
+            ) from error
+        return vocabulary, flaw
+
+
+def _check_vocabulary(description: model_pb2.Model, vocabulary: Vocabulary, address: str) -> None:
+    """Raises `UnusableModel` for a description that cannot be true of a model with this tokenizer."""
+    size, ids = description.vocabulary_size, description.special_ids
+    special = [*ids.eos, *([ids.bos] if ids.HasField("bos") else ()), *([ids.pad] if ids.HasField("pad") else ())]
+    if not 0 < size <= _MAX_VOCABULARY_SIZE:
+        problem = f"a vocabulary of {size} ids"
+    elif wrong := [id_ for id_ in special if id_ >= max(size, vocabulary.size)]:
+        problem = f"the special id {wrong[0]} and a vocabulary of {size} ids"
+    elif description.context_length < 2:
+        problem = f"a context of {description.context_length} tokens"
+    else:
+        return
+    raise UnusableModel(
+        f"{description.name} at {address} reports {problem}, which cannot be true: serve its own tokenizer and "
+        "configuration with the weights"
+    )
+
+
+def _parsed(answer: T | None, address: str) -> T:
+    """Returns the answer. Raises `Unreachable` if it is None, which gRPC returns for an answer that it cannot parse."""
+    if answer is None:
+        raise Unreachable(address, "its answer is not a message of the contract")
+    return answer

@@ -1,0 +1,122 @@
+"""Keeps what the bridge has learned about pairs in an SQLite file, so that it survives a restart."""
+
+import logging
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import astuple, fields
+from itertools import count
+from pathlib import Path
+from time import time
+from typing import Any
+
+from bridge.planning.choice import PairRecord, RecordKey
+
+_log = logging.getLogger(__name__)
+
+# The version of the tables, kept in SQLite's own `user_version`.
+_VERSION = 1
+_COLUMNS = [field.name for field in fields(PairRecord)]
+# Rows to keep: those that were updated last.
+_MAX_ROWS = 4096
+
+
+class PairMemory:
+    """A file of records. Writing never delays a request; an error of the disk costs what was learned, nothing else.
+
+    A file that cannot be read, or was written by a newer version, is kept under another name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._writer = ThreadPoolExecutor(1, "pair memory")
+        self._database: sqlite3.Connection | None = None
+        self._failed = False
+        self.records: dict[RecordKey, PairRecord] = {}
+        try:
+            self.records = self._open()
+        except (sqlite3.Error, OSError, ValueError) as error:
+            self._set_aside(error)
+
+    def save(self, key: RecordKey, record: PairRecord) -> None:
+        """Writes a record soon, in the order of the calls."""
+        self._submit(self._write, key, astuple(record))
+
+    def close(self) -> None:
+        """Writes what is still to be written, and closes the file."""
+        if self._database:
+            self._submit(self._database.close)
+        self._writer.shutdown()
+
+    def _submit(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._writer.submit(self._guarded, function, *arguments)
+
+    def _guarded(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            function(*arguments)
+        except sqlite3.Error as error:
+            if not self._failed:  # once: a full disk fails for every request
+                _log.warning("%s cannot be written (%s): what the bridge learns is lost at its end", self._path, error)
+            self._failed = True
+
+    def _open(self) -> dict[RecordKey, PairRecord]:
+        """Opens the file, creates its table if it is new, and returns its records, those updated last at the end."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Opened here, used by the writer's thread from then on.
+        database = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = NORMAL")
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            if version not in (0, _VERSION):
+                raise ValueError(f"it has version {version}, this software writes version {_VERSION}")
+            columns = ", ".join(f"{name} REAL NOT NULL" for name in _COLUMNS)
+            database.execute(
+                "CREATE TABLE IF NOT EXISTS pair_record (target TEXT, draft TEXT, workload TEXT, "
+                f"{columns}, updated REAL NOT NULL, PRIMARY KEY (target, draft, workload))"
+            )
+            database.execute(f"PRAGMA user_version = {_VERSION}")
+            database.execute(
+                "DELETE FROM pair_record WHERE rowid NOT IN "
+                f"(SELECT rowid FROM pair_record ORDER BY updated DESC LIMIT {_MAX_ROWS})"
+            )
+            with closing(
+                database.execute(
+                    f"SELECT target, draft, workload, {', '.join(_COLUMNS)} FROM pair_record ORDER BY updated"
+                )
+            ) as rows:
+                found = {RecordKey(*row[:3]): PairRecord(*map(float, row[3:])) for row in rows}
+        except BaseException:
+            database.close()
+            raise
+        self._database = database
+        return found
+
+    def _write(self, key: RecordKey, values: tuple[float, ...]) -> None:
+        if self._database:
+            row = (*key, *values, time())
+            self._database.execute(f"INSERT OR REPLACE INTO pair_record VALUES ({', '.join('?' * len(row))})", row)
+
+    def _set_aside(self, error: Exception) -> None:
+        """Renames an unreadable file, never over another one, and begins a new one."""
+        try:
+            kept = next(path for number in count(1) if not (path := _numbered(self._path, number)).exists())
+            for suffix in ("", "-wal", "-shm"):
+                part = self._path.with_name(self._path.name + suffix)
+                if part.exists():
+                    part.rename(kept.with_name(kept.name + suffix))
+            self._open()
+            _log.warning("%s cannot be read (%s): it was kept as %s, and a new file begun", self._path, error, kept)
+        except (sqlite3.Error, OSError) as second:
+            _log.warning(
+                "%s can be neither read (%s) nor replaced (%s): what the bridge learns is lost at its end; let it "
+                "write to that directory",
+                self._path,
+                error,
+                second,
+            )
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.unreadable-{number}")

@@ -1,0 +1,267 @@
+"""Checks a deployment end to end, and says what to change, most important first, for `draftbridge doctor`."""
+
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+
+from draftbridge import CallError, Client
+from draftbridge.v1 import bridge_pb2, model_pb2
+from services.version import VERSION
+
+# A message between bridge and service that takes longer than this share of a pass slows every pass down.
+_MAX_ROUND_TRIP_SHARE = 0.2
+# A pass of eight tokens that costs more than this many passes of one makes candidates expensive.
+_STEEP = 3.0
+_LOW_ACCEPTANCE, _WORTH_IT = 0.4, 1.05
+_PROMPT = "Write a short Python function that returns the sum of the even numbers in a list, and explain it."
+_TOKENS, _CHAT_TOKENS, _PINGS = 48, 4, 5
+_CONNECT_SECONDS = 3.0
+
+
+class Level(IntEnum):
+    """How important a finding is: BROKEN: requests fail. SLOW: they work, but slower than they could."""
+
+    BROKEN = 0
+    DEGRADED = 1
+    SLOW = 2
+    GOOD = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found. `remedy`: what to change; empty if nothing."""
+
+    level: Level
+    check: str
+    text: str
+    remedy: str = ""
+
+
+def examine(address: str, connect: Callable[[str], Client]) -> list[Finding]:
+    """Returns all findings, the most important first; a check that others need ends the examination if it fails."""
+    found = list(_examine(address, connect))
+    return sorted(found, key=lambda one: one.level)
+
+
+def _examine(address: str, connect: Callable[[str], Client]) -> Iterator[Finding]:
+    port = _port(address)
+    yield port
+    if port.level is Level.BROKEN:
+        return
+    try:
+        with connect(address) as client:
+            status = client.status()
+            yield Finding(Level.GOOD, "connection", f"a bridge answers at {address}")
+            services = client.services()
+            pairs = client.pairs()
+            yield from _versions(status, services)
+            yield from _services(services)
+            yield from _round_trips(client, services)
+            yield from _costs(services)
+            yield from _pairs(services, pairs)
+            yield from _templates(client, services)
+            yield from _gains(client, services, pairs)
+    except CallError as error:
+        yield _refused(address, error)
+
+
+def _port(address: str) -> Finding:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS):
+            return Finding(Level.GOOD, "port", f"{address} accepts connections")
+    except (OSError, ValueError, OverflowError) as error:
+        return Finding(
+            Level.BROKEN,
+            "port",
+            f"nothing listens at {address} ({error})",
+            "start a bridge there (draftbridge up, or draftbridge bridge), or give its address with --server",
+        )
+
+
+def _refused(address: str, error: CallError) -> Finding:
+    remedies = {
+        "TLS_FAILED": "give --ca with the authority of the bridge's certificate, or --tls if it is a public one",
+        "UNAUTHENTICATED": "give --token-file with a token that the bridge knows",
+        "NOT_A_BRIDGE": "this is another kind of server: give the address of the bridge",
+        "SERVICE_UNREACHABLE": "if the bridge uses TLS, give --tls or --ca; otherwise look at its log",
+    }
+    remedy = remedies.get(error.reason, "the message names the remedy")
+    return Finding(Level.BROKEN, "connection", f"the bridge at {address} refused a call: {error}", remedy)
+
+
+def _versions(status: bridge_pb2.GetStatusResponse, services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
+    versions = {"this command": VERSION, "the bridge": status.version}
+    versions |= {f"the service at {one.address}": one.model.server_version for one in services}
+    different = {who: version for who, version in versions.items() if version and version != status.version}
+    if not different:
+        yield Finding(Level.GOOD, "versions", f"all parts that say so are version {status.version}")
+        return
+    told = ", ".join(f"{who} {version}" for who, version in different.items())
+    yield Finding(
+        Level.DEGRADED,
+        "versions",
+        f"the bridge is version {status.version}, but {told}",
+        "install one version everywhere",
+    )
+
+
+def _services(services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
+    states = bridge_pb2.ServiceState
+    for one in services:
+        role = model_pb2.Role.Name(one.role).removeprefix("ROLE_").lower()
+        if one.state == states.STATE_AVAILABLE:
+            sha256 = one.model.tokenizer_sha256[:12]
+            text = f"the {role} {one.model.name} at {one.address} can be used; its tokenizer has checksum {sha256}..."
+            yield Finding(Level.GOOD, "services", text)
+            continue
+        state = states.State.Name(one.state).removeprefix("STATE_").lower()
+        level = Level.BROKEN if one.role == model_pb2.ROLE_TARGET else Level.DEGRADED
+        remedy = "start it, and check that the bridge's machine reaches this address" if not one.model.name else ""
+        yield Finding(
+            level,
+            "services",
+            f"the {role} at {one.address} is {state}: {one.problem}",
+            remedy or "see the problem's text",
+        )
+
+
+def _round_trips(client: Client, services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
+    taken = []
+    for _ in range(_PINGS):
+        started = perf_counter_ns()
+        client.models()
+        taken.append(perf_counter_ns() - started)
+    text = f"a call to the bridge and back takes {median(taken) / 1e6:.1f} ms"
+    yield Finding(Level.GOOD, "round trips", text)
+    passes = [ns for one in services if (ns := _costs_of(one).get(1, 0)) and one.role == model_pb2.ROLE_TARGET]
+    if not passes:
+        return
+    for one in services:
+        if one.round_trip_ns > _MAX_ROUND_TRIP_SHARE * min(passes) and one.state == one.STATE_AVAILABLE:
+            yield Finding(
+                Level.SLOW,
+                "round trips",
+                f"a call from the bridge to {one.model.name} at {one.address} takes {one.round_trip_ns / 1e6:.1f} ms; "
+                f"a pass of the fastest target takes {min(passes) / 1e6:.1f} ms",
+                "run the bridge on the target's machine, and the draft near it",
+            )
+
+
+def _costs_of(service: bridge_pb2.ServiceState) -> dict[int, int]:
+    return {one.token_count: one.forward_ns for one in service.measured_costs or service.model.forward_costs}
+
+
+def _costs(services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
+    for one in services:
+        costs = _costs_of(one)
+        if one.role != model_pb2.ROLE_TARGET or not costs.get(1) or not costs.get(8):
+            continue
+        factor = costs[8] / costs[1]
+        text = (
+            f"{one.model.name} ({one.model.engine}, {one.model.dtype}): a pass takes {costs[1] / 1e6:.1f} ms, one of "
+        )
+        text += f"8 tokens {factor:.1f} times as long"
+        if factor > _STEEP:
+            remedy = "candidates are expensive: try another engine or --weights (draftbridge engines), or more cores"
+            yield Finding(Level.SLOW, "costs", text, remedy)
+        else:
+            yield Finding(Level.GOOD, "costs", text)
+
+
+def _pairs(services: Sequence[bridge_pb2.ServiceState], pairs: Sequence[bridge_pb2.Pair]) -> Iterator[Finding]:
+    if not any(one.role == model_pb2.ROLE_DRAFT for one in services):
+        remedy = "give the bridge a --draft; `draftbridge serve suffix --role draft` needs no model"
+        yield Finding(Level.SLOW, "pairs", "no draft is configured: only prompt lookup proposes candidates", remedy)
+    for pair in pairs:
+        if pair.refusal:
+            yield Finding(Level.DEGRADED, "pairs", f"{pair.draft} is not used beside {pair.target}: {pair.refusal}")
+
+
+def _templates(client: Client, services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
+    for model in _usable(services, model_pb2.ROLE_TARGET):
+        if not model.chat_template:
+            text = f"{model.name} has no chat template: chats reach it as a plain transcript"
+            yield Finding(Level.GOOD, "template", text)
+            continue
+        try:
+            client.generate(
+                messages=[{"role": "user", "content": "Hello"}],
+                target=model.name,
+                max_tokens=_CHAT_TOKENS,
+                speculation="off",
+            )
+            yield Finding(Level.GOOD, "template", f"{model.name} renders a chat with its own template")
+        except CallError as error:
+            yield Finding(
+                Level.BROKEN, "template", f"a chat with {model.name} fails: {error}", "mend the model's chat template"
+            )
+
+
+def _gains(
+    client: Client, services: Sequence[bridge_pb2.ServiceState], pairs: Sequence[bridge_pb2.Pair]
+) -> Iterator[Finding]:
+    """Generates a small text with each target, alone and with every draft, and judges each pair."""
+    for model in _usable(services, model_pb2.ROLE_TARGET):
+        try:
+            plain, text = _speed(client, model.name, speculation="off")
+        except CallError as error:
+            yield Finding(
+                Level.BROKEN, "generation", f"{model.name} cannot generate: {error}", "look at its server's log"
+            )
+            continue
+        yield Finding(Level.GOOD, "generation", f"{model.name} alone generates {plain:.1f} tokens/s")
+        for pair in pairs:
+            if pair.target == model.name and not pair.refusal:
+                yield from _judge(client, pair, plain, text)
+
+
+def _judge(client: Client, pair: bridge_pb2.Pair, plain: float, text: str) -> Iterator[Finding]:
+    name = f"{pair.draft} beside {pair.target}"
+    try:
+        options: dict[str, Any] = {"draft": pair.draft, "sources": ["draft"]}
+        _speed(client, pair.target, **options)  # the bridge learns the costs of the pair
+        speed, same = _speed(client, pair.target, **options)
+        statistics = client.generate(
+            _PROMPT, target=pair.target, draft=pair.draft, max_tokens=_TOKENS, speculation="lockstep",
+            num_assistant_tokens=4,
+        ).finished.speculation  # fmt: skip
+    except CallError as error:
+        yield Finding(Level.DEGRADED, "drafts", f"{name} fails: {error}", "look at the log of the draft's server")
+        return
+    if same != text and not statistics.near_ties:
+        remedy = "this is a bug of an engine: serve the target with --deterministic and report it"
+        yield Finding(Level.BROKEN, "losslessness", f"{name}: the text differs from that of the target alone", remedy)
+    if statistics.note:
+        yield Finding(Level.DEGRADED, "drafts", f"{name}: {statistics.note}", "look at the log of the draft's server")
+    candidates = statistics.num_draft_tokens
+    acceptance = statistics.num_accepted_tokens / candidates if candidates else 0.0
+    gain = speed / plain if plain else 0.0
+    found = f"{name}: {gain:.2f}x the target alone on a small text, {acceptance:.0%} of candidates accepted"
+    if gain >= _WORTH_IT:
+        yield Finding(Level.GOOD, "drafts", f"{found}: it is worth it")
+    elif acceptance < _LOW_ACCEPTANCE:
+        remedy = "choose a draft trained on similar text, or leave it out: prompt lookup needs no model"
+        yield Finding(Level.SLOW, "drafts", f"{found}: it is not worth it, because it is often wrong", remedy)
+    else:
+        remedy = "run the draft on other cores or a faster engine; `draftbridge zoo measure` compares all pairs"
+        yield Finding(Level.SLOW, "drafts", f"{found}: it is not worth it, because it takes too long", remedy)
+
+
+def _speed(client: Client, target: str, **options: Any) -> tuple[float, str]:
+    """Returns tokens per second after the first pass, and the text."""
+    generation = client.generate(_PROMPT, target=target, max_tokens=_TOKENS, **options)
+    return generation.finished.speculation.measured_tokens_per_second, generation.text
+
+
+def _usable(services: Sequence[bridge_pb2.ServiceState], role: int) -> list[model_pb2.Model]:
+    """Returns the available models of a role, each once."""
+    available = bridge_pb2.ServiceState.STATE_AVAILABLE
+    models: Mapping[str, model_pb2.Model] = {
+        one.model.name: one.model for one in services if one.role == role and one.state == available
+    }
+    return list(models.values())

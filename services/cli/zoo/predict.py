@@ -1,0 +1,112 @@
+"""Predicts the gain of every pair from what a few hundred tokens and the models' own times show.
+
+For each pair one or two short texts are generated in turns. They show how often candidates at each position are right,
+how many candidates a draft token makes, and what a pass costs beside its forward. The planner's formulas turn these
+and the forwards' times by width into the speed of every plan; the best one is predicted.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+from bridge.planning.costs import MAX_WIDTH, WidthCost
+from bridge.planning.prediction import DraftCosts, TargetCosts, ahead, in_turns
+from services.cli.zoo.samples import ALONE, TURNS, Sample
+
+# What a bridge assumes that a pass is slower by while a model on the same cores computes; see `estimates`.
+_COMPETING_SLOWDOWN = 4.0
+_LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
+# The weight of the prior chance at each position, in candidates.
+_PRIOR_COUNT, _PRIOR_CHANCE = 2.0, 0.6
+# The committed tokens that a draft reads, with a rejected candidate's correction, before it proposes again.
+_READ_TOKENS = 2
+
+
+@dataclass(frozen=True)
+class Times:
+    """A model's times of forwards as pairs of a number of tokens and nanoseconds, and what it computes on."""
+
+    costs: tuple[tuple[int, int], ...]
+    units: frozenset[str] = frozenset()
+    unit_count: int = 0
+
+    def competes_with(self, other: "Times") -> bool:
+        """Returns whether two models need more cores or accelerators than they have together."""
+        shared = not self.units.isdisjoint(other.units)
+        return shared and self.unit_count + other.unit_count > len(self.units | other.units)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted gain of a pair over the target alone, and the plan that reaches it."""
+
+    target: str
+    draft: str
+    gain: float
+    plan: str
+    tokens_per_second: float
+    token_count: int
+
+
+def predict(
+    target: str, draft: str, samples: Sequence[Sample], target_times: Times, draft_times: Times
+) -> Prediction | None:
+    """Returns the prediction for a pair, or None if the samples show no pass of the target alone or of the pair."""
+    alone = [one for one in samples if one.target == target and one.way == ALONE and one.pass_count]
+    turns = [one for one in samples if (one.target, one.draft, one.way) == (target, draft, TURNS) and one.pass_count]
+    if not alone or not turns:
+        return None
+    single_ns = sum(one.elapsed_ns for one in alone) / sum(one.token_count for one in alone)
+    table = WidthCost.measured(target_times.costs).table
+    hop_ns = max(sum(one.network_ns for one in turns) / sum(one.pass_count for one in turns), 0.0)
+    costs = TargetCosts(tuple(single_ns * one for one in table), hop_ns)
+    drafted = _draft_costs(turns, target_times, draft_times)
+    plans = [("the target alone", 1.0), *_gains(costs, drafted, single_ns)]
+    plan, gain = max(plans, key=lambda one: one[1])
+    count = sum(one.token_count for one in (*alone, *turns))
+    return Prediction(target, draft, gain, plan, gain * 1e9 / single_ns, count)
+
+
+def _gains(costs: TargetCosts, draft: DraftCosts, single_ns: float) -> Iterator[tuple[str, float]]:
+    for lead in _LEADS:
+        yield f"the draft in turns of {lead}", in_turns(costs, draft, lead).tokens_per_ns * single_ns
+    yield "the draft ahead", ahead(costs, draft, max(_LEADS), 0).tokens_per_ns * single_ns
+
+
+def _draft_costs(turns: Sequence[Sample], target: Times, draft: Times) -> DraftCosts:
+    proposed = sum(one.proposed_count for one in turns) or 1
+    candidates = sum(one.candidate_count for one in turns)
+    measured_ns, single_ns = sum(one.compute_ns for one in turns) / proposed, dict(draft.costs).get(1, 0)
+    token_ns = single_ns or measured_ns
+    slowdown = _COMPETING_SLOWDOWN if draft.competes_with(target) else 1.0
+    return DraftCosts(
+        token_ns=token_ns,
+        ahead_ns=token_ns * slowdown,
+        read_ns=token_ns * WidthCost.measured(draft.costs).of(_READ_TOKENS),
+        prompt_ns=0.0,
+        round_trip_ns=0.0,  # it is a part of the measured time between passes
+        slowdown=slowdown,
+        target_tokens=max(candidates / proposed, 0.1),
+        survival=tuple(accumulate(chances(turns), mul)),
+    )
+
+
+def chances(turns: Sequence[Sample]) -> list[float]:
+    """Returns the chance of each candidate of a pass if all before it are right; the last known one continues."""
+    passes = float(sum(one.draft_pass_count for one in turns))
+    candidates = sum(one.candidate_count for one in turns)
+    longest = max((len(one.accepted_per_position) for one in turns), default=0)
+    accepted = [
+        sum(one.accepted_per_position[place] for one in turns if place < len(one.accepted_per_position))
+        for place in range(longest)
+    ]
+    found, tried = [], passes
+    # Passes have about this many candidates; beyond that, a position was not tried.
+    width = round(candidates / passes) if passes else 0
+    for right in accepted[:width]:
+        found.append((right + _PRIOR_COUNT * _PRIOR_CHANCE) / (tried + _PRIOR_COUNT))
+        tried = float(right)
+    overall = sum(accepted[:width]) / (sum(accepted[: width - 1]) + passes) if width else _PRIOR_CHANCE
+    found += [overall] * (MAX_WIDTH - 1 - len(found))
+    return found[: MAX_WIDTH - 1]

@@ -1,0 +1,184 @@
+"""The doctor finds what is wrong with a deployment, names the remedy, and puts the most important first."""
+
+import socket
+from typing import Any
+
+import grpc
+import pytest
+
+from draftbridge import CallError, Client
+from draftbridge.v1 import bridge_pb2, model_pb2
+from services.cli import doctor
+from services.cli.doctor import Finding, Level, examine
+from services.cli.processes import Fleet
+from services.version import VERSION
+
+States = bridge_pb2.ServiceState
+
+
+def model(name: str, **fields: Any) -> model_pb2.Model:
+    costs = [
+        model_pb2.ForwardCost(token_count=count, forward_ns=ns) for count, ns in ((1, 10_000_000), (8, 12_000_000))
+    ]
+    return model_pb2.Model(
+        **({"name": name, "forward_costs": costs, "chat_template": "{{ 1 }}", "server_version": VERSION} | fields)
+    )
+
+
+def service(name: str, role: Any, state: Any = States.STATE_AVAILABLE, **fields: Any) -> States:
+    described = fields.pop("model", None) or model(name)
+    return States(address=f"{name}:1", role=role, state=state, model=described, round_trip_ns=500_000, **fields)
+
+
+class Deployment:
+    """A client of a bridge whose answers a test chooses. `speeds`: tokens per second by draft, "" for none."""
+
+    def __init__(self, services: list[States], speeds: dict[str, float], accepted: int = 6) -> None:
+        self._services, self._speeds, self._accepted = services, speeds, accepted
+        self.text = "the same"
+
+    def __enter__(self) -> "Deployment":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def status(self) -> bridge_pb2.GetStatusResponse:
+        return bridge_pb2.GetStatusResponse(version=VERSION)
+
+    def models(self) -> list[model_pb2.Model]:
+        return []
+
+    def services(self) -> list[States]:
+        return self._services
+
+    def pairs(self) -> list[bridge_pb2.Pair]:
+        targets = [one.model.name for one in self._services if one.role == model_pb2.ROLE_TARGET]
+        return [bridge_pb2.Pair(target=one, draft=draft) for one in targets for draft in self._speeds if draft]
+
+    def generate(self, prompt: str = "", **options: Any) -> Any:
+        if options.get("messages"):
+            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "the template refuses the chat", {})
+        draft = options.get("draft", "")
+        statistics = bridge_pb2.SpeculationStatistics(
+            measured_tokens_per_second=self._speeds[draft], num_draft_tokens=10, num_accepted_tokens=self._accepted
+        )
+
+        class Answer:
+            text = "the same" if not draft else self.text
+            finished = bridge_pb2.GenerateFinished(speculation=statistics)
+
+        return Answer()
+
+
+def examined(deployment: Deployment) -> list[Finding]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return examine(f"127.0.0.1:{listening.getsockname()[1]}", lambda address: deployment)  # type: ignore[arg-type, return-value]
+
+
+def find(found: list[Finding], text: str) -> Finding:
+    return next(one for one in found if text in one.text)
+
+
+TARGET = service("large", model_pb2.ROLE_TARGET)
+
+
+def test_it_judges_every_draft_and_sorts_by_importance() -> None:
+    services = [
+        TARGET,
+        service("quick", model_pb2.ROLE_DRAFT),
+        service("slow", model_pb2.ROLE_DRAFT),
+        service("away", model_pb2.ROLE_DRAFT, States.STATE_AWAY, problem="the connection was lost"),
+    ]
+    found = examined(Deployment(services, {"": 10.0, "quick": 15.0, "slow": 9.0}))
+    assert [one.level for one in found] == sorted(one.level for one in found)
+    assert find(found, "quick beside large: 1.50x").level is Level.GOOD
+    slow = find(found, "slow beside large: 0.90x")
+    assert slow.level is Level.SLOW and "zoo measure" in slow.remedy
+    assert find(found, "the connection was lost").level is Level.DEGRADED
+    chat = find(found, "a chat with large fails")
+    assert chat.level is Level.BROKEN and found[0] == chat
+    rare = examined(Deployment(services, {"": 10.0, "slow": 9.0}, accepted=1))
+    assert "trained on similar text" in find(rare, "often wrong").remedy
+
+
+@pytest.mark.parametrize(
+    ("broken", "text", "level", "remedy"),
+    [
+        (
+            service("large", model_pb2.ROLE_TARGET, model=model("large", server_version="0.0.1")),
+            "0.0.1",
+            Level.DEGRADED,
+            "one version",
+        ),
+        (
+            service(
+                "", model_pb2.ROLE_TARGET, States.STATE_CONNECTING, problem="it has not answered yet", model=model("")
+            ),
+            "connecting",
+            Level.BROKEN,
+            "start it",
+        ),
+        (
+            service(
+                "large",
+                model_pb2.ROLE_TARGET,
+                model=model(
+                    "large",
+                    forward_costs=[
+                        model_pb2.ForwardCost(token_count=1, forward_ns=10_000_000),
+                        model_pb2.ForwardCost(token_count=8, forward_ns=60_000_000),
+                    ],
+                ),
+            ),
+            "6.0 times as long",
+            Level.SLOW,
+            "another engine",
+        ),
+    ],
+)
+def test_what_is_wrong_has_a_level_and_a_remedy(broken: States, text: str, level: Level, remedy: str) -> None:
+    found = find(examined(Deployment([broken], {"": 10.0})), text)
+    assert found.level is level and remedy in found.remedy
+
+
+def test_a_far_service_is_named() -> None:
+    far = States()
+    far.CopyFrom(service("far", model_pb2.ROLE_DRAFT))
+    far.round_trip_ns = 30_000_000
+    found = find(examined(Deployment([TARGET, far], {"": 10.0, "far": 12.0})), "30.0 ms")
+    assert found.level is Level.SLOW and "near" in found.remedy
+
+
+def test_a_changed_text_is_the_worst() -> None:
+    deployment = Deployment([TARGET, service("wrong", model_pb2.ROLE_DRAFT)], {"": 10.0, "wrong": 20.0})
+    deployment.text = "another"
+    found = find(examined(deployment), "differs from that of the target alone")
+    assert found.level is Level.BROKEN and "--deterministic" in found.remedy
+
+
+def test_without_a_bridge_it_says_how_to_start_one() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        found = examine(f"127.0.0.1:{probe.getsockname()[1]}", Client)
+    assert [one.level for one in found] == [Level.BROKEN] and "draftbridge up" in found[0].remedy
+    assert examine("nonsense", Client)[0].level is Level.BROKEN
+
+
+def test_a_deployment_of_processes_is_examined_from_end_to_end(
+    tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_TOKENS", 12)
+    found = examine(tiny_fleet.bridge, Client)
+    assert not [one for one in found if one.level is Level.BROKEN]
+    assert {one.check for one in found} >= {
+        "port",
+        "versions",
+        "services",
+        "round trips",
+        "costs",
+        "template",
+        "drafts",
+    }
+    other = examine(tiny_fleet.target, Client)
+    assert other[0].level is Level.BROKEN and "address of the bridge" in other[0].remedy

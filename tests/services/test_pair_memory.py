@@ -1,0 +1,70 @@
+"""What the bridge learns about pairs survives a restart; an unreadable file is kept."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from bridge.planning.choice import PairRecord, RecordKey
+from services.bridge.pair_memory import PairMemory
+
+KEY = RecordKey("target|1", "draft|2", "code")
+RECORD = PairRecord(3.0, 200.0, 100.0, 90.0, 120.0, 60.0, 240.0)
+
+
+def remember(path: Path, key: RecordKey = KEY, record: PairRecord = RECORD) -> None:
+    memory = PairMemory(path)
+    memory.save(key, record)
+    memory.close()
+
+
+def recall(path: Path) -> dict[RecordKey, PairRecord]:
+    memory = PairMemory(path)
+    memory.close()
+    return memory.records
+
+
+def test_records_survive_and_the_last_one_counts(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "pairs.sqlite"
+    remember(path)
+    changed = PairRecord(*(value + 1 for value in vars(RECORD).values()))
+    remember(path, record=changed)
+    remember(path, KEY._replace(workload=""))
+    assert recall(path) == {KEY: changed, KEY._replace(workload=""): RECORD}
+
+
+@pytest.mark.parametrize(
+    "content", [b"this is not a database" * 100, b"\0" * 5000, b"SQLite format 3\0" + b"\xff" * 4000]
+)
+def test_an_unreadable_file_is_kept_aside_and_never_overwritten(
+    tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pairs.sqlite"
+    for number in (1, 2):
+        path.write_bytes(content)
+        remember(path)
+        assert (tmp_path / f"pairs.sqlite.unreadable-{number}").read_bytes() == content
+        assert f"unreadable-{number}" in caplog.text
+        assert recall(path) == {KEY: RECORD}
+
+
+def test_a_file_of_a_newer_version_is_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.sqlite"
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA user_version = 99")
+    database.close()
+    remember(path)
+    assert recall(path) == {KEY: RECORD}
+    kept = sqlite3.connect(tmp_path / "pairs.sqlite.unreadable-1")
+    assert kept.execute("PRAGMA user_version").fetchone() == (99,)
+    kept.close()
+
+
+def test_a_directory_in_its_place_costs_the_memory_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = tmp_path / "file"
+    place.write_text("not a directory")
+    memory = PairMemory(place / "pairs.sqlite")
+    memory.save(KEY, RECORD)
+    memory.close()
+    assert memory.records == {} and place.read_text() == "not a directory"
+    assert "let it write to that directory" in caplog.text

@@ -1,0 +1,283 @@
+"""A zoo of unrelated models: every pair exact, models that come, go and change, and refusals that name the reason."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from bridge.errors import DraftAway, ModelNotFound, PairRefused, Unreachable, UnusableModel
+from bridge.generation import Delta, Finished
+from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request
+from bridge.sampling.sampler import SamplingParameters
+from draftbridge.v1 import bridge_pb2, model_pb2
+from services.bridge import connection, endpoint
+from services.bridge import zoo as zoo_module
+from services.bridge.connection import State
+from services.bridge.discovery import host_of, resolve
+from services.bridge.gateway import Gateway
+from services.bridge.pairing import Wish
+from services.bridge.servicer import BridgeServicer
+from services.bridge.zoo import Zoo
+from services.config import Role
+from services.model.host import LoadedModel
+from tests.support.waiting import eventually
+from tests.support.zoo import FAMILIES, lying, renamed, serving, trained
+
+SAMPLING = SamplingParameters(temperature=0.8)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Services that went away are tried again at once, and tokenizers of `families` need no self-test here."""
+
+    async def find_flaw(data: bytes) -> str:
+        return ""
+
+    monkeypatch.setattr(connection, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(endpoint, "find_flaw", find_flaw)
+
+
+@asynccontextmanager
+async def bridge(targets: list[str], drafts: list[str]) -> AsyncIterator[Gateway]:
+    zoo = Zoo(targets, drafts)
+    try:
+        yield Gateway(await zoo.connect())
+    finally:
+        await zoo.close()
+
+
+def cheap(model: LoadedModel) -> LoadedModel:
+    """Returns a model that reports short times, so that the bridge uses it as a draft."""
+    return replace(model, model=replace(model.model, forward_costs=((1, 10_000), (8, 10_000))))
+
+
+async def text_of(
+    gateway: Gateway, target: str, wish: Wish, mode: Mode = Mode.LOCKSTEP, max_tokens: int = 24, prompt: str = "The "
+) -> tuple[str, Finished]:
+    speculation = SpeculationParameters(mode=mode, num_assistant_tokens=None if mode is Mode.AUTO else 3)
+    request = Request(prompt, sampling=SAMPLING, seed=1, max_tokens=max_tokens, speculation=speculation)
+    text = ""
+    async with aclosing(gateway.generate(request, target, wish=wish)) as events:
+        async for event in events:
+            if isinstance(event, Delta):
+                text += event.text
+    assert isinstance(event, Finished)
+    return text, event
+
+
+async def test_all_ordered_pairs_of_eight_models_are_exact() -> None:
+    async with AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(serving(trained(name))) for name in FAMILIES]
+        suffix = await stack.enter_async_context(serving("suffix"))
+        gateway = await stack.enter_async_context(bridge(served, [*served, suffix]))
+        accepted = 0
+        for target in FAMILIES:
+            alone, _ = await text_of(gateway, target, Wish(), Mode.OFF)
+            for draft in (*FAMILIES, "suffix"):
+                if draft == target:
+                    with pytest.raises(PairRefused, match="only replica"):
+                        await text_of(gateway, target, Wish((draft,)))
+                    continue
+                text, event = await text_of(gateway, target, Wish((draft,)))
+                assert text == alone, (target, draft)
+                assert event.statistics.drafts == [draft]
+                assert event.statistics.sources["draft"].proposed_token_count or draft == "suffix"
+                accepted += event.statistics.num_accepted_tokens
+        assert accepted > 100, "the models know one corpus, so they must agree often"
+        servicer = BridgeServicer(gateway)
+        models = await servicer.ListModels(bridge_pb2.ListModelsRequest(), None)  # type: ignore[arg-type]
+        assert len(models.services) == 15
+        assert {one.state for one in models.services} == {bridge_pb2.ServiceState.STATE_AVAILABLE}
+        assert all(one.model.name and one.round_trip_ns for one in models.services)
+        assert all(one.measured_costs for one in models.services if one.role == model_pb2.ROLE_TARGET)
+        pairs = (await servicer.ListPairs(bridge_pb2.ListPairsRequest(), None)).pairs  # type: ignore[arg-type]
+        assert len(pairs) == 7 * 8
+        assert [pair.target for pair in pairs if pair.refusal] == [pair.draft for pair in pairs if pair.refusal]
+        assert sum(bool(pair.refusal) for pair in pairs) == 7
+        assert sum(pair.is_best for pair in pairs) == 7
+        assert all(pair.expected_gain >= 1 and pair.expected_bytes_per_second > 0 for pair in pairs)
+
+
+async def test_a_model_that_restarts_with_another_revision_or_tokenizer_is_read_again() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        first = AsyncExitStack()
+        draft = await first.enter_async_context(serving(trained("gemma", "draft")))
+        gateway = await stack.enter_async_context(bridge([target], [draft]))
+        expected, _ = await text_of(gateway, "", Wish(), Mode.OFF)
+        assert (await text_of(gateway, "", Wish()))[0] == expected
+        one = gateway.zoo.connections[1]
+        before = one.endpoint
+        assert before
+
+        await first.aclose()
+        await asyncio.to_thread(eventually, lambda: one.state is State.AWAY)
+        assert gateway.pairing.states("")[0].refusal
+        text, event = await text_of(gateway, "", Wish())
+        assert text == expected and draft in event.statistics.note
+        with pytest.raises(DraftAway):
+            await text_of(gateway, "", Wish(("draft",)))
+
+        again = AsyncExitStack()
+        await again.enter_async_context(serving(trained("gemma", "draft"), draft))
+        await asyncio.to_thread(eventually, lambda: one.state is State.AVAILABLE)
+        assert one.endpoint is before, "the same model keeps what was learned about it"
+        await again.aclose()
+        await stack.enter_async_context(serving(trained("llama-3", "draft", "2"), draft))
+        await asyncio.to_thread(eventually, lambda: bool(one.endpoint and one.endpoint is not before))
+        assert one.endpoint and one.endpoint.description.revision == "2"
+        text, event = await text_of(gateway, "", Wish())
+        assert text == expected and event.statistics.drafts == ["draft"]
+        assert event.statistics.sources["draft"].proposed_token_count
+
+
+async def test_of_two_models_with_one_name_the_first_is_used_and_the_other_refused_by_name() -> None:
+    async with AsyncExitStack() as stack:
+        first = AsyncExitStack()
+        a = await first.enter_async_context(serving(trained("gpt-2", "twin")))
+        b = await stack.enter_async_context(serving(trained("gemma", "twin")))
+        c = await stack.enter_async_context(serving(trained("gpt-2", "twin", "2")))
+        gateway = await stack.enter_async_context(bridge([a, b, c], []))
+        endpoints = await gateway.zoo.check()
+        assert [one.reachable for one in endpoints] == [True, False, False]
+        assert "two models are named twin" in endpoints[1].problem and "tokenizer" in endpoints[1].problem
+        assert "revision" in endpoints[2].problem and "--name" in endpoints[2].problem
+        target = gateway.zoo.target("twin")
+        assert [one.address for one in gateway.zoo.replicas(target)] == [a]
+        text, _ = await text_of(gateway, "twin", Wish(), Mode.OFF)
+        assert text
+        await first.aclose()
+        await asyncio.to_thread(eventually, lambda: gateway.zoo.target("twin").address == b)
+
+
+async def test_a_model_that_lies_about_its_vocabulary_is_refused() -> None:
+    liar = trained("gemma", "liar")
+    no_columns = replace(liar, model=replace(liar.model, vocabulary_size=0))
+    ids = replace(liar.model.special_ids, eos=(4_000_000_000,))
+    wrong_ids = replace(liar, model=replace(liar.model, special_ids=ids))
+    for wrong in (no_columns, wrong_ids):
+        async with serving(wrong) as address:
+            zoo = Zoo([address], [])
+            with pytest.raises(UnusableModel, match=r"liar .* cannot be true"):
+                await zoo.connect()
+            await zoo.close()
+
+
+async def test_a_draft_that_proposes_ids_it_does_not_have_is_replaced_and_refused_from_then_on() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        honest = await stack.enter_async_context(serving(trained("gemma", "honest"), role=Role.DRAFT))
+        liar = await stack.enter_async_context(lying(trained("llama-3", "liar")))
+        gateway = await stack.enter_async_context(bridge([target], [liar, honest]))
+        expected, _ = await text_of(gateway, "", Wish(), Mode.OFF, 60)
+        text, event = await text_of(gateway, "", Wish(("liar", "honest")), max_tokens=60)
+        assert text == expected
+        assert event.statistics.drafts == ["liar", "honest"]
+        assert "another draft replaced it" in event.statistics.note
+        assert gateway.zoo.connections[1].state is State.REFUSED
+        (pair, other) = gateway.pairing.states("")
+        assert "outside its vocabulary" in pair.refusal and not other.refusal
+        assert (await text_of(gateway, "", Wish(("liar", "honest"))))[1].statistics.drafts == ["honest"]
+
+
+async def test_a_draft_that_dies_in_the_middle_of_a_text_is_replaced() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        first = AsyncExitStack()
+        dying = await first.enter_async_context(serving(trained("gemma", "dying"), role=Role.DRAFT))
+        second = await stack.enter_async_context(serving(trained("llama-3", "second"), role=Role.DRAFT))
+        gateway = await stack.enter_async_context(bridge([target], [dying, second]))
+        expected, _ = await text_of(gateway, "", Wish(), Mode.OFF, 300)
+        speculation = SpeculationParameters(mode=Mode.LOCKSTEP, num_assistant_tokens=3)
+        request = Request("The ", sampling=SAMPLING, seed=1, max_tokens=300, speculation=speculation)
+        text = ""
+        async with aclosing(gateway.generate(request, "", wish=Wish(("dying", "second")))) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    text += event.text
+                    if len(text) > 20:
+                        await first.aclose()
+        assert text == expected
+        assert isinstance(event, Finished)
+        assert event.statistics.drafts == ["dying", "second"]
+
+
+async def test_a_draft_that_never_pays_gives_way_to_one_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.sources.source_set._UNUSED_PASSES", 8)
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        slow_model = trained("gemma", "slow")
+        slow = replace(slow_model, model=replace(slow_model.model, forward_costs=((1, 900_000_000), (8, 900_000_000))))
+        fast = cheap(trained("llama-3", "quick"))
+        drafts = [await stack.enter_async_context(serving(one, role=Role.DRAFT)) for one in (slow, fast)]
+        gateway = await stack.enter_async_context(bridge([target], drafts))
+        expected, _ = await text_of(gateway, "", Wish(), Mode.OFF, 120)
+        text, event = await text_of(gateway, "", Wish(("slow", "quick")), Mode.AUTO, 120)
+        assert text == expected
+        assert event.statistics.drafts == ["slow", "quick"]
+
+
+async def test_wishes_that_cannot_be_fulfilled_are_refused_by_field() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        gateway = await stack.enter_async_context(bridge([target], []))
+        for wish, name in ((Wish(workload="x" * 65), "workload"), (Wish(("a",) * 65), "drafts")):
+            with pytest.raises(Exception, match=name):
+                await text_of(gateway, "", wish)
+        with pytest.raises(ModelNotFound):
+            await text_of(gateway, "", Wish(("nobody", "none")))
+
+
+async def test_the_choice_is_learned_and_told() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2", pass_seconds=0.004)))
+        models = [renamed(cheap(trained(name)), f"draft-{name}") for name in ("gemma", "llama-3")]
+        drafts = [await stack.enter_async_context(serving(one, role=Role.DRAFT)) for one in models]
+        gateway = await stack.enter_async_context(bridge([target], drafts))
+        used = []
+        for _ in range(8):
+            _, event = await text_of(gateway, "", Wish(workload="tales"), Mode.AUTO, 40)
+            choice = event.statistics.draft_choice
+            assert choice and choice.draft == event.statistics.drafts[0]
+            assert choice.bytes_per_second > 0 and choice.second_best_bytes_per_second > 0
+            used.append(choice.draft)
+        assert set(used) == {"draft-gemma", "draft-llama-3"}, "both were tried"
+        pairs = gateway.pairing.states("tales")
+        assert all(pair.record.request_count > 0 for pair in pairs)
+        assert not any(pair.record.request_count for pair in gateway.pairing.states("code"))
+        assert any(pair.record.acceptance_rate > 0 for pair in pairs)
+
+
+async def test_a_dns_name_stands_for_all_its_addresses_also_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo_module, "_RESOLVE_SECONDS", 0.02)
+    answers: list[str] = []
+
+    async def resolve(address: str) -> list[str]:
+        return answers if address.startswith("dns:") else [address]
+
+    monkeypatch.setattr(zoo_module, "resolve", resolve)
+    async with AsyncExitStack() as stack:
+        first, second = AsyncExitStack(), AsyncExitStack()
+        a = await first.enter_async_context(serving(trained("gpt-2"), role=Role.TARGET))
+        answers.append(a)
+        gateway = await stack.enter_async_context(bridge(["dns:models:1"], ["dns:drafts:1"]))
+        assert [one.address for one in gateway.zoo.connections] == [a, a]
+        b = await second.enter_async_context(serving(trained("gpt-2"), role=Role.TARGET))
+        answers.append(b)
+        await asyncio.to_thread(eventually, lambda: len(gateway.zoo.replicas(gateway.zoo.target(""))) == 2)
+        await first.aclose()
+        answers.remove(a)
+        await asyncio.to_thread(eventually, lambda: all(one.address == b for one in gateway.zoo.connections))
+        assert (await text_of(gateway, "", Wish(), Mode.OFF))[0]
+        await second.aclose()
+
+
+async def test_a_name_that_does_not_resolve_is_an_error_at_the_start() -> None:
+    with pytest.raises(Unreachable, match="cannot be resolved"):
+        await Zoo(["dns:nobody.invalid:1"], []).connect()
+    assert await resolve("dns:localhost:123")
+    assert await resolve("host:1") == ["host:1"]
+    assert host_of("dns:models.internal:50051") == "models.internal" and host_of("host:1") == ""

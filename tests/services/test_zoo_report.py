@@ -1,0 +1,243 @@
+"""The zoo's report: its arithmetic, resuming, and the page in a headless browser. Skipped there without Chromium."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from services.cli.zoo import figures
+from services.cli.zoo.command import as_json
+from services.cli.zoo.predict import Prediction, Times, chances, predict
+from services.cli.zoo.report import Report, pieces, write
+from services.cli.zoo.samples import ALONE, AUTO, TURNS, InvalidSamples, Plan, Sample, SampleFile, measure
+
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+)
+TARGETS = ("large", "<b>hostile</b>")
+DRAFTS = ("small", "tiny", "suffix")
+SPEEDS = {"small": 1.6, "tiny": 0.8, "suffix": 1.1}
+MODEL: dict[str, Any] = {
+    "engine": "torch",
+    "dtype": "float32",
+    "device": "cpu",
+    "context_length": 512,
+    "vocabulary_size": 1000,
+    "costs": [[1, 10_000_000], [8, 12_000_000]],
+}
+
+
+def sample(target: str, draft: str, way: str, prompt: int, temperature: float = 0.0) -> Sample:
+    """A text of 40 tokens after the first pass, whose speed follows `SPEEDS` with a little noise for each prompt."""
+    gain = SPEEDS.get(draft, 1.0) * (1 + 0.02 * (prompt % 3) if draft else 1)
+    taken, passes = (0, 0) if way == ALONE else (30, 20)
+    proposed, compute_ns = (80, 20_000_000) if draft else (0, 0)
+    text = "Grüße <script>alert(1)</script> from the target"
+    spans = [(4, ""), (1, "draft"), (len(text.encode()) - 5, "draft")] if draft else [(len(text.encode()), "")]
+    return Sample(
+        target, draft, way, f"{prompt}", temperature, 48, "code" if prompt % 2 else "chat", 40, int(4e8 / gain),
+        20 if draft else 40, passes, 60 if draft else 0, taken, 3 * taken, proposed, compute_ns,
+        200_000_000, 20_000_000, 120, 0, text, [15, 10, 5] if draft else [], spans,
+    )  # fmt: skip
+
+
+def samples() -> list[Sample]:
+    found = []
+    for target in TARGETS:
+        for temperature in (0.0, 1.0):
+            for prompt in range(4):
+                found.append(sample(target, "", ALONE, prompt, temperature))
+                found += [sample(target, one, way, prompt, temperature) for one in DRAFTS for way in (AUTO, TURNS)]
+    return found
+
+
+def report() -> Report:
+    refused = {(TARGETS[1], "tiny"): "the draft is the target's only replica"}
+    some = [one for one in samples() if (one.target, one.draft) not in refused]
+    pairs = [(target, draft) for target in TARGETS for draft in DRAFTS if (target, draft) not in refused]
+    times = Times(((1, 10_000_000), (8, 12_000_000)))
+    predictions = [found for pair in pairs if (found := predict(*pair, some, times, Times(((1, 500_000),))))]
+    return Report(
+        "A zoo", "somewhere", dict.fromkeys((*TARGETS, *DRAFTS), MODEL), TARGETS, DRAFTS, some,
+        [figures.pair_figures(some, *pair) for pair in pairs], predictions, dict.fromkeys(pairs, 0.4), refused,
+    )  # fmt: skip
+
+
+def test_gains_are_geometric_means_over_prompts_with_intervals() -> None:
+    pair = figures.pair_figures(samples(), "large", "small")
+    assert pair.gain.mean == pytest.approx(1.6 * (1 * 1.02 * 1.04 * 1) ** 0.25, rel=1e-3)
+    assert pair.gain.low < pair.gain.mean < pair.gain.high
+    assert (pair.gain.count, pair.acceptance, pair.tokens_per_pass) == (8, 0.5, 2.0)
+    assert pair.by_position == [0.75, 0.5, 0.25]
+    assert set(pair.by_category) == {"code", "chat"} and set(pair.by_temperature) == {0.0, 1.0}
+    alone = [sample("t", "", ALONE, 0)]
+    assert figures.gain_of([sample("t", "small", AUTO, 0)], alone).low == pytest.approx(1.6, rel=1e-6)
+    assert figures.gain_of([], alone).count == 0
+
+
+def test_the_advice_names_the_best_draft_or_none() -> None:
+    found = report().figures
+    assert figures.advice("large", found).startswith("Put small beside large: expect 1.6")
+    without = [one for one in found if one.draft == "tiny"]
+    assert figures.advice("large", without).startswith("Use large alone: the best draft, tiny, reaches 0.8")
+    wide = [replace(one, gain=replace(one.gain, low=0.9)) for one in found if one.draft == "small"]
+    assert "measure more texts" in figures.advice("large", wide)
+    assert "no pair" in figures.advice("nobody", found)
+    ranked = [one.draft for one in figures.ranking(found) if one.target == "large"]
+    assert ranked == ["small", "suffix", "tiny"]
+
+
+def test_predictions_follow_acceptance_and_costs() -> None:
+    some = samples()
+    assert chances([one for one in some if one.way == TURNS])[:3] == pytest.approx([0.75, 2 / 3, 0.5], abs=0.02)
+    times, quick, slow = Times(((1, 10_000_000), (8, 12_000_000))), Times(((1, 500_000),)), Times(((1, 50_000_000),))
+    fast, lost = (predict("large", "small", some, times, one) for one in (quick, slow))
+    assert fast and lost
+    assert (1.2 < fast.gain < 2.0 and "turns" in fast.plan) or "ahead" in fast.plan
+    assert (lost.gain, lost.plan) == (1.0, "the target alone")
+    assert predict("large", "nobody", some, times, quick) is None
+
+
+def test_a_stopped_measurement_resumes_after_the_last_whole_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [{"prompt": f"p{number}", "category": ""} for number in range(3)]
+    plan = Plan(("t",), ("d", "e"), prompts, [0.0], 48, refused=frozenset({("t", "e")}))
+    taken = []
+
+    def take(client: object, key: Any, prompt: Any) -> Sample:
+        taken.append(key)
+        return replace(sample("t", "d", AUTO, 0), **key._asdict())
+
+    monkeypatch.setattr("services.cli.zoo.samples.take", take)
+    path, models = tmp_path / "zoo" / "samples.jsonl", {"t": {"revision": "1"}}
+    steps = measure(None, plan, SampleFile(path, models))  # type: ignore[arg-type]
+    for _ in range(4):
+        next(steps)
+    with path.open("a") as file:
+        file.write('{"target": "t", "dra')  # killed while it wrote
+    assert len(list(measure(None, plan, SampleFile(path, models)))) == 9  # type: ignore[arg-type]
+    assert len(taken) == len(set(taken)) == 9
+    assert not any(key.draft == "e" for key in taken)
+    assert [key.way for key in taken[:3]] == [ALONE, AUTO, TURNS] and taken[3].way == AUTO, "the order rotates"
+    with pytest.raises(InvalidSamples, match="other models"):
+        SampleFile(path, {"t": {"revision": "2"}})
+    path.write_text("nonsense\n")
+    with pytest.raises(InvalidSamples, match="cannot be read"):
+        SampleFile(path, models)
+
+
+def test_a_character_of_several_tokens_belongs_to_the_piece_that_completes_it() -> None:
+    found = pieces(sample("t", "small", AUTO, 0))
+    assert "".join(text for text, _ in found) == sample("t", "small", AUTO, 0).text
+    assert found[0] == ("Grü", "target") and found[-1][1] == "draft"
+
+
+def test_the_json_has_every_pair_and_no_sample() -> None:
+    found = json.loads(json.dumps(as_json(report())))
+    assert len(found["pairs"]) == 5 and len(found["refused"]) == 1 and len(found["advice"]) == 2
+    assert found["predictions"] and found["pairs"][0]["vocabulary_overlap"] == 0.4
+    assert "alert" not in json.dumps(found)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if not CHROMIUM:
+        pytest.skip("no Chromium: install it with the system's package manager")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser, tmp_path: Path) -> Iterator[Page]:
+    """Opens the report, and fails if it logs an error or requests anything but itself."""
+    path = tmp_path / "report.html"
+    write(report(), path)
+    page = browser.new_page(viewport={"width": 1100, "height": 900})
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on(
+        "request",
+        lambda one: None if one.url == path.as_uri() or one.url.startswith("data:") else problems.append(one.url),
+    )
+    page.on("dialog", lambda dialog: problems.append(dialog.message))
+    page.goto(path.as_uri())
+    yield page
+    page.close()
+    assert problems == []
+
+
+def test_the_map_shows_every_pair_and_its_tooltip_the_figures(page: Page) -> None:
+    cells = page.locator(".pair")
+    assert cells.count() == len(TARGETS) * len(DRAFTS)
+    tips = page.locator(".tip")
+    assert not tips.first.is_visible()
+    cells.first.hover()
+    assert tips.first.is_visible()
+    text = tips.first.inner_text()
+    assert "small beside large" in text and "1.6" in text and "95% interval" in text and "50% of candidates" in text
+    assert "predicted" in text
+    refused = page.locator(".pair", has_text="only replica")
+    assert refused.count() == 1 and "–" in str(refused.text_content())
+    assert page.locator("#advice li").count() == len(TARGETS)
+    assert page.locator("svg").count() >= 6
+
+
+def test_the_map_is_read_with_the_keyboard(page: Page) -> None:
+    page.keyboard.press("Tab")
+    tips = page.locator(".tip")
+    assert tips.nth(0).is_visible(), "the first cell is the first thing that Tab reaches"
+    page.keyboard.press("ArrowRight")
+    assert tips.nth(1).is_visible() and not tips.nth(0).is_visible()
+    page.keyboard.press("ArrowDown")
+    assert tips.nth(len(DRAFTS) + 1).is_visible()
+    page.keyboard.press("Escape")
+    assert not tips.nth(len(DRAFTS) + 1).is_visible()
+    page.keyboard.press("ArrowLeft")
+    assert tips.nth(len(DRAFTS)).is_visible()
+
+
+def test_nothing_depends_on_colour_alone_and_names_are_text(page: Page) -> None:
+    labels = [str(one.text_content()) for one in page.locator(".pair strong").all()]
+    assert all(label.endswith("x") or label == "–" for label in labels)
+    contrasts = page.evaluate(
+        """() => [...document.querySelectorAll('.pair')].map(cell => {
+            const light = text => { const [r, g, b] = text.match(/\\d+/g).map(Number).map(one => {
+                one /= 255; return one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4; });
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+            const style = getComputedStyle(cell);
+            const [a, b] = [light(style.color), light(style.backgroundColor)].sort();
+            return (b + 0.05) / (a + 0.05); })"""
+    )
+    assert min(contrasts) >= 4.5
+    assert page.locator("th b").count() == 0, "a hostile name is no markup"
+    assert page.locator("th", has_text="<b>hostile</b>").count() > 0
+    assert page.locator(".example script").count() == 0
+    dashes = page.evaluate(
+        "() => [...document.querySelectorAll('polyline')].map(one => one.getAttribute('stroke-dasharray'))"
+    )
+    assert len(set(dashes)) > 1, "lines differ in their dashes, too"
+
+
+def test_it_prints_on_paper(page: Page) -> None:
+    page.emulate_media(media="print")
+    page.locator(".pair").first.focus()
+    assert not page.locator(".tip").first.is_visible()
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    wide = page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert wide, "nothing is cut off"
+
+
+def test_a_report_without_samples_is_a_page_too(tmp_path: Path) -> None:
+    empty = Report("A zoo", "", {}, TARGETS, DRAFTS, [], [], [], {}, {})
+    write(empty, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "no pair was measured" in text and Prediction.__name__ not in text

@@ -1,0 +1,140 @@
+"""A zoo in this process: small trained models of several tokenizer families, each with its own gRPC server."""
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from bridge.sampling.sampler import Logits
+from bridge.text.models import Model, SpecialIds
+from draftbridge.v1 import draft_pb2, model_pb2
+from services.config import Role
+from services.engines.engine import Row
+from services.model.draft.servicer import DraftServicer
+from services.model.draft.suffix import SuffixModel
+from services.model.host import LoadedModel
+from services.model.server import _register, register
+from services.model.servicer import ModelServicer
+from services.model.target.servicer import TargetServicer
+from services.rpc import codec
+from services.rpc.server import Server
+from services.sandbox.jinja import run_template
+from services.store.files import ModelFiles
+from tests.support import families, tiny
+
+FAMILIES = ("gpt-2", "llama-3", "gemma", "unigram", "t5", "llama-2", "bytes")
+
+
+class NgramEngine(tiny.HashEngine):
+    """A model trained on the corpus of `tiny`: how often a token followed the last one and the last two.
+
+    `pass_seconds`: a forward takes at least so long, as that of a large model does.
+    """
+
+    def __init__(self, of: Model, slot_count: int = 4, pass_seconds: float = 0.0) -> None:
+        super().__init__(of, slot_count=slot_count, sharpness=0.3)
+        self._pass_seconds = pass_seconds
+        self._counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+        for text in tiny.CORPUS:
+            ids = of.vocabulary.pieces(text.encode()).ids
+            for place, id_ in enumerate(ids):
+                for length in (1, 2):
+                    self._counts[tuple(ids[max(place - length, 0) : place])][id_] += 1
+
+    def forward(self, rows: Sequence[Row]) -> list[Logits]:
+        """See `Engine.forward`."""
+        time.sleep(self._pass_seconds)
+        return super().forward(rows)
+
+    def logits(self, ids: Sequence[int]) -> Logits:
+        """See `HashEngine.logits`."""
+        scores = np.array(super().logits(ids))
+        for length in (1, 2):
+            for id_, number in self._counts[tuple(ids[-length:])].items():
+                scores[id_] += length * np.log1p(5 * number)
+        return scores
+
+
+def trained(
+    family: str, name: str = "", revision: str = "1", pass_seconds: float = 0.0, **options: object
+) -> LoadedModel:
+    """Returns a trained model with the tokenizer of a family, ready to be served."""
+    words = families.vocabulary(family)
+    of = Model(
+        name=name or family,
+        context_length=512,
+        vocabulary_size=words.size + 3,
+        vocabulary=words,
+        special_ids=SpecialIds(bos=1, eos=(2,), pad=0),
+        run_template=run_template,
+        forward_costs=((1, 1_000_000), (8, 1_200_000)),
+        **options,  # type: ignore[arg-type]
+    )
+    engine = NgramEngine(of, pass_seconds=pass_seconds)
+    files = ModelFiles(families.tokenizer_json(family), words, of.special_ids, "", revision)
+    return LoadedModel(files, engine, of, tiny.scheduler(engine))
+
+
+@asynccontextmanager
+async def serving(model: LoadedModel | str, address: str = "127.0.0.1:0", role: Role = Role.BOTH) -> AsyncIterator[str]:
+    """Serves a model, or prompt lookup for "suffix", and yields the address."""
+    server = Server(address)
+    if isinstance(model, str):
+        suffix = SuffixModel(model, 8)
+        described = codec.write_model(suffix.model, role=model_pb2.ROLE_DRAFT, engine="suffix")
+        draft = DraftServicer(suffix.model, lambda sampling, seed: suffix.open())
+        _register(server, ModelServicer(described, suffix.tokenizer_json), draft, TargetServicer(suffix.model, None))
+    else:
+        register(server, model, role)
+    stop, started = asyncio.Event(), asyncio.Event()
+    task = asyncio.create_task(server.run_until(stop, lambda _: started.set()))
+    try:
+        await started.wait()
+        yield server.address
+    finally:
+        stop.set()
+        await task
+        if not isinstance(model, str):
+            model.scheduler.close()
+
+
+def renamed(model: LoadedModel, name: str) -> LoadedModel:
+    """Returns the model under another name."""
+    return replace(model, model=replace(model.model, name=name))
+
+
+class LyingDraft(DraftServicer):
+    """Proposes ids outside the vocabulary of its model."""
+
+    async def Draft(  # noqa: N802
+        self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: object
+    ) -> AsyncIterator[draft_pb2.DraftResponse]:
+        async for request in request_iterator:
+            if request.WhichOneof("kind") == "sync":
+                yield draft_pb2.DraftResponse(epoch=request.sync.epoch, token_ids=[10_000_000], done=True)
+
+
+@asynccontextmanager
+async def lying(model: LoadedModel) -> AsyncIterator[str]:
+    """Serves a draft that proposes ids outside its vocabulary."""
+    server = Server("127.0.0.1:0")
+    described = codec.write_model(model.model, role=model_pb2.ROLE_DRAFT, engine="liar")
+    _register(
+        server,
+        ModelServicer(described, model.files.tokenizer_json),
+        LyingDraft(model.model, lambda sampling, seed: None),  # type: ignore[arg-type, return-value]
+        TargetServicer(model.model, None),
+    )
+    stop, started = asyncio.Event(), asyncio.Event()
+    task = asyncio.create_task(server.run_until(stop, lambda _: started.set()))
+    try:
+        await started.wait()
+        yield server.address
+    finally:
+        stop.set()
+        await task
+        model.scheduler.close()
