@@ -21,8 +21,14 @@ def heat(gain: float) -> tuple[str, str]:
         return "#eeeeee", "#333333"
     share = max(-1.0, min(1.0, log2(gain)))
     end = (0, 68, 136) if share > 0 else (179, 88, 6)
-    red, green, blue = (round(255 + abs(share) * (part - 255)) for part in end)
-    return f"#{red:02x}{green:02x}{blue:02x}", "#ffffff" if abs(share) > 0.55 else "#111111"
+    parts = [round(255 + abs(share) * (part - 255)) for part in end]
+    linear = [
+        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in (one / 255 for one in parts)
+    ]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    # Whichever of white and black has the higher contrast, at least 4.5 for any background.
+    text = "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#000000"
+    return "#" + "".join(f"{part:02x}" for part in parts), text
 
 
 def lines(series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, *, from_zero: bool = True) -> Markup:
