@@ -5,8 +5,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 
-.PHONY: help demo test test-deep test-quick test-engines test-guests llamacpp lint format types layers protos deploy-check \
-	stubs-fresh hooks clean
+.PHONY: help demo test test-deep test-quick test-engines test-guests test-zoo llamacpp lint format types layers protos \
+	deploy-check stubs-fresh hooks clean
 
 help: ## List the targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ export PROMPT TARGET DRAFT
 
 # Real models after the tiny ones, because they need the memory.
 test: .venv/dev ## Run all tests. PYTEST_ARGS="..." goes to pytest.
-	$(BIN)/pytest -n logical --dist loadfile -m "not models and not guests" $(PYTEST_ARGS)
+	$(BIN)/pytest -n logical --dist loadfile -m "not models and not guests and not zoo" $(PYTEST_ARGS)
 	$(BIN)/pytest -n logical --dist loadfile -m models $(PYTEST_ARGS)
 
 test-deep: .venv/dev ## Run all tests with every case and example: about half an hour.
@@ -35,6 +35,9 @@ test-engines: .venv/llamacpp ## Run the engines' tests, with llama.cpp; the firs
 # Engines that DraftBridge is a guest of need other versions of packages.
 test-guests: .venv/dev .venv/guests/ready ## Run the adapters' tests with vLLM itself, in an environment of its own (5 GB).
 	DRAFTBRIDGE_TEST_VLLM=$(CURDIR)/.venv/guests/bin/python $(BIN)/pytest -m guests tests/guests $(PYTEST_ARGS)
+
+test-zoo: .venv/dev ## Run all pairs of eight models, four of them real; the first run downloads 1.5 GB.
+	$(BIN)/pytest -m zoo tests/end_to_end/test_real_zoo.py
 
 lint: .venv/dev ## Check code style and the contract's style.
 	$(BIN)/ruff check .

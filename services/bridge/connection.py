@@ -42,6 +42,8 @@ class State(Enum):
 class Connection:
     """A configured address in one role.
 
+    `health`: a channel for health checks only, because a call that lasts would use up a part of the server's limit of
+    calls on one connection.
     `known`: the model that was last connected. `refused`: the description of a service that was reached but cannot be
     used. `on_connected` is called with each new endpoint and the one before it.
     """
@@ -51,11 +53,12 @@ class Connection:
         address: str,
         role: model_pb2.Role.ValueType,
         channel: aio.Channel,
+        health: aio.Channel,
         reader: ModelReader,
         timeout: float,
         on_connected: Callable[[Endpoint, Endpoint | None], None],
     ) -> None:
-        self.address, self.role, self.channel = address, role, channel
+        self.address, self.role, self.channel, self._health = address, role, channel, health
         self._reader, self._timeout, self._on_connected = reader, timeout, on_connected
         self.known: Endpoint | None = None
         self.refused: model_pb2.Model | None = None
@@ -99,11 +102,12 @@ class Connection:
         self._task = asyncio.create_task(self._run(), context=Context())
 
     async def close(self) -> None:
-        """Stops connecting and watching, and closes the channel."""
+        """Stops connecting and watching, and closes the channels."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await self.channel.close()
+        await self._health.close()
 
     def on_change(self, problem: str) -> None:
         """Handles the news that the service is not what it was: it is not used until it has been read again."""
@@ -194,7 +198,7 @@ class Connection:
 
     async def _until_unhealthy(self) -> str:
         """Returns why the service cannot be used any more."""
-        call: Any = health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest())
+        call: Any = health_pb2_grpc.HealthStub(self._health).Watch(health_pb2.HealthCheckRequest())
         try:
             # A stream that stayed open would delay the end of a server that stops.
             async for answer in call:
@@ -223,7 +227,7 @@ class Connection:
     async def _check_health(self) -> None:
         """Raises `Unreachable` if the service reports that it cannot serve."""
         try:
-            answer = await health_pb2_grpc.HealthStub(self.channel).Check(
+            answer = await health_pb2_grpc.HealthStub(self._health).Check(
                 health_pb2.HealthCheckRequest(), timeout=CHECK_SECONDS
             )
         except aio.AioRpcError as error:

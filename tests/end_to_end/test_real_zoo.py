@@ -1,0 +1,71 @@
+"""Eight models in real processes: four real ones, three tiny ones of other families, prompt lookup. All pairs exact."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from draftbridge import CallError, Client
+from services.cli.processes import launched, serve
+from services.store.resolve import SUFFIX, resolve
+from tests.conftest import save_tiny_model
+
+pytestmark = [pytest.mark.zoo, pytest.mark.timeout(900)]
+
+REAL = ("qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct", "gemma-3-270m", "smollm2-135m-instruct")
+TINY = {"tiny-one": "sentencepiece", "tiny-two": "byte_level", "tiny-three": "unigram"}
+PROMPT = "def is_prime(n):\n"
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """A client of a bridge over all models, the targets deterministic, so that no near tie can change a text."""
+    root, options = tmp_path_factory.mktemp("zoo"), []
+    common = ("--threads", "1", "--kv-memory", "0.3", "--slots", "4")
+    with ExitStack() as stack:
+        for name in REAL:
+            resolve(name, print)
+            server = serve(name, "--engine", "ik_llama", "--deterministic", *common)
+            options += _both(stack.enter_context(server)[0])
+        for seed, (name, kind) in enumerate(TINY.items()):
+            path: Path = save_tiny_model(root / name, kind, seed)
+            server = serve(str(path), "--dtype", "float32", "--deterministic", *common)
+            options += _both(stack.enter_context(server)[0])
+        options += ["--draft", stack.enter_context(serve(SUFFIX, "--role", "draft"))[0]]
+        bridge = launched("bridge", "bridge", *options, "--listen", "127.0.0.1:0", "--until-stdin-closes")
+        yield stack.enter_context(Client(stack.enter_context(bridge)[0]))
+
+
+def _both(address: str) -> list[str]:
+    return ["--target", address, "--draft", address]
+
+
+@pytest.mark.parametrize("target", [*REAL, *TINY])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_draft_leaves_the_text_of_every_target_as_it_is(zoo: Client, target: str, temperature: float) -> None:
+    options = {"target": target, "max_tokens": 16, "temperature": temperature, "seed": 5}
+    alone = zoo.generate(PROMPT, **options, speculation="off")  # type: ignore[arg-type]
+    assert alone.finished.usage.generated_token_count > 0
+    proposed = 0
+    for draft in (*REAL, *TINY, SUFFIX):
+        if draft == target:
+            with pytest.raises(CallError) as caught:
+                zoo.generate(PROMPT, **options, draft=draft)  # type: ignore[arg-type]
+            assert caught.value.reason == "PAIR_REFUSED"
+            continue
+        result = zoo.generate(PROMPT, **options, draft=draft, speculation="lockstep", num_assistant_tokens=4)  # type: ignore[arg-type]
+        assert (result.token_ids, result.text) == (alone.token_ids, alone.text), draft
+        assert list(result.finished.speculation.drafts) == [draft]
+        proposed += sum(one.proposed_token_count for one in result.finished.speculation.sources)
+    assert proposed > 16
+
+
+def test_the_zoo_is_listed_with_its_costs_and_pairs(zoo: Client) -> None:
+    services, pairs = zoo.services(), zoo.pairs()
+    assert len(services) == 15 and all(one.state == one.STATE_AVAILABLE for one in services)
+    assert all(one.model.forward_costs for one in services if one.model.name != SUFFIX)
+    assert len(pairs) == 7 * 8 and sum(bool(pair.refusal) for pair in pairs) == 7
+    by_names = {(pair.target, pair.draft): pair for pair in pairs}
+    assert by_names[REAL[0], REAL[1]].same_tokenizer and by_names[REAL[0], REAL[1]].vocabulary_overlap == 1.0
+    assert 0.1 < by_names[REAL[0], REAL[2]].vocabulary_overlap < 0.9
