@@ -42,7 +42,7 @@ def sample(target: str, draft: str, way: str, prompt: int, temperature: float = 
     return Sample(
         target, draft, way, f"{prompt}", temperature, 48, "code" if prompt % 2 else "chat", 40, int(4e8 / gain),
         20 if draft else 40, passes, 60 if draft else 0, taken, 3 * taken, proposed, compute_ns,
-        200_000_000, 20_000_000, 120, 0, text, [15, 10, 5] if draft else [], spans,
+        200_000_000, 20_000_000, 0, 120, 0, text, [15, 10, 5] if draft else [], spans,
     )  # fmt: skip
 
 

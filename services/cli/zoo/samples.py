@@ -61,6 +61,7 @@ class Sample:
     compute_ns: int
     verify_ns: int
     network_ns: int
+    waited_ns: int
     byte_count: int
     near_ties: int
     text: str
@@ -153,6 +154,7 @@ def sample_of(events: Iterable[Event], key: Key, category: str) -> Sample:
         compute_ns=drafted.compute_ns,
         verify_ns=did.verify_ns,
         network_ns=did.network_ns,
+        waited_ns=did.waited_ns,
         byte_count=did.generated_byte_count,
         near_ties=did.near_ties,
         text=text,
