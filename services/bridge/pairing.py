@@ -1,7 +1,9 @@
 """Pairs targets with drafts: which pairs are possible, which draft a request gets, and which one replaces it."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from cachetools import LRUCache
 
@@ -11,6 +13,7 @@ from bridge.planning.choice import Candidate, DraftChoice, DraftChooser, Expecta
 from bridge.planning.costs import Ewma
 from bridge.planning.planner import Mode
 from bridge.request import Request
+from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2
 from services.bridge.endpoint import Endpoint
 from services.bridge.zoo import Zoo
@@ -198,15 +201,17 @@ class Pairing:
             known = self._token_bytes.setdefault(key_of(target), Ewma(_PRIOR_TOKEN_BYTES))
             known.observe(event.generated_byte_count / event.generated_token_count)
 
-    def _overlap(self, target: Endpoint, draft: Endpoint) -> float:
-        key = target.model.vocabulary.sha256, draft.model.vocabulary.sha256
-        if key not in self._overlaps:
-            of_target, of_draft = ({one for one in end.model.vocabulary.tokens if one} for end in (target, draft))
-            self._overlaps[key] = len(of_target & of_draft) / max(len(of_draft), 1)
-        return self._overlaps[key]
+    async def compare_vocabularies(self) -> None:
+        """Computes the overlap of the vocabularies of all pairs, in a thread: two large ones take 0.1 s."""
+        known = {
+            one.known.model.vocabulary.sha256: one.known.model.vocabulary for one in self.zoo.connections if one.known
+        }
+        for key in product(known, repeat=2):
+            if key not in self._overlaps:
+                self._overlaps[key] = await asyncio.to_thread(_overlap, known[key[0]], known[key[1]])
 
     def states(self, workload: str) -> list[PairState]:
-        """Returns all pairs of known models, in the order of the configuration. Compares vocabularies at first."""
+        """Returns all pairs of known models, in the order of the configuration; see `compare_vocabularies`."""
         drafts: dict[str, Endpoint] = {}
         problems: dict[str, str] = {}
         for one in self.zoo.connections:
@@ -235,7 +240,7 @@ class Pairing:
                         expected[name],
                         gain * plain,
                         record,
-                        self._overlap(target, draft),
+                        self._overlaps.get(_vocabularies(target, draft), 0.0),
                     )
                 )
         return found
@@ -245,6 +250,16 @@ def key_of(endpoint: Endpoint) -> str:
     """Identifies a model by everything that its speed and text depend on."""
     one = endpoint.description
     return "|".join((one.name, one.revision, one.engine, one.device, one.dtype, one.tokenizer_sha256[:12]))
+
+
+def _vocabularies(target: Endpoint, draft: Endpoint) -> tuple[str, str]:
+    return target.model.vocabulary.sha256, draft.model.vocabulary.sha256
+
+
+def _overlap(target: Vocabulary, draft: Vocabulary) -> float:
+    """Returns the share of the draft's tokens that are tokens of the target, too, by their bytes."""
+    of_target, of_draft = ({data for data in one.tokens if data} for one in (target, draft))
+    return len(of_target & of_draft) / max(len(of_draft), 1)
 
 
 def plain_pass_ns(target: Endpoint) -> float:
