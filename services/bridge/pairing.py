@@ -203,12 +203,11 @@ class Pairing:
 
     async def compare_vocabularies(self) -> None:
         """Computes the overlap of the vocabularies of all pairs, in a thread: two large ones take 0.1 s."""
-        known = {
-            one.known.model.vocabulary.sha256: one.known.model.vocabulary for one in self.zoo.connections if one.known
-        }
-        for key in product(known, repeat=2):
-            if key not in self._overlaps:
-                self._overlaps[key] = await asyncio.to_thread(_overlap, known[key[0]], known[key[1]])
+        models = [one.known.model for one in self.zoo.connections if one.known]
+        known = {one.vocabulary.sha256: one.vocabulary for one in models}
+        for target, draft in product(known, known):
+            if (target, draft) not in self._overlaps:
+                self._overlaps[target, draft] = await asyncio.to_thread(_overlap, known[target], known[draft])
 
     def states(self, workload: str) -> list[PairState]:
         """Returns all pairs of known models, in the order of the configuration; see `compare_vocabularies`."""

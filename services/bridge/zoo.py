@@ -78,8 +78,8 @@ class Zoo:
         known, added = {(one.address, one.role) for one in self.connections}, []
         for address in addresses:
             if (address, role) not in known or not host_of(name):
-                channels = [open_channel(address, self._credentials, host_of(name)) for _ in range(2)]
-                one = Connection(address, role, *channels, self.reader, self._timeout, self._on_connected)
+                channel, health = (open_channel(address, self._credentials, host_of(name)) for _ in range(2))
+                one = Connection(address, role, channel, health, self.reader, self._timeout, self._on_connected)
                 added.append(one)
                 if host_of(name):
                     self._resolved[one] = name
