@@ -22,6 +22,8 @@ from bridge.text.models import Model
 # Candidates of each sequence that are considered, by the number of sequences: the first item that is large enough.
 _CONSIDERED = ((1, 24), (4, 16), (16, 8), (64, 6))
 _MIN_CONSIDERED = 4
+# Choosing for several sequences may take this long, however short the deadline is.
+_MIN_DEADLINE_NS = 1_000_000
 # An answer has candidates for this many forwards, for an engine that receives it late.
 _OFFERED_FORWARDS = 3
 # A forward that ran more tokens than expected, by this factor, also read a prompt, which does not measure its width.
@@ -124,46 +126,38 @@ class Guest:
         self._answered_ns = 0
         # How long the last step took.
         self.elapsed_ns = 0
-        self._begun = self._turn = 0
+        self._begun = self._turn = self._deadline_ns = 0
         self._alone = False
         self._choosing: list[GuestSequence] = []
+        # Updates that the last step had no time for.
+        self._uncommitted: Sequence[tuple[SequenceUpdate, Held]] = []
 
     async def step(self, update: StepUpdate) -> Answer:
         """Takes a step, and returns its answer within the step's deadline. `settle` must be called after it."""
         began = self._clock()
-        answer = Answer(update.number)
+        answer, self._deadline_ns = Answer(update.number), update.deadline_ns
         for id_ in update.ended:
             self.end(id_)
         engine_ns = update.engine_ns or (began - self._answered_ns if self._answered_ns else 0)
         named = [(one, held) for one in update.sequences if (held := self._take(one, answer, began))]
         measured = self._measure(update, named, min(engine_ns, MAX_MEASURED_NS))
-        ready = []
-        for one, held in named:
-            if held.sequence:
-                outcome = held.sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, measured)
-                if outcome and outcome.tried.token_ids:
-                    self._on_outcome(outcome)
-                held.sequence.limit_room(one.room)
-                self._on_held(one.id, held.count)
-                if held.sequence.room:
-                    ready.append((one.id, held.sequence))
-        self._choosing = [sequence for _, sequence in ready]
         self._alone = len(update.sequences) == 1
-        if self._alone and ready:
-            (id_, sequence), number = ready[0], update.number
+        if self._alone and named and (sequence := self._commit(*named[0], measured)):
             width = await sequence.choose(began + update.deadline_ns)
-            answer.proposed += self._proposed(id_, sequence, number, sequence.chosen, width)
-        elif ready:
-            self._choose_for_all(update, ready, answer, began + max(update.deadline_ns, 1_000_000))
+            answer.proposed += self._proposed(named[0][0].id, sequence, update.number, sequence.chosen, width)
+        elif not self._alone:
+            self._choose_for_all(update, named, answer, began + max(update.deadline_ns, _MIN_DEADLINE_NS))
         self._answered_ns = self._clock()
         self.elapsed_ns = self._answered_ns - began
         return answer
 
     async def settle(self) -> None:
         """Learns from the step, and lets the drafts go on; called when its answer was sent."""
+        for one, held in self._uncommitted:
+            self._commit(one, held, None)
         for sequence in self._choosing:
             await sequence.settle(alone=self._alone)
-        self._choosing = []
+        self._choosing, self._uncommitted = [], []
 
     def end(self, id_: int) -> None:
         """Ends a sequence, if it is known."""
@@ -223,6 +217,7 @@ class Guest:
             # The tokens that came while it was opened.
             sequence.commit(held.ids[known:], 0, 0, None)
             held.sequence, held.ids = sequence, []
+            sequence.allow_waiting(self._deadline_ns)
             await sequence.settle(alone=True)
 
         held.opening = asyncio.create_task(open_())
@@ -247,23 +242,37 @@ class Guest:
             return None
         return engine_ns
 
+    def _commit(self, one: SequenceUpdate, held: Held, engine_ns: int | None) -> GuestSequence | None:
+        """Appends an update's tokens. Returns the sequence if it is open and the engine can verify candidates."""
+        if (sequence := held.sequence) is None:
+            return None
+        outcome = sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, engine_ns)
+        if outcome and outcome.tried.token_ids:
+            self._on_outcome(outcome)
+        sequence.limit_room(one.room)
+        self._on_held(one.id, len(sequence.tape.ids))
+        self._choosing.append(sequence)
+        return sequence if sequence.room else None
+
     def _choose_for_all(
-        self, update: StepUpdate, ready: Sequence[tuple[int, GuestSequence]], answer: Answer, deadline: int
+        self, update: StepUpdate, named: Sequence[tuple[SequenceUpdate, Held]], answer: Answer, deadline: int
     ) -> None:
         """Adds candidates for several sequences, those that the deadline leaves time for."""
-        count = len(update.sequences)
-        if self._costs.plain_is_due:
-            return
+        count, plain = len(update.sequences), self._costs.plain_is_due
         considered = next((most for limit, most in _CONSIDERED if count <= limit), _MIN_CONSIDERED)
         self._turn += 1
+        start = self._turn % max(len(named), 1)  # with too many sequences for one deadline, each gets its turn
+        named = [*named[start:], *named[:start]]
         offered = []
-        start = self._turn % len(ready)  # with too many sequences for one deadline, each gets its turn
-        for place, (id_, sequence) in enumerate([*ready[start:], *ready[:start]]):
+        for place, (one, held) in enumerate(named):
             if place % 8 == 7 and self._clock() > deadline:
+                self._uncommitted = named[place:]
                 break
-            offer, chances = sequence.best_offer(considered)
-            if chances:
-                offered.append((id_, sequence, offer, chances))
+            sequence = self._commit(one, held, None)
+            if sequence and not plain:
+                offer, chances = sequence.best_offer(considered)
+                if chances:
+                    offered.append((one.id, sequence, offer, chances))
         widths = share([chances for *_, chances in offered], count, self._costs.of(count))
         for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
             answer.proposed += self._proposed(id_, sequence, update.number, offer, width)

@@ -8,6 +8,7 @@ from itertools import accumulate
 from operator import mul
 from time import perf_counter_ns
 
+from bridge.errors import InvalidRequest, UnusableModel
 from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.ports import Pass
@@ -17,14 +18,17 @@ from bridge.sources.source_set import SourceSet
 from bridge.speculation import Speculation
 from bridge.statistics import Statistics
 from bridge.tape import Tape
-from bridge.text.chat import end_of_turn, render_ids_for
+from bridge.text.chat import end_of_turn, render_chat, render_ids_for
+from bridge.text.chat_reading import read_chat
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.models import Model
+from bridge.text.vocabulary import Rendering
 
 # Answers whose candidates a forward may still have verified.
 _REMEMBERED_ANSWERS = 8
-# The most candidates of an answer, and the bytes that are translated for one considered candidate.
-_MAX_ROOM, _BYTES_PER_CANDIDATE = 64, 8
+# The most candidates of an answer; the bytes that are translated for one considered candidate, and for a sequence that
+# is alone in its forward.
+_MAX_ROOM, _BYTES_PER_CANDIDATE, _ALONE_BYTES = 64, 8, 160
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def open_sequence(
     prompt, generated = list(ids[:split]), list(ids[split:])
     opening = Opening(
         prompt=model.vocabulary.spell(prompt),
-        render=partial(render_ids_for, ids=prompt, source=model),
+        render=partial(_render, ids=prompt, source=model),
         draft=draft,
         clock=shared.clock,
     )
@@ -65,6 +69,16 @@ def open_sequence(
     return sequence
 
 
+def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
+    """Returns an engine's prompt in a draft's tokens: a chat in the draft's own template, other text as it is."""
+    if chat := read_chat(source, ids):
+        try:
+            return render_chat(model, chat)
+        except (InvalidRequest, UnusableModel):  # the draft's template may refuse what the engine's accepts
+            pass
+    return render_ids_for(model, ids, source)
+
+
 class GuestSequence:
     """Follows one sequence of an engine, and proposes what continues it.
 
@@ -76,12 +90,13 @@ class GuestSequence:
         self.room = _MAX_ROOM
         planner = Planner(SpeculationParameters(), estimates)
         planner.max_wait_ns = 0.0
+        self._planner = planner
         self._speculation = Speculation(sources, planner, Statistics(), self.room)
         self._news = asyncio.Event()
         self._answers: dict[int, tuple[int, Offer]] = {}
         self.chosen, self._rest = Offer(), Offer()
         self._observed: Outcome | None = None
-        self._planned = self._timed_out = False
+        self._planned = self._refreshed = self._timed_out = False
         self._waited_ns = 0
 
     @property
@@ -107,6 +122,10 @@ class GuestSequence:
         left = self._model.context_length - len(self.tape.ids) - 1
         self.room = max(min(_MAX_ROOM if room is None else room, left, _MAX_ROOM), 0)
 
+    def allow_waiting(self, nanoseconds: int) -> None:
+        """Sets how long the engine waits for candidates after a forward."""
+        self._planner.max_wait_ns = float(max(nanoseconds, 0))
+
     def commit(self, ids: Sequence[int], step: int, count: int, engine_ns: int | None) -> Outcome | None:
         """Appends tokens that the engine produced in a forward with the first `count` candidates of answer `step`.
 
@@ -126,7 +145,7 @@ class GuestSequence:
         rest = self._rest
         self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == tuple(ids) else Offer()
         self._speculation.sources.observe(outcome)
-        self._observed, self._planned = outcome, False
+        self._observed, self._planned, self._refreshed = outcome, False, False
         for number in tuple(self._answers)[:-_REMEMBERED_ANSWERS]:
             del self._answers[number]
         return outcome
@@ -143,8 +162,8 @@ class GuestSequence:
         """
         speculation, clock = self._speculation, perf_counter_ns
         now = clock()
-        speculation.planner.max_wait_ns = float(max(deadline_ns - now, 0))
-        speculation.refresh()
+        self.allow_waiting(deadline_ns - now)
+        self._refresh()
         choice = speculation.choose()
         if self.has_draft and (speculation.plan.pace.turns or not choice.width):
             await self.settle(alone=True)
@@ -157,7 +176,7 @@ class GuestSequence:
                         await self._news.wait()
                 except TimeoutError:
                     self._timed_out = speculation.plan.pace.turns
-                speculation.refresh()
+                self._refresh()
                 choice = speculation.choose()
             self._waited_ns = clock() - now
         width = min(choice.width, self.room)
@@ -194,6 +213,11 @@ class GuestSequence:
         if not self._planned and (alone or self.has_draft):
             self._planned = True
             if not alone:
-                speculation.planner.max_wait_ns = 0.0
-            speculation.refresh()
+                self.allow_waiting(0)
+            if not self._refreshed:
+                self._refresh()
             await speculation.replan(max(self.room, 1))
+
+    def _refresh(self) -> None:
+        self._refreshed = True
+        self._speculation.refresh(_ALONE_BYTES)

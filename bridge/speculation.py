@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bridge.planning.planner import Planner
-from bridge.sources.source import Offer, Outcome
+from bridge.sources.source import MAX_OFFERED_BYTES, Offer, Outcome
 from bridge.sources.source_set import SourceSet
 from bridge.statistics import Statistics
 
@@ -41,9 +41,9 @@ class Speculation:
         self.planner.observe(outcome, self.plan)
         self.statistics.observe(outcome, self.plan)
 
-    def refresh(self) -> None:
-        """Asks the sources for their present offers."""
-        self.offers = self.sources.offers()
+    def refresh(self, limit_bytes: int = MAX_OFFERED_BYTES) -> None:
+        """Asks the sources for their present offers, which translate no more bytes than the limit."""
+        self.offers = self.sources.offers(limit_bytes)
 
     async def replan(self, room: int) -> None:
         """Plans the next pass from the present offers, and lets the sources work accordingly."""

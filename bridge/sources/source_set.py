@@ -83,10 +83,12 @@ class SourceSet:
     def observe(self, outcome: Outcome) -> None:
         """Passes on to all sources what the target committed."""
         for source in tuple(self._sources):
-            with self._dropping(source):
+            try:
                 source.observe(outcome)
                 if source.takes_time:
                     self._judge(source, outcome)
+            except Exception as error:
+                self._drop(source, error)
 
     async def advance(self, pace: DraftPace) -> None:
         """Lets all sources work on what follows the tape."""
@@ -139,21 +141,24 @@ class SourceSet:
 
     @contextmanager
     def _dropping(self, source: CandidateSource) -> Iterator[None]:
-        """Drops and closes a source that fails, and notes the reason. An unexpected error is a bug, and is logged."""
         try:
             yield
         except Exception as error:
-            if source not in self._sources:
-                return
-            self._sources.remove(source)
-            source.close()
-            if source.takes_time:
-                self._seek(error)
-            if isinstance(error, DraftBridgeError):
-                self.note = self.note or f"the {source.name} was lost ({error.reason}); the target went on without it"
-                return
-            _log.error("a bug in the bridge stopped the %s source", source.name, exc_info=error)
-            self.note = f"a bug in the bridge stopped the {source.name} (INTERNAL, see its log); the text is unaffected"
+            self._drop(source, error)
+
+    def _drop(self, source: CandidateSource, error: Exception) -> None:
+        """Drops and closes a source that failed, and notes the reason. An unexpected error is a bug, and is logged."""
+        if source not in self._sources:
+            return
+        self._sources.remove(source)
+        source.close()
+        if source.takes_time:
+            self._seek(error)
+        if isinstance(error, DraftBridgeError):
+            self.note = self.note or f"the {source.name} was lost ({error.reason}); the target went on without it"
+            return
+        _log.error("a bug in the bridge stopped the %s source", source.name, exc_info=error)
+        self.note = f"a bug in the bridge stopped the {source.name} (INTERNAL, see its log); the text is unaffected"
 
     def _parts(self, source: CandidateSource, others: Sequence[CandidateSource]) -> list[Continuation]:
         first = source.propose(self._tape)

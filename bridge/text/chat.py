@@ -54,6 +54,11 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
     return model.vocabulary.prompt(text, marks, framed=not model.chat_template)
 
 
+def rendered_text(model: Model, chat: Chat) -> str:
+    """Returns the text that the model's template makes of a chat whose contents have no markup."""
+    return _rendered(model, chat, add_generation_prompt=True)[0]
+
+
 def render_text_for(model: Model, text: str, source: Model) -> Rendering:
     """Renders a prompt that was written for `source`: control tokens become those of the same role in `model`."""
     if model.vocabulary is source.vocabulary:

@@ -44,8 +44,8 @@ _log = logging.getLogger("draftbridge")
 DEFAULT_DEADLINE_SECONDS = 0.002
 # Seconds between two tries to connect: the first, and the longest. Each is twice as long as the one before.
 _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 5.0
-# A refusal, such as an unusable tokenizer, is tried again after this time only.
-_REFUSED_PAUSE_SECONDS = 30.0
+# The same after a refusal, which may last, such as an unusable tokenizer.
+_MAX_REFUSED_PAUSE_SECONDS = 30.0
 _CHUNK_BYTES = 1 << 18
 # After this many missed deadlines in a row, `step` does not wait until an answer arrives in time.
 _MAX_MISSED = 3
@@ -372,10 +372,10 @@ class CandidateClient:
             if self._closed.is_set():
                 return
             self._log_once(f"no candidates from {self._address}; the engine goes on without: {problem}")
-            lasted = was_open and time.monotonic() - began > _MAX_PAUSE_SECONDS
-            pause = _REFUSED_PAUSE_SECONDS if refused else _PAUSE_SECONDS if lasted else pause
+            if was_open and time.monotonic() - began > _MAX_PAUSE_SECONDS:
+                pause = _PAUSE_SECONDS
             self._closed.wait(pause)
-            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+            pause = min(2 * pause, _MAX_REFUSED_PAUSE_SECONDS if refused else _MAX_PAUSE_SECONDS)
 
     def _serve(self, stream: _Stream) -> None:
         """Opens a connection and takes its answers until it ends. Raises what ended it."""

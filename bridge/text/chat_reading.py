@@ -1,0 +1,110 @@
+"""Reads a chat back from the prompt that a model's chat template made of it.
+
+An engine reports ids. If they are a chat in the engine's template, a draft should read the chat in its own template.
+What the template writes around messages is learned from chats with known contents; a chat that was read counts only if
+the template makes exactly the same ids of it again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from bridge.errors import InvalidRequest, UnusableModel
+from bridge.text.chat import Chat, Message, render_chat, rendered_text
+from bridge.text.models import Model
+
+# Contents that no template writes itself, and that no template changes.
+_SYSTEM, _FIRST, _ANSWER, _SECOND = "qsysq", "qfirstq", "qanswerq", "qsecondq"
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """What a template writes before the first message, between two messages, and at the end."""
+
+    start: str
+    to_assistant: str
+    to_user: str
+    end: str
+
+
+def read_chat(model: Model, ids: Sequence[int]) -> Chat | None:
+    """Returns the chat of which the model's template makes `ids`, up to the assistant's turn; None if it finds none."""
+    try:
+        for text in _texts(model, ids):
+            for frame, system_end in _frames(model):
+                chat = _parsed(text, frame, system_end)
+                if chat and render_chat(model, chat).ids == list(ids):
+                    return chat
+    except (InvalidRequest, UnusableModel, UnicodeDecodeError):
+        pass
+    return None
+
+
+def _texts(model: Model, ids: Sequence[int]) -> list[str]:
+    """Returns what the ids may stand for, with control tokens by their names.
+
+    A tokenizer may put a dummy space in front of a text, and in front of the text after each control token.
+    """
+    words, parts = model.vocabulary, [bytearray()]
+    for id_ in ids:
+        if id_ in words.control:
+            parts += [bytearray(words.name(id_).encode()), bytearray()]
+        else:
+            parts[-1] += words.token_bytes(id_)
+    texts = [b"".join(parts).decode()]
+    if words.dummy_prefix:
+        texts.append(b"".join(part.removeprefix(b" ") for part in parts).decode())
+        texts.append(b"".join([parts[0].removeprefix(b" "), *parts[1:]]).decode())
+    return texts
+
+
+@lru_cache(maxsize=64)
+def _frames(model: Model) -> tuple[tuple[_Frame, str], ...]:
+    """Returns the frames with and without a system message; each with what ends the system message, or ""."""
+    if not model.chat_template:
+        return ()
+    turns = (Message("user", _FIRST), Message("assistant", _ANSWER), Message("user", _SECOND))
+    found = []
+    # First without a system message: a template may write a default one.
+    for messages in (turns, (Message("system", _SYSTEM), *turns)):
+        try:
+            text = rendered_text(model, Chat(messages))
+            start, system_end = "", ""
+            if len(messages) > len(turns):
+                start, _, text = _split(text, _SYSTEM)
+                system_end, _, text = _split(text, _FIRST)
+            else:
+                start, _, text = _split(text, _FIRST)
+            to_assistant, _, text = _split(text, _ANSWER)
+            to_user, _, end = _split(text, _SECOND)
+        except (InvalidRequest, UnusableModel, ValueError):  # a template without system messages, for one
+            continue
+        if start and to_assistant and to_user and end:
+            found.append((_Frame(start, to_assistant, to_user, end), system_end))
+    return tuple(found)
+
+
+def _split(text: str, content: str) -> tuple[str, str, str]:
+    if text.count(content) != 1:
+        raise ValueError("the template changes or repeats a message")
+    return text.partition(content)
+
+
+def _parsed(text: str, frame: _Frame, system_end: str) -> Chat | None:
+    if not (text.startswith(frame.start) and text.endswith(frame.end)):
+        return None
+    rest, messages = text[len(frame.start) : -len(frame.end)], []
+    if system_end:
+        content, found, rest = rest.partition(system_end)
+        if not found:
+            return None
+        messages.append(Message("system", content))
+    while True:
+        content, found, rest = rest.partition(frame.to_assistant)
+        messages.append(Message("user", content))
+        if not found:
+            return Chat(tuple(messages))
+        content, found, rest = rest.partition(frame.to_user)
+        if not found:
+            return None
+        messages.append(Message("assistant", content))
