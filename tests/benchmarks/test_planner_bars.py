@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.planner import WAYS, Run, Server, Setting, Statistics, fresh_verdicts, measure, table, verdicts, ways
+from benchmarks.planner import Server, Setting, measure, ways
+from benchmarks.planner_report import WAYS, Run, Statistics, fresh_verdicts, table, verdicts
 
 
 def statistics(predicted: float = 0.0, measured: float = 0.0, near_ties: int = 0) -> Statistics:

@@ -1,6 +1,5 @@
 """What the planner learns and predicts, and which way it takes: where costs and chances are known."""
 
-import random
 import re
 from contextlib import ExitStack
 from dataclasses import replace
@@ -9,9 +8,7 @@ from operator import mul
 
 import pytest
 
-from bridge.planning.chances import Chances, RequestChances
-from bridge.planning.costs import Ewma, ForwardTime, WidthCost
-from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
+from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import MAX_CANDIDATES, Mode, Planner, SpeculationParameters
 from bridge.planning.prediction import (
     DraftCosts,
@@ -24,165 +21,17 @@ from bridge.planning.prediction import (
     plain,
     with_candidates,
 )
-from bridge.ports import Pass, Proposal
+from bridge.ports import Pass
 from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
 from bridge.sources.suffix import SuffixSource
 from bridge.sources.suffix_index import SuffixMatcher
 from bridge.tape import Tape
 from tests.support import tiny
-
-MS = 1_000_000
-# What forwards take by their number of tokens, in milliseconds.
-FLAT = {width: 9.7 + 0.3 * width for width in range(1, 65)}
-STEEP = {1: 5.5} | {width: 7.0 + 0.8 * width for width in range(2, 65)}
-HOPELESS = {width: 10.0 * width for width in range(1, 65)}
-
-
-def measured(times: dict[int, float]) -> list[tuple[int, int]]:
-    return [(width, int(times[width] * MS)) for width in (1, 2, 3, 5, 9, 17, 25)]
-
-
-class Draft:
-    """A source that takes time, of which the planner only knows where it stands."""
-
-    name = "draft"
-    evidence_edges = (0.3, 0.5, 0.7, 0.9, 0.97)
-    prior_chances = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95)
-    takes_time = True
-
-
-class Simulated:
-    """A request whose target and draft behave as they are told, in place of the loop.
-
-    `right`: the chance of a candidate; `draft_ms`: of a token of the draft; `slowdown`: of the target meanwhile.
-    `match`: the length of the suffix match that there always is, or None.
-    """
-
-    def __init__(
-        self,
-        shared: TargetEstimates,
-        times: dict[int, float],
-        right: float,
-        *,
-        draft: DraftEstimates | None = None,
-        draft_ms: float = 1.0,
-        slowdown: float = 1.0,
-        match: int | None = None,
-        mode: Mode = Mode.AUTO,
-        seed: int = 0,
-    ) -> None:
-        sources: list[CandidateSource] = [SuffixSource(SuffixMatcher())]
-        if draft:
-            sources.append(Draft())  # type: ignore[arg-type]
-        self.planner = Planner(SpeculationParameters(mode), RequestEstimates(shared, sources, draft))
-        self._times, self._right, self._draft, self._draft_ms = times, right, draft, draft_ms
-        self._slowdown, self._match, self._noise = slowdown, match, random.Random(seed)
-        self._runs_ahead = False
-        self.tokens, self.candidates, self.ns, self.names = 0, 0, 0.0, []
-
-    def run(self, passes: int) -> float:
-        """Tokens in a millisecond over so many passes."""
-        before = self.tokens, self.ns
-        for _ in range(passes):
-            self._pass()
-        return (self.tokens - before[0]) / (self.ns - before[1]) * MS
-
-    def _pass(self) -> None:
-        ids = tuple(range(6 * MAX_CANDIDATES))
-        suffix = Offer(ids, ("suffix",) * len(ids), (float(self._match),) * len(ids)) if self._match else Offer()
-        offers = [suffix] if self._match else []
-        state = SourceState(runs_ahead=self._runs_ahead) if self._draft else None
-        plan = self.planner.plan(offers, state)
-        self._runs_ahead = plan.runs_ahead
-        self.names.append(plan.description)
-        waited_ms = 0.0
-        if plan.pace.lead and self._draft:
-            count = plan.pace.lead if plan.pace.turns else 2
-            offers = [Offer(ids[:count], ("draft",) * count, (0.8,) * count), *offers]
-            waited_ms = 1.0 + count * self._draft_ms if plan.pace.turns else 0.0
-            forward_ns = int(self._draft_ms * MS * (1 if plan.pace.turns else self._slowdown))
-            self._draft.observe_proposal(
-                Proposal(1, ids[:count], (), forward_ns=count * forward_ns, read_ns=forward_ns, read_token_count=1),
-                400_000,
-                plan.runs_ahead,
-            )
-        offer, width = self.planner.choose(offers, plan)
-        tried = offer.part(0, width)
-        self.candidates += width
-        accepted = next((place for place in range(width) if self._noise.random() > self._right), width)
-        taken_ms = self._times[width + 1] * (self._slowdown if plan.runs_ahead else 1.0)
-        elapsed_ns = int((taken_ms + waited_ms) * MS)
-        result = Pass(
-            0, ids[: accepted + 1], accepted, width, forward_ns=int(taken_ms * MS), waited_ns=int(waited_ms * MS)
-        )
-        self.planner.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), elapsed_ns), plan)
-        self.tokens, self.ns = self.tokens + accepted + 1, self.ns + elapsed_ns
+from tests.support.simulated import FLAT, HOPELESS, MS, STEEP, Draft, Simulated, measured
 
 
 def expected(right: float, count: int) -> float:
     return sum(right**index for index in range(count + 1))
-
-
-def test_an_average_begins_with_its_first_value() -> None:
-    average = Ewma(100.0)
-    average.observe(10.0)
-    assert average.value == 10.0
-    average.observe(20.0)
-    assert average.value == 15.0
-
-
-@pytest.mark.parametrize("times", [FLAT, STEEP])
-def test_a_forward_costs_what_such_forwards_have_cost(times: dict[int, float]) -> None:
-    cost, noise = ForwardTime(WidthCost(), 0.0), random.Random(0)
-    for _ in range(600):
-        width = noise.choice([1, 1, 1, 2, 3, 5, 9, 17])
-        cost.observe(width, times[width] * MS * noise.uniform(0.9, 1.1))
-    for width in (1, 2, 4, 8, 16, 24):
-        assert cost.of(width) == pytest.approx(times[width] * MS, rel=0.12)
-
-
-def test_what_a_service_measured_is_expected_from_the_start() -> None:
-    cost = ForwardTime(WidthCost.measured(measured(STEEP)), STEEP[1] * MS)
-    for width in (1, 2, 4, 8, 16, 24):
-        assert cost.of(width) == pytest.approx(STEEP[width] * MS, rel=0.05)
-    for nonsense in ([], [(5, 7)], [(1, 0), (2, 5)], [(2, 5), (4, 6)]):
-        assert WidthCost.measured(nonsense) == WidthCost()
-    assert WidthCost.measured([(1, 10), (5, 2), (9, 30)]).of(5) == 1.0, "a wider forward never costs less"
-
-
-def test_one_forward_that_took_long_does_not_count_for_many() -> None:
-    cost = ForwardTime(WidthCost(), 0.0)
-    for _ in range(20):
-        cost.observe(1, 10 * MS)
-    cost.observe(1, 1000 * MS)
-    assert cost.of(1) < 13 * MS
-
-
-def test_matches_of_some_length_do_not_speak_for_others() -> None:
-    chances = Chances((8, 16, 32), (0.3, 0.5, 0.65, 0.8))
-    for _ in range(100):
-        chances.observe(5, 0)
-        chances.observe(40, 1)
-    assert chances.of(5) < 0.05
-    assert chances.of(40) > 0.95
-    assert RequestChances(chances).of(40) == pytest.approx(chances.of(40))
-
-
-def test_a_request_shifts_all_chances_and_forgets() -> None:
-    shared = Chances((8,), (0.5, 0.8))
-    noise = random.Random(0)
-    for _ in range(400):
-        shared.observe(5, noise.random() < 0.5)
-    before = [shared.of(5), shared.of(10)]
-    request = RequestChances(shared)
-    for _ in range(40):
-        request.observe(5, 0)
-    assert request.of(5) < 0.5 * before[0]
-    assert request.of(10) < 0.8 * before[1], "what is wrong here is wrong with any evidence"
-    assert RequestChances(shared).of(10) == pytest.approx(before[1])
-    for _ in range(600):
-        request.fade()
-    assert request.of(10) == pytest.approx(shared.of(10), rel=0.02)
 
 
 @pytest.mark.parametrize("times", [FLAT, STEEP])
@@ -269,31 +118,6 @@ def test_a_source_that_failed_for_long_is_used_when_it_is_right_again() -> None:
     for one in late:
         one.run(60)
     assert late[-1].names.count("suffix") > 50
-
-
-def test_times_that_cannot_be_do_no_harm() -> None:
-    shared = TargetEstimates([(1, 0), (1, 5), (1, 7), (2, 2**63)])
-    draft = shared.draft("draft", [(3, 1), (3, 2)])
-    for forward_ns in (0, 1, 2**40):
-        draft.observe_proposal(Proposal(1, (1, 2), (), forward_ns=forward_ns, read_token_count=3), forward_ns, False)
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [Draft()], draft))  # type: ignore[list-item]
-    for forward_ns in (0, 0, 2**40, 0):
-        plan = planner.plan((), SourceState())
-        assert plan.patience_ns >= 0 and plan.prediction.tokens_per_ns > 0
-        planner.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=forward_ns), Offer(), (b"a",), forward_ns), plan)
-
-
-def test_drafts_are_told_apart() -> None:
-    shared = TargetEstimates(measured(FLAT))
-    good, bad = shared.draft("good", [(1, MS)]), shared.draft("bad", [(1, MS)])
-    for request in range(4):
-        Simulated(shared, FLAT, 0.9, draft=good, seed=request).run(80)
-        Simulated(shared, FLAT, 0.05, draft=bad, seed=request).run(80)
-    assert good.chances_of(Draft()).of(0.8) > 0.8  # type: ignore[arg-type]
-    assert bad.chances_of(Draft()).of(0.8) < 0.2  # type: ignore[arg-type]
-    again = Simulated(shared, FLAT, 0.9, draft=good)
-    again.run(1)
-    assert again.names[0].startswith("draft")
 
 
 @pytest.mark.parametrize("right", [0.3, 0.6, 0.9])

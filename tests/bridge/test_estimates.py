@@ -1,0 +1,100 @@
+"""What is learned about costs and chances."""
+
+import random
+
+import pytest
+
+from bridge.planning.chances import Chances, RequestChances
+from bridge.planning.costs import Ewma, ForwardTime, WidthCost
+from bridge.planning.estimates import RequestEstimates, TargetEstimates
+from bridge.planning.planner import Planner, SpeculationParameters
+from bridge.ports import Pass, Proposal
+from bridge.sources.source import Offer, Outcome, SourceState
+from tests.support.simulated import FLAT, MS, STEEP, Draft, Simulated, measured
+
+
+def test_an_average_begins_with_its_first_value() -> None:
+    average = Ewma(100.0)
+    average.observe(10.0)
+    assert average.value == 10.0
+    average.observe(20.0)
+    assert average.value == 15.0
+
+
+@pytest.mark.parametrize("times", [FLAT, STEEP])
+def test_a_forward_costs_what_such_forwards_have_cost(times: dict[int, float]) -> None:
+    cost, noise = ForwardTime(WidthCost(), 0.0), random.Random(0)
+    for _ in range(600):
+        width = noise.choice([1, 1, 1, 2, 3, 5, 9, 17])
+        cost.observe(width, times[width] * MS * noise.uniform(0.9, 1.1))
+    for width in (1, 2, 4, 8, 16, 24):
+        assert cost.of(width) == pytest.approx(times[width] * MS, rel=0.12)
+
+
+def test_what_a_service_measured_is_expected_from_the_start() -> None:
+    cost = ForwardTime(WidthCost.measured(measured(STEEP)), STEEP[1] * MS)
+    for width in (1, 2, 4, 8, 16, 24):
+        assert cost.of(width) == pytest.approx(STEEP[width] * MS, rel=0.05)
+    for nonsense in ([], [(5, 7)], [(1, 0), (2, 5)], [(2, 5), (4, 6)]):
+        assert WidthCost.measured(nonsense) == WidthCost()
+    assert WidthCost.measured([(1, 10), (5, 2), (9, 30)]).of(5) == 1.0, "a wider forward never costs less"
+
+
+def test_one_forward_that_took_long_does_not_count_for_many() -> None:
+    cost = ForwardTime(WidthCost(), 0.0)
+    for _ in range(20):
+        cost.observe(1, 10 * MS)
+    cost.observe(1, 1000 * MS)
+    assert cost.of(1) < 13 * MS
+
+
+def test_matches_of_some_length_do_not_speak_for_others() -> None:
+    chances = Chances((8, 16, 32), (0.3, 0.5, 0.65, 0.8))
+    for _ in range(100):
+        chances.observe(5, 0)
+        chances.observe(40, 1)
+    assert chances.of(5) < 0.05
+    assert chances.of(40) > 0.95
+    assert RequestChances(chances).of(40) == pytest.approx(chances.of(40))
+
+
+def test_a_request_shifts_all_chances_and_forgets() -> None:
+    shared = Chances((8,), (0.5, 0.8))
+    noise = random.Random(0)
+    for _ in range(400):
+        shared.observe(5, noise.random() < 0.5)
+    before = [shared.of(5), shared.of(10)]
+    request = RequestChances(shared)
+    for _ in range(40):
+        request.observe(5, 0)
+    assert request.of(5) < 0.5 * before[0]
+    assert request.of(10) < 0.8 * before[1], "what is wrong here is wrong with any evidence"
+    assert RequestChances(shared).of(10) == pytest.approx(before[1])
+    for _ in range(600):
+        request.fade()
+    assert request.of(10) == pytest.approx(shared.of(10), rel=0.02)
+
+
+def test_times_that_cannot_be_do_no_harm() -> None:
+    shared = TargetEstimates([(1, 0), (1, 5), (1, 7), (2, 2**63)])
+    draft = shared.draft("draft", [(3, 1), (3, 2)])
+    for forward_ns in (0, 1, 2**40):
+        draft.observe_proposal(Proposal(1, (1, 2), (), forward_ns=forward_ns, read_token_count=3), forward_ns, False)
+    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [Draft()], draft))  # type: ignore[list-item]
+    for forward_ns in (0, 0, 2**40, 0):
+        plan = planner.plan((), SourceState())
+        assert plan.patience_ns >= 0 and plan.prediction.tokens_per_ns > 0
+        planner.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=forward_ns), Offer(), (b"a",), forward_ns), plan)
+
+
+def test_drafts_are_told_apart() -> None:
+    shared = TargetEstimates(measured(FLAT))
+    good, bad = shared.draft("good", [(1, MS)]), shared.draft("bad", [(1, MS)])
+    for request in range(4):
+        Simulated(shared, FLAT, 0.9, draft=good, seed=request).run(80)
+        Simulated(shared, FLAT, 0.05, draft=bad, seed=request).run(80)
+    assert good.chances_of(Draft()).of(0.8) > 0.8  # type: ignore[arg-type]
+    assert bad.chances_of(Draft()).of(0.8) < 0.2  # type: ignore[arg-type]
+    again = Simulated(shared, FLAT, 0.9, draft=good)
+    again.run(1)
+    assert again.names[0].startswith("draft")

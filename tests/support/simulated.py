@@ -1,0 +1,97 @@
+"""A request whose target and draft behave as they are told, so that the planner can be tested without either."""
+
+import random
+
+from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
+from bridge.planning.planner import MAX_CANDIDATES, Mode, Planner, SpeculationParameters
+from bridge.ports import Pass, Proposal
+from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
+from bridge.sources.suffix import SuffixSource
+from bridge.sources.suffix_index import SuffixMatcher
+
+MS = 1_000_000
+# What forwards take by their number of tokens, in milliseconds.
+FLAT = {width: 9.7 + 0.3 * width for width in range(1, 65)}
+STEEP = {1: 5.5} | {width: 7.0 + 0.8 * width for width in range(2, 65)}
+HOPELESS = {width: 10.0 * width for width in range(1, 65)}
+
+
+def measured(times: dict[int, float]) -> list[tuple[int, int]]:
+    return [(width, int(times[width] * MS)) for width in (1, 2, 3, 5, 9, 17, 25)]
+
+
+class Draft:
+    """A source that takes time, of which the planner only knows where it stands."""
+
+    name = "draft"
+    evidence_edges = (0.3, 0.5, 0.7, 0.9, 0.97)
+    prior_chances = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95)
+    takes_time = True
+
+
+class Simulated:
+    """A request whose target and draft behave as they are told, in place of the loop.
+
+    `right`: the chance of a candidate; `draft_ms`: of a token of the draft; `slowdown`: of the target meanwhile.
+    `match`: the length of the suffix match that there always is, or None.
+    """
+
+    def __init__(
+        self,
+        shared: TargetEstimates,
+        times: dict[int, float],
+        right: float,
+        *,
+        draft: DraftEstimates | None = None,
+        draft_ms: float = 1.0,
+        slowdown: float = 1.0,
+        match: int | None = None,
+        mode: Mode = Mode.AUTO,
+        seed: int = 0,
+    ) -> None:
+        sources: list[CandidateSource] = [SuffixSource(SuffixMatcher())]
+        if draft:
+            sources.append(Draft())  # type: ignore[arg-type]
+        self.planner = Planner(SpeculationParameters(mode), RequestEstimates(shared, sources, draft))
+        self._times, self._right, self._draft, self._draft_ms = times, right, draft, draft_ms
+        self._slowdown, self._match, self._noise = slowdown, match, random.Random(seed)
+        self._runs_ahead = False
+        self.tokens, self.candidates, self.ns, self.names = 0, 0, 0.0, []
+
+    def run(self, passes: int) -> float:
+        """Tokens in a millisecond over so many passes."""
+        before = self.tokens, self.ns
+        for _ in range(passes):
+            self._pass()
+        return (self.tokens - before[0]) / (self.ns - before[1]) * MS
+
+    def _pass(self) -> None:
+        ids = tuple(range(6 * MAX_CANDIDATES))
+        suffix = Offer(ids, ("suffix",) * len(ids), (float(self._match),) * len(ids)) if self._match else Offer()
+        offers = [suffix] if self._match else []
+        state = SourceState(runs_ahead=self._runs_ahead) if self._draft else None
+        plan = self.planner.plan(offers, state)
+        self._runs_ahead = plan.runs_ahead
+        self.names.append(plan.description)
+        waited_ms = 0.0
+        if plan.pace.lead and self._draft:
+            count = plan.pace.lead if plan.pace.turns else 2
+            offers = [Offer(ids[:count], ("draft",) * count, (0.8,) * count), *offers]
+            waited_ms = 1.0 + count * self._draft_ms if plan.pace.turns else 0.0
+            forward_ns = int(self._draft_ms * MS * (1 if plan.pace.turns else self._slowdown))
+            self._draft.observe_proposal(
+                Proposal(1, ids[:count], (), forward_ns=count * forward_ns, read_ns=forward_ns, read_token_count=1),
+                400_000,
+                plan.runs_ahead,
+            )
+        offer, width = self.planner.choose(offers, plan)
+        tried = offer.part(0, width)
+        self.candidates += width
+        accepted = next((place for place in range(width) if self._noise.random() > self._right), width)
+        taken_ms = self._times[width + 1] * (self._slowdown if plan.runs_ahead else 1.0)
+        elapsed_ns = int((taken_ms + waited_ms) * MS)
+        result = Pass(
+            0, ids[: accepted + 1], accepted, width, forward_ns=int(taken_ms * MS), waited_ns=int(waited_ms * MS)
+        )
+        self.planner.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), elapsed_ns), plan)
+        self.tokens, self.ns = self.tokens + accepted + 1, self.ns + elapsed_ns
