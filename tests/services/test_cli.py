@@ -19,7 +19,7 @@ from draftbridge import Client
 from services.cli.app import app
 from services.cli.processes import READY, Fleet
 
-COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version"]
+COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
 
 
 def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

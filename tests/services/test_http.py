@@ -83,6 +83,15 @@ def test_the_statistics_are_those_of_the_contract(http: httpx.Client, client: Cl
     assert set(statistics) == contract | {"index", "target", "draft", "seed"}
 
 
+def test_a_draft_is_chosen_or_named_in_order_of_preference(http: httpx.Client) -> None:
+    (chosen,) = complete(http, draftbridge={"workload": "tales"}).json()["usage"]["draftbridge"]
+    assert chosen["draft_choice"]["draft"] == chosen["draft"] == "tiny-draft"
+    (named,) = complete(http, draftbridge={"drafts": ["tiny-draft", "tiny-draft"]}).json()["usage"]["draftbridge"]
+    assert named["drafts"] == ["tiny-draft"] and named["draft_choice"] is None
+    refused = complete(http, draftbridge={"drafts": ["tiny-draft"], "draft": "tiny-draft"})
+    assert refused.status_code == 400 and "empty if draft is given" in refused.json()["error"]["message"]
+
+
 def test_choices_have_consecutive_seeds(http: httpx.Client) -> None:
     answer = complete(http, n=2, prompt=[PROMPT, "She sells"], ignore_eos=True).json()
     alone = [

@@ -1,0 +1,66 @@
+"""`draftbridge zoo` and `draftbridge doctor` over running services."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from services.cli.app import app
+from services.cli.processes import Fleet
+
+PROMPTS = [{"prompt": "The quick brown fox", "category": "tales"}, {"prompt": "She sells sea", "category": "shells"}]
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(PROMPTS))
+    return path
+
+
+def test_measure_predicts_runs_resumes_and_reports(tiny_fleet: Fleet, tmp_path: Path, prompts: Path) -> None:
+    output = tmp_path / "zoo"
+    command = ("zoo", "measure", "--server", tiny_fleet.bridge, "--prompts", str(prompts), "--count", "1")
+    command += ("--tokens", "12", "--temperatures", "0,0.5", "--output", str(output))
+    told = run(*command)
+    assert "tiny-target" in told and "tiny-draft" in told and "95% interval" in told and "predicted" in told
+    figures = json.loads((output / "zoo.json").read_text())
+    (pair,) = figures["pairs"]
+    assert (pair["target"], pair["draft"], pair["gain"]["count"]) == ("tiny-target", "tiny-draft", 2)
+    assert 0 < pair["vocabulary_overlap"] < 1 and figures["models"]["tiny-target"]["costs"]
+    samples = (output / "samples.jsonl").read_text().splitlines()
+    assert len(samples) == 1 + 2 * 3, "alone, auto and turns at two temperatures"
+    texts = {(one["temperature"], one["text"]) for one in map(json.loads, samples[1:])}
+    assert len(texts) == 2, "a text depends on the temperature, not on the way"
+    assert "tiny-draft" in (output / "report.html").read_text()
+    run(*command)
+    assert (output / "samples.jsonl").read_text().splitlines() == samples, "nothing is measured twice"
+
+
+def test_predict_and_show_print_every_pair(tiny_fleet: Fleet, tmp_path: Path, prompts: Path) -> None:
+    command = ("zoo", "predict", "--server", tiny_fleet.bridge, "--prompts", str(prompts), "--count", "1")
+    assert "tiny-draft" in run(*command, "--output", str(tmp_path / "zoo"))
+    told = run("zoo", "show", "--server", tiny_fleet.bridge)
+    assert "available" in told and "best" in told and tiny_fleet.target in told
+
+
+def test_names_that_the_bridge_does_not_have_are_refused(tiny_fleet: Fleet, tmp_path: Path) -> None:
+    command = ["zoo", "predict", "--server", tiny_fleet.bridge, "--drafts", "nobody", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1 and "names that the bridge has (tiny-draft)" in str(result.exception)
+    result = CliRunner().invoke(app, ["zoo", "measure", "--server", tiny_fleet.bridge, "--temperatures", "warm"])
+    assert result.exit_code == 1 and "--temperatures" in str(result.exception)
+
+
+def test_the_doctor_prints_findings_and_ends_with_their_status(tiny_fleet: Fleet) -> None:
+    told = run("doctor", "--server", tiny_fleet.bridge, "--verbose")
+    assert "findings are in order" in told and "accepts connections" in told and "tiny-draft beside tiny-target" in told
+    result = CliRunner().invoke(app, ["doctor", "--server", tiny_fleet.target])
+    assert result.exit_code == 1 and "give the address of the bridge" in result.output
