@@ -152,11 +152,11 @@ class Zoo:
     def target(self, name: str) -> Endpoint:
         """Returns the target with this name, or the first one if the name is empty. Raises `ModelNotFound`.
 
-        A target that is away is returned too, so that its request fails with the reason.
+        A target that is away is returned too, so that its request fails with the reason: no other model replaces it.
         """
-        known = self.of_role(model_pb2.ROLE_TARGET)
-        known += [one.known for one in self._of(model_pb2.ROLE_TARGET) if one.known and not one.endpoint]
-        return self._find(name, known, "target")
+        configured = [one.known for one in self._of(model_pb2.ROLE_TARGET) if one.known]
+        name = name or next((one.model.name for one in configured), "")
+        return self._find(name, [*self.of_role(model_pb2.ROLE_TARGET), *configured], "target")
 
     def draft(self, name: str) -> Endpoint | None:
         """Returns the draft with this name. If the name is empty: the first draft, or None if no draft is connected.

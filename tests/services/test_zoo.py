@@ -281,3 +281,18 @@ async def test_a_name_that_does_not_resolve_is_an_error_at_the_start() -> None:
     assert await resolve("dns:localhost:123")
     assert await resolve("host:1") == ["host:1"]
     assert host_of("dns:models.internal:50051") == "models.internal" and host_of("host:1") == ""
+
+
+async def test_no_other_model_takes_the_place_of_a_target_that_is_away() -> None:
+    async with AsyncExitStack() as stack:
+        first = AsyncExitStack()
+        a = await first.enter_async_context(serving(trained("gpt-2", "a"), role=Role.TARGET))
+        b = await stack.enter_async_context(serving(trained("gemma", "b"), role=Role.TARGET))
+        gateway = await stack.enter_async_context(bridge([a, b], []))
+        await first.aclose()
+        await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[0].state is State.AWAY)
+        for name in ("", "a"):
+            assert gateway.zoo.target(name).model.name == "a"
+            with pytest.raises(Unreachable):
+                await text_of(gateway, name, Wish(), Mode.OFF)
+        assert (await text_of(gateway, "b", Wish(), Mode.OFF))[0]
