@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 
-.PHONY: help demo test test-deep test-quick test-engines test-guests test-zoo llamacpp lint format types layers protos \
+.PHONY: help demo test test-deep test-quick test-engines test-guests test-zoo soak fuzz llamacpp lint format types layers protos \
 	deploy-check stubs-fresh hooks clean
 
 help: ## List the targets.
@@ -27,6 +27,12 @@ test-deep: .venv/dev ## Run all tests with every case and example: about half an
 
 test-quick: .venv/dev ## Run the tests of the algorithm, without processes: for the edit loop.
 	$(BIN)/pytest -n logical -m "not models" -k "not families" tests/bridge tests/services/test_config.py
+
+soak: .venv/dev ## Run 20,000 requests with random cancels and faults: several minutes.
+	DRAFTBRIDGE_SOAK_REQUESTS=20000 $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_soak.py
+
+fuzz: .venv/dev ## Send 100,000 random and mutated calls: several minutes.
+	DRAFTBRIDGE_FUZZ_CASES=100000 $(BIN)/pytest --timeout 3600 tests/services/test_fuzz.py
 
 # Engines that are extras, by the contract that all engines are tested by.
 test-engines: .venv/llamacpp ## Run the engines' tests, with llama.cpp; the first time it is compiled for ten minutes.

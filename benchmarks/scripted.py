@@ -52,14 +52,21 @@ class Pair:
 
 
 @cache
-def model() -> Model:
-    """Returns a model with a token for each byte and an end of text."""
+def tokenizer_json() -> bytes:
+    """Returns a tokenizer with a token for each byte and an end of text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({char: id_ for id_, char in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<end>"])
-    vocabulary = Vocabulary(tokenizer.to_str().encode())
+    text: str = tokenizer.to_str()
+    return text.encode()
+
+
+@cache
+def model() -> Model:
+    """Returns a model with that tokenizer."""
+    vocabulary = Vocabulary(tokenizer_json())
     return Model("scripted", CONTEXT, vocabulary.size, vocabulary, SpecialIds(eos=(END,)))
 
 

@@ -47,6 +47,7 @@ async def speculate(
                 if event.finish_reason is not None or link.remaining == 0:
                     yield outcome
                     return
+                await link.extend()
             # 3. plan: after each pass, and when the draft's current epoch has become useless
             speculation.refresh()
             if outcome or speculation.stale:

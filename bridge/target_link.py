@@ -20,13 +20,20 @@ _PATIENCE_CHANGE = 4
 _HELD_PASSES, _WIDTH_CHANGE = 2, 2
 
 
+# The tokens that a target may be ahead of the client. It gets more when half of them are committed, so that only a
+# client that reads slowly makes its target wait.
+CREDIT_TOKENS = 512
+
+
 class TargetLink:
-    """Sends offers to the target, and turns its passes into outcomes. `max_tokens` is the target's credit."""
+    """Sends offers and credit to the target, and turns its passes into outcomes, up to `max_tokens` tokens."""
 
     def __init__(
         self, target: Verifier, model: Model, tape: Tape, max_tokens: int, clock: Callable[[], int] = perf_counter_ns
     ) -> None:
         self._target, self._model, self._tape, self._max_tokens, self._clock = target, model, tape, max_tokens, clock
+        # The credit that the target has got so far.
+        self._granted = min(max_tokens, CREDIT_TOKENS)
         # Offers by number, each with the index in the sequence that it continues.
         self._offers: dict[int, tuple[int, Offer]] = {}
         self._last_number = self._held_width = self._patience_us = 0
@@ -47,19 +54,26 @@ class TargetLink:
     async def start(self, patience_ns: float) -> None:
         """Lets the target begin."""
         self._patience_us = int(patience_ns // 1000)
-        await self._target.run(Run(0, tuple(self._tape.ids), 0, 0, self._max_tokens, self._patience_us))
+        await self._target.run(Run(0, tuple(self._tape.ids), 0, 0, self._granted, self._patience_us))
 
     async def passes(self) -> AsyncIterator[Pass]:
         """Yields the target's passes. Raises `TargetFault` if they have more tokens than the credit allows.
 
         `commit` would check this too late, because passes are not committed while a client reads slowly.
         """
-        credit = self._max_tokens
+        count = 0
         async for result in self._target.passes():
-            credit -= max(len(result.token_ids), 1)
-            if credit < 0:
+            count += max(len(result.token_ids), 1)
+            if count > self._granted:
                 raise TargetFault("it sent more tokens than its credit allows")
             yield result
+
+    async def extend(self) -> None:
+        """Grants more credit once half of it is committed."""
+        wanted = min(self._max_tokens, self._tape.generated_token_count + CREDIT_TOKENS)
+        if wanted - self._granted >= min(CREDIT_TOKENS // 2, self._max_tokens - self._granted) > 0:
+            added, self._granted = wanted - self._granted, wanted
+            await self._target.grant(Grant(credit=added))
 
     async def offer(self, offer: Offer, width: int, patience_ns: float, *, awaited: bool) -> None:
         """Sends a new patience if it has changed, and an offer for the end of the tape unless the target holds it.

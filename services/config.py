@@ -65,6 +65,9 @@ class ServerConfig(_Configuration):
     call_limit: int = Field(1024, ge=1, le=1_000_000, description="Number of calls that may run at once.")
     stream_limit: int = Field(1024, ge=1, le=1_000_000, description="Number of calls at once on one connection.")
     metadata_limit: int = Field(16, ge=1, le=1024, description="KiB of metadata (headers) of one call.")
+    grace: float = Field(
+        20.0, ge=0, le=86_400, description="Seconds that running calls have to end after SIGTERM or SIGINT."
+    )
     metrics: str = Field(
         "", description="HOST:PORT to serve Prometheus metrics on; port 0: a free one, which is printed. Unset: off."
     )
@@ -132,8 +135,15 @@ class BridgeServerConfig(ServerConfig):
         (), description="HOST:PORT of a draft service, or dns:HOST:PORT. Repeatable. It may start later."
     )
     listen: str = Field(DEFAULT_BRIDGE, description=_LISTEN_HELP)
+    workers: int = Field(
+        1, ge=1, le=256, description="Processes that share the address, one for each core to use. Limits are of each."
+    )
+    share_port: bool = Field(False, description="Let other bridges listen on the same address: connections are shared.")
     connect_timeout: float = Field(
         10.0, ge=0.1, description="Seconds to wait for each target. The bridge does not start without its targets."
+    )
+    service_keepalive: float = Field(
+        20.0, ge=0.1, le=3600, description="Seconds between pings to a service; lost if it does not answer in half."
     )
     max_requests: int = Field(
         256, ge=1, le=1_000_000, description="Requests that may run at a time; further ones are refused, to be retried."

@@ -177,7 +177,7 @@ class ResumingVerifier:
                     self._balancer.on_success(self._endpoint)
                     self._generated += result.token_ids
                     yield result
-                    if result.finish_reason is not None or len(self._generated) >= self._run.credit:
+                    if result.finish_reason is not None:
                         return
                 error: DraftBridgeError = Unreachable(self._endpoint.address, "its stream ended in mid-generation")
             except DraftBridgeError as caught:

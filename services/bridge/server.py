@@ -41,10 +41,11 @@ def run(
     metrics = metrics or BridgeMetrics()
 
     async def serve() -> None:
-        zoo = Zoo(config.target, config.draft, config.connect_timeout, config.credentials)
+        zoo = Zoo(config.target, config.draft, config.connect_timeout, config.credentials, config.service_keepalive)
         stack = ExitStack()
         try:
-            server = Server(config.listen, config, Insight(metrics, traces, config.channelz))
+            insight = Insight(metrics, traces, config.channelz)
+            server = Server(config.listen, config, insight, share_port=config.share_port)
             stop = stop_event(until_stdin_closes)
             if not config.target:
                 _log.warning("a bridge without --target serves candidates to guests only: it cannot generate texts")

@@ -33,8 +33,9 @@ class Zoo:
         drafts: Sequence[str],
         timeout: float = 10.0,
         credentials: Credentials | None = None,
+        keepalive_seconds: float = 20.0,
     ) -> None:
-        self._credentials = credentials
+        self._credentials, self._keepalive_seconds = credentials, keepalive_seconds
         self._addresses = [(address, model_pb2.ROLE_TARGET) for address in targets]
         self._addresses += [(address, model_pb2.ROLE_DRAFT) for address in drafts]
         self._timeout = timeout
@@ -78,7 +79,8 @@ class Zoo:
         known, added = {(one.address, one.role) for one in self.connections}, []
         for address in addresses:
             if (address, role) not in known or not host_of(name):
-                channel, health = (open_channel(address, self._credentials, host_of(name)) for _ in range(2))
+                security = (self._credentials, host_of(name), self._keepalive_seconds)
+                channel, health = (open_channel(address, *security) for _ in range(2))
                 one = Connection(address, role, channel, health, self.reader, self._timeout, self._on_connected)
                 added.append(one)
                 if host_of(name):

@@ -42,6 +42,19 @@ def configured(kind: type[C], run: Callable[[C, bool], None]) -> Callable[..., N
     return command
 
 
+def as_options(config: ServerConfig) -> list[str]:
+    """Returns the command line that gives a process this configuration, whatever its file and environment are."""
+    words: list[str] = []
+    for name in type(config).model_fields:
+        flag, value = option(type(config), name), getattr(config, name)
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag.removeprefix('--')}")
+        elif value is not None:
+            for one in value if isinstance(value, tuple) else (value,):
+                words += [flag, str(one)]
+    return words
+
+
 def _annotation(kind: type[C], name: str, field: FieldInfo) -> Any:
     """Returns a field's annotation for Typer. Types are plain, because the configuration validates the values."""
     flag = option(kind, name)

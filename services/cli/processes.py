@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from bridge.errors import DraftBridgeError
 from services.engines.engine import core_count
 
-READY = "exchange on "
+READY = "listening on "
 _STOP_SECONDS = 10.0
 
 

@@ -40,6 +40,12 @@ def serve(config: ModelServerConfig, until_stdin_closes: bool) -> None:
 
 def bridge(config: BridgeServerConfig, until_stdin_closes: bool) -> None:
     """Run a bridge that connects targets and drafts, until stopped."""
+    if config.workers > 1:
+        from services.cli.workers import run_workers
+
+        configure(config.log_format, config.log_level)
+        run_workers(config, until_stdin_closes, _announce)
+        return
     from services.bridge.server import Door, run
     from services.metrics import BridgeMetrics
 

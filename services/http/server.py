@@ -5,6 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from ipaddress import ip_address
+from math import ceil
 
 import uvicorn
 
@@ -14,13 +15,11 @@ from services.http.answer import Limits
 from services.http.app import application
 from services.rpc import security
 from services.rpc.keys import Keys
-from services.rpc.server import PortTaken, host_and_port
+from services.rpc.server import PortTaken, Stop, host_and_port
 
 _BACKLOG = 2048
 # What the system keeps for a client that reads slowly, so that it is noticed before its whole text is in memory.
 _SEND_BUFFER_BYTES = 1 << 18
-# As the gRPC server gives running calls.
-_GRACE_SECONDS = 2
 # Longer than clients keep a connection for their next request, so that it is not closed under their hands.
 _KEEP_ALIVE_SECONDS = 60
 
@@ -51,7 +50,8 @@ async def http_door(
     try:
         bare = host.removeprefix("[").removesuffix("]")
         family = socket.AF_INET6 if ":" in bare else socket.AF_INET
-        listener = socket.create_server((bare, port), family=family, backlog=_BACKLOG)
+        shared = config.share_port
+        listener = socket.create_server((bare, port), family=family, backlog=_BACKLOG, reuse_port=shared)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     except OSError as error:
         raise PortTaken(config.http) from error
@@ -69,13 +69,17 @@ async def http_door(
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=_GRACE_SECONDS,
+            timeout_graceful_shutdown=ceil(config.grace),
         )
     )
 
     async def stop_with_the_process() -> None:
         await stop.wait()
         server.should_exit = True
+        if isinstance(stop, Stop):
+            await stop.hurried.wait()
+            for task in tuple(server.server_state.tasks):
+                task.cancel()
 
     serving, stopping = asyncio.create_task(server.serve([listener])), asyncio.create_task(stop_with_the_process())
     try:

@@ -11,10 +11,13 @@ from draftbridge.security import Credentials, open_aio_channel
 _MAX_MESSAGE_BYTES = (1 << 18) + (64 << 10)
 
 
-def open_channel(address: str, credentials: Credentials | None = None, name: str = "") -> aio.Channel:
-    """Returns a channel that is configured for streams of small messages. Raises `Unreachable` if it has no port.
+def open_channel(
+    address: str, credentials: Credentials | None = None, name: str = "", keepalive_seconds: float = 20.0
+) -> aio.Channel:
+    """Returns a channel for streams of small messages. Raises `Unreachable` if the address has no port.
 
-    `name`: the host that the server's certificate is for, if it is not that of the address.
+    `name`: the host that the server's certificate is for, if it is not that of the address. Calls fail if the service
+    does not answer a ping within half of `keepalive_seconds`.
     """
     if ":" not in address:
         raise Unreachable(address, "an address is HOST:PORT")
@@ -23,10 +26,11 @@ def open_channel(address: str, credentials: Credentials | None = None, name: str
         # Prompts can be long.
         ("grpc.max_send_message_length", 64 << 20),
         ("grpc.enable_retries", 0),
-        # Detects a machine that disappears without closing the connection within half a minute.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.ping_timeout_ms", 10_000),  # a minute otherwise, whatever the timeout above
+        # Detects a machine that hangs or disappears without closing the connection.
+        ("grpc.keepalive_time_ms", int(keepalive_seconds * 1000)),
+        ("grpc.keepalive_timeout_ms", int(keepalive_seconds * 500)),
+        # A minute otherwise, whatever the timeout above.
+        ("grpc.http2.ping_timeout_ms", int(keepalive_seconds * 500)),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 2000),
         # Otherwise two channels to one address share a connection, and one delays the other (head-of-line blocking).

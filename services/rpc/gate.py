@@ -1,5 +1,6 @@
 """Admits calls: checks their token, and limits how many run at once, in all and for each key."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -28,6 +29,12 @@ class Gate(aio.ServerInterceptor):
     def __init__(self, keys: Keys | None, call_limit: int) -> None:
         self._keys, self._call_limit = keys, call_limit
         self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Returns as soon as no admitted call runs."""
+        await self._idle.wait()
 
     async def intercept_service(
         self,
@@ -89,11 +96,14 @@ class Gate(aio.ServerInterceptor):
         if self._running >= self._call_limit:
             raise Overloaded(self._call_limit)
         self._running += 1
+        self._idle.clear()
         try:
             with key.request() if key else nullcontext():
                 yield
         finally:
             self._running -= 1
+            if not self._running:
+                self._idle.set()
 
 
 def _authorization(metadata: Any) -> str | None:

@@ -23,7 +23,8 @@ from services.rpc.status import StatusInterceptor
 
 T = TypeVar("T")
 
-_GRACE_SECONDS = 2.0
+# The grace of running calls in a hurry, and of calls that only watch the health.
+_HURRIED_SECONDS, _IDLE_SECONDS = 2.0, 0.5
 _HEALTH_INTERVAL_SECONDS = 1.0
 # A connection is closed if the client does not answer a ping within half of this; pings are sent as often.
 _KEEPALIVE_SECONDS = 20.0
@@ -49,11 +50,19 @@ def host_and_port(field: str, listen: str) -> tuple[str, int]:
     return host, int(port)
 
 
+class Stop(asyncio.Event):
+    """Is set when the process is to stop. `hurried` is set when it must not wait for the whole grace period."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hurried = asyncio.Event()
+
+
 class Server:
     """Binds `listen`, HOST:PORT, when constructed (port 0: a free port) and serves in `run_until`.
 
-    `config`: security and limits. `insight`: what the server shows of its calls. Raises `InvalidField`,
-    `InvalidConfiguration` or `PortTaken`.
+    `config`: security and limits. `insight`: what the server shows of its calls. `share_port`: several processes may
+    listen on the address. Raises `InvalidField`, `InvalidConfiguration` or `PortTaken`.
     """
 
     def __init__(
@@ -62,17 +71,20 @@ class Server:
         config: ServerConfig | None = None,
         insight: Insight | None = None,
         keepalive_seconds: float = _KEEPALIVE_SECONDS,
+        share_port: bool = False,
     ) -> None:
         config = config or ServerConfig.model_validate({})
         credentials = security.server_credentials(config)
         self.keys = Keys(config.keys) if config.keys else None
         self._insight = insight or Insight()
+        self._grace_seconds = config.grace
         self._names: list[str] = []
+        self._gate = Gate(self.keys, config.call_limit)
         self._server = aio.server(
-            interceptors=[InsightInterceptor(self._insight), Gate(self.keys, config.call_limit), StatusInterceptor()],
+            interceptors=[InsightInterceptor(self._insight), self._gate, StatusInterceptor()],
             options=[
-                # Without this a second process would silently share the port.
-                ("grpc.so_reuseport", 0),
+                # Otherwise a second process would silently share the port.
+                ("grpc.so_reuseport", int(share_port)),
                 # Bridges send keepalive pings every 20 seconds, also while a stream carries no data.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.http2.max_ping_strikes", 0),
@@ -109,7 +121,7 @@ class Server:
     async def run_until(
         self, stop: asyncio.Event, on_start: Callable[[str], None], alive: Callable[[], bool] = lambda: True
     ) -> None:
-        """Serves until `stop` is set, then gives running calls 2 seconds to end. `on_start` receives the address.
+        """Serves until `stop` is set; running calls may then end within the grace period. `on_start` gets the address.
 
         `alive` is called every second; while it returns False, health reports NOT_SERVING.
         """
@@ -130,11 +142,17 @@ class Server:
             except TimeoutError:
                 await self._set_health(alive())
         await self._health.enter_graceful_shutdown()
-        await self.stop()
+        await self._drain(stop)
 
-    async def stop(self, grace: float = _GRACE_SECONDS) -> None:
-        """Accepts no more calls and cancels running ones after `grace` seconds."""
-        await self._server.stop(grace)
+    async def _drain(self, stop: asyncio.Event) -> None:
+        """Accepts no more calls, and cancels running ones after the grace period, or earlier if there is a hurry."""
+        stopping = asyncio.ensure_future(self._server.stop(self._grace_seconds))
+        # Clients may watch the health for ever, which must not use up the grace period.
+        hurried = stop.hurried if isinstance(stop, Stop) else asyncio.Event()
+        await unless(hurried, self._gate.wait_idle())
+        seconds = _HURRIED_SECONDS if hurried.is_set() else _IDLE_SECONDS
+        await self._server.stop(min(self._grace_seconds, seconds))
+        await stopping
 
     async def _set_health(self, alive: bool) -> None:
         serving = health_pb2.HealthCheckResponse.ServingStatus
@@ -153,22 +171,31 @@ async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
             one.cancel()
 
 
-def stop_event(watch_stdin: bool) -> asyncio.Event:
+def stop_event(watch_stdin: bool) -> Stop:
     """Returns an event that SIGINT and SIGTERM set; with `watch_stdin` also the end of standard input.
 
-    Standard input ends when the process that started this one is gone, even if it was killed.
+    A second SIGINT is a hurry. So is the end of standard input: the process that started this one is gone, even if it
+    was killed, or waits for the end of this one.
     """
-    event = asyncio.Event()
+    event = Stop()
     loop = asyncio.get_running_loop()
-    for signal_ in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signal_, event.set)
+
+    def interrupt() -> None:
+        (event.hurried if event.is_set() else event).set()
+
+    def hurry() -> None:
+        event.set()
+        event.hurried.set()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
+    loop.add_signal_handler(signal.SIGTERM, event.set)
 
     def wait() -> None:
         # Not through sys.stdin, whose lock a thread must not hold when the interpreter ends.
         while os.read(0, 1 << 16):
             pass
         if not loop.is_closed():
-            loop.call_soon_threadsafe(event.set)
+            loop.call_soon_threadsafe(hurry)
 
     if watch_stdin:
         threading.Thread(target=wait, name="stdin", daemon=True).start()

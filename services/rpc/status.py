@@ -31,6 +31,11 @@ _DETAILS_KEY = "grpc-status-details-bin"
 _MAX_TEXT_BYTES = 600
 _MAX_METADATA_BYTES = 2000
 _MAX_RETRY_SECONDS = 86_400
+# What gRPC itself reports in the status of a call whose connection breaks in mid-message, or carries damaged data.
+_BROKEN = {
+    grpc.StatusCode.UNKNOWN: ("Stream removed",),
+    grpc.StatusCode.INTERNAL: ("RST_STREAM", "GOAWAY", "Internal error from Core"),
+}
 # Reasons and keys of an ErrorInfo, slightly wider than Google's rules: both end up in logs and statistics.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _METADATA_KEY = re.compile(r"[A-Za-z0-9_.-]{1,63}")
@@ -82,6 +87,8 @@ def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
         return RemoteError(code, report.reason, report.message or details, report.metadata)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return errors.Unreachable(address, code.name)
+    if code in _BROKEN and any(word in details for word in _BROKEN[code]):
+        return errors.Unreachable(address, details)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return errors.NotReady(
             f"{address} does not offer this service: check that this is the address of the right kind of server",

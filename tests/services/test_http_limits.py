@@ -170,7 +170,7 @@ async def test_other_origins_and_hosts_are_refused_unless_configured(tiny_fleet:
 
 async def test_stopping_ends_open_streams(tiny_fleet: Fleet) -> None:
     async with AsyncExitStack() as stack:
-        async with door(tiny_fleet) as (url, gateway):
+        async with door(tiny_fleet, grace=2) as (url, gateway):
             connection = raw(url, json.dumps(LONG | {"n": 2, "stream": True}).encode(), receive_bytes=4096)
             stack.callback(connection.close)
             await asyncio.to_thread(eventually, lambda: gateway.counts.active == 2)

@@ -11,13 +11,14 @@ from grpc import aio
 
 from bridge.errors import EngineFailure
 from bridge.sampling.sampler import Logits
+from services.config import ServerConfig
 from services.engines.engine import Row
 from services.engines.scheduler import Scheduler
 from services.model.health import ModelHealth
-from services.rpc.server import Server
+from services.rpc.server import Server, Stop
 from tests.support import tiny
 
-METHOD = "/test.Service/Stream"
+METHOD = "/draftbridge.test.Service/Stream"
 
 
 class Streams(grpc.GenericRpcHandler):
@@ -27,7 +28,7 @@ class Streams(grpc.GenericRpcHandler):
         self.cancelled = asyncio.Event()
 
     def service(self, details: Any) -> Any:
-        return grpc.stream_stream_rpc_method_handler(self.stream) if details.method == METHOD else None
+        return grpc.stream_stream_rpc_method_handler(self.stream, bytes, bytes) if details.method == METHOD else None
 
     async def stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         try:
@@ -84,6 +85,30 @@ async def test_a_client_that_vanished_is_noticed() -> None:
         call.cancel()
     stop.set()
     await running
+
+
+@pytest.mark.parametrize(
+    ("grace", "hurries", "least", "most"), [(0.5, False, 0.4, 2.0), (60.0, True, 1.9, 5.0), (0.0, False, 0.0, 1.0)]
+)
+async def test_a_call_that_does_not_end_is_cancelled_after_the_grace_period(
+    grace: float, hurries: bool, least: float, most: float
+) -> None:
+    server, streams, stop = Server("127.0.0.1:0", ServerConfig(grace=grace)), Streams(), Stop()
+    server.register(lambda servicer, to: to.add_generic_rpc_handlers((servicer,)), streams, None)
+    started, loop = asyncio.Event(), asyncio.get_running_loop()
+    running = asyncio.create_task(server.run_until(stop, lambda address: started.set()))
+    await started.wait()
+    async with aio.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(METHOD)()
+        assert await call.read() == b"here"
+        begun = loop.time()
+        stop.set()
+        if hurries:
+            stop.hurried.set()
+        await running
+        assert least <= loop.time() - begun < most
+        assert streams.cancelled.is_set()
+        assert await call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 class FailingEngine(tiny.HashEngine):

@@ -98,6 +98,9 @@ def test_trailing_metadata_that_cannot_be_read_leave_the_calls_own_status(
         # These two have errors of ours; the call to the bridge itself had time enough, and the bridge has the method.
         grpc.StatusCode.DEADLINE_EXCEEDED: grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.UNIMPLEMENTED: grpc.StatusCode.FAILED_PRECONDITION,
+        # If the text is one of gRPC's own about connections.
+        grpc.StatusCode.UNKNOWN: grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.INTERNAL: grpc.StatusCode.UNAVAILABLE,
     }
     error = from_rpc_error(failed(code, trailing, text), "host:1")
     assert code_of(error) in (code, ours.get(code))
@@ -105,6 +108,22 @@ def test_trailing_metadata_that_cannot_be_read_leave_the_calls_own_status(
     assert status.message
     assert wire_size(status) < LIMIT_BYTES
     assert CallError.from_rpc(failed(code, trailing, text), "host:1").code is code
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (grpc.StatusCode.UNKNOWN, "Stream removed (Unwrap failed (TSI_DATA_CORRUPTED))"),
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),
+        (grpc.StatusCode.INTERNAL, "Internal error from Core"),
+    ],
+)
+def test_a_connection_that_breaks_in_mid_message_is_unreachable(code: grpc.StatusCode, text: str) -> None:
+    error = from_rpc_error(failed(code, (), text), "host:1")
+    assert (code_of(error), error.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVICE_UNREACHABLE")
+    # What a service itself reports is its own error.
+    reported = from_rpc_error(failed(code, ((KEY, details("ENGINE_FAILURE", text, {})),), text), "host:1")
+    assert reported.reason == "ENGINE_FAILURE"
 
 
 def test_a_service_that_refuses_the_bridges_token_is_not_the_clients_fault() -> None:

@@ -1,5 +1,7 @@
 """Processes that show what they do: their metrics, their log, and the traces that they send."""
 
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.cli.processes import stop
 from tests.support import warm
 
-_ADDRESSES = ("--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+_ADDRESSES = ("--until-stdin-closes", "--listen", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
@@ -44,19 +46,30 @@ def value(samples: Samples, name: str, **labels: str) -> float:
     return samples.get((f"draftbridge_{name}", tuple(sorted(labels.items()))), 0.0)
 
 
+def _start(*arguments: str, module: str, stderr: int) -> "subprocess.Popen[str]":
+    words, pipe = [sys.executable, "-m", module, *arguments], subprocess.PIPE
+    return subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=stderr, text=True)
+
+
 @contextmanager
-def observed(directory: Path, name: str, *arguments: str) -> Iterator[Observed]:
-    """Runs a server of the `draftbridge` command with metrics."""
+def observed(
+    directory: Path, name: str, *arguments: str, module: str = "services.cli", torch: bool = True
+) -> Iterator[Observed]:
+    """Runs a server with metrics: of the `draftbridge` command, or a `module` that prints the same lines.
+
+    Without `torch`, which only models of tests need, it ends sooner.
+    """
     log = directory / f"{name}.log"
     with log.open("w") as errors:
-        process = warm.start(*arguments, "--until-stdin-closes", *_ADDRESSES, stderr=errors.fileno())
+        start = warm.start if torch else _start
+        process = start(*arguments, *_ADDRESSES, module=module, stderr=errors.fileno())
     try:
         metrics = address = http = ""
         for line in process.stdout:
             if line.startswith("metrics at "):
                 metrics = line.split()[-1]
-            if line.startswith("exchange on "):
-                address, _, http = line.removeprefix("exchange on ").strip().partition(" and ")
+            if line.startswith("listening on "):
+                address, _, http = line.removeprefix("listening on ").strip().partition(" and ")
                 break
         assert address and metrics, log.read_text()
         yield Observed(process, address, metrics, log, http)

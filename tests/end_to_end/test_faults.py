@@ -1,0 +1,364 @@
+"""Each fault of a process or of the network between them leaves the text of the undisturbed run.
+
+Scripted models stand for real ones, because their text can be computed: everything else is the real thing, with TLS.
+Every service is behind a proxy, so that one that is started again has its former address.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from benchmarks.scripted_service import expected
+from draftbridge import CallError, Client
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from tests.support.depth import DEEP
+from tests.support.observed import value
+from tests.support.proxy import Proxy
+from tests.support.waiting import eventually
+from tests.support.world import KEEPALIVE_SECONDS, World
+
+PROMPT, TOKENS = "a fault", 150
+MODES = ("off", "lockstep", "opportunistic")
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("faults"))
+    try:
+        yield world
+    finally:
+        world.close()
+
+
+@pytest.fixture
+def world(running: World) -> Iterator[World]:
+    """The world in good health, before a test and after it."""
+    yield running
+    for name, service in running.services.items():
+        running.proxies[name].heal()
+        if service.process.poll() is not None:
+            running.replace(name)
+    with Client(running.bridge.address) as client:
+        eventually(lambda: all(one.reachable for one in client.status().endpoints), 20)
+        eventually(lambda: usable(client), 20)
+        eventually(lambda: client.status().active_count == 0, 5)
+    eventually(lambda: running.slots_in_use() == 0, 5)
+
+
+def usable(client: Client) -> bool:
+    """Returns whether requests have both replicas and the draft again: a replica that failed rests for a while."""
+    return client.generate(PROMPT, max_tokens=8, speculation="lockstep").finished.speculation.note == ""
+
+
+def generate(world: World, mode: str, fault: Callable[[], object] = lambda: None, **options: Any) -> tuple[str, Any]:
+    """Returns the text of a request and its last event. The fault comes when a third of the text is there."""
+    text, faulted = "", False
+    with Client(world.bridge.address) as client:
+        for event in client.stream(PROMPT, max_tokens=TOKENS, speculation=mode, **options):
+            if isinstance(event, bridge_pb2.GenerateDelta):
+                text += event.text
+                if not faulted and len(text) >= TOKENS // 3:
+                    faulted = True
+                    fault()
+    assert faulted
+    return text, event
+
+
+RIGHT = expected(PROMPT, TOKENS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_undisturbed_text(world: World, mode: str) -> None:
+    text, finished = generate(world, mode)
+    assert text == RIGHT
+    assert mode != "lockstep" or finished.speculation.num_drafts > 0
+
+
+NETWORK: dict[str, Callable[[Proxy], object]] = {
+    "cut": Proxy.cut,
+    "refused": Proxy.refuse,
+    "halved": Proxy.halve,
+    "truncated": lambda proxy: proxy.truncate(40),
+    "corrupted": lambda proxy: proxy.corrupt(40),
+    "slow": lambda proxy: setattr(proxy, "delay", 0.2),
+}
+
+
+# Otherwise the modes take turns.
+PAIRS = [
+    (fault, mode) for number, fault in enumerate(NETWORK) for mode in (MODES[1:] if DEEP else (MODES[1 + number % 2],))
+]
+
+
+@pytest.mark.parametrize(("fault", "mode"), PAIRS)
+def test_a_bad_network_to_the_draft(world: World, fault: str, mode: str) -> None:
+    started = time.monotonic()
+    text, _ = generate(world, mode, lambda: NETWORK[fault](world.proxies["draft"]))
+    assert text == RIGHT
+    assert time.monotonic() - started < 8
+
+
+@pytest.mark.parametrize("fault", ["cut", "refused", "halved", "truncated", "corrupted"])
+def test_a_bad_network_to_a_target_with_a_replica(world: World, fault: str) -> None:
+    started = time.monotonic()
+    text, _ = generate(world, "auto", lambda: NETWORK[fault](busy(world)))
+    assert text == RIGHT
+    assert time.monotonic() - started < 2 * KEEPALIVE_SECONDS + 5
+
+
+def busy(world: World) -> Proxy:
+    """Returns the proxy of the target that serves the one request."""
+    (name,) = [name for name in ("target", "replica") if world.slots_in_use(name)]
+    return world.proxies[name]
+
+
+def test_a_slow_network_to_a_target(world: World) -> None:
+    for name in ("target", "replica"):
+        world.proxies[name].delay = 0.01
+    assert generate(world, "auto")[0] == RIGHT
+
+
+@pytest.mark.parametrize("mode", MODES[1:] if DEEP else ["lockstep"])
+def test_a_draft_that_is_killed_and_comes_back_as_another_model(world: World, mode: str) -> None:
+    text, finished = generate(world, mode, lambda: world.kill("draft"))
+    assert text == RIGHT
+    assert "SERVICE_UNREACHABLE" in finished.speculation.note
+    world.replace("draft", "--name", f"other-{mode}", "--acceptance", "0.1")
+
+    def replaced() -> bool:
+        with Client(world.bridge.address) as client:
+            result = client.generate(PROMPT, max_tokens=TOKENS, speculation=mode)
+        assert result.text == RIGHT
+        return result.started.draft == f"other-{mode}"
+
+    eventually(replaced, 20)
+
+
+@pytest.mark.parametrize("mode", MODES[1:] if DEEP else ["opportunistic"])
+def test_a_draft_that_hangs(world: World, mode: str) -> None:
+    draft = world.services["draft"].process.pid
+    started = time.monotonic()
+    try:
+        assert generate(world, mode, lambda: os.kill(draft, signal.SIGSTOP))[0] == RIGHT
+        assert time.monotonic() - started < 8
+    finally:
+        os.kill(draft, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_target_with_a_replica(world: World, signal_: signal.Signals) -> None:
+    hit = []
+
+    def fault() -> None:
+        (name,) = [name for name in ("target", "replica") if world.slots_in_use(name)]
+        hit.append(world.services[name].process)
+        hit[0].send_signal(signal_)
+
+    try:
+        assert generate(world, "auto", fault)[0] == RIGHT
+    finally:
+        if signal_ is signal.SIGKILL:
+            hit[0].wait()
+        else:
+            hit[0].send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("fault", ["killed", "halved"])
+def test_a_target_without_a_replica_is_unavailable(world: World, fault: str) -> None:
+    world.proxies["replica"].refuse()
+    started = time.monotonic()
+    with pytest.raises(CallError) as caught:
+        generate(world, "auto", lambda: world.kill("target") if fault == "killed" else world.proxies["target"].halve())
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVICE_UNREACHABLE")
+    assert time.monotonic() - started < 2 * KEEPALIVE_SECONDS + 3
+
+
+def test_a_deadline_ends_a_request_whose_target_is_away(world: World) -> None:
+    world.proxies["replica"].refuse()
+    stub = bridge_stub(world)
+    request = bridge_pb2.GenerateRequest(prompt=PROMPT, max_tokens=TOKENS)
+    started = time.monotonic()
+    with pytest.raises(grpc.RpcError) as caught:
+        for response in stub.Generate(request, timeout=0.4):  # before the bridge notices by itself
+            if response.HasField("delta"):
+                world.proxies["target"].halve()
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+    assert time.monotonic() - started < 1.0
+    with Client(world.bridge.address) as client:
+        eventually(lambda: client.status().active_count == 0, 1)
+
+
+def test_deadlines_end_streams_of_services_too(world: World) -> None:
+    """Both wait: the target for candidates, the draft for credit."""
+    verify = [
+        target_pb2.VerifyRequest(open=target_pb2.VerifyOpen()),
+        target_pb2.VerifyRequest(run=target_pb2.VerifyRun(token_ids=[70, 71], credit=100, patience_us=50_000_000)),
+    ]
+    draft = [
+        draft_pb2.DraftRequest(open=draft_pb2.DraftOpen()),
+        draft_pb2.DraftRequest(sync=draft_pb2.DraftSync(epoch=1, token_ids=[70], credit=1)),
+    ]
+    done = threading.Event()
+
+    def endless(messages: list[Any]) -> Iterator[Any]:
+        yield from messages
+        done.wait(20)
+
+    with world.open_channel("target") as one, world.open_channel("draft") as other:
+        calls = [
+            target_pb2_grpc.TargetServiceStub(one).Verify(endless(verify), timeout=0.5),
+            draft_pb2_grpc.DraftServiceStub(other).Draft(endless(draft), timeout=0.5),
+        ]
+        try:
+            assert all(next(call).token_ids for call in calls)
+            assert world.slots_in_use("target", "draft") == 2
+            for call in calls:
+                with pytest.raises(grpc.RpcError):
+                    list(call)
+                assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            eventually(lambda: world.slots_in_use() == 0, 1)
+        finally:
+            done.set()
+
+
+def test_status_is_answered_while_all_services_hang(world: World) -> None:
+    for proxy in world.proxies.values():
+        proxy.halve()
+    stub, started = bridge_stub(world), time.monotonic()
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.GetStatus(bridge_pb2.GetStatusRequest(), timeout=0.3)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+    assert time.monotonic() - started < 0.8
+    answer = stub.GetStatus(bridge_pb2.GetStatusRequest(), timeout=10)
+    assert [one.reachable for one in answer.endpoints] == [False] * 3
+    assert time.monotonic() - started < 4
+
+
+def bridge_stub(world: World) -> Any:
+    return bridge_pb2_grpc.BridgeServiceStub(grpc.insecure_channel(world.bridge.address))
+
+
+def test_full_slots_refuse_some_and_change_nobodys_text(world: World) -> None:
+    """Two targets have four slots and a queue of two each, the draft has three slots and no queue."""
+
+    def one(_: int) -> Any:
+        try:
+            with Client(world.bridge.address) as client:
+                return client.generate(PROMPT, max_tokens=TOKENS, speculation="lockstep")
+        except CallError as error:
+            return error
+
+    with ThreadPoolExecutor(20) as pool:
+        results = list(pool.map(one, range(20)))
+    refused = [result for result in results if isinstance(result, CallError)]
+    assert {(error.code, error.reason) for error in refused} == {
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOTS_EXHAUSTED")
+    }
+    served = [result for result in results if not isinstance(result, CallError)]
+    assert len(served) >= 8
+    assert {result.text for result in served} == {RIGHT}
+    assert any("SLOTS_EXHAUSTED" in result.finished.speculation.note for result in served)
+
+
+@pytest.mark.parametrize("how", ["killed", "hung up"])
+def test_a_client_that_is_gone_frees_its_sessions_within_a_second(world: World, how: str) -> None:
+    program = (
+        "import sys; from draftbridge import Client\n"
+        "for event in Client(sys.argv[1]).stream('a client', max_tokens=8000, speculation='opportunistic'):\n"
+        "    print('.', flush=True)"
+    )
+    with Client(world.bridge.address) as client:
+        if how == "killed":
+            words = [sys.executable, "-c", program, world.bridge.address]
+            with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+                assert process.stdout is not None
+                for _ in range(10):
+                    process.stdout.readline()
+                assert world.slots_in_use("target", "replica") == 1
+                process.kill()
+        else:
+            for _ in zip(client.stream("a client", max_tokens=8000), range(10), strict=False):
+                pass
+        eventually(lambda: client.status().active_count == 0 and world.slots_in_use() == 0, 1)
+
+
+def test_a_killed_bridge_frees_the_sessions_of_its_services(world: World) -> None:
+    def run() -> None:
+        with pytest.raises(CallError), Client(world.bridge.address) as client:
+            client.generate(PROMPT, max_tokens=8000, speculation="lockstep")
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: world.slots_in_use("target", "replica") == 3)
+    world.bridge.process.kill()
+    eventually(lambda: world.slots_in_use() == 0, 1)
+    for thread in threads:
+        thread.join()
+    world.bridge = world.start_bridge()
+
+
+@pytest.mark.parametrize("which", ["bridge", "target"])
+def test_sigterm_lets_running_requests_finish(world: World, which: str) -> None:
+    """The target's requests stay with it; those that come meanwhile go to its replica."""
+    stopped = world.bridge if which == "bridge" else world.services["target"]
+    opened = world.open_channel("target") if which == "target" else grpc.insecure_channel(stopped.address)
+    with opened as channel, ThreadPoolExecutor(8) as pool:
+        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=30)
+        assert next(health).status == health_pb2.HealthCheckResponse.SERVING
+        results = [pool.submit(generate, world, "auto") for _ in range(6)]
+        eventually(lambda: world.slots_in_use("target", "replica") == 6)
+        stopped.process.send_signal(signal.SIGTERM)
+        assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        if which == "target":
+            results += [pool.submit(generate, world, "off") for _ in range(2)]
+        assert {result.result()[0] for result in results} == {RIGHT}
+        with pytest.raises(grpc.RpcError):  # a watcher does not hold the process up
+            list(health)
+    assert stopped.process.wait(10) == 0
+    if which == "bridge":
+        world.bridge = world.start_bridge()
+
+
+def test_clocks_that_jump_change_nothing(world: World) -> None:
+    bridge = world.start_jumping()
+    with Client(bridge.address) as client:
+        for mode in MODES:
+            result = client.generate(PROMPT, max_tokens=TOKENS, speculation=mode)
+            assert result.text == RIGHT
+            assert 0 < result.finished.speculation.elapsed_ns < 20e9
+        assert 0 < client.status().uptime_ns < 60e9
+
+
+def test_a_client_that_reads_slowly_holds_back_its_own_target_only(world: World) -> None:
+    """It takes what its connection may carry unread, and the credit; then its target waits until it goes on reading."""
+    small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096), ("grpc.use_local_subchannel_pool", 1)]
+    request = bridge_pb2.GenerateRequest(prompt=PROMPT, max_tokens=1500, speculation=bridge_pb2.Speculation(mode=2))
+    with grpc.insecure_channel(world.bridge.address, small) as channel, Client(world.bridge.address) as other:
+        stream = bridge_pb2_grpc.BridgeServiceStub(channel).Generate(request)
+        text = "".join(next(stream).delta.text for _ in range(3))
+
+        def forwards() -> float:
+            return sum(
+                value(world.services[name].scrape(), "forward_duration_seconds_count") for name in ("target", "replica")
+            )
+
+        before, after = -1.0, forwards()
+        while after > before:
+            assert other.generate("another", max_tokens=20, speculation="off").text == expected("another", 20)
+            before, after = after + 20, forwards()
+        (held,) = other.status().running
+        assert held.generated_token_count < 1000
+        assert world.slots_in_use("target", "replica") == 1
+        text += "".join(response.delta.text for response in stream)
+    assert text == expected(PROMPT, 1500)

@@ -1,0 +1,80 @@
+"""Several worker processes that share one address."""
+
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import psutil
+
+from benchmarks.scripted_service import expected
+from draftbridge import CallError, Client
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
+from services.cli.options import as_options
+from services.cli.processes import launched
+from services.config import BridgeServerConfig, load
+from tests.support.waiting import eventually
+
+
+def test_options_give_the_same_configuration_whatever_the_environment_is() -> None:
+    config = BridgeServerConfig(
+        target=("a:1", "b:2"), listen="127.0.0.1:7", insecure=True, connect_timeout=3.5, service_ca=Path("ca.pem")
+    )
+    words = as_options(config)
+    assert words[words.index("--target") :][:4] == ["--target", "a:1", "--target", "b:2"]
+    flags = {
+        name: getattr(config, name) for name in BridgeServerConfig.model_fields if getattr(config, name) is not None
+    }
+    environment = {"DRAFTBRIDGE_BRIDGE_LISTEN": "127.0.0.1:8", "DRAFTBRIDGE_BRIDGE_CHANNELZ": "true"}
+    assert load(BridgeServerConfig, flags, None, environment).values == config
+    assert {"--insecure", "--no-channelz", "--service-ca"} <= set(words)
+
+
+def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
+    with ExitStack() as stack:
+        scripted = ("--role", "target", "--slots", "16")
+        target, _ = stack.enter_context(launched("target", *scripted, module="benchmarks.scripted_service"))
+        words = ("--target", target, "--workers", "2", "--http", "127.0.0.1:0", "--metrics", "127.0.0.1:0")
+        listen = ("--listen", "127.0.0.1:0", "--until-stdin-closes")
+        announced, process = stack.enter_context(launched("bridge", "bridge", *words, *listen))
+        address, _, url = announced.partition(" and ")
+        assert url.startswith("http://127.0.0.1:")
+        port, text = int(address.rpartition(":")[2]), expected("shared", 20)
+
+        def workers() -> list[psutil.Process]:
+            children = psutil.Process(process.pid).children()
+            return [one for one in children if "bridge" in one.cmdline()]
+
+        def serving() -> int:
+            """Returns how many workers have connections of clients."""
+            return sum(
+                any(
+                    one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in worker.net_connections()
+                )
+                for worker in workers()
+            )
+
+        for _ in range(40):
+            # Otherwise all clients of this process share one connection.
+            channel = stack.enter_context(grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]))
+            stub = bridge_pb2_grpc.BridgeServiceStub(channel)
+            assert len(stub.ListModels(bridge_pb2.ListModelsRequest(), timeout=10).models) == 1
+            if serving() == 2:
+                break
+        assert serving() == 2
+        before = {one.pid for one in workers()}
+        psutil.Process(min(before)).kill()
+        eventually(lambda: len({one.pid for one in workers()} | before) == 3, 20)
+
+        def works() -> bool:
+            try:
+                with Client(address) as fresh:
+                    return fresh.generate("shared", max_tokens=20).text == text
+            except CallError:
+                return False
+
+        assert works(), "the other worker serves meanwhile"
+        running = workers()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert not any(one.is_running() for one in running)
