@@ -17,6 +17,7 @@ from bridge.guest_sequence import GuestSequence
 from bridge.planning.batch import BatchCosts, share
 from bridge.ports import MAX_MEASURED_NS
 from bridge.sources.source import Offer, Outcome
+from bridge.statistics import Statistics
 from bridge.text.models import Model
 
 # Candidates of each sequence that are considered, by the number of sequences: the first item that is large enough.
@@ -116,7 +117,7 @@ class Guest:
         costs: BatchCosts,
         *,
         on_held: Callable[[int, int], None] = lambda id_, count: None,
-        on_ended: Callable[[int], None] = lambda id_: None,
+        on_ended: Callable[[int, Statistics | None], None] = lambda id_, statistics: None,
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
         clock: Callable[[], int] = perf_counter_ns,
     ) -> None:
@@ -163,7 +164,7 @@ class Guest:
         """Ends a sequence, if it is known."""
         if held := self.held.pop(id_, None):
             held.close()
-            self._on_ended(id_)
+            self._on_ended(id_, held.sequence.statistics if held.sequence else None)
 
     def end_idle(self, idle_ns: int) -> None:
         """Ends the sequences that no step has named for this time."""

@@ -20,6 +20,7 @@ from bridge.planning.estimates import TargetEstimates
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources import SOURCES
 from bridge.sources.source import Draft, Outcome
+from bridge.statistics import Statistics
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
 from services.bridge.endpoint import Endpoint
@@ -204,12 +205,17 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
                 _log.exception("a sequence of engine %s could not be opened; it gets no candidates", opening.engine)
                 raise
 
+        def on_ended(id_: int, statistics: Statistics | None) -> None:
+            self._budget.drop(guest, id_)
+            if statistics and _log.isEnabledFor(logging.INFO):
+                _log.info("engine %s: sequence %d ended: %s", opening.engine, id_, _summary(statistics))
+
         guest = Guest(
             model,
             open_,
             costs,
             on_held=lambda id_, count: self._budget.hold(guest, id_, count),
-            on_ended=lambda id_: self._budget.drop(guest, id_),
+            on_ended=on_ended,
             on_outcome=self._count,
         )
         return guest
@@ -334,6 +340,12 @@ def _write_answer(answer: Answer, elapsed_ns: int) -> candidate_pb2.ProposeCandi
         elapsed_us=elapsed_ns // 1000,
         note=answer.note,
     )
+
+
+def _summary(statistics: Statistics) -> str:
+    plans = ", ".join(f"{one.target_pass_count} {name}" for name, one in statistics.plans.items())
+    accepted, tried = statistics.num_accepted_tokens, statistics.num_draft_tokens
+    return f"{statistics.target_pass_count} forwards, {accepted} of {tried} candidates accepted, plans: {plans}"
 
 
 def _opened(opened: candidate_pb2.ProposeOpened) -> candidate_pb2.ProposeResponse:
