@@ -11,7 +11,11 @@ Nothing that a guest reports can fail a step: a sequence that the bridge cannot 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter_ns
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bridge.guest_sequence import GuestSequence
 from bridge.planning.batch import BatchCosts, share
@@ -23,6 +27,8 @@ from bridge.text.models import Model
 # Candidates of each sequence that are considered, by the number of sequences: the first item that is large enough.
 _CONSIDERED = ((1, 24), (4, 16), (16, 8), (64, 6))
 _MIN_CONSIDERED = 4
+# From this number, ids are checked as an array.
+_MANY_IDS = 1024
 # Choosing for several sequences may take this long, however short the deadline is.
 _MIN_DEADLINE_NS = 1_000_000
 # An answer has candidates for this many forwards, for an engine that receives it late.
@@ -180,7 +186,7 @@ class Guest:
     def _take(self, one: SequenceUpdate, answer: Answer, now: int) -> Held | None:
         """Returns the sequence that an update is for, without its new tokens if it is open; None if it is unknown."""
         held, kept = self.held.get(one.id), one.kept_token_count
-        if not (all(map(self._model.has, one.token_ids)) and kept + len(one.token_ids) <= self._model.context_length):
+        if not self._has_all(one.token_ids) or kept + len(one.token_ids) > self._model.context_length:
             self.end(one.id)
             self.held[one.id] = Held([], now, refused=True)
             answer.note = (
@@ -202,6 +208,18 @@ class Guest:
         if not held.sequence:
             held.ids += one.token_ids
         return held
+
+    def _has_all(self, ids: Sequence[int]) -> bool:
+        """Returns whether the engine's vocabulary has all of these ids. Long prompts must not block other engines."""
+        if len(ids) < _MANY_IDS:
+            return all(map(self._model.has, ids))
+        known = self._known
+        array = np.array(ids, np.int64)
+        return int(array.max()) < len(known) and bool(known[array].all())
+
+    @cached_property
+    def _known(self) -> NDArray[np.bool_]:
+        return np.array([self._model.has(id_) for id_ in range(self._model.vocabulary.size)])
 
     def _begin(self, one: SequenceUpdate, ids: list[int], now: int) -> Held | None:
         self.end(one.id)

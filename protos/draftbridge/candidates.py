@@ -51,6 +51,8 @@ _CHUNK_BYTES = 1 << 18
 _MAX_MISSED = 3
 # Steps without an answer after which no more are sent, and the seconds after which the connection counts as hung.
 _MAX_UNANSWERED, _HUNG_SECONDS = 64, 10.0
+# The most tokens of one message; sequences with more are reported by later steps, or not at all.
+_MAX_STEP_TOKENS = 1 << 20
 # The weight of a new value in the average time of messages, and the part of a deadline that is kept as a reserve.
 _FRESH, _RESERVE = 0.1, 0.1
 _CLOSED = object()
@@ -289,7 +291,7 @@ class CandidateClient:
             stream.last_step += 1
             request = candidate_pb2.ProposeStep(
                 step=stream.last_step,
-                sequences=[self._sequence(stream, one) for one in sequences],
+                sequences=[self._sequence(stream, one) for one in self._fitting(stream, sequences)],
                 ended_sequence_ids=stream.ended,
                 engine_ns=int(engine_seconds * 1e9),
                 forward_token_count=forward_token_count,
@@ -315,6 +317,16 @@ class CandidateClient:
             stream.kept[one.sequence_id] = min(held, limit, len(one.token_ids))
             if stream.kept[one.sequence_id] < held:
                 stream.distrust(one.sequence_id)
+
+    @staticmethod
+    def _fitting(stream: _Stream, sequences: Sequence[SequenceStep]) -> Iterator[SequenceStep]:
+        """Yields the sequences whose new tokens fit into one message."""
+        room = _MAX_STEP_TOKENS
+        for one in sequences:
+            count = len(one.token_ids) - stream.kept.get(one.sequence_id, 0)
+            if count <= room:
+                room -= count
+                yield one
 
     def _sequence(self, stream: _Stream, one: SequenceStep) -> candidate_pb2.ProposeSequence:
         """Returns the message for a sequence, and notes that the bridge has its tokens."""

@@ -151,6 +151,16 @@ def test_the_tokenizer_is_sent_only_when_asked_for(bridge: Scripted, monkeypatch
     assert bridge.openings[0].engine == "one" and len(bridge.openings[0].model.tokenizer_sha256) == 64
 
 
+def test_a_message_has_limited_tokens(
+    connected: CandidateClient, bridge: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(candidates, "_MAX_STEP_TOKENS", 10)
+    steps = [SequenceStep(id_, list(range(1, 7))) for id_ in range(2)] + [SequenceStep(2, list(range(1, 12)))]
+    assert set(connected.step(steps, deadline=10)) == {0}
+    assert set(connected.step(steps, deadline=10)) == {0, 1}
+    assert [len(step.sequences) for step in bridge.steps] == [1, 2]
+
+
 def test_a_late_answer_serves_a_later_step(connected: CandidateClient, bridge: Scripted) -> None:
     bridge.answering.clear()
     assert ask(connected, [1, 2, 3], deadline=0.01) == ()

@@ -171,6 +171,13 @@ def test_an_unknown_id_costs_its_sequence_the_candidates(raw: Raw, bridge: Bridg
     eventually(lambda: proposed() == [2])
 
 
+def test_a_long_prompt_with_an_unknown_id_costs_its_candidates(raw: Raw) -> None:
+    ids = (truth(REPETITIVE) * 10)[:2000]
+    assert not raw.ask(step(1, named(1, 0, ids))).note
+    assert raw.ask(step(2, named(1, 0, [*ids, tiny.vocabulary("sentencepiece").size]))).note
+    assert "context" in raw.ask(step(3, named(2, 0, ids * 3))).note
+
+
 def test_a_sequence_that_goes_back_further_than_it_was_is_asked_for(raw: Raw) -> None:
     ids = truth(REPETITIVE)
     raw.ask(step(1, named(1, 0, ids[:50])))

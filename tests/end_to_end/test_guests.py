@@ -1,0 +1,83 @@
+"""An engine and a bridge as processes: a bridge that hangs or is killed costs candidates, and they return."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from draftbridge import Client
+from draftbridge.candidates import CandidateClient, SequenceStep
+from services.cli.processes import Fleet, launched
+from tests.support import tiny
+from tests.support.guests import Reciter, client, description, recite
+from tests.support.waiting import eventually
+
+TEXT = ("The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore! " * 4).encode()
+IDS = list(tiny.vocabulary("sentencepiece").pieces(TEXT).ids)
+DEADLINE = 0.05
+
+
+def has_candidates(guest: CandidateClient) -> bool:
+    return bool(guest.step([SequenceStep(1, IDS[:150])], deadline=1.0))
+
+
+def slowest(guest: CandidateClient, count: int = 20) -> float:
+    """Returns the longest time that a step took, in seconds."""
+    times = []
+    for length in range(150, 150 + count):
+        started = time.perf_counter()
+        guest.step([SequenceStep(1, IDS[:length])], deadline=DEADLINE)
+        times.append(time.perf_counter() - started)
+    return max(times)
+
+
+@pytest.fixture
+def guest() -> Iterator[CandidateClient]:
+    found: list[CandidateClient] = []
+    with launched("bridge", "bridge", "--until-stdin-closes", "--listen", "127.0.0.1:0") as (address, process):
+        found.append(CandidateClient(address, description("sentencepiece"), tiny.tokenizer_json("sentencepiece")))
+        assert found[0].connect(20)
+        eventually(lambda: has_candidates(found[0]))
+        found[0].process, found[0].address = process, address  # type: ignore[attr-defined]
+        yield found[0]
+    found[0].close()
+
+
+def test_a_bridge_that_hangs_costs_a_few_deadlines(guest: CandidateClient) -> None:
+    pid = guest.process.pid  # type: ignore[attr-defined]
+    os.kill(pid, signal.SIGSTOP)
+    started = time.monotonic()
+    assert slowest(guest, 60) < 10 * DEADLINE
+    assert time.monotonic() - started < 30 * DEADLINE, "after a few misses it is not waited for"
+    os.kill(pid, signal.SIGCONT)
+    eventually(lambda: has_candidates(guest))
+
+
+def test_a_bridge_that_is_killed_and_started_again(guest: CandidateClient, caplog: pytest.LogCaptureFixture) -> None:
+    process, address = guest.process, guest.address  # type: ignore[attr-defined]
+    process.kill()
+    process.wait()
+    assert slowest(guest) < 10 * DEADLINE
+    eventually(lambda: not guest.connected)
+    assert guest.step([SequenceStep(1, IDS[:160])]) == {}
+    with launched("bridge", "bridge", "--until-stdin-closes", "--listen", address):
+        eventually(lambda: has_candidates(guest), 20)
+    assert sum(record.name == "draftbridge" for record in caplog.records) <= 3, "each problem is logged once"
+
+
+def test_a_bridge_serves_guests_and_requests_at_once(tiny_fleet: Fleet) -> None:
+    """Over the draft of the fleet, which has another tokenizer."""
+    alone = client(tiny_fleet.bridge, sources=["draft"])
+    engine = Reciter(IDS[:60], 20)
+    recite(alone, engine, deadline=0.5, forward_seconds=0.05)
+    with Client(tiny_fleet.bridge) as requests:
+        assert requests.generate("The quick brown", max_tokens=8).token_ids
+    alone.close()
+    assert engine.ids == IDS[:60]
+    repeating = client(tiny_fleet.bridge, engine="another")
+    engine = Reciter(IDS, 100)
+    recite(repeating, engine)
+    repeating.close()
+    assert engine.accepted["suffix"] > 50
