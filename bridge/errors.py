@@ -4,10 +4,11 @@
 
     DraftBridgeError
     ├── InvalidRequest          the request is invalid, and a retry cannot succeed
-    │   └── InvalidField, EmptyPrompt, PromptTooLong, MaxTokensTooLarge, TokenOutOfRange, ProtocolViolation
+    │   └── InvalidField, InvalidGrammar, EmptyPrompt, PromptTooLong, MaxTokensTooLarge, TokenOutOfRange,
+    │       ProtocolViolation
     ├── ModelNotFound
     ├── NotReady                the request is valid, but the other side cannot serve it in its present state
-    │   ├── BaseMismatch, RoleNotServed, ModelChanged, EngineNameTaken, PairRefused
+    │   ├── BaseMismatch, RoleNotServed, ModelChanged, EngineNameTaken, PairRefused, GrammarNotSupported
     │   └── UnusableModel       a model's files exist, but are broken or not supported
     │       └── TokenizerNotUnderstood, TemplateLimitExceeded, ChecksumMismatch
     ├── Exhausted               the same request may succeed a moment later
@@ -46,6 +47,13 @@ class InvalidRequest(DraftBridgeError, reason="INVALID_REQUEST"):
 class InvalidField(InvalidRequest, reason="INVALID_FIELD"):
     def __init__(self, field: str, allowed: str, got: object) -> None:
         super().__init__(f"{field} must be {allowed}, got {got}", field=field, allowed=allowed)
+
+
+class InvalidGrammar(InvalidRequest, reason="INVALID_GRAMMAR"):
+    """A grammar is broken, exceeds a limit, or cannot be satisfied. `problem` names the place and the remedy."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}", field=field)
 
 
 class EmptyPrompt(InvalidRequest, reason="EMPTY_PROMPT"):
@@ -138,6 +146,16 @@ class EngineNameTaken(NotReady, reason="ENGINE_NAME_TAKEN"):
         )
 
 
+class GrammarNotSupported(NotReady, reason="GRAMMAR_NOT_SUPPORTED"):
+    def __init__(self, model: str, field: str) -> None:
+        super().__init__(
+            f"{model}'s service does not support grammars: choose a target whose description has `grammars`, or send "
+            f"the request without {field}",
+            model=model,
+            field=field,
+        )
+
+
 class UnusableModel(NotReady, reason="UNUSABLE_MODEL"):
     """A model's files exist, but are broken or not supported."""
 
@@ -203,12 +221,11 @@ class Unreachable(DraftBridgeError, reason="SERVICE_UNREACHABLE"):
 
 
 class SandboxBusy(Exhausted, reason="SANDBOX_BUSY"):
-    """The sandbox cannot run the model's chat template now."""
+    """The sandbox cannot run the model's chat template, or try a grammar, now."""
 
-    def __init__(self, detail: str) -> None:
+    def __init__(self, detail: str, task: str = "run the model's chat template", instead: str = "a prompt") -> None:
         super().__init__(
-            f"the sandbox cannot run the model's chat template now ({detail}): try again in {self.retry_seconds} s, "
-            "or send a prompt instead of a chat",
+            f"the sandbox cannot {task} now ({detail}): try again in {self.retry_seconds} s, or send {instead} instead",
             retry_seconds=self.retry_seconds,
         )
 

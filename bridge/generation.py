@@ -19,7 +19,7 @@ from bridge.errors import DraftBridgeError, TargetFault
 from bridge.loop import speculate
 from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner
-from bridge.ports import Drafter, FinishReason, Logprob, Verifier
+from bridge.ports import Drafter, FinishReason, Logprob, TextGrammar, Verifier
 from bridge.request import Request, check, render, token_room
 from bridge.sources import SOURCES
 from bridge.sources.draft import DraftSource
@@ -80,13 +80,15 @@ async def generate(
     clock: Callable[[], int] = perf_counter_ns,
     statistics: Statistics | None = None,
     next_draft: NextDraft | None = None,
+    grammar: TextGrammar | None = None,
 ) -> AsyncGenerator[Started | Delta | Finished, None]:
     """Yields the target's own continuation of the request; a draft only makes it faster.
 
     `estimates` holds what other requests have learned about the target, and this request adds to it. `memory` holds
     earlier outputs of tenants; a request with a tenant uses it and adds to it. `clock` returns nanoseconds. The
     request counts into `statistics`, which the caller may read at any time. `next_draft` returns another draft for the
-    rest of the text, given the error of the present one, or None if that one does not pay.
+    rest of the text, given the error of the present one, or None if that one does not pay. `grammar` follows the
+    request's grammar from the start of the text; `target` must obey the same.
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock()
@@ -110,6 +112,7 @@ async def generate(
         confidence_threshold=request.speculation.assistant_confidence_threshold,
         memory=memory,
         tenant=request.tenant,
+        grammar=grammar,
         clock=clock,
     )
     sources, note = await asyncio.to_thread(_open_sources, request, opening)
@@ -125,7 +128,7 @@ async def generate(
     substitute = None
     if next_draft and draft:
         substitute = partial(_substitute, next_draft, opening, own_estimates, model, statistics)
-    chain = SourceSet(sources, model, tape, end_id, substitute)
+    chain = SourceSet(sources, model, tape, end_id, substitute, grammar)
     link = TargetLink(target, model, tape, max_tokens, clock)
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = 0

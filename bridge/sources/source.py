@@ -12,7 +12,7 @@ from math import prod
 from time import perf_counter_ns
 from typing import ClassVar, Protocol
 
-from bridge.ports import Drafter, Pass, Proposal
+from bridge.ports import Drafter, Pass, Proposal, TextGrammar
 from bridge.sources.suffix_memory import SuffixMemory
 from bridge.tape import Tape
 from bridge.text.models import Model
@@ -133,7 +133,8 @@ class Opening:
     """The values that a source may need at the start of a request.
 
     `prompt`: the bytes that the target's prompt ids spell. `render` returns the prompt in another model's tokens, or
-    raises a `DraftBridgeError`. `memory`: earlier outputs by tenant; `tenant` may see only its own.
+    raises a `DraftBridgeError`. `memory`: earlier outputs by tenant; `tenant` may see only its own. `grammar`: what the
+    text must satisfy.
     """
 
     prompt: bytes
@@ -142,6 +143,7 @@ class Opening:
     confidence_threshold: float = 0.0
     memory: SuffixMemory | None = None
     tenant: str = ""
+    grammar: TextGrammar | None = None
     clock: Callable[[], int] = perf_counter_ns
 
 

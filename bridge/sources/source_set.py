@@ -4,9 +4,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeAlias
 
 from bridge.errors import DraftBridgeError, Unreachable
+from bridge.ports import TextGrammar
 from bridge.sources.source import (
     MAX_OFFERED_BYTES,
     CandidateSource,
@@ -27,13 +29,16 @@ _UNUSED_PASSES = 64
 # Opens a source in place of one that failed with an error, or that does not pay (None). Returns the source and a
 # function to call when it takes over, or None if there is no other.
 Substitute: TypeAlias = Callable[[Exception | None], Awaitable[tuple[CandidateSource, Callable[[], None]] | None]]
+# The most continuations of one offer, of sources that continue each other.
+_MAX_PARTS = 8
 
 
 class SourceSet:
     """Combines sources in order of preference. A source that fails is dropped, which costs speed, never text.
 
     `end_id` is the target's id for a proposed end of the text, or None if the target has no such id. `substitute`
-    opens another source in place of one that takes time, while the others go on.
+    opens another source in place of one that takes time, while the others go on. What the request's
+    `grammar` refuses is not offered.
     """
 
     def __init__(
@@ -43,9 +48,10 @@ class SourceSet:
         tape: Tape,
         end_id: int | None,
         substitute: Substitute | None = None,
+        grammar: TextGrammar | None = None,
     ) -> None:
         self._sources = list(sources)
-        self._model, self._tape, self._end_id = model, tape, end_id
+        self._model, self._tape, self._end_id, self._grammar = model, tape, end_id, grammar
         self._substitute = substitute
         self._seeking: asyncio.Task[tuple[CandidateSource, Callable[[], None]] | None] | None = None
         self._unused_pass_count = 0
@@ -71,17 +77,19 @@ class SourceSet:
             source.start(notify)
 
     def offers(self, limit_bytes: int = MAX_OFFERED_BYTES) -> list[Offer]:
-        """Returns one offer for each source that proposes, continued by the next source that can continue its bytes."""
+        """Returns one offer for each source that proposes, continued by the other sources that can continue it."""
         self._take_over()
-        offers, sources = [], tuple(self._sources)
-        for index, source in enumerate(sources):
+        offers = []
+        for source in tuple(self._sources):
             with self._dropping(source):
-                if parts := self._parts(source, [one for one in sources[index + 1 :] if one in self._sources]):
+                if parts := self._parts(source):
                     offers.append(offer_of(self._model.vocabulary, parts, self._end_id, limit_bytes))
         return [offer for offer in offers if offer.token_ids]
 
     def observe(self, outcome: Outcome) -> None:
         """Passes on to all sources what the target committed."""
+        if self._grammar:
+            self._grammar.commit(b"".join(outcome.data))
         for source in tuple(self._sources):
             try:
                 source.observe(outcome)
@@ -160,12 +168,32 @@ class SourceSet:
         _log.error("a bug in the bridge stopped the %s source", source.name, exc_info=error)
         self.note = f"a bug in the bridge stopped the {source.name} (INTERNAL, see its log); the text is unaffected"
 
-    def _parts(self, source: CandidateSource, others: Sequence[CandidateSource]) -> list[Continuation]:
-        first = source.propose(self._tape)
-        if first is None or not (first.data or first.closes):
-            return []
-        for other in () if first.closes else others:
-            with self._dropping(other):
-                if (more := other.propose(self._tape, first.data)) and more.data:
-                    return [first, more]
-        return [first]
+    def _parts(self, source: CandidateSource) -> list[Continuation]:
+        """Returns what a source proposes, and what others add to it, as long as one of them can continue the bytes."""
+        parts: list[Continuation] = []
+        data = b""
+        more = self._proposed(source, data)
+        while more and len(parts) < _MAX_PARTS:
+            parts.append(more)
+            data += more.data
+            if more.closes or more.cut or len(data) >= MAX_OFFERED_BYTES:
+                break
+            more = self._continued(more.source, data)
+        return parts
+
+    def _continued(self, last: str, data: bytes) -> Continuation | None:
+        for source in tuple(self._sources):
+            if source.name != last:
+                with self._dropping(source):
+                    if more := self._proposed(source, data):
+                        return more
+        return None
+
+    def _proposed(self, source: CandidateSource, after: bytes) -> Continuation | None:
+        """Returns what a source proposes after the text and `after`, as far as the grammar allows it."""
+        part = source.propose(self._tape, after)
+        if part and self._grammar and (part.data or part.closes):
+            count, may_end = self._grammar.accepted(after, part.data)
+            whole = count == len(part.data)
+            part = replace(part, data=part.data[:count], closes=part.closes and may_end, cut=part.cut and whole)
+        return part if part and (part.data or part.closes) else None

@@ -1,5 +1,6 @@
 """A synchronous and an asynchronous client of the bridge."""
 
+import json
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,11 @@ def generate_request(
     min_tokens: int = 0,
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
+    json_schema: str | Mapping[str, Any] | None = None,
+    json_object: bool = False,
+    regex: str | None = None,
+    choice: Sequence[str] | None = None,
+    grammar: str | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
     logprobs: int | None = None,
@@ -87,8 +93,10 @@ def generate_request(
     Parameters without a description here are those of `GenerateRequest` in the contract.
     `messages`: mappings with "role", "content" and further fields for the chat template, such as "tool_calls".
     `template_variables`: further JSON values for the chat template, such as `tools`; allowed only with `messages`.
-    `stop`: one string or several. `speculation`: "auto", "off", "lockstep" or "opportunistic".
-    `sources`: names of the sources that may propose candidates, "draft" and "suffix"; empty for all of the mode.
+    `json_schema`: JSON text or a mapping. At most one of `json_schema`, `json_object`, `regex`, `choice` and `grammar`
+    may be given. `stop`: one string or several. `speculation`: "auto", "off", "lockstep" or "opportunistic".
+    `sources`: names of the sources that may propose candidates, "grammar", "draft" and "suffix"; empty for all that the
+    mode uses.
     Raises `CallError` for a value that does not fit its field.
     """
     modes = bridge_pb2.Speculation.Mode
@@ -99,6 +107,7 @@ def generate_request(
     given = [value is not None for value in (prompt, messages, token_ids)]
     if sum(given) != 1:
         raise _invalid("input", f"give exactly one of prompt, messages and token_ids, got {sum(given)}")
+    constraint = _constraint(json_schema, json_object, regex, choice, grammar)
     try:
         request = bridge_pb2.GenerateRequest(
             sampling=sampling_pb2.SamplingParameters(
@@ -114,6 +123,7 @@ def generate_request(
                 stop_token_ids=stop_token_ids,
                 ignore_eos=ignore_eos,
                 seed=seed,
+                **constraint,
             ),
             max_tokens=max_tokens,
             stop=[stop] if isinstance(stop, str) else stop,
@@ -167,6 +177,30 @@ def generate_request(
             "request", f"a value is missing or has the wrong type ({error}): see draftbridge.client.generate_request"
         ) from error
     return request
+
+
+def _constraint(
+    json_schema: str | Mapping[str, Any] | None,
+    json_object: bool,
+    regex: str | None,
+    choice: Sequence[str] | None,
+    grammar: str | None,
+) -> dict[str, Any]:
+    """Returns the field of `SamplingParameters` that constrains the text, if there is one."""
+    try:
+        given: dict[str, Any] = {
+            "json_schema": json.dumps(json_schema) if isinstance(json_schema, Mapping) else json_schema,
+            "json_object": json_object or None,
+            "regex": regex,
+            "choice": None if choice is None else sampling_pb2.Choice(texts=choice),
+            "grammar": grammar,
+        }
+    except (ValueError, TypeError) as error:
+        raise _invalid("json_schema", f"json_schema must hold JSON values, and choice strings ({error})") from error
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(found) > 1:
+        raise _invalid(next(iter(found)), f"give at most one of {', '.join(given)}, got {' and '.join(found)}")
+    return found
 
 
 def _chat_message(message: Mapping[str, Any]) -> bridge_pb2.ChatMessage:

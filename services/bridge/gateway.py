@@ -2,13 +2,13 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, aclosing, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter_ns
 
-from bridge.errors import BridgeBusy, DraftBridgeError
+from bridge.errors import BridgeBusy, DraftBridgeError, GrammarNotSupported
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.choice import DraftChooser
-from bridge.ports import Proposal
+from bridge.ports import Proposal, TextGrammar
 from bridge.request import Request, check, check_size
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.suffix_memory import SuffixMemory
@@ -20,6 +20,7 @@ from services.bridge.pairing import Pairing, Wish
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
 from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
 from services.bridge.zoo import Zoo
+from services.grammars.store import ByteGrammars
 from services.metrics import BridgeMetrics, RequestMetrics
 from services.traces import NO_TRACES, Stages, Traces
 
@@ -122,6 +123,11 @@ class Gateway:
         self.observers: list[Callable[[Finished], None]] = []
         self.metrics, self.traces = metrics or BridgeMetrics(), traces
         self.metrics.watch(zoo)
+        self._grammars = ByteGrammars()
+
+    def close(self) -> None:
+        """Ends the process that tries grammars."""
+        self._grammars.close()
 
     @contextmanager
     def _request(self) -> Iterator[Running]:
@@ -163,10 +169,11 @@ class Gateway:
             check(request)
             check_size(request, self.prompt_limit_bytes)
             target = self.zoo.target(target_name)
+            grammar = await self._grammar(request, target)
             assignment = self.pairing.assign(target, request, wish or Wish((draft_name,) if draft_name else ()))
             verifier = ResumingVerifier(
                 self._balancer,
-                lambda: self.zoo.replicas(target),
+                lambda: [one for one in self.zoo.replicas(target) if one.description.grammars or not grammar],
                 lambda one: RemoteVerifier(
                     one.channel, one.address, one.model, request.sampling, request.seed, request.logprobs
                 ),
@@ -181,6 +188,8 @@ class Gateway:
 
             def connect(draft: Endpoint) -> tuple[Model, ZooDrafter]:
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)
+                if not draft.description.grammars:
+                    sampling = replace(sampling, grammar=None)
                 drafter = ZooDrafter(self.zoo, draft, sampling, request.seed)
                 return draft.model, stack.enter_context(closing(drafter))
 
@@ -201,6 +210,7 @@ class Gateway:
                 self.memory,
                 statistics=running.statistics,
                 next_draft=next_draft,
+                grammar=grammar,
             )
             stages = Stages(self.traces, "encode")
             async with aclosing(events):
@@ -224,6 +234,14 @@ class Gateway:
                                 stages.begin("decode")
                             running.metrics.on_delta(len(event.token_ids))
                             yield event
+
+    async def _grammar(self, request: Request, target: Endpoint) -> TextGrammar | None:
+        """Returns the request's grammar. Raises `GrammarNotSupported`, `InvalidGrammar` or `SandboxBusy`."""
+        if (grammar := request.sampling.grammar) is None:
+            return None
+        if not any(one.description.grammars for one in self.zoo.replicas(target)):
+            raise GrammarNotSupported(target.model.name, grammar.field)
+        return await self._grammars.open(grammar)
 
 
 def _summary(event: Finished) -> dict[str, str | int | float]:

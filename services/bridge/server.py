@@ -73,6 +73,7 @@ def run(
                 candidate_pb2.DESCRIPTOR.services_by_name["CandidateService"],
             )
             async with AsyncExitStack() as doors:
+                doors.callback(gateway.close)
                 url = await doors.enter_async_context(door(config, gateway, stop, server.keys)) if door else ""
                 await server.run_until(stop, lambda address: on_start(f"{address} and {url}" if url else address))
         finally:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -36,6 +37,15 @@ def generate(
     frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time it was generated.")] = None,
     min_tokens: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Minimum number of tokens to generate.")] = 0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after the model ends its text.")] = False,
+    json_schema: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File with the JSON Schema of the output.")
+    ] = None,
+    json_object: Annotated[bool, typer.Option("--json-object", help="Generate any JSON object.")] = False,
+    regex: Annotated[str | None, typer.Option(help="The output matches this regular expression.")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="The output is one of these texts. Repeatable.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File with the Lark grammar of the output.")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text; random if unset.")
     ] = None,
@@ -49,7 +59,8 @@ def generate(
         typer.Option(min=1, max=64, help="Tokens of a turn of the draft, or that it may be ahead; unset: automatic."),
     ] = None,
     source: Annotated[
-        list[str] | None, typer.Option(help="Use only this source: draft, or suffix (prompt lookup). Repeatable.")
+        list[str] | None,
+        typer.Option(help="Use only this source: grammar, draft or suffix (prompt lookup). Repeatable."),
     ] = None,
     target: Annotated[str, typer.Option(help="Name of the target, if the bridge has several.")] = "",
     draft: Annotated[
@@ -73,6 +84,11 @@ def generate(
         "frequency_penalty": frequency_penalty,
         "min_tokens": min_tokens,
         "ignore_eos": ignore_eos,
+        "json_schema": _read(json_schema),
+        "json_object": json_object,
+        "regex": regex,
+        "choice": choice,
+        "grammar": _read(grammar),
         "seed": seed,
         "stop": stop or (),
         "speculation": speculation,
@@ -150,6 +166,13 @@ def translate(
     else:
         above, below = ([one.data for one in tokens] for tokens in rows.values())
         show(out, Segmentation(source, above), Segmentation(target, below))
+
+
+def _read(file: Path | None) -> str | None:
+    try:
+        return None if file is None else file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidField(str(file), "a readable file of UTF-8 text", error) from None
 
 
 def _utf_8(text: str) -> bytes:

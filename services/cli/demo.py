@@ -16,9 +16,14 @@ from services.cli.processes import draft_threads, fleet
 from services.store.resolve import default_name, resolve
 
 # Colours of the sources, by name; any other source gets one of `OTHERS`.
-STYLES = {"": "", "draft": "green", "suffix": "cyan"}
+STYLES = {"": "", "draft": "green", "suffix": "cyan", "grammar": "magenta"}
 OTHERS = ("magenta", "yellow", "blue")
-NAMES = {"": "the target's own", "draft": "proposed by the draft", "suffix": "by prompt lookup"}
+NAMES = {
+    "": "the target's own",
+    "draft": "proposed by the draft",
+    "suffix": "by prompt lookup",
+    "grammar": "by the grammar",
+}
 
 
 @dataclass(frozen=True)

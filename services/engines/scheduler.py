@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import Any, Generic, TypeVar
 
-from bridge.errors import EngineFailure, SlotsExhausted
+from bridge.errors import EngineFailure, InvalidGrammar, SlotsExhausted
 from bridge.sampling.sampler import Logits
 from bridge.text.common_prefix import common_prefix_length
 from services.engines.engine import Engine, Row
@@ -318,10 +318,10 @@ class Scheduler:
         assert slot is not None
         self._slots.hold(slot, job.ids, length)
 
-    def _finished(self, job: Job, logits: Logits) -> Timed[Any] | EngineFailure:
+    def _finished(self, job: Job, logits: Logits) -> Timed[Any] | EngineFailure | InvalidGrammar:
         try:
             value = job.finish(logits)
-        except EngineFailure as error:
+        except (EngineFailure, InvalidGrammar) as error:
             return error
         except Exception:
             job.context.run(_log.exception, "sampling failed")
@@ -330,13 +330,13 @@ class Scheduler:
         self._observer.on_job(waited_ns)
         return Timed(value, waited_ns, job.forward_ns, job.cached_token_count, len(logits) - 1)
 
-    def _end(self, job: Job, result: Timed[Any] | EngineFailure) -> None:
+    def _end(self, job: Job, result: Timed[Any] | EngineFailure | InvalidGrammar) -> None:
         self._jobs.remove(job)
 
         def settle() -> None:
             if job.future.done():
                 return
-            if isinstance(result, EngineFailure):
+            if isinstance(result, Exception):
                 job.future.set_exception(result)
             else:
                 job.future.set_result(result)

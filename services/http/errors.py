@@ -11,7 +11,14 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from bridge.errors import DraftBridgeError, Exhausted, InvalidField, InvalidRequest
+from bridge.errors import (
+    DraftBridgeError,
+    Exhausted,
+    GrammarNotSupported,
+    InvalidField,
+    InvalidGrammar,
+    InvalidRequest,
+)
 from services.rpc.status import RemoteError, code_of
 
 _log = logging.getLogger(__name__)
@@ -37,7 +44,15 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "MAX_TOKENS_TOO_LARGE": "context_length_exceeded"}
 # The names of the bridge's fields in this protocol. A name that is not here stays.
 _PREFIXES = {"sampling.": "", "speculation.": "draftbridge.", "open.": ""}
-_NAMES = {"tenant": "draftbridge.tenant", "chat.template_variables": "chat_template_kwargs"}
+_NAMES = {
+    "tenant": "draftbridge.tenant",
+    "chat.template_variables": "chat_template_kwargs",
+    "sampling.json_schema": "response_format.json_schema",
+    "sampling.json_object": "response_format.type",
+    "sampling.regex": "draftbridge.regex",
+    "sampling.choice": "draftbridge.choice",
+    "sampling.grammar": "draftbridge.grammar",
+}
 # Elements of a validation error's place that name an alternative of a union instead of a field.
 _ALTERNATIVE = re.compile(r"str|int|float|bool|none|tuple\[.*|literal\[.*|constrained-.*|function-.*|TextPart|\[key\]")
 _MAX_NAME_CHARACTERS = 100
@@ -50,6 +65,10 @@ class InvalidBody(InvalidRequest, reason="INVALID_BODY"):
 
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message, **({"field": param} if param else {}))
+
+
+# Errors whose metadata names a field of the request.
+_WITH_FIELD = (InvalidField, InvalidGrammar, InvalidBody, GrammarNotSupported, RemoteError)
 
 
 class TooManySequences(Exhausted, reason="TOO_MANY_SEQUENCES"):
@@ -154,11 +173,11 @@ def _fields(error: DraftBridgeError, model: str, prompt: str) -> tuple[str | Non
             return None, "model" if error.metadata.get("model") == model else "draftbridge.draft"
         case "DRAFT_AWAY":
             return None, "draftbridge.draft"
-    field = error.metadata.get("field") if isinstance(error, InvalidField | InvalidBody | RemoteError) else None
+    field = error.metadata.get("field") if isinstance(error, _WITH_FIELD) else None
     if not field or field == "the prompt":
         return field, prompt if field else None
     for prefix, replacement in _PREFIXES.items():
-        if field.startswith(prefix):
+        if field.startswith(prefix) and field not in _NAMES:
             return field, replacement + field.removeprefix(prefix)
     return field, _NAMES.get(field, field)
 

@@ -3,6 +3,7 @@
 A field that is not supported is refused by its name. Fields that only describe what is done anyway accept that value.
 """
 
+import json
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,9 +15,11 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from bridge.errors import InvalidField
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
+from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat, Message
 from services.bridge.pairing import Wish
+from services.http.tools import call_grammar
 
 # OpenAI's default for `max_tokens` of completions. Chats have no limit but the context.
 _COMPLETION_TOKENS = 16
@@ -55,6 +58,22 @@ class Extension(_Strict):
     draft_temperature: float | None = None
     tenant: str = ""
     spans: bool = False
+    regex: str | None = None
+    choice: List[str] | None = None
+    grammar: str | None = None
+
+    @property
+    def constraint(self) -> Grammar | None:
+        """The grammar in the bridge's form. Raises `InvalidField`."""
+        given = [
+            Grammar(GrammarKind.REGEX, self.regex) if self.regex is not None else None,
+            Grammar.choice(self.choice) if self.choice is not None else None,
+            Grammar(GrammarKind.LARK, self.grammar) if self.grammar is not None else None,
+        ]
+        found = [one for one in given if one]
+        if len(found) > 1:
+            raise InvalidField("draftbridge", "with at most one of regex, choice and grammar", f"{len(found)} of them")
+        return next(iter(found), None)
 
     @property
     def wish(self) -> Wish:
@@ -136,6 +155,7 @@ class GenerationRequest(_Strict, ABC):
                 min_tokens=self.min_tokens or 0,
                 stop_token_ids=self.stop_token_ids or (),
                 ignore_eos=bool(self.ignore_eos),
+                grammar=self._grammar(),
             ),
             max_tokens=self._max_tokens(),
             stop=(self.stop,) if isinstance(self.stop, str) else self.stop or (),
@@ -152,6 +172,9 @@ class GenerationRequest(_Strict, ABC):
 
     @abstractmethod
     def _inputs(self) -> Sequence[str | Chat | tuple[int, ...]]: ...
+
+    def _grammar(self) -> Grammar | None:
+        return self.draftbridge.constraint
 
     @abstractmethod
     def _max_tokens(self) -> int | None: ...
@@ -205,10 +228,42 @@ class ChatMessage(BaseModel):
         return Message(self.role, text, self.model_extra or {})
 
 
-class TextFormat(_Strict):
-    """The only supported response format."""
+class JsonSchema(_Strict):
+    """A named schema, which is obeyed strictly whatever `strict` says. `name` and `description` have no effect."""
 
-    type: Literal["text"]
+    name: str
+    description: str | None = None
+    json_schema: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar in the bridge's form. Raises `InvalidField`."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidField("response_format.json_schema", "given with type json_schema only", self.type)
+        if self.json_schema:
+            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(self.json_schema.json_schema))
+        return Grammar(GrammarKind.JSON_OBJECT) if self.type == "json_object" else None
+
+
+class ToolName(_Strict):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedTool(_Strict):
+    """Chooses a function that must be called."""
+
+    type: Literal["function"]
+    function: ToolName
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -219,9 +274,9 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Count | None = None
     tools: List[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = None
-    response_format: TextFormat | None = None
+    response_format: ResponseFormat | None = None
     modalities: List[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -232,6 +287,22 @@ class ChatCompletionRequest(GenerationRequest):
                 raise InvalidField("chat_template_kwargs", "without tools, which have a field of their own", "tools")
             variables["tools"] = list(self.tools)
         return (Chat(tuple(one.message() for one in self.messages), variables),)
+
+    def _grammar(self) -> Grammar | None:
+        choice, tools = self.tool_choice, self.tools or ()
+        formatted, extended = self.response_format and self.response_format.grammar, super()._grammar()
+        if formatted and extended:
+            raise InvalidField("response_format", "text if draftbridge has a grammar", "JSON")
+        formatted = formatted or extended
+        if choice == "required" or isinstance(choice, NamedTool):
+            if formatted:
+                raise InvalidField("response_format", "text if a tool must be called", "JSON")
+            return call_grammar(tools, choice.function.name if isinstance(choice, NamedTool) else None)
+        for place, tool in enumerate(tools if choice != "none" else ()):
+            if isinstance(function := tool.get("function"), dict) and function.get("strict"):
+                allowed = 'false unless tool_choice is "required" or names a function'
+                raise InvalidField(f"tools[{place}].function.strict", allowed, "true")
+        return formatted
 
     def _max_tokens(self) -> int | None:
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}

@@ -16,6 +16,7 @@ from services.engines.fixed_width import FixedWidthEngine
 from services.engines.observer import SchedulerObserver
 from services.engines.registry import AUTO, choose_engine
 from services.engines.spec import EngineOptions, EngineSpec
+from services.grammars.store import TokenGrammars
 from services.metrics import ModelMetrics
 from services.model.draft.servicer import DraftServicer
 from services.model.draft.session import DraftSession
@@ -65,8 +66,9 @@ def run(
             # A thread cannot be cancelled; it would keep the process until the model is read.
             os._exit(0)
         metrics.watch(loaded.scheduler)
-        register(server, loaded, config.role)
+        grammars = register(server, loaded, config.role)
         await server.run_until(stop, on_start, ModelHealth(loaded.scheduler))
+        grammars.close()
         loaded.scheduler.close()
 
     asyncio.run(serve())
@@ -128,22 +130,29 @@ def _run_suffix_server(
     asyncio.run(serve())
 
 
-def register(server: Server, loaded: LoadedModel, role: Role) -> None:
-    """Adds a loaded model's services; see `_register`."""
+def register(server: Server, loaded: LoadedModel, role: Role) -> TokenGrammars:
+    """Adds a loaded model's services; see `_register`. Returns their grammars, to be closed after the server."""
+
+    grammars = TokenGrammars(loaded.model)
 
     def draft(sampling: SamplingParameters, seed: int) -> DraftSession:
-        return DraftSession(loaded.model, loaded.scheduler, loaded.sampler(sampling, seed, confident=True))
+        sampler = loaded.sampler(sampling, seed, confident=True)
+        matcher = grammars.open_draft(sampling.grammar) if sampling.grammar else None
+        return DraftSession(loaded.model, loaded.scheduler, sampler, matcher)
 
     def target(sampling: SamplingParameters, seed: int, logprobs: int | None) -> TargetSession:
-        return TargetSession(loaded.model, loaded.scheduler, loaded.sampler(sampling, seed, logprobs))
+        sampler = loaded.sampler(sampling, seed, logprobs)
+        matcher = grammars.open(sampling.grammar, sampler.ends) if sampling.grammar else None
+        return TargetSession(loaded.model, loaded.scheduler, sampler, matcher=matcher)
 
     number = {Role.DRAFT: model_pb2.ROLE_DRAFT, Role.TARGET: model_pb2.ROLE_TARGET, Role.BOTH: model_pb2.ROLE_BOTH}
     _register(
         server,
         ModelServicer(describe(loaded, number[role]), loaded.files.tokenizer_json),
-        DraftServicer(loaded.model, draft if role in (Role.DRAFT, Role.BOTH) else None),
-        TargetServicer(loaded.model, target if role in (Role.TARGET, Role.BOTH) else None),
+        DraftServicer(loaded.model, draft if role in (Role.DRAFT, Role.BOTH) else None, grammars.prepare),
+        TargetServicer(loaded.model, target if role in (Role.TARGET, Role.BOTH) else None, grammars.prepare),
     )
+    return grammars
 
 
 def _register(server: Server, model: ModelServicer, draft: DraftServicer, target: TargetServicer) -> None:

@@ -52,4 +52,5 @@ def describe(loaded: LoadedModel, role: model_pb2.Role.ValueType) -> model_pb2.M
         slot_count=engine.slot_count,
         deterministic=engine.logit_tolerance == 0.0,
         server_version=VERSION,
+        grammars=True,
     )

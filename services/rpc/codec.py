@@ -3,6 +3,7 @@
 Fields have the same names on both sides, so most values are written with `vars`.
 """
 
+import json
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
@@ -14,6 +15,7 @@ from bridge.errors import InvalidField
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
+from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.suffix_memory import SuffixMemory
 from bridge.statistics import Statistics
@@ -57,12 +59,35 @@ def read_sampling(message: sampling_pb2.SamplingParameters) -> SamplingParameter
         min_tokens=message.min_tokens,
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        grammar=_read_grammar(message),
     )
+
+
+def _read_grammar(message: sampling_pb2.SamplingParameters) -> Grammar | None:
+    match message.WhichOneof("grammar_kind"):
+        case None:
+            return None
+        case "choice":
+            return Grammar.choice(message.choice.texts)
+        case "json_object":
+            return Grammar(GrammarKind.JSON_OBJECT) if message.json_object else None
+        case kind:
+            return Grammar(GrammarKind(kind), getattr(message, kind))
 
 
 def write_sampling(parameters: SamplingParameters) -> sampling_pb2.SamplingParameters:
     """The inverse of `read_sampling`."""
-    return sampling_pb2.SamplingParameters(**vars(parameters))
+    fields = dict(vars(parameters))
+    match fields.pop("grammar"):
+        case None:
+            pass
+        case Grammar(GrammarKind.CHOICE, text):
+            fields["choice"] = sampling_pb2.Choice(texts=json.loads(text))
+        case Grammar(GrammarKind.JSON_OBJECT):
+            fields["json_object"] = True
+        case Grammar(kind, text):
+            fields[kind.value] = text
+    return sampling_pb2.SamplingParameters(**fields)
 
 
 def read_chat(message: bridge_pb2.Chat) -> Chat:

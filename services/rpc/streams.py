@@ -5,20 +5,28 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 from bridge.errors import ModelChanged, ModelNotFound, ProtocolViolation, RoleNotServed
+from bridge.sampling.sampler import SamplingParameters
 from bridge.text.models import Model
+
+# Prepares for sessions with these sampling parameters.
+Prepare = Callable[[SamplingParameters], Awaitable[None]]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class RoleServicer(Generic[T]):
-    """Serves one model in one role. `open_session` opens a session; None if the server does not serve the role."""
+    """Serves one model in one role. `open_session` opens a session; None if the server does not serve the role.
+
+    `prepare` is awaited before a session opens, for work that takes time.
+    """
 
     role: ClassVar[str]
 
-    def __init__(self, model: Model, open_session: T | None) -> None:
+    def __init__(self, model: Model, open_session: T | None, prepare: Prepare | None = None) -> None:
         self._model = model
         self._open_session = open_session
+        self._prepare = prepare or _nothing
 
     @property
     def serves(self) -> bool:
@@ -31,6 +39,10 @@ class RoleServicer(Generic[T]):
         if self._open_session is None:
             raise RoleNotServed("this server", self._model.name, self.role)
         return self._open_session
+
+
+async def _nothing(sampling: SamplingParameters) -> None:
+    pass
 
 
 async def first_message(requests: AsyncIterator[R]) -> R:

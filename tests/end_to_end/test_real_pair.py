@@ -8,17 +8,21 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import services.cli
+from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.noise import token_keys
 from bridge.sampling.sampler import History, Sampler, SamplingParameters
 from draftbridge import Client, Generation
 from draftbridge.v1 import bridge_pb2
 from services.cli.processes import Fleet, fleet
+from services.grammars.compiler import compile_grammar
+from services.grammars.tokenizer import GrammarTokenizer
 from services.store.files import ModelFiles, read_model_files
 from services.store.resolve import resolve
 from tests.support.depth import DEEP
@@ -61,11 +65,18 @@ class Setup:
             )
         return out[0, len(ids) :].tolist()
 
-    def sampled(self, ids: list[int], said: Sequence[int], options: dict[str, Any]) -> tuple[list[int], bool]:
+    def sampled(
+        self, ids: list[int], said: Sequence[int], options: dict[str, Any], grammar: Grammar | None = None
+    ) -> tuple[list[int], bool]:
         """What the noise makes of transformers' logits for `said` behind `ids`; up to a near tie, and whether one came.
 
-        One forward is enough: as long as the choices are those of `said`, its logits are those of `said`.
+        One forward is enough: as long as the choices are those of `said`, its logits are those of `said`. With a
+        grammar, masks come straight from `llguidance`.
         """
+        ends = list(self.files.special_ids.eos)
+        if grammar:
+            tokenizer = GrammarTokenizer(self.files.vocabulary)
+            matcher = compile_grammar(tokenizer.library, grammar)
         words = self.files.vocabulary
         known = {field.name for field in fields(SamplingParameters)}
         parameters = SamplingParameters(**{key: value for key, value in options.items() if key in known})
@@ -77,13 +88,20 @@ class Setup:
         with torch.inference_mode():
             rows = self.model(torch.tensor([[*ids, *said[:-1]]])).logits[0, len(ids) - 1 :].numpy()
         for logits, id_ in zip(rows, said, strict=True):
-            choice = sampler.choose(logits, len(words.spell(chosen)), 0, history)
+            mask = None
+            if grammar:
+                bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+                allowed = np.unpackbits(bits, bitorder="little").astype(bool)
+                mask = allowed[: words.size].copy()
+                mask[ends] = allowed[tokenizer.end]
+            choice = sampler.choose(logits, len(words.spell(chosen)), 0, history, mask)
             if choice.near_tie:
                 return chosen, True
             chosen.append(choice.token_id)
             history.extend((choice.token_id,))
             if choice.token_id != id_:
                 break
+            assert not grammar or id_ in ends or matcher.consume_token(id_)
         return chosen, False
 
     def tie(self, ids: list[int], one: int, other: int) -> float:
@@ -187,6 +205,36 @@ def test_a_seed_gives_the_same_text_in_every_mode_and_it_is_what_the_models_own_
         result = ask(setup, prompt, speculation=mode, num_assistant_tokens=length, **options)
         assert (result.text, result.token_ids) == (alone.text, alone.token_ids)
     expected, near_tie = setup.sampled(setup.prompt_ids(prompt), alone.token_ids, options)
+    assert expected == list(alone.token_ids)[: len(expected)]
+    assert near_tie or len(expected) == len(alone.token_ids)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string", "maxLength": 30},
+        "kind": {"enum": ["naïve", "advanced"]},
+        "steps": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 2},
+    },
+    "required": ["title", "kind", "steps"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_json_is_the_same_in_every_mode_and_what_the_models_own_logits_give(setup: Setup, temperature: float) -> None:
+    prompt = PROMPTS[6]
+    options = {"seed": 5, "max_tokens": 90, "temperature": temperature}
+    demanded = options | {"json_schema": SCHEMA}
+    alone = ask(setup, prompt, speculation="off", **demanded)
+    jsonschema.validate(json.loads(alone.text), SCHEMA)
+    for mode in ("lockstep", "opportunistic", "auto"):
+        result = ask(setup, prompt, speculation=mode, **demanded)
+        assert (result.text, result.token_ids) == (alone.text, alone.token_ids)
+    counted = {one.name: one for one in result.finished.speculation.sources}
+    assert counted["grammar"].num_accepted_tokens > 0
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
+    expected, near_tie = setup.sampled(setup.prompt_ids(prompt), alone.token_ids, options, grammar)
     assert expected == list(alone.token_ids)[: len(expected)]
     assert near_tie or len(expected) == len(alone.token_ids)
 

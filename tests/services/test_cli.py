@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -71,6 +72,25 @@ def test_generate_takes_a_chat_and_all_its_options(tiny_fleet: Fleet) -> None:
         "--top-p", "0.9", "--top-k", "20", "--seed", "5", "--stop", "zzz", "--speculation", "lockstep",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_generate_demands_a_form(tiny_fleet: Fleet, tmp_path: Path) -> None:
+    schema, lark = tmp_path / "schema.json", tmp_path / "form.lark"
+    schema.write_text('{"enum": ["öl", 12]}')
+    lark.write_text('start: "<" /[a-c]{2}/ ">"')
+    at = ("generate", "hello", "--server", tiny_fleet.bridge, "--max-tokens", "30")
+    forms = {
+        ("--json-schema", str(schema)): r'("öl"|12)\n',
+        ("--json-object", "--temperature", "1"): r"(?s)\{.*",
+        ("--regex", "[0-9]{3}"): r"[0-9]{3}\n",
+        ("--choice", "yes", "--choice", "no"): r"(yes|no)\n",
+        ("--grammar", str(lark)): r"<[a-c]{2}>\n",
+    }
+    for options, form in forms.items():
+        done = command(*at, *options)
+        assert done.returncode == 0 and re.fullmatch(form, done.stdout), (options, done.stdout, done.stderr)
+    assert "at most one of" in refused(command(*at, "--regex", "a", "--choice", "b"))
+    assert "unclosed group" in refused(command(*at, "--regex", "("))
 
 
 def test_models_lists_what_is_there(tiny_fleet: Fleet) -> None:

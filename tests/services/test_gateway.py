@@ -4,12 +4,14 @@ from contextlib import aclosing
 
 import pytest
 
-from bridge.errors import BridgeBusy, InvalidField, ModelNotFound
+from bridge.errors import BridgeBusy, GrammarNotSupported, InvalidField, ModelNotFound
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
+from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from draftbridge import Client
+from draftbridge.v1 import model_pb2
 from services.bridge.gateway import Gateway, Opened
 from services.bridge.zoo import Zoo
 from services.cli.processes import Fleet
@@ -20,7 +22,9 @@ PROMPT = "The quick brown"
 @pytest.fixture
 async def gateway(tiny_fleet: Fleet):  # type: ignore[no-untyped-def]
     zoo = await Zoo([tiny_fleet.target], [tiny_fleet.draft]).connect()
-    yield Gateway(zoo)
+    gateway = Gateway(zoo)
+    yield gateway
+    gateway.close()
     await zoo.close()
 
 
@@ -47,6 +51,24 @@ async def test_a_request_without_speculation_opens_no_draft(gateway: Gateway) ->
     async with aclosing(gateway.generate(request)) as events:
         opened = await anext(events)
     assert isinstance(opened, Opened) and opened.draft == ""
+
+
+async def test_a_service_without_grammars_is_not_asked_to_obey_one(gateway: Gateway) -> None:
+    grammar = Grammar(GrammarKind.REGEX, "[0-9]{4}")
+    sampling = SamplingParameters(temperature=1.0, grammar=grammar)
+
+    async def text() -> str:
+        async with aclosing(gateway.generate(asked(sampling=sampling))) as events:
+            return "".join([event.text async for event in events if isinstance(event, Delta)])
+
+    expected = await text()
+    assert len(expected) == 4 and expected.isdecimal()
+    draft, target = (gateway.zoo.of_role(role)[0] for role in (model_pb2.ROLE_DRAFT, model_pb2.ROLE_TARGET))
+    draft.description.grammars = False  # it proposes what it likes, and the bridge cuts it
+    assert await text() == expected
+    target.description.grammars = False
+    with pytest.raises(GrammarNotSupported, match="tiny-target's service does not support grammars"):
+        await text()
 
 
 async def test_a_door_that_leaves_early_is_counted_as_cancelled(gateway: Gateway) -> None:

@@ -3,6 +3,7 @@
 import json
 
 import httpx2 as httpx
+import jsonschema
 import pytest
 
 from draftbridge import Client
@@ -147,8 +148,52 @@ def test_tools_reach_the_template(http: httpx.Client) -> None:
     assert chat(http, tools=tools).json()["choices"] == chat(http).json()["choices"]
     refused(chat(http, chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs")
     refused(chat(http, tools=tools, chat_template_kwargs={"tools": []}), 400, "chat_template_kwargs")
-    refused(chat(http, tools=tools, tool_choice="required"), 400, "tool_choice")
+    refused(chat(http, tool_choice="required"), 400, "tool_choice")
     refused(chat(http, tools=tools, parallel_tool_calls=False), 400, "parallel_tool_calls")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Köln", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+
+
+def test_json_has_the_form_that_is_asked_for(http: httpx.Client, client: Client) -> None:
+    named = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
+    answer = chat(http, response_format=named, max_tokens=60).json()["choices"][0]
+    jsonschema.validate(json.loads(answer["message"]["content"]), SCHEMA)
+    assert answer["finish_reason"] == "stop"
+    options = {"max_tokens": 60, "temperature": 1.0, "seed": 3, "json_schema": SCHEMA}
+    assert answer["message"]["content"] == client.generate(messages=CHAT, **options).text
+    free = chat(http, response_format={"type": "json_object"}, max_tokens=60).json()["choices"][0]
+    assert free["message"]["content"].startswith("{")
+    assert complete(http, draftbridge={"choice": ["yes", "no"]}).json()["choices"][0]["text"] in ("yes", "no")
+
+
+def test_a_strict_tool_is_called_as_its_schema_says(http: httpx.Client) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": True}}
+        for name in ("travel", "look")
+    ]
+    named = {"type": "function", "function": {"name": "look"}}
+    for choice, names in (("required", {"travel", "look"}), (named, {"look"})):
+        answer = chat(http, tools=tools, tool_choice=choice, max_tokens=80).json()["choices"][0]
+        call = json.loads(answer["message"]["content"])
+        assert call["name"] in names
+        jsonschema.validate(call["arguments"], SCHEMA)
+    refused(chat(http, tools=tools), 400, "tools[0].function.strict")
+    refused(chat(http, tools=tools, tool_choice={"type": "function", "function": {"name": "x"}}), 400, "tool_choice")
+
+
+def test_a_grammar_that_cannot_be_used_is_refused_with_its_place(http: httpx.Client) -> None:
+    wrong = {"name": "a", "schema": {"properties": {"b": {"not": {}}}}}
+    answer = chat(http, response_format={"type": "json_schema", "json_schema": wrong})
+    message = refused(answer, 400, "response_format.json_schema")
+    assert "#/properties/b" in message and answer.json()["error"]["code"] == "invalid_grammar"
+    refused(complete(http, draftbridge={"regex": "("}), 400, "draftbridge.regex")
+    refused(complete(http, draftbridge={"regex": "a", "choice": ["b"]}), 400, "draftbridge")
 
 
 def test_models_and_health(http: httpx.Client) -> None:
@@ -219,7 +264,8 @@ def test_a_completion_with_a_bad_parameter_is_refused_by_its_name(
         ({"modalities": ["audio"]}, "modalities[0]"),
         ({"prompt": "a"}, "prompt"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"tools": "look"}, "tools"),
     ],

@@ -166,9 +166,9 @@ class Speculation(_message.Message):
     """Temperature of the draft, 0 to 100; default is the request's. It affects the number of accepted candidates only."""
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of the sources that may propose candidates: "draft" (the draft model) and "suffix" (prompt lookup: text
-        that followed an earlier occurrence of the output's end). Empty allows all that the mode uses: AUTO both, the
-        others "draft" only.
+        """Names of the sources that may propose candidates: "grammar" (what the request's grammar leaves no choice about),
+        "draft" (the draft model) and "suffix" (prompt lookup: text that followed an earlier occurrence of the output's
+        end). Empty allows all that the mode uses: AUTO all, the others "draft" only.
         """
 
     def __init__(

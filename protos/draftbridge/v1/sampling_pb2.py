@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64raftbridge/v1/sampling.proto\x12\x0e\x64raftbridge.v1\"\xfa\x03\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x45\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x31.draftbridge.v1.SamplingParameters.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x06\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"R\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x30\n\x0ctop_logprobs\x18\x02 \x03(\x0b\x32\x1a.draftbridge.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02*\x7f\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1e\n\x1a\x46INISH_REASON_CONTEXT_FULL\x10\x03\x42\x1eZ\x1c\x64raftbridge/v1;draftbridgev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64raftbridge/v1/sampling.proto\x12\x0e\x64raftbridge.v1\"\x86\x05\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x45\n\nlogit_bias\x18\x08 \x03(\x0b\x32\x31.draftbridge.v1.SamplingParameters.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\x0bjson_schema\x18\r \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x0e \x01(\x08H\x00\x12\x0f\n\x05regex\x18\x0f \x01(\tH\x00\x12(\n\x06\x63hoice\x18\x10 \x01(\x0b\x32\x16.draftbridge.v1.ChoiceH\x00\x12\x11\n\x07grammar\x18\x11 \x01(\tH\x00\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0cgrammar_kindB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"R\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x30\n\x0ctop_logprobs\x18\x02 \x03(\x0b\x32\x1a.draftbridge.v1.TopLogprob\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02*\x7f\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1e\n\x1a\x46INISH_REASON_CONTEXT_FULL\x10\x03\x42\x1eZ\x1c\x64raftbridge/v1;draftbridgev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,14 +34,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'Z\034draftbridge/v1;draftbridgev1'
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=691
-  _globals['_FINISHREASON']._serialized_end=818
+  _globals['_FINISHREASON']._serialized_start=856
+  _globals['_FINISHREASON']._serialized_end=983
   _globals['_SAMPLINGPARAMETERS']._serialized_start=50
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=556
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=403
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=451
-  _globals['_TOKENLOGPROBS']._serialized_start=558
-  _globals['_TOKENLOGPROBS']._serialized_end=640
-  _globals['_TOPLOGPROB']._serialized_start=642
-  _globals['_TOPLOGPROB']._serialized_end=689
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=696
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=527
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=575
+  _globals['_CHOICE']._serialized_start=698
+  _globals['_CHOICE']._serialized_end=721
+  _globals['_TOKENLOGPROBS']._serialized_start=723
+  _globals['_TOKENLOGPROBS']._serialized_end=805
+  _globals['_TOPLOGPROB']._serialized_start=807
+  _globals['_TOPLOGPROB']._serialized_end=854
 # @@protoc_insertion_point(module_scope)

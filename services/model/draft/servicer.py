@@ -31,6 +31,7 @@ class DraftServicer(RoleServicer[OpenSession], draft_pb2_grpc.DraftServiceServic
         opening = (await first_message(requests)).open
         check_model(opening.model, opening.tokenizer_sha256, self._model)
         sampling = limits.read_sampling(opening.sampling, self._model)
+        await self._prepare(sampling)
         with closing(open_session(sampling, opening.seed)) as session:
 
             async def on_request(request: draft_pb2.DraftRequest) -> None:

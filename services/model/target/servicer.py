@@ -31,6 +31,7 @@ class TargetServicer(RoleServicer[OpenSession], target_pb2_grpc.TargetServiceSer
         opening = (await first_message(requests)).open
         check_model(opening.model, opening.tokenizer_sha256, self._model)
         sampling = limits.read_sampling(opening.sampling, self._model)
+        await self._prepare(sampling)
         with closing(open_session(sampling, opening.seed, limits.read_logprobs(opening))) as session:
 
             async def on_request(request: target_pb2.VerifyRequest) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter_ns
@@ -13,6 +14,7 @@ from bridge.text.common_prefix import common_prefix_length
 from bridge.text.models import Model
 from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence, check_ids
+from services.grammars.token_matcher import TokenMatcher
 from services.model.inbox import Inbox
 
 
@@ -30,8 +32,15 @@ class TargetSession:
     """
 
     def __init__(
-        self, model: Model, scheduler: Scheduler, sampler: Sampler, clock: Callable[[], int] = perf_counter_ns
+        self,
+        model: Model,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        clock: Callable[[], int] = perf_counter_ns,
+        matcher: TokenMatcher | None = None,
     ) -> None:
+        """`matcher` is at the end of the sequence, except while `_verify` looks ahead; None without a grammar."""
+        self._matcher = matcher
         self._model = model
         self._clock = clock
         self._sampler = sampler
@@ -73,7 +82,7 @@ class TargetSession:
         """Yields the result of each forward.
 
         Raises `BaseMismatch`, `TokenOutOfRange`, `PromptTooLong` or `ProtocolViolation` for an invalid message, and
-        `SlotsExhausted` and `EngineFailure`.
+        `SlotsExhausted`, `EngineFailure` and `InvalidGrammar`.
         """
         while True:
             if self._running is None:
@@ -132,6 +141,8 @@ class TargetSession:
         self._offset, self._empty_tokens = run.byte_offset, run.empty_token_count
         prompt_length = max(length - run.generated_token_count, 0)
         self._history = History(self._sequence.ids[:prompt_length], self._sequence.ids[prompt_length:])
+        if self._matcher:
+            self._matcher.restart(self._sequence.ids[prompt_length:])
 
     def _take(self, candidates: Candidates) -> None:
         """Stores an offer that continues the sequence; ignores one that disagrees with it or leaves a gap."""
@@ -183,6 +194,10 @@ class TargetSession:
         base = len(sequence.ids)
         room = min(self._width, self._credit - 1, self._model.context_length - base - 1)
         extra, offer_id = tuple(self._pending[: max(room, 0)]), self._offer_id
+        if self._matcher:  # candidates that the grammar refuses cost no width
+            accepted = self._matcher.accepted(extra)
+            if accepted < len(extra):
+                extra, self._pending = extra[:accepted], self._pending[:accepted]
         offset, empty, history = self._offset, self._empty_tokens, self._history.copy()
         done = await sequence.forward(extra, lambda logits: self._verify(logits, extra, offset, empty, history))
         if any(isinstance(message, Run) for message in self._inbox):
@@ -193,6 +208,8 @@ class TargetSession:
         sequence.accept(ids, accepted)
         self._prefilled = True
         self._history.extend(ids)
+        if self._matcher:
+            self._matcher.advance(ids[:-1] if verdict.ended else ids)
         agreed = common_prefix_length(self._pending, ids) == len(ids)
         self._pending = self._pending[len(ids) :] if agreed else []
         self._credit -= len(ids)
@@ -230,15 +247,23 @@ class TargetSession:
         """
         count = len(logits) - 1
         choices: list[Choice] = []
-        for position, row in enumerate(logits):
-            choice = self._sampler.choose(row, offset, empty, history)
-            choices.append(choice)
-            history.extend((choice.token_id,))
-            if choice.token_id in self._sampler.ends:
-                return _Verdict(choices, count, ended=True)
-            if position == count or choice.token_id != extra[position]:
-                break
-            data = self._model.vocabulary.token_bytes(choice.token_id)
-            offset += len(data)
-            empty = 0 if data else empty + 1
+        with self._matcher.excursion() if self._matcher else nullcontext():
+            for position, row in enumerate(logits):
+                choice = self._choose(row, offset, empty, history)
+                choices.append(choice)
+                history.extend((choice.token_id,))
+                if choice.token_id in self._sampler.ends:
+                    return _Verdict(choices, count, ended=True)
+                if position == count or choice.token_id != extra[position]:
+                    break
+                if self._matcher:
+                    self._matcher.advance((choice.token_id,))
+                data = self._model.vocabulary.token_bytes(choice.token_id)
+                offset += len(data)
+                empty = 0 if data else empty + 1
         return _Verdict(choices, count, ended=False)
+
+    def _choose(self, row: Logits, offset: int, empty: int, history: History) -> Choice:
+        if self._matcher is None:
+            return self._sampler.choose(row, offset, empty, history)
+        return self._sampler.choose(row, offset, empty, history, self._matcher.allowed())

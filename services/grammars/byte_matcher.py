@@ -1,0 +1,67 @@
+"""Follows a text through a grammar byte by byte, which needs no tokenizer."""
+
+from collections.abc import Iterable
+
+from llguidance import LLMatcher, LLTokenizer
+
+from services.grammars.tokenizer import Tokens, library_tokenizer
+
+_END = 256
+
+
+def byte_tokenizer() -> LLTokenizer:
+    """Returns the library's tokenizer whose tokens are the bytes, followed by an end of text."""
+    return library_tokenizer(Tokens([bytes([byte]) for byte in range(256)], _END, list), slices=[])
+
+
+def allowed_bytes(matcher: LLMatcher) -> list[int]:
+    """Returns the bytes that may follow; empty if none may or the matcher failed."""
+    bits = matcher.compute_bitmask()
+    return [] if matcher.is_error() else [byte for byte in range(256) if bits[byte >> 3] >> (byte & 7) & 1]
+
+
+class ByteMatcher:
+    """Implements `bridge.ports.TextGrammar` for one text.
+
+    If the grammar exceeds a limit, or the text does not follow it, nothing is forced or refused from then on: the
+    target alone decides about the text.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._lost = False
+
+    def commit(self, data: bytes) -> None:
+        """See `TextGrammar`."""
+        if not self._lost:
+            self._lost = not self._matcher.consume_tokens(list(data))
+
+    def accepted(self, before: bytes, data: bytes) -> tuple[int, bool]:
+        """See `TextGrammar`."""
+        if self._lost:
+            return len(data), True
+        held = self._consume(before)
+        count = self._consume(data) if held == len(before) else 0
+        ends = count == len(data) and bool(self._matcher.is_accepting())
+        self._rollback(held + count)
+        return count, ends
+
+    def forced(self, after: bytes, limit: int) -> tuple[bytes, bool]:
+        """See `TextGrammar`."""
+        if self._lost or (count := self._consume(after)) < len(after):
+            if not self._lost:
+                self._rollback(count)
+            return b"", False
+        data = bytes(self._matcher.compute_ff_bytes())[:limit]
+        count += self._consume(data)
+        ends = bool(self._matcher.is_stopped())
+        self._rollback(count)
+        return (b"", False) if self._lost else (data, ends)
+
+    def _consume(self, data: Iterable[int]) -> int:
+        return int(self._matcher.try_consume_tokens(list(data)))
+
+    def _rollback(self, count: int) -> None:
+        if count:
+            self._matcher.rollback(count)
+        self._lost = self._lost or self._matcher.is_error()

@@ -1,0 +1,135 @@
+"""Follows one sequence through a grammar, and returns which tokens may follow."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from bridge.errors import InvalidGrammar
+from bridge.sampling.grammar import Grammar
+from bridge.text.common_prefix import common_prefix_length
+from services.grammars.compiler import invalid, refused
+from services.grammars.tokenizer import GrammarTokenizer
+
+# The end of the text that an error quotes.
+_QUOTED_BYTES = 40
+
+
+class GrammarPosition:
+    """A position in a grammar. The ids in `ends` are allowed exactly where the grammar may end.
+
+    All methods raise `InvalidGrammar` if the grammar exceeds a limit. One thread may use it at a time.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, grammar: Grammar, tokenizer: GrammarTokenizer, ends: frozenset[int], name: str
+    ) -> None:
+        self._matcher, self._grammar, self._tokenizer, self._name = matcher, grammar, tokenizer, name
+        self._ends, self._end_ids = ends, np.array(sorted(ends), np.int64)
+        self._text = bytearray()
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Returns which ids may follow, shape [size of the vocabulary].
+
+        Raises `InvalidGrammar` if none may, because the tokenizer has no token for what the grammar requires.
+        """
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise self._failed()
+        size = self._tokenizer.size
+        found = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._tokenizer.end + 1, bitorder="little")
+        own = found[:size].view(np.bool_)
+        own[self._end_ids] = found[self._tokenizer.end]
+        if not own.any():
+            own[self._byte_ids(found[size : self._tokenizer.end])] = True
+        return own
+
+    def _byte_ids(self, bytes_: NDArray[np.uint8]) -> list[int]:
+        """Returns the single-byte tokens that may follow where no other does: `stop_token_ids` may forbid a token."""
+        wanted = bytes(np.flatnonzero(bytes_).astype(np.uint8)) or bytes(self._matcher.compute_ff_bytes()[:1])
+        known = self._tokenizer.vocabulary.byte_ids
+        if ids := [known[byte] for byte in wanted if byte in known and known[byte] not in self._ends]:
+            return ids
+        raise invalid(
+            self._grammar,
+            f"cannot be satisfied{self._place}: it requires one of {wanted!r}, and {self._name} has no token for that "
+            "which does not end the text",
+        )
+
+    @property
+    def _place(self) -> str:
+        return f" after {bytes(self._text[-_QUOTED_BYTES:])!r}" if self._text else ""
+
+    def _failed(self) -> InvalidGrammar:
+        return refused(self._grammar, self._matcher.get_error(), self._place)
+
+
+class TokenMatcher(GrammarPosition):
+    """Follows a sequence token by token, with a way back."""
+
+    def __init__(
+        self, matcher: LLMatcher, grammar: Grammar, tokenizer: GrammarTokenizer, ends: frozenset[int], name: str
+    ) -> None:
+        super().__init__(matcher, grammar, tokenizer, ends, name)
+        # The number of bytes of each token so far.
+        self._lengths: list[int] = []
+
+    def restart(self, token_ids: Sequence[int]) -> None:
+        """Moves to the position after `token_ids` from the start. Raises `InvalidGrammar` if they do not follow it."""
+        self._matcher.reset()
+        self._text.clear()
+        self._lengths.clear()
+        self.advance(token_ids)
+
+    def advance(self, token_ids: Iterable[int]) -> None:
+        """Moves over ids, which must not be in `ends`. Raises `InvalidGrammar` if the grammar does not allow them."""
+        for id_ in token_ids:
+            if not self._matcher.consume_token(id_):
+                raise self._failed()
+            data = self._tokenizer.vocabulary.token_bytes(id_)
+            self._text += data
+            self._lengths.append(len(data))
+
+    @contextmanager
+    def excursion(self) -> Iterator[None]:
+        """Returns to the present position after the block."""
+        count = len(self._lengths)
+        try:
+            yield
+        finally:
+            if (passed := len(self._lengths) - count) and not self._matcher.rollback(passed):
+                raise self._failed()
+            del self._text[len(self._text) - sum(self._lengths[count:]) :], self._lengths[count:]
+
+    def accepted(self, token_ids: Sequence[int]) -> int:
+        """Returns how many of the ids may follow, of which only the last may be one that ends the text."""
+        count = next((place for place, id_ in enumerate(token_ids) if id_ in self._ends), len(token_ids))
+        found = int(self._matcher.try_consume_tokens(list(token_ids[:count])))
+        may_end = found == count < len(token_ids) and self._matcher.is_accepting()
+        if found and not self._matcher.rollback(found):
+            raise self._failed()
+        return found + bool(may_end)
+
+
+class TextMatcher(GrammarPosition):
+    """Moves to any text, whatever its tokens are: a draft's context has tokens of its own."""
+
+    def seek(self, data: bytes) -> bool:
+        """Moves to the position after `data`. Returns False if the grammar does not allow `data`."""
+        common = common_prefix_length(self._text, data)
+        if len(self._text) > common and not self._matcher.rollback(len(self._text) - common):
+            raise self._failed()
+        del self._text[common:]
+        return self._append(data[common:])
+
+    def advance(self, token_ids: Iterable[int]) -> None:
+        """Moves over ids, byte by byte, so that `seek` can return to the middle of a token."""
+        if not self._append(self._tokenizer.vocabulary.spell(token_ids)):
+            raise self._failed()
+
+    def _append(self, data: bytes) -> bool:
+        found = int(self._matcher.try_consume_tokens([self._tokenizer.byte_id(byte) for byte in data]))
+        self._text += data[:found]
+        return found == len(data)

@@ -1,0 +1,56 @@
+"""Makes a model's tokens known to `llguidance`."""
+
+from collections.abc import Callable, Sequence
+
+from llguidance import LLTokenizer
+
+from bridge.text.translation import segment
+from bridge.text.vocabulary import Vocabulary
+
+
+class Tokens:
+    """The tokens of a tokenizer in the form that the library reads: its attributes are the library's.
+
+    `tokens`: bytes by id, without the id `end`, which follows them. `encode` returns ids that spell its argument.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], end: int, encode: Callable[[bytes], list[int]]) -> None:
+        self.is_tokenizer_wrapper = True
+        self.tokens = [*tokens, b"<end>"]
+        self.eos_token_id, self.bos_token_id = end, None
+        self.special_token_ids = [end]
+        self._encode = encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text.encode() if isinstance(text, str) else text)
+
+
+def library_tokenizer(tokens: Tokens, slices: list[str] | None = None) -> LLTokenizer:
+    """Returns the library's tokenizer. `slices`: groups of tokens that it prepares; None for its own choice."""
+    return LLTokenizer(tokens, slices=slices)  # type: ignore[arg-type]
+
+
+class GrammarTokenizer:
+    """The library's tokenizer for a vocabulary, with a further id for each byte and one for the end of a text.
+
+    The further ids are never chosen. `byte_id` lets a matcher follow bytes that are not a model's tokens; `end` stands
+    for all ids that end a text. `forcing`: every text can be spelled in the vocabulary's tokens.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary, self.size = vocabulary, vocabulary.size
+        self.end = self.size + 256
+        self.forcing = len(vocabulary.byte_ids) == 256
+        tokens = [data or b"" for data in vocabulary.tokens] + [bytes([byte]) for byte in range(256)]
+        self.library = library_tokenizer(Tokens(tokens, self.end, self._encode))
+
+    def byte_id(self, byte: int) -> int:
+        """Returns the further id of a byte."""
+        return self.size + byte
+
+    def _encode(self, data: bytes) -> list[int]:
+        ids = segment(self.vocabulary, data)
+        if self.vocabulary.spell(ids) == data:
+            return ids
+        # A normalizer has changed the text.
+        return [self.vocabulary.byte_ids.get(byte, self.byte_id(byte)) for byte in data]

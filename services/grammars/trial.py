@@ -1,0 +1,144 @@
+"""Tries a grammar in a process with limits of time and memory, before any server compiles it.
+
+    python -m services.grammars.trial < socket
+
+The library bounds the steps of a compiled grammar, but not its compilation: a short regular expression may take all
+memory. The process receives a grammar, compiles it for bytes, follows it for some steps, and sends what it found.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from bridge.errors import InvalidGrammar, SandboxBusy
+from bridge.sampling.grammar import Grammar
+from services.grammars.byte_matcher import allowed_bytes, byte_tokenizer
+from services.grammars.compiler import compile_grammar, invalid, refused
+from services.sandbox.process import command, confine, environment
+
+# Ordinary grammars take milliseconds.
+CPU_LIMIT_SECONDS = 1.5
+_MEMORY_LIMIT_BYTES = 1 << 30
+# On a busy machine, the process gets its time later. Starting it takes longest.
+_WAIT_SECONDS = 20.0
+# The walks through a grammar, each of which always takes another one of the allowed bytes, and their length in bytes.
+_WALKS, _WALK_BYTES = 4, 64
+
+
+def grammar_busy(detail: str) -> SandboxBusy:
+    """Returns the error for a grammar that cannot be tried now."""
+    return SandboxBusy(detail, "try the grammar", "a request without it")
+
+
+class GrammarTrial:
+    """Tries grammars, one at a time, in a process that is started on demand. Thread-safe, and blocks."""
+
+    def __init__(self, cpu_limit: float = CPU_LIMIT_SECONDS) -> None:
+        self._cpu_limit = cpu_limit
+        self._turn = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[Any, Any] | None = None
+
+    def check(self, grammar: Grammar) -> None:
+        """Raises `InvalidGrammar` for a grammar that is invalid or exceeds the limits, `SandboxBusy` if none is tried.
+
+        Call it in a thread.
+        """
+        if not self._turn.acquire(timeout=_WAIT_SECONDS):
+            raise grammar_busy("it is trying others")
+        try:
+            problem = self._ask(grammar)
+        finally:
+            self._turn.release()
+        if problem:
+            raise InvalidGrammar(grammar.field, problem)
+
+    def close(self) -> None:
+        """Ends the process, even while it tries a grammar. `check` starts another."""
+        if (process := self._process) is not None:
+            process.kill()
+        with self._turn:
+            self._discard()
+
+    def _ask(self, grammar: Grammar) -> str:
+        try:
+            connection = self._started()
+            connection.send(grammar)
+        except (OSError, EOFError) as error:
+            self._discard()
+            raise grammar_busy(f"its process does not start, {type(error).__name__} {error}") from error
+        try:
+            if connection.poll(_WAIT_SECONDS):
+                return connection.recv_bytes().decode()
+        except (OSError, EOFError):
+            pass
+        self._discard()
+        limits = f"{self._cpu_limit:g} s or {_MEMORY_LIMIT_BYTES >> 20} MiB"
+        return str(invalid(grammar, f"is too complex: compiling it takes more than {limits}")).partition(" ")[2]
+
+    def _started(self) -> "Connection[Any, Any]":
+        if self._connection is not None and self._process is not None and self._process.poll() is None:
+            return self._connection
+        self._discard()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._connection = Connection(ours.detach())
+            self._process = subprocess.Popen(
+                command("services.grammars.trial", str(self._cpu_limit)),
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment(),
+            )
+        return self._connection
+
+    def _discard(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._connection = self._process = None
+
+
+def try_grammar(grammar: Grammar) -> None:
+    """Compiles a grammar for bytes and follows some texts. Raises `InvalidGrammar`."""
+    matcher = compile_grammar(byte_tokenizer(), grammar)
+    for walk in range(_WALKS):
+        text = bytearray()
+        while len(text) < _WALK_BYTES and (bytes_ := allowed_bytes(matcher)):
+            text.append(bytes_[walk * (len(bytes_) - 1) // (_WALKS - 1)])
+            matcher.consume_token(text[-1])
+        if matcher.is_error():
+            raise refused(grammar, matcher.get_error(), f" after {bytes(text)!r}" if text else "")
+        if not text and not matcher.is_accepting():
+            raise refused(grammar, "NoExtension")
+        matcher.reset()
+
+
+def _main(cpu_limit: float) -> None:
+    confine(_MEMORY_LIMIT_BYTES)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection: Connection[Any, Any] = Connection(os.dup(0))
+    with suppress(EOFError, OSError):
+        while True:
+            grammar = connection.recv()
+            signal.setitimer(signal.ITIMER_PROF, cpu_limit)  # the signal ends the process
+            try:
+                try_grammar(grammar)
+                problem = ""
+            except InvalidGrammar as error:
+                problem = str(error).partition(" ")[2]
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.send_bytes(problem.encode())
+
+
+if __name__ == "__main__":
+    import sys
+
+    _main(float(sys.argv[1]))

@@ -1,0 +1,342 @@
+"""Grammars: the text is the target's own with the same grammar, and what cannot be a grammar is refused."""
+
+import asyncio
+import json
+import re
+from contextlib import aclosing, closing
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.errors import InvalidField, InvalidGrammar
+from bridge.generation import Delta, Finished, generate
+from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.ports import Candidates, FinishReason, Run
+from bridge.request import Request, render
+from bridge.sampling.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from bridge.sampling.sampler import SamplingParameters
+from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
+from services.grammars.compiler import compile_grammar
+from services.grammars.trial import GrammarTrial
+from services.model.draft.session import DraftSession
+from services.model.target.session import TargetSession
+from tests.support import grammars as support
+from tests.support import tiny
+from tests.support.alone import PROMPT, did
+
+BYTES = byte_tokenizer()
+# WordPiece writes no spaces and no capitals.
+WORDS_ONLY = ("wordpiece",)
+
+
+def follow(grammar: Grammar) -> ByteMatcher:
+    return ByteMatcher(compile_grammar(BYTES, grammar))
+
+
+async def together(
+    target_kind: str,
+    draft_kind: str | None,
+    grammar: Grammar,
+    mode: Mode,
+    temperature: float,
+    engine_seed: int,
+    count: int,
+    **options: object,
+) -> tuple[str, list[int], Finished]:
+    """Generates with real sessions, the draft model's among them."""
+    target = tiny.model(target_kind)
+    engine = tiny.HashEngine(target, engine_seed)
+    scheduler, sampler = tiny.scheduler(engine), tiny.sampler(target, temperature, **options)
+    matcher = support.grammars(target).open(grammar, sampler.ends)
+    draft = tiny.model(draft_kind) if draft_kind else None
+    drafting = tiny.scheduler(tiny.HashEngine(draft, 1)) if draft else None
+    request = Request(PROMPT, max_tokens=count, speculation=SpeculationParameters(mode))
+    text, ids, event = "", [], None
+    try:
+        drafter = None
+        if draft and drafting:
+            draft_matcher = support.grammars(draft).open_draft(grammar)
+            drafter = DraftSession(draft, drafting, tiny.sampler(draft, temperature), draft_matcher)
+        with closing(TargetSession(target, scheduler, sampler, matcher=matcher)) as session:
+            events = generate(request, target, session, draft, drafter, grammar=follow(grammar))  # type: ignore[arg-type]
+            async with asyncio.timeout(20), aclosing(events):
+                async for event in events:
+                    if isinstance(event, Delta):
+                        text += event.text
+                        ids += event.token_ids
+        if drafter:
+            drafter.close()
+    finally:
+        scheduler.close()
+        if drafting:
+            drafting.close()
+    assert isinstance(event, Finished)
+    return text, ids, event
+
+
+def alone(kind: str, grammar: Grammar, temperature: float, seed: int, count: int, **options: object) -> list[int]:
+    target = tiny.model(kind)
+    prompt = render(Request(PROMPT), target, target).ids
+    sampler, engine = tiny.sampler(target, temperature, **options), tiny.HashEngine(target, seed)
+    return support.decode_alone(target, engine, sampler, prompt, count, grammar)
+
+
+@pytest.mark.parametrize("target_kind", tiny.KINDS)
+@settings(max_examples=25)
+@given(
+    draft_kind=st.sampled_from([None, *tiny.KINDS]),
+    name=st.sampled_from(sorted(support.GRAMMARS)),
+    mode=st.sampled_from(list(Mode)),
+    temperature=st.sampled_from([0.0, 0.7, 1.5]),
+    options=st.sampled_from(
+        [
+            {},
+            {"min_tokens": 7},
+            {"top_k": 3, "repetition_penalty": 1.3},
+            {"top_p": 0.8, "stop_token_ids": (70, 71), "min_tokens": 3},
+        ]
+    ),
+    engine_seed=st.integers(0, 3),
+    count=st.integers(1, 60),
+)
+def test_the_text_is_that_of_the_target_alone_with_the_grammar(
+    target_kind: str,
+    draft_kind: str | None,
+    name: str,
+    mode: Mode,
+    temperature: float,
+    options: dict[str, object],
+    engine_seed: int,
+    count: int,
+) -> None:
+    grammar = support.GRAMMARS["words" if target_kind in WORDS_ONLY else name]
+    expected = alone(target_kind, grammar, temperature, engine_seed, count, **options)
+    text, ids, finished = asyncio.run(
+        together(target_kind, draft_kind, grammar, mode, temperature, engine_seed, count, **options)
+    )
+    assert ids == expected
+    if "\ufffd" not in text:  # else the limit has cut a character
+        count_, ends = follow(grammar).accepted(b"", text.encode())
+        assert count_ == len(text.encode())
+        assert ends or finished.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("kind", tiny.EXACT_KINDS)
+async def test_a_finished_text_satisfies_its_schema(kind: str) -> None:
+    for seed in range(4):
+        text, _, finished = await together(kind, None, support.schema(support.PERSON), Mode.AUTO, 1.0, seed, 200)
+        assert finished.finish_reason is FinishReason.STOP
+        jsonschema.validate(json.loads(text), support.PERSON)
+
+
+async def test_forced_bytes_are_candidates_and_named() -> None:
+    grammar = support.schema(support.PERSON)
+    _, ids, finished = await together("byte_level", None, grammar, Mode.AUTO, 1.0, 0, 200)
+    source = did(finished.statistics, "grammar")
+    assert source.num_accepted_tokens > 10
+    assert source.num_accepted_tokens > 0.9 * source.num_draft_tokens
+    assert finished.statistics.target_pass_count < 0.7 * len(ids)
+
+
+async def test_what_the_grammar_refuses_costs_no_width() -> None:
+    target = tiny.model("byte_level")
+    scheduler, sampler = tiny.scheduler(tiny.HashEngine(target)), tiny.sampler(target)
+    matcher = support.grammars(target).open(Grammar.choice(["the quick brown fox"]), sampler.ends)
+    prompt = render(Request(PROMPT), target, target).ids
+    right = target.vocabulary.pieces(b"the quick brown fox").ids
+    wrong = target.vocabulary.pieces(b"zzz").ids
+    try:
+        with closing(TargetSession(target, scheduler, sampler, matcher=matcher)) as session:
+            await session.run(Run(0, tuple(prompt), 0, 0, 20, 0))
+            await session.candidates(Candidates(1, len(prompt), (*right[:2], *wrong), 8))
+            first = await anext(aiter(session.passes()))
+    finally:
+        scheduler.close()
+    assert (first.candidate_token_count, first.accepted_token_count) == (2, 2)
+    assert first.token_ids == tuple(right[:3])
+
+
+async def test_a_text_goes_on_after_a_move_to_another_replica() -> None:
+    target, grammar = tiny.model("unigram"), support.GRAMMARS["schema"]
+    expected = alone("unigram", grammar, 0.7, 2, 80)
+    prompt = render(Request(PROMPT), target, target).ids
+    scheduler, sampler = tiny.scheduler(tiny.HashEngine(target, 2)), tiny.sampler(target, 0.7)
+    half = expected[: len(expected) // 2]
+    offset = len(target.vocabulary.spell(half))
+    matcher, ids = support.grammars(target).open(grammar, sampler.ends), list(half)
+    try:
+        with closing(TargetSession(target, scheduler, sampler, matcher=matcher)) as session:
+            await session.run(Run(0, (*prompt, *half), offset, 0, 80 - len(half), 0, len(half)))
+            async with asyncio.timeout(10):
+                async for result in session.passes():
+                    ids += result.token_ids
+                    if result.finish_reason or len(ids) == len(expected):
+                        break
+    finally:
+        scheduler.close()
+    assert ids == expected
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_control_tokens_and_ids_without_bytes_are_never_allowed(kind: str) -> None:
+    model = tiny.model(kind)
+    matcher = support.grammars(model).open(Grammar(GrammarKind.REGEX, "(?s:.*)"), frozenset({2}))
+    allowed = matcher.allowed()
+    empty = [id_ for id_, data in enumerate(model.vocabulary.tokens) if not data]
+    assert [id_ for id_ in empty if allowed[id_]] == [2]
+    assert allowed.sum() > 0.5 * model.vocabulary.size
+
+
+def test_an_excursion_comes_back() -> None:
+    model = tiny.model("sentencepiece")
+    matcher = support.grammars(model).open(support.GRAMMARS["schema"], frozenset({2}))
+    ids = model.vocabulary.pieces('{"name": "é🎉", "tags": ["öl"], "age": 5}'.encode()).ids
+    before = [matcher.allowed()]
+    for id_ in ids:
+        assert before[-1][id_]
+        with matcher.excursion():
+            matcher.advance([id_])
+        assert (matcher.allowed() == before[-1]).all()
+        matcher.advance([id_])
+        before.append(matcher.allowed())
+    assert np.flatnonzero(before[-1]).tolist() == [2]
+    assert matcher.accepted([2]) == 1 and matcher.accepted([5]) == 0
+    matcher.restart(ids[:7])
+    assert (matcher.allowed() == before[7]).all()
+
+
+def test_a_draft_finds_its_position_by_bytes() -> None:
+    model = tiny.model("byte_level")
+    matcher = support.grammars(model).open_draft(support.GRAMMARS["schema"])
+    assert matcher.seek(b'{"name": "Jo')
+    inside = matcher.allowed()
+    matcher.advance(model.vocabulary.pieces(b'hn", "ta').ids)
+    assert matcher.seek(b'{"name": "Jo') and (matcher.allowed() == inside).all()
+    assert not matcher.seek(b'{"name": 5')
+    assert matcher.seek(b'{"name": "Jo"') and not (matcher.allowed() == inside).all()
+
+
+def test_bytes_are_forced_and_refused() -> None:
+    matcher = follow(support.schema(support.PERSON))
+    assert matcher.forced(b"", 512) == (b'{"name": "', False)
+    assert matcher.forced(b"", 4) == (b'{"na', False)
+    assert matcher.forced(b"x", 512) == (b"", False)
+    assert matcher.accepted(b"", b'{"name": 5') == (9, False)
+    matcher.commit(b'{"name": "\xc3')
+    assert matcher.forced(b'\xb6"', 512) == (b', "tags": [', False)
+    matcher.commit(b'\xb6", "tags": [], "age": 150')
+    assert matcher.forced(b"", 512) == (b"}", True)
+    assert matcher.accepted(b"}", b"") == (0, True)
+    matcher.commit(b"!")  # the target never sends this; nothing is forced or refused from then on
+    assert matcher.forced(b"", 512) == (b"", False)
+    assert matcher.accepted(b"", b"anything") == (8, True)
+
+
+NEVER_ENDS = {"$defs": {"n": {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}}, "required": ["c"]}}}
+BAD = [
+    (GrammarKind.JSON_SCHEMA, "{", r"is not a JSON Schema .*line 1 column 1"),
+    (GrammarKind.JSON_SCHEMA, "[" * 200_000, r"is not a JSON Schema .*recursion limit"),
+    (GrammarKind.JSON_SCHEMA, "false", r"is not a JSON Schema"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "strin"}', r"at #/type: Invalid type: strin"),
+    (GrammarKind.JSON_SCHEMA, '{"properties": {"a/b": {"not": {}}}}', r'at #/properties/a~1b: Unimpl.*"not"'),
+    (GrammarKind.JSON_SCHEMA, '{"items": {"format": "tea"}}', r"at #/items/format: Unknown format: tea"),
+    (GrammarKind.JSON_SCHEMA, '{"$ref": "http://127.0.0.1:1/x"}', r"does not fetch resources"),
+    (GrammarKind.JSON_SCHEMA, '{"x-guidance": {"lenient": true}, "not": {}}', r"at #: Unimplemented"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "integer", "minimum": 5, "maximum": 3}', r"Unsatisfiable"),
+    (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', r"no text matches it"),
+    (GrammarKind.JSON_SCHEMA, json.dumps(NEVER_ENDS | {"$ref": "#/$defs/n"}), r"after b'{'.*Too many items"),
+    (GrammarKind.REGEX, "(a", r"unclosed group"),
+    (GrammarKind.REGEX, "(?=a)b", r"look-around"),
+    (GrammarKind.REGEX, "(" * 5000 + ")" * 5000, r"cannot be used"),
+    (GrammarKind.REGEX, r"[^\s\S]", r"no text matches it"),
+    (GrammarKind.REGEX, "(((a{100}){100}){100}){100}", r"too complex: .* takes more than"),
+    (GrammarKind.REGEX, "[xy]{3}(((a{100}){100}){100}){100}", r"too many states"),
+    (GrammarKind.LARK, "start: foo", r'at 1\(8\): unknown name: "foo"'),
+    (GrammarKind.LARK, 'start: "a" start', r"after b'a'.*Too many items"),
+    (GrammarKind.LARK, "start: <|im_end|>", r"unknown special token"),
+    (GrammarKind.LARK, "start: " + "(" * 50_000 + '"a"' + ")" * 50_000, r"too deeply nested"),
+]
+
+
+def test_what_is_not_a_usable_grammar_is_refused_in_bounded_time() -> None:
+    with support.tried() as trial:
+        for kind, text, message in BAD:
+            with pytest.raises(InvalidGrammar) as caught:
+                trial.check(Grammar(kind, text).checked())
+            assert re.search(message, str(caught.value)), (text[:80], str(caught.value))
+            assert str(caught.value).startswith(f"sampling.{kind.value} ") and len(str(caught.value)) < 600
+            assert not re.search(r"\n|<non-verbose", str(caught.value))
+        trial.check(support.schema(support.PERSON))  # and goes on with what is valid
+
+
+def test_a_process_that_ends_between_two_grammars_is_replaced() -> None:
+    with support.tried() as trial:
+        trial.check(support.GRAMMARS["regex"])
+        assert trial._process is not None
+        trial._process.kill()
+        trial._process.wait()
+        trial.check(support.GRAMMARS["regex"])
+
+
+def test_limits_on_time_hold_where_the_library_has_none() -> None:
+    hangs = Grammar(GrammarKind.LARK, "start: A\nA: ~/(.*a.{30}b.*)/ & /[ab]{100}/")
+    trial = GrammarTrial(cpu_limit=0.3)
+    with closing(trial), pytest.raises(InvalidGrammar, match=r"takes more than 0.3 s"):
+        trial.check(hangs)
+
+
+async def test_a_grammar_is_compiled_once_and_an_error_kept() -> None:
+    tried = []
+
+    class Counting(support.Untried):
+        def check(self, grammar: Grammar) -> None:
+            tried.append(grammar)
+            if grammar.text == "bad":
+                raise InvalidGrammar(grammar.field, "is bad")
+
+    from services.grammars.store import TokenGrammars
+
+    store = TokenGrammars(tiny.model("byte_level"), Counting())
+    good, bad = Grammar(GrammarKind.REGEX, "a+"), Grammar(GrammarKind.REGEX, "bad")
+    for _ in range(3):
+        await store.prepare(SamplingParameters(grammar=good))
+        store.open(good, frozenset({2}))
+        await store.prepare(SamplingParameters(grammar=bad))
+        with pytest.raises(InvalidGrammar, match=r"^sampling.regex is bad$"):
+            store.open(bad, frozenset({2}))
+    assert tried == [good, bad]
+
+
+def test_parameters_that_contradict_a_grammar_are_refused() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "a")
+    with pytest.raises(InvalidField, match="ignore_eos"):
+        SamplingParameters(grammar=grammar, ignore_eos=True).checked()
+    with pytest.raises(InvalidField, match="at most"):
+        SamplingParameters(grammar=Grammar(GrammarKind.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1))).checked()
+    with pytest.raises(InvalidGrammar, match="at least one text"):
+        SamplingParameters(grammar=Grammar.choice([])).checked()
+    with pytest.raises(InvalidField, match="lone surrogate"):
+        SamplingParameters(grammar=Grammar.choice(["\ud800"])).checked()
+    with pytest.raises(InvalidField, match="end-of-text"):
+        support.grammars(tiny.model("byte_level")).open(grammar, frozenset())
+
+
+async def test_a_stop_token_in_what_must_be_written_is_avoided() -> None:
+    words = tiny.vocabulary("byte_level")
+    (stop,) = words.pieces(b"the").ids
+    text, ids, finished = await together(
+        "byte_level", None, Grammar.choice(["the dog"]), Mode.AUTO, 0.0, 0, 30, stop_token_ids=(stop,)
+    )
+    assert text == "the dog" and finished.finish_reason is FinishReason.STOP
+    assert ids[0] == words.byte_ids[ord("t")] and stop not in ids[:-1]
+
+
+async def test_what_the_tokenizer_cannot_write_is_an_error_with_its_place() -> None:
+    grammar = Grammar.choice(["the\ndog"])  # WordPiece has no line feed
+    with pytest.raises(
+        InvalidGrammar, match=r"after b'the': it requires one of b'\\n', and tiny-wordpiece has no token"
+    ):
+        await together("wordpiece", None, grammar, Mode.AUTO, 0.0, 0, 20)

@@ -1,0 +1,85 @@
+"""Grammars for tests, and the slow oracle: the target alone, with masks straight from `llguidance`."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from bridge.sampling.grammar import Grammar, GrammarKind
+from bridge.sampling.sampler import History, Sampler
+from bridge.text.models import Model
+from services.grammars.compiler import compile_grammar
+from services.grammars.store import TokenGrammars
+from services.grammars.tokenizer import GrammarTokenizer
+from services.grammars.trial import GrammarTrial
+from tests.support import tiny
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "tags": {"type": "array", "items": {"enum": ["öl", "red", "green", "a\nb"]}, "maxItems": 3},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    },
+    "required": ["name", "tags", "age"],
+    "additionalProperties": False,
+}
+
+
+def schema(value: object) -> Grammar:
+    """Returns the grammar of a JSON Schema."""
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
+
+
+GRAMMARS = {
+    "schema": schema(PERSON),
+    "regex": Grammar(GrammarKind.REGEX, r"(the|a) [0-9]{2,3}( \u00e9+| 東京| 🎉){1,3}!?"),
+    "choice": Grammar.choice(["the quick brown fox", "the quick", "the lazy dog", "naïve 🎉 café"]),
+    "lark": Grammar(GrammarKind.LARK, 'start: item ("," item)*\nitem: "[" start "]" | /[a-z]{1,3}/'),
+    "words": Grammar(GrammarKind.REGEX, "(the|dog|again){1,4}"),
+}
+
+
+class Untried(GrammarTrial):
+    """Tries nothing, so that tests of what comes later start no process."""
+
+    def check(self, grammar: Grammar) -> None:
+        """See `GrammarTrial`."""
+
+
+def grammars(model: Model) -> TokenGrammars:
+    """Returns the grammars of a model, without trials."""
+    return TokenGrammars(model, Untried())
+
+
+@contextmanager
+def tried() -> Iterator[GrammarTrial]:
+    """Yields a trial and closes it."""
+    trial = GrammarTrial()
+    try:
+        yield trial
+    finally:
+        trial.close()
+
+
+def decode_alone(
+    of: Model, engine: tiny.HashEngine, choose: Sampler, prompt: Sequence[int], count: int, grammar: Grammar
+) -> list[int]:
+    """Returns the generated ids by plain decoding with masks of a matcher that only ever moves forward."""
+    tokenizer = GrammarTokenizer(of.vocabulary)
+    matcher = compile_grammar(tokenizer.library, grammar, forcing=tokenizer.forcing)
+    ids, offset, history = list(prompt), 0, History(prompt)
+    while len(ids) - len(prompt) < count and len(ids) < of.context_length:
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little").astype(bool)
+        mask = allowed[: of.vocabulary.size].copy()
+        mask[list(choose.ends)] = allowed[tokenizer.end]
+        id_ = choose.choose(engine.logits(ids), offset, 0, history, mask).token_id
+        ids.append(id_)
+        history.extend((id_,))
+        if id_ in choose.ends:
+            break
+        assert matcher.consume_token(id_), matcher.get_error()
+        offset += len(of.vocabulary.token_bytes(id_))
+    return ids[len(prompt) :]
