@@ -47,7 +47,7 @@ def form(regex: str) -> ByteMatcher:
 def offers(regex: str, committed: bytes, *others: CandidateSource) -> list[tuple[bytes, tuple[str, ...], bool]]:
     """Returns the bytes of each offer, its sources in order, and whether it ends the text."""
     grammar, tape = form(regex), Tape(MODEL.vocabulary, [1])
-    sources = SourceSet([GrammarSource(grammar), *others], MODEL, tape, END, grammar)
+    sources = SourceSet([GrammarSource(grammar), *others], MODEL, tape, END, grammar=grammar)
     ids = tuple(MODEL.vocabulary.pieces(committed).ids)
     if ids:
         sources.observe(Outcome(Pass(1, ids, 0, 0), Offer(), tape.commit(ids)))
