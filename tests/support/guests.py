@@ -77,10 +77,10 @@ def running(
         started.append(Bridge(server.address, servicer))
         ready.set()
         await stopping.wait()
-        await server.stop(0)
+        await server._server.stop(0)
         await zoo.close()
         if model_server and loaded:
-            await model_server.stop(0)
+            await model_server._server.stop(0)
             loaded.scheduler.close()
 
     def run() -> None:
