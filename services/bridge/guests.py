@@ -98,6 +98,7 @@ class _Connection:
     instance: int
     task: "asyncio.Task[Any]"
     replaced: bool = False
+    ended: bool = False
 
 
 class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
@@ -144,15 +145,22 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
             finally:
                 sweeper.cancel()
         except asyncio.CancelledError:
-            if not connection.replaced:
+            if not (connection.replaced or connection.ended):
                 raise
             connection.task.uncancel()
-            raise EngineNameTaken(opening.engine) from None
+            if connection.replaced:
+                raise EngineNameTaken(opening.engine) from None
         finally:
             if guest:
                 guest.close()
             if self._connections.get(opening.engine) is connection:
                 del self._connections[opening.engine]
+
+    def end_streams(self) -> None:
+        """Ends the streams of all engines, which would otherwise last until the end of the grace period."""
+        for connection in self._connections.values():
+            connection.ended = True
+            connection.task.cancel()
 
     async def _answers(
         self, requests: AsyncIterator[candidate_pb2.ProposeRequest], guest: Guest, engine: str

@@ -67,13 +67,16 @@ def run(
                 BridgeServicer(gateway),
                 bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"],
             )
+            guests = CandidateServicer(zoo, _guest_limits(config), metrics)
             server.register(
                 candidate_pb2_grpc.add_CandidateServiceServicer_to_server,
-                CandidateServicer(zoo, _guest_limits(config), metrics),
+                guests,
                 candidate_pb2.DESCRIPTOR.services_by_name["CandidateService"],
             )
             async with AsyncExitStack() as doors:
                 doors.callback(gateway.close)
+                ending = asyncio.create_task(_end_guests(stop, guests))
+                doors.callback(ending.cancel)
                 url = await doors.enter_async_context(door(config, gateway, stop, server.keys)) if door else ""
                 await server.run_until(stop, lambda address: on_start(f"{address} and {url}" if url else address))
         finally:
@@ -81,6 +84,11 @@ def run(
             stack.close()
 
     asyncio.run(serve())
+
+
+async def _end_guests(stop: asyncio.Event, guests: CandidateServicer) -> None:
+    await stop.wait()
+    guests.end_streams()
 
 
 def _guest_limits(config: BridgeServerConfig) -> GuestLimits:

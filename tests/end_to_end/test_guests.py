@@ -67,6 +67,13 @@ def test_a_bridge_that_is_killed_and_started_again(guest: CandidateClient, caplo
     assert sum(record.name == "draftbridge" for record in caplog.records) <= 3, "each problem is logged once"
 
 
+def test_a_bridge_stops_at_once_though_an_engine_is_connected(guest: CandidateClient) -> None:
+    process, started = guest.process, time.monotonic()  # type: ignore[attr-defined]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+    assert time.monotonic() - started < 10, "the stream does not use up the grace period"
+
+
 def test_a_bridge_serves_guests_and_requests_at_once(tiny_fleet: Fleet) -> None:
     """Over the draft of the fleet, which has another tokenizer."""
     alone = client(tiny_fleet.bridge, sources=["draft"])
