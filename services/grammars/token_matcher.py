@@ -112,6 +112,16 @@ class TokenMatcher(GrammarPosition):
             raise self._failed()
         return found + bool(may_end)
 
+    def certain(self, token_ids: Sequence[int]) -> int:
+        """Returns how many of the ids must follow, because the grammar allows no other. It stops before an end."""
+        with self.excursion():
+            for place, id_ in enumerate(token_ids):
+                allowed = self.allowed()
+                if id_ in self._ends or not allowed[id_] or np.count_nonzero(allowed) > 1:
+                    return place
+                self.advance((id_,))
+        return len(token_ids)
+
 
 class TextMatcher(GrammarPosition):
     """Moves to any text, whatever its tokens are: a draft's context has tokens of its own."""

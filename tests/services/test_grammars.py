@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 from contextlib import aclosing, closing
+from dataclasses import replace
 
 import jsonschema
 import numpy as np
@@ -157,6 +158,28 @@ async def test_what_the_grammar_refuses_costs_no_width() -> None:
         scheduler.close()
     assert (first.candidate_token_count, first.accepted_token_count) == (2, 2)
     assert first.token_ids == tuple(right[:3])
+
+
+@pytest.mark.parametrize(("logprobs", "needed"), [(None, 1), (2, 4)])
+async def test_logits_are_computed_only_where_there_is_a_choice(logprobs: int | None, needed: int) -> None:
+    target = tiny.model("byte_level")
+    engine, rows = tiny.HashEngine(target), []
+    scheduler, sampler = tiny.scheduler(engine), replace(tiny.sampler(target), logprobs=logprobs)
+    forward = engine.forward
+    engine.forward = lambda batch: (rows.extend(batch), forward(batch))[1]  # type: ignore[method-assign, func-returns-value]
+    matcher = support.grammars(target).open(Grammar.choice(["the quick fox", "the quick dog"]), sampler.ends)
+    prompt = render(Request(PROMPT), target, target).ids
+    right = target.vocabulary.pieces(b"the quick ").ids[:3]
+    try:
+        with closing(TargetSession(target, scheduler, sampler, matcher=matcher)) as session:
+            await session.run(Run(0, tuple(prompt), 0, 0, 20, 0))
+            await session.candidates(Candidates(1, len(prompt), tuple(right), 8))
+            first = await anext(aiter(session.passes()))
+    finally:
+        scheduler.close()
+    assert first.token_ids[:3] == tuple(right) and first.accepted_token_count == 3
+    assert len(first.logprobs) == (4 if logprobs else 0)
+    assert len(rows[0].token_ids) - rows[0].logits_from == needed
 
 
 async def test_a_text_goes_on_after_a_move_to_another_replica() -> None:

@@ -17,6 +17,10 @@ from services.engines.sequence import CachedSequence, check_ids
 from services.grammars.token_matcher import TokenMatcher
 from services.model.inbox import Inbox
 
+# The most candidates of a forward that are not verified because the grammar allows nothing else. A scheduler takes a
+# sequence that lacks many tokens for a prompt.
+_MAX_CERTAIN = 12
+
 
 @dataclass(frozen=True)
 class _Verdict:
@@ -199,7 +203,13 @@ class TargetSession:
             if accepted < len(extra):
                 extra, self._pending = extra[:accepted], self._pending[:accepted]
         offset, empty, history = self._offset, self._empty_tokens, self._history.copy()
-        done = await sequence.forward(extra, lambda logits: self._verify(logits, extra, offset, empty, history))
+        # Nothing but these may follow, so their logits are not needed, unless they are to be reported.
+        certain = self._matcher.certain(extra[:_MAX_CERTAIN]) if self._matcher and self._sampler.logprobs is None else 0
+        done = await sequence.forward(
+            extra[certain:],
+            lambda logits: self._verify(logits, extra, certain, offset, empty, history),
+            extra[:certain],
+        )
         if any(isinstance(message, Run) for message in self._inbox):
             return None  # the new run replaces this sequence
         verdict = done.value
@@ -240,16 +250,22 @@ class TargetSession:
             near_tie_count=sum(choice.near_tie for choice in verdict.choices),
         )
 
-    def _verify(self, logits: Logits, extra: tuple[int, ...], offset: int, empty: int, history: History) -> _Verdict:
+    def _verify(
+        self, logits: Logits, extra: tuple[int, ...], certain: int, offset: int, empty: int, history: History
+    ) -> _Verdict:
         """Chooses the target's own token at each position up to the first candidate that differs from it.
 
-        `logits`: shape [1 + candidates, ids]. The engine may have run only the first candidates of `extra`.
+        `logits`: shape [1 + candidates - certain, ids]; the first `certain` candidates need none. The engine may have
+        run only the first candidates of `extra`.
         """
-        count = len(logits) - 1
+        count = certain + len(logits) - 1
         choices: list[Choice] = []
         with self._matcher.excursion() if self._matcher else nullcontext():
-            for position, row in enumerate(logits):
-                choice = self._choose(row, offset, empty, history)
+            for position in range(count + 1):
+                if position < certain:
+                    choice = Choice(extra[position])
+                else:
+                    choice = self._choose(logits[position - certain], offset, empty, history)
                 choices.append(choice)
                 history.extend((choice.token_id,))
                 if choice.token_id in self._sampler.ends:
