@@ -104,9 +104,10 @@ class Runs:
         self.samples.append(Sample(prompt["category"], way, parallel, len(done.ids), done.seconds, same))
 
     def all(self, server: VllmServer, way: str, parallel: int) -> None:
-        """Runs all prompts in a way, so many at a time."""
+        """Runs all prompts in a way, so many at a time; with more at a time than prompts, some again."""
+        places = [place % len(self.prompts) for place in range(max(parallel, len(self.prompts)))]
         with ThreadPoolExecutor(parallel) as pool:
-            list(pool.map(lambda place: self.one(server, place, way, parallel), range(len(self.prompts))))
+            list(pool.map(lambda place: self.one(server, place, way, parallel), places))
 
     def warm(self, server: VllmServer) -> None:
         """Brings every prompt into the prefix cache."""

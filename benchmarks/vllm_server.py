@@ -1,6 +1,7 @@
 """Runs vLLM's OpenAI server of another Python environment, and sends it requests, for benchmarks and tests."""
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -55,6 +56,15 @@ class VllmServer:
         """Returns the generated tokens of the `n` answers to a prompt."""
         body = {"model": "m", "max_tokens": max_tokens, "return_token_ids": True, "prompt": prompt["prompt"], **options}
         return [tuple(choice["token_ids"]) for choice in self._post("/v1/completions", body)["choices"]]
+
+    def abandon(self, prompt: Mapping[str, Any], max_tokens: int, after: float) -> None:
+        """Sends a request, and closes the connection after so many seconds, without reading the answer."""
+        host = self.url.removeprefix("http://")
+        connection = http.client.HTTPConnection(host)
+        body = json.dumps({"model": "m", "max_tokens": max_tokens, "prompt": prompt["prompt"], "temperature": 0})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        time.sleep(after)
+        connection.close()
 
     def counts(self) -> dict[str, float]:
         """Returns vLLM's own counters of speculation, by name."""

@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_tiny_model(directory: Path, kind: str, seed: int) -> Path:
+def save_tiny_model(directory: Path, kind: str, seed: int, *, hidden_size: int = 32) -> Path:
     """Saves a random Llama with one of the tiny tokenizers, as a directory that can be served."""
     import torch
     import transformers
@@ -41,7 +41,7 @@ def save_tiny_model(directory: Path, kind: str, seed: int) -> Path:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=vocabulary(kind).size + 8,
-        hidden_size=32,
+        hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,

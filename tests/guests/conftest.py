@@ -1,9 +1,12 @@
 """Real engines in environments of their own; `make test-guests` builds them and names them in variables."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import save_tiny_model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,3 +23,16 @@ def vllm_python() -> Path:
     if not name:
         pytest.skip("DRAFTBRIDGE_TEST_VLLM does not name the Python of an environment with vLLM: make test-guests")
     return Path(name)
+
+
+@pytest.fixture(scope="session")
+def vllm_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the directory of a tiny model whose attention heads are large enough for vLLM."""
+    directory = save_tiny_model(tmp_path_factory.mktemp("models") / "vllm-target", "sentencepiece", 0, hidden_size=64)
+    settings = directory / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return directory
+
+
+def pytest_configure(config):
+    config.option.maxfail = 0
