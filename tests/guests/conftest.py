@@ -32,7 +32,3 @@ def vllm_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = directory / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     return directory
-
-
-def pytest_configure(config):
-    config.option.maxfail = 0

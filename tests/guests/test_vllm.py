@@ -31,6 +31,8 @@ pytestmark = pytest.mark.timeout(900)
 OPTIONS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8")
 # 24 blocks of 32 tokens are fewer than 8 requests need, so vLLM preempts.
 CROWDED = ("--max-num-batched-tokens", "96", "--num-gpu-blocks-override", "24", "--block-size", "32")
+# Without binding threads to cores, it starts on one core, too.
+ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 PROMPTS = [{"prompt": text} for line in CORPUS for text in (line, line[len(line) // 3 :], f"{line[:40]} {line[:40]}")]
 MAX_TOKENS = 80
 
@@ -78,7 +80,7 @@ def setup(
         address, bridge_process = start()
         proxy = DelayProxy(address, 0.0)
         proxied = stack.enter_context(proxy.running())
-        environment = {"VLLM_WAYS": str(folder), "DRAFTBRIDGE_GUEST_BRIDGE": proxied}
+        environment = ENVIRONMENT | {"VLLM_WAYS": str(folder), "DRAFTBRIDGE_GUEST_BRIDGE": proxied}
         own = speculation("benchmarks.vllm_ways.Ways", 8)
         server = stack.enter_context(
             vllm_server(vllm_python, target, folder / "log", *OPTIONS, *CROWDED, *own, environment=environment)
@@ -218,7 +220,7 @@ def test_tensor_parallel(vllm_python: Path, vllm_target: Path, tmp_path: Path) -
     with launched("bridge", "bridge", "--listen", "127.0.0.1:0", "--until-stdin-closes") as (address, _):
         options = (*OPTIONS, "--tensor-parallel-size", "2")
         own = speculation("draftbridge.guests.vllm.Proposer", 8)
-        environment = {"DRAFTBRIDGE_GUEST_BRIDGE": address, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment = ENVIRONMENT | {"DRAFTBRIDGE_GUEST_BRIDGE": address}
         with vllm_server(vllm_python, target, tmp_path / "log", *options, *own, environment=environment) as server:
             first = [server.complete(prompt, MAX_TOKENS).ids for prompt in PROMPTS]
             eventually(lambda: bool(server.complete(PROMPTS[0], 40)) and server.counts()["draft_tokens_total"] > 0, 60)
