@@ -31,8 +31,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def save_tiny_model(directory: Path, kind: str, seed: int, *, hidden_size: int = 32) -> Path:
-    """Saves a random Llama with one of the tiny tokenizers, as a directory that can be served."""
+def save_tiny_model(directory: Path, kind: str, seed: int, *, hidden_size: int = 32, padding: int = 8) -> Path:
+    """Saves a random Llama with one of the tiny tokenizers, as a directory that can be served.
+
+    `padding`: ids of its logits that the tokenizer does not have.
+    """
     import torch
     import transformers
 
@@ -40,7 +43,7 @@ def save_tiny_model(directory: Path, kind: str, seed: int, *, hidden_size: int =
 
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=vocabulary(kind).size + 8,
+        vocab_size=vocabulary(kind).size + padding,
         hidden_size=hidden_size,
         intermediate_size=64,
         num_hidden_layers=2,

@@ -460,7 +460,8 @@ class CandidateClient:
                 del stream.sent[number]
             stream.answered_step = max(stream.answered_step, message.step)
             if message.note:
-                self._log_once(f"no candidates from {self._address} for some sequences: {message.note}")
+                # The note names a sequence; one of them is enough.
+                self._log_once(f"no candidates from {self._address} for some sequences: {message.note}", "note")
             for id_ in message.unknown_sequence_ids:
                 stream.forget(id_)
             for one in message.sequences:
@@ -474,7 +475,7 @@ class CandidateClient:
             self.counts.answer_count += 1
             self._changed.notify_all()
 
-    def _log_once(self, text: str) -> None:
-        if text not in self._logged:
-            self._logged.add(text)
+    def _log_once(self, text: str, kind: str = "") -> None:
+        if (kind or text) not in self._logged:
+            self._logged.add(kind or text)
             _log.warning("%s", text)

@@ -28,7 +28,9 @@ def vllm_python() -> Path:
 @pytest.fixture(scope="session")
 def vllm_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the directory of a tiny model whose attention heads are large enough for vLLM."""
-    directory = save_tiny_model(tmp_path_factory.mktemp("models") / "vllm-target", "sentencepiece", 0, hidden_size=64)
+    directory = tmp_path_factory.mktemp("models") / "vllm-target"
+    # vLLM samples padding ids, which a trained model never has.
+    save_tiny_model(directory, "sentencepiece", 0, hidden_size=64, padding=0)
     settings = directory / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
     return directory

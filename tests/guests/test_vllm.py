@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 from scipy.stats import chi2_contingency
 
 from benchmarks.delay import DelayProxy
-from benchmarks.vllm_server import Completion, VllmServer, speculation, vllm_server
+from benchmarks.vllm_server import VllmServer, speculation, vllm_server
 from benchmarks.vllm_ways import OURS, PLAIN, WAYS
 from services.cli.processes import launched, serve
 from tests.support.tiny import CORPUS, SPECIALS, vocabulary
@@ -35,6 +35,11 @@ CROWDED = ("--max-num-batched-tokens", "96", "--num-gpu-blocks-override", "24", 
 ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 PROMPTS = [{"prompt": text} for line in CORPUS for text in (line, line[len(line) // 3 :], f"{line[:40]} {line[:40]}")]
 MAX_TOKENS = 80
+_TOKENS = vocabulary("sentencepiece")
+_SPELLED = ((id_, _TOKENS.token_bytes(id_)) for id_ in range(len(SPECIALS) + 1, _TOKENS.size))
+# Four words, so that the text of a random model repeats itself, and candidates are right now and then.
+WORDS = [id_ for id_, data in _SPELLED if len(data) >= 3 and data.isascii()][:4]
+GREEDY = {"allowed_token_ids": WORDS, "ignore_eos": True}
 
 
 @dataclass
@@ -51,10 +56,14 @@ class Setup:
     def turn_to(self, way: str) -> None:
         self.control.write_bytes(bytes([WAYS.index(way)]))
 
-    def generate(self, **options: Any) -> list[Completion]:
+    def complete(self, place: int, max_tokens: int = MAX_TOKENS) -> tuple[int, ...]:
+        """Returns the greedy text after a prompt."""
+        return self.server.complete(PROMPTS[place % len(PROMPTS)], max_tokens, **GREEDY).ids
+
+    def generate(self) -> list[tuple[int, ...]]:
         """Runs all prompts, eight at a time."""
         with ThreadPoolExecutor(8) as pool:
-            return list(pool.map(lambda prompt: self.server.complete(prompt, MAX_TOKENS, **options), PROMPTS))
+            return list(pool.map(self.complete, range(len(PROMPTS))))
 
     def verified(self) -> float:
         """Returns how many candidates vLLM has verified so far."""
@@ -88,7 +97,7 @@ def setup(
         setup = Setup(server, folder / "way", bridge_process, draft_process, lambda: start(address)[1], proxy)
         setup.turn_to(OURS)
         # The first request makes the adapter connect.
-        eventually(lambda: bool(server.complete(PROMPTS[0], 40)) and setup.verified() > 0, 60)
+        eventually(lambda: bool(setup.complete(0)) and setup.verified() > 0, 60)
         yield setup
 
 
@@ -96,7 +105,7 @@ def setup(
 def plain(setup: Setup) -> list[tuple[int, ...]]:
     """Returns the texts of vLLM without candidates."""
     setup.turn_to(PLAIN)
-    return [one.ids for one in setup.generate()]
+    return setup.generate()
 
 
 @contextmanager
@@ -111,22 +120,19 @@ def candidates(setup: Setup) -> Iterator[None]:
 def test_greedy_texts_are_those_of_plain_vllm(setup: Setup, plain: list[tuple[int, ...]]) -> None:
     with candidates(setup):
         for _ in range(3):
-            assert [one.ids for one in setup.generate()] == plain
-    assert [setup.server.complete(prompt, MAX_TOKENS).ids for prompt in PROMPTS] == plain
+            assert setup.generate() == plain
+        assert [setup.complete(place) for place in range(len(PROMPTS))] == plain
 
 
 def test_requests_that_end_early_disturb_no_other(setup: Setup, plain: list[tuple[int, ...]]) -> None:
     random = Random(0)
     with candidates(setup), ThreadPoolExecutor(8) as pool:
         lengths = [random.choice((1, 3, 10, MAX_TOKENS)) for _ in range(3 * len(PROMPTS))]
-        asked = [
-            pool.submit(setup.server.complete, PROMPTS[place % len(PROMPTS)], length)
-            for place, length in enumerate(lengths)
-        ]
+        asked = [pool.submit(setup.complete, place, length) for place, length in enumerate(lengths)]
         for place in range(8):
             setup.server.abandon(PROMPTS[place], MAX_TOKENS, after=0.02 * place)
         for place, (length, one) in enumerate(zip(lengths, asked, strict=True)):
-            assert one.result().ids == plain[place % len(PROMPTS)][:length]
+            assert one.result() == plain[place % len(PROMPTS)][:length]
 
 
 def test_sampling_has_the_distribution_of_plain_vllm(setup: Setup) -> None:
@@ -151,12 +157,9 @@ def test_sampling_has_the_distribution_of_plain_vllm(setup: Setup) -> None:
 
 def _balanced_pair(setup: Setup) -> tuple[dict[str, list[int]], list[int]]:
     """Returns a prompt of two tokens, both of which are likely after it, and these tokens."""
-    tokens, random = vocabulary("sentencepiece"), Random(0)
-    spelled = [(id_, tokens.token_bytes(id_)) for id_ in range(len(SPECIALS) + 1, tokens.size)]
-    long = [id_ for id_, data in spelled if len(data) >= 3 and data.isascii()]
     setup.turn_to(PLAIN)
-    for pair in zip(long[::2], long[1::2], strict=False):
-        prompt = {"prompt": random.choices(pair, k=60)}
+    for pair in combinations(WORDS, 2):
+        prompt = {"prompt": Random(0).choices(pair, k=60)}
         options = {"temperature": 1.0, "allowed_token_ids": list(pair), "ignore_eos": True, "n": 64, "seed": 5}
         counts = Counter(token for ids in setup.server.samples(prompt, 7, **options) for token in ids)
         if min(counts[token] for token in pair) > 0.2 * counts.total():
@@ -174,7 +177,7 @@ def test_a_slow_or_hung_bridge(setup: Setup, plain: list[tuple[int, ...]], delay
     setup.proxy.set_delay(delay)
     try:
         began = time.monotonic()
-        assert [one.ids for one in setup.generate()] == plain
+        assert setup.generate() == plain
         assert time.monotonic() - began < 2 * plain_seconds + 2
     finally:
         setup.proxy.set_delay(0.0)
@@ -185,7 +188,7 @@ def test_a_stopped_bridge(setup: Setup, plain: list[tuple[int, ...]]) -> None:
     setup.turn_to(OURS)
     os.kill(setup.bridge.pid, signal.SIGSTOP)
     try:
-        assert [one.ids for one in setup.generate()] == plain
+        assert setup.generate() == plain
     finally:
         os.kill(setup.bridge.pid, signal.SIGCONT)
     _recovers(setup, plain)
@@ -194,16 +197,14 @@ def test_a_stopped_bridge(setup: Setup, plain: list[tuple[int, ...]]) -> None:
 def test_a_killed_draft_and_a_killed_and_restarted_bridge(setup: Setup, plain: list[tuple[int, ...]]) -> None:
     setup.turn_to(OURS)
     with ThreadPoolExecutor(1) as pool:
-        texts = pool.submit(setup.generate)
-        time.sleep(0.5)
-        setup.draft.kill()
-        assert [one.ids for one in texts.result()] == plain
-        texts = pool.submit(setup.generate)
-        time.sleep(0.5)
-        setup.bridge.kill()
-        assert [one.ids for one in texts.result()] == plain
+        for process in (setup.draft, setup.bridge):
+            before = setup.verified()
+            texts = pool.submit(setup.generate)
+            eventually(lambda before=before: setup.verified() > before)
+            process.kill()
+            assert texts.result() == plain
     setup.bridge.wait()
-    assert [one.ids for one in setup.generate()] == plain
+    assert setup.generate() == plain
     setup.bridge = setup.restart_bridge()
     _recovers(setup, plain)
 
@@ -211,7 +212,7 @@ def test_a_killed_draft_and_a_killed_and_restarted_bridge(setup: Setup, plain: l
 def _recovers(setup: Setup, plain: list[tuple[int, ...]]) -> None:
     """Candidates come again, and change no text."""
     before = setup.verified()
-    eventually(lambda: [one.ids for one in setup.generate()] == plain and setup.verified() > before, 60)
+    eventually(lambda: setup.generate() == plain and setup.verified() > before, 60)
 
 
 def test_tensor_parallel(vllm_python: Path, vllm_target: Path, tmp_path: Path) -> None:
@@ -222,6 +223,9 @@ def test_tensor_parallel(vllm_python: Path, vllm_target: Path, tmp_path: Path) -
         own = speculation("draftbridge.guests.vllm.Proposer", 8)
         environment = ENVIRONMENT | {"DRAFTBRIDGE_GUEST_BRIDGE": address}
         with vllm_server(vllm_python, target, tmp_path / "log", *options, *own, environment=environment) as server:
-            first = [server.complete(prompt, MAX_TOKENS).ids for prompt in PROMPTS]
-            eventually(lambda: bool(server.complete(PROMPTS[0], 40)) and server.counts()["draft_tokens_total"] > 0, 60)
-            assert [server.complete(prompt, MAX_TOKENS).ids for prompt in PROMPTS] == first
+
+            def texts() -> list[tuple[int, ...]]:
+                return [server.complete(prompt, MAX_TOKENS, **GREEDY).ids for prompt in PROMPTS]
+
+            first = texts()
+            eventually(lambda: texts() == first and server.counts()["draft_tokens_total"] > 0, 60)
