@@ -20,12 +20,19 @@ _VERSION = 1
 _COLUMNS = [field.name for field in fields(PairRecord)]
 # Rows to keep: those that were updated last.
 _MAX_ROWS = 4096
+# How long to wait for another process that writes the file.
+_LOCKED_SECONDS = 5.0
+
+
+class _ForeignFile(Exception):
+    """The file is a valid database, but not one of pairs."""
 
 
 class PairMemory:
     """A file of records. Writing never delays a request; an error of the disk costs what was learned, nothing else.
 
-    A file that cannot be read, or was written by a newer version, is kept under another name.
+    A file that is broken, or was written by a newer version, is kept under another name. A file that is locked, cannot
+    be opened, or belongs to another program is left alone; then what was learned is forgotten at the end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -36,7 +43,9 @@ class PairMemory:
         self.records: dict[RecordKey, PairRecord] = {}
         try:
             self.records = self._open()
-        except (sqlite3.Error, OSError, ValueError) as error:
+        except (sqlite3.OperationalError, OSError, _ForeignFile) as error:
+            self._go_without(error)
+        except (sqlite3.DatabaseError, ValueError) as error:
             self._set_aside(error)
 
     def save(self, key: RecordKey, record: PairRecord) -> None:
@@ -64,11 +73,13 @@ class PairMemory:
         """Opens the file, creates its table if it is new, and returns its records, those updated last at the end."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         # Opened here, used by the writer's thread from then on.
-        database = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
+        database = sqlite3.connect(self._path, _LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
             (version,) = database.execute("PRAGMA user_version").fetchone()
+            if version == 0 and database.execute("SELECT 1 FROM sqlite_master").fetchone():
+                raise _ForeignFile("it is the database of another program: give another --pair-memory")
             if version not in (0, _VERSION):
                 raise ValueError(f"it has version {version}, this software writes version {_VERSION}")
             columns = ", ".join(f"{name} REAL NOT NULL" for name in _COLUMNS)
@@ -109,13 +120,10 @@ class PairMemory:
             self._open()
             _log.warning("%s cannot be read (%s): it was kept as %s, and a new file begun", self._path, error, kept)
         except (sqlite3.Error, OSError) as second:
-            _log.warning(
-                "%s can be neither read (%s) nor replaced (%s): what the bridge learns is lost at its end; let it "
-                "write to that directory",
-                self._path,
-                error,
-                second,
-            )
+            self._go_without(second)
+
+    def _go_without(self, error: Exception) -> None:
+        _log.warning("%s cannot be used (%s): what the bridge learns is lost at its end", self._path, error)
 
 
 def _numbered(path: Path, number: int) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from bridge.planning.choice import PairRecord, RecordKey
+from services.bridge import pair_memory
 from services.bridge.pair_memory import PairMemory
 
 KEY = RecordKey("target|1", "draft|2", "code")
@@ -67,4 +68,33 @@ def test_a_directory_in_its_place_costs_the_memory_only(tmp_path: Path, caplog: 
     memory.save(KEY, RECORD)
     memory.close()
     assert memory.records == {} and place.read_text() == "not a directory"
-    assert "let it write to that directory" in caplog.text
+    assert "cannot be used" in caplog.text
+
+
+def test_the_database_of_another_program_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "mail.sqlite"
+    other = sqlite3.connect(path)
+    other.execute("CREATE TABLE mail (text TEXT)")
+    other.close()
+    remember(path)
+    assert "another program" in caplog.text
+    other = sqlite3.connect(path)
+    assert other.execute("SELECT name FROM sqlite_master").fetchall() == [("mail",)]
+    other.close()
+    assert not list(tmp_path.glob("*.unreadable*"))
+
+
+def test_a_file_that_another_process_has_locked_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pairs.sqlite"
+    remember(path)
+    monkeypatch.setattr(pair_memory, "_LOCKED_SECONDS", 0.05)
+    other = sqlite3.connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    memory = PairMemory(path)
+    memory.close()
+    other.execute("ROLLBACK")
+    other.close()
+    assert memory.records == {} and "cannot be used" in caplog.text
+    assert recall(path) == {KEY: RECORD}

@@ -95,12 +95,15 @@ def test_the_advice_names_the_best_draft_or_none() -> None:
 def test_predictions_follow_acceptance_and_costs() -> None:
     some = samples()
     assert chances([one for one in some if one.way == TURNS])[:3] == pytest.approx([0.75, 2 / 3, 0.5], abs=0.02)
-    times, quick, slow = Times(((1, 10_000_000), (8, 12_000_000))), Times(((1, 500_000),)), Times(((1, 50_000_000),))
-    fast, lost = (predict("large", "small", some, times, one) for one in (quick, slow))
+    times = Times(((1, 10_000_000), (8, 12_000_000)))
+    slow = [replace(one, compute_ns=80 * 50_000_000) for one in some]
+    fast, lost = (predict("large", "small", one, times, times) for one in (some, slow))
     assert fast and lost
     assert (1.2 < fast.gain < 2.0 and "turns" in fast.plan) or "ahead" in fast.plan
     assert (lost.gain, lost.plan) == (1.0, "the target alone")
-    assert predict("large", "nobody", some, times, quick) is None
+    assert predict("large", "nobody", some, times, times) is None
+    far = predict("large", "small", [replace(one, waited_ns=300_000_000) for one in some], times, times)
+    assert far and 1.0 < far.gain < fast.gain, "a turn that takes longer than its forwards"
 
 
 def test_a_stopped_measurement_resumes_after_the_last_whole_sample(

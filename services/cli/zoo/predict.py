@@ -12,7 +12,7 @@ from operator import mul
 
 from bridge.planning.costs import MAX_WIDTH, WidthCost
 from bridge.planning.prediction import DraftCosts, TargetCosts, ahead, in_turns
-from services.cli.zoo.samples import ALONE, TURNS, Sample
+from services.cli.zoo.samples import ALONE, TURN_TOKENS, TURNS, Sample
 
 # What a bridge assumes that a pass is slower by while a model on the same cores computes; see `estimates`.
 _COMPETING_SLOWDOWN = 4.0
@@ -21,6 +21,8 @@ _LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _PRIOR_COUNT, _PRIOR_CHANCE = 2.0, 0.6
 # The committed tokens that a draft reads, with a rejected candidate's correction, before it proposes again.
 _READ_TOKENS = 2
+# Bounds of the scale between reported and observed times.
+_MIN_SCALE, _MAX_SCALE = 0.5, 2.0
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,8 @@ def predict(
     if not alone or not turns:
         return None
     single_ns = sum(one.elapsed_ns for one in alone) / sum(one.token_count for one in alone)
-    table = WidthCost.measured(target_times.costs).table
-    hop_ns = max(sum(one.network_ns for one in turns) / sum(one.pass_count for one in turns), 0.0)
-    costs = TargetCosts(tuple(single_ns * one for one in table), hop_ns)
     drafted = _draft_costs(turns, target_times, draft_times)
+    costs = _target_costs(turns, single_ns, target_times, drafted)
     plans = [("the target alone", 1.0), *_gains(costs, drafted, single_ns)]
     plan, gain = max(plans, key=lambda one: one[1])
     count = sum(one.token_count for one in (*alone, *turns))
@@ -74,16 +74,30 @@ def _gains(costs: TargetCosts, draft: DraftCosts, single_ns: float) -> Iterator[
     yield "the draft ahead", ahead(costs, draft, max(_LEADS), 0).tokens_per_ns * single_ns
 
 
+def _target_costs(turns: Sequence[Sample], single_ns: float, target: Times, draft: DraftCosts) -> TargetCosts:
+    """Returns the costs of passes: the reported ratios, scaled to what passes with candidates took in the texts."""
+    passes = sum(one.pass_count for one in turns)
+    width = 1 + sum(one.candidate_count for one in turns) / passes
+    waited_ns = sum(one.waited_ns for one in turns) / passes
+    pass_ns = sum(one.elapsed_ns for one in turns) / passes - waited_ns
+    ratios = WidthCost.measured(target.costs)
+    scale = min(max(pass_ns / (single_ns * ratios.of(round(width))), _MIN_SCALE), _MAX_SCALE)
+    # What a turn takes beside the draft's forwards.
+    hop_ns = max(waited_ns - draft.read_ns - (TURN_TOKENS - 1) * draft.token_ns, 0.0)
+    return TargetCosts((single_ns, *(single_ns * scale * one for one in ratios.table[1:])), hop_ns)
+
+
 def _draft_costs(turns: Sequence[Sample], target: Times, draft: Times) -> DraftCosts:
     proposed = sum(one.proposed_count for one in turns) or 1
     candidates = sum(one.candidate_count for one in turns)
-    measured_ns, single_ns = sum(one.compute_ns for one in turns) / proposed, dict(draft.costs).get(1, 0)
-    token_ns = single_ns or measured_ns
+    # A turn's forwards are one that reads what was committed, and narrow ones.
+    reading = WidthCost.measured(draft.costs).of(_READ_TOKENS)
+    token_ns = sum(one.compute_ns for one in turns) / proposed * TURN_TOKENS / (TURN_TOKENS - 1 + reading)
     slowdown = _COMPETING_SLOWDOWN if draft.competes_with(target) else 1.0
     return DraftCosts(
         token_ns=token_ns,
         ahead_ns=token_ns * slowdown,
-        read_ns=token_ns * WidthCost.measured(draft.costs).of(_READ_TOKENS),
+        read_ns=token_ns * reading,
         prompt_ns=0.0,
         round_trip_ns=0.0,  # it is a part of the measured time between passes
         slowdown=slowdown,
