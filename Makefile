@@ -36,7 +36,7 @@ fuzz: .venv/dev ## Send 100,000 random and mutated calls: several minutes.
 
 # Engines that are extras, by the contract that all engines are tested by.
 test-engines: .venv/llamacpp ## Run the engines' tests, with llama.cpp; the first time it is compiled for ten minutes.
-	$(BIN)/pytest tests/engines/test_engine.py tests/engines/test_llamacpp.py
+	$(BIN)/pytest tests/engines/test_engine.py tests/engines/test_llamacpp.py tests/services/test_guest_adapters.py
 
 # Engines that DraftBridge is a guest of need other versions of packages.
 test-guests: .venv/dev .venv/guests/ready ## Run the adapters' tests with vLLM itself, in an environment of its own (5 GB).

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks import prompts
 from services.cli.processes import launched, serve
 
-_ADDRESS = ("--until-stdin-closes", "--listen", "127.0.0.1:0")
+_OPTIONS = ("--until-stdin-closes", "--listen", "127.0.0.1:0")
 _WAYS = ("plain", "assisted", "lookup", "bridge")
 
 
@@ -115,24 +115,23 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=6)
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--served", help="what the draft service serves, such as a GGUF file; by default --draft")
+    parser.add_argument("--served", help="what the draft service serves; by default DRAFT.gguf, or --draft without it")
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--threads", type=int, help="of the model in this process")
     parser.add_argument("--draft-threads", type=int, default=2)
     parser.add_argument("--deadline", type=float, default=0.25)
     parser.add_argument("--ways", nargs="+", choices=_WAYS, default=list(_WAYS))
-    parser.add_argument("--log-level", default="warning", help="of the bridge; info: one line for each prompt")
+    parser.add_argument("--log-level", default="warning", help="of the bridge; info: a line for each prompt")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    gguf = Path(f"{options.draft}.gguf")
+    served = options.served or str(gguf if gguf.exists() else options.draft)
     found = prompts.read(options.prompts, options.count + 1)
     results: list[dict[str, Any]] = []
     common = ("--role", "draft", "--engine", options.engine, "--threads", str(options.draft_threads))
     with (
-        serve(options.served or options.draft, *common) as (draft, _),
-        launched("bridge", "bridge", "--draft", draft, "--until-stdin-closes", "--listen", "127.0.0.1:0") as (
-            bridge,
-            _,
-        ),
+        serve(served, *common) as (draft, _),
+        launched("bridge", "bridge", "--draft", draft, *_OPTIONS, "--log-level", options.log_level) as (bridge, _),
     ):
         laboratory = _Laboratory(options, bridge)
         for number, prompt in enumerate(found):

@@ -11,7 +11,7 @@ import transformers
 
 import draftbridge
 from draftbridge.guests.llama_cpp import BridgeDraftModel
-from tests.support import tiny
+from tests.support import gguf, tiny
 from tests.support.guests import Bridge, running
 
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown"
@@ -138,3 +138,28 @@ def test_llama_cpp_python(bridge: Bridge) -> None:
     for loop, plain in ((first, len(truth) - 61), (again, len(truth) - 61), (other, len(truth) - 61)):
         assert loop.passes < 0.7 * plain
     assert len(draft(np.array([5, 6], dtype=np.intc))) == 0, "closed"
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_llama_cpp_python_itself(loaded: tuple[Any, Any], bridge: Bridge, tmp_path: Path) -> None:
+    """With llama-cpp-python's own loop. `make test-engines` installs it."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="the llamacpp extra is not installed: make test-engines")
+    model, tokenizer = loaded
+    gguf.write(model, tmp_path / "model.gguf")
+
+    def generated_by(draft: BridgeDraftModel | None) -> list[list[int]]:
+        llama = llama_cpp.Llama(
+            str(tmp_path / "model.gguf"), n_ctx=256, n_threads=1, draft_model=draft, logits_all=True, verbose=False
+        )
+        texts = []
+        for prompt in (PROMPT, "She sells sea shells by the"):
+            ids = tokenizer(prompt)["input_ids"]
+            texts.append([int(id_) for id_, _ in zip(llama.generate(ids, temp=0.0, top_k=1), range(80), strict=False)])
+        llama.close()
+        return texts
+
+    plain = generated_by(None)
+    draft = BridgeDraftModel(bridge.address, tiny.tokenizer_json("sentencepiece"), context_length=256)
+    assert generated_by(draft) == plain
+    assert draft.client.counts.candidate_count > 0
+    draft.close()
