@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar, GrammarKind
+from services.grammars.repetition import MAX_TERMINAL_BYTES, longest_terminal
 
 # JSON is written on one line, like most JSON in training data. So nearly all of it but the values is forced.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -45,6 +46,10 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar, *, forcing: bool =
         text = _source(grammar, forcing)
     except ValueError as error:
         raise invalid(grammar, f"is not a JSON Schema ({error})") from None
+    if (length := longest_terminal(grammar)) > MAX_TERMINAL_BYTES:
+        raise invalid(
+            grammar, f"is too complex: a part of it has {length} bytes or more, of {MAX_TERMINAL_BYTES} allowed"
+        )
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
         raise refused(grammar, matcher.get_error())

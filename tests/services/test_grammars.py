@@ -21,6 +21,7 @@ from bridge.sampling.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
+from services.grammars.repetition import longest_terminal
 from services.grammars.trial import GrammarTrial
 from services.model.draft.session import DraftSession
 from services.model.target.session import TargetSession
@@ -275,8 +276,10 @@ BAD = [
     (GrammarKind.REGEX, "(?=a)b", r"look-around"),
     (GrammarKind.REGEX, "(" * 5000 + ")" * 5000, r"cannot be used"),
     (GrammarKind.REGEX, r"[^\s\S]", r"no text matches it"),
-    (GrammarKind.REGEX, "(((a{100}){100}){100}){100}", r"too complex: .* takes more than"),
-    (GrammarKind.REGEX, "[xy]{3}(((a{100}){100}){100}){100}", r"too many states"),
+    (GrammarKind.REGEX, "(((a{100}){100}){100}){100}", r"too complex: a part of it has 100000000 bytes"),
+    (GrammarKind.REGEX, "[xy]{99}(a{1000}){1000}", r"too complex: a part of it has 1000099 bytes"),
+    (GrammarKind.JSON_SCHEMA, '{"pattern": "^[xy]{99}(a{1000}){1000}$"}', r"too complex: a part"),
+    (GrammarKind.LARK, 'start: /[xy]+/ B\nB: C{1000}\nC: "a"{1000}', r"too complex: a part"),
     (GrammarKind.LARK, "start: foo", r'at 1\(8\): unknown name: "foo"'),
     (GrammarKind.LARK, 'start: "a" start', r"after b'a'.*Too many items"),
     (GrammarKind.LARK, "start: <|im_end|>", r"unknown special token"),
@@ -293,6 +296,15 @@ def test_what_is_not_a_usable_grammar_is_refused_in_bounded_time() -> None:
             assert str(caught.value).startswith(f"sampling.{kind.value} ") and len(str(caught.value)) < 600
             assert not re.search(r"\n|<non-verbose", str(caught.value))
         trial.check(support.schema(support.PERSON))  # and goes on with what is valid
+
+
+def test_the_length_of_a_terminal_is_bounded_from_above() -> None:
+    for text, length in (("ab|(cd){3}e", 7), (r"[a-z\]]{4}\d{2,9}", 6), ("(a|bcd){2}(e{3}){5}x*", 22), ("é{2}", 4)):
+        assert longest_terminal(Grammar(GrammarKind.REGEX, text)) == length
+    lark = 'start: a{1000} B // "comment"\na: "xyz" | B\nB: C ("de"){2} | /f{9}/\nC: "g"{3}'
+    assert 9 <= longest_terminal(Grammar(GrammarKind.LARK, lark)) < 30
+    for grammar in support.GRAMMARS.values():
+        assert longest_terminal(grammar) < 100
 
 
 def test_a_process_that_ends_between_two_grammars_is_replaced() -> None:
