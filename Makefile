@@ -5,7 +5,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
 PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 
-.PHONY: help demo test test-deep test-quick test-engines test-guests test-zoo soak fuzz llamacpp lint format types layers protos \
+.PHONY: help demo test test-deep test-quick test-engines test-guests test-clients test-zoo soak fuzz llamacpp lint format types layers protos \
 	deploy-check stubs-fresh hooks clean
 
 help: ## List the targets.
@@ -44,6 +44,14 @@ test-guests: .venv/dev .venv/guests/ready ## Run the adapters' tests with vLLM i
 
 test-zoo: .venv/dev ## Run all pairs of eight models, four of them real; the first run downloads 1.5 GB.
 	$(BIN)/pytest -m zoo tests/end_to_end/test_real_zoo.py
+
+# LangChain and LiteLLM need other versions of their libraries than the tests.
+test-clients: .venv/clients ## Run the tests of the HTTP door with LangChain and LiteLLM, in an environment of their own.
+	DRAFTBRIDGE_CLIENTS_PYTHON=$(CURDIR)/.venv/clients/bin/python $(BIN)/pytest -m clients tests/services $(PYTEST_ARGS)
+
+.venv/clients: .venv/dev
+	$(PYTHON) -m venv $@
+	$@/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) 'langchain-openai>=1.7,<2' 'litellm>=1.100,<2'
 
 lint: .venv/dev ## Check code style and the contract's style.
 	$(BIN)/ruff check .

@@ -30,7 +30,8 @@ from bridge.request import Request
 from bridge.statistics import Statistics
 from draftbridge import AsyncClient
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
-from services.bridge.gateway import Gateway, Opened
+from services.bridge.backend import Opened
+from services.bridge.gateway import Gateway
 from services.bridge.servicer import BridgeServicer
 from services.cli.processes import READY, launched
 from services.config import BridgeServerConfig
@@ -47,7 +48,7 @@ class _TimedGateway(Gateway):
         self._pace = pace_seconds
 
     async def generate(
-        self, request: Request, target_name: str = "", draft_name: str = ""
+        self, request: Request, target_name: str = "", draft_name: str = "", wish: object = None
     ) -> AsyncGenerator[Opened | Delta | Finished, None]:
         """See `Gateway`."""
         count = request.max_tokens or 0

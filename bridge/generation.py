@@ -35,6 +35,8 @@ from bridge.text.stream import Span, TextStream
 
 # Returns another draft for the rest of a request, or None; see `generate`.
 NextDraft: TypeAlias = Callable[[Exception | None], tuple[Model, Drafter] | None]
+# The least time between two reports of a request's progress.
+_PROGRESS_NS = 100_000_000
 _OVERDUE = "the draft did not answer in time; the target no longer waits for it"
 
 
@@ -47,12 +49,16 @@ class Started:
 
 @dataclass(frozen=True)
 class Delta:
-    """Carries new text and the ids committed since the last delta. `spans` name the source of each piece of text."""
+    """Carries new text and the ids committed since the last delta. `spans` name the source of each piece of text.
+
+    `progress`: the statistics so far, which go on counting; set now and then if the request asks for them.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     logprobs: Sequence[Logprob] = ()
     spans: tuple[Span, ...] = ()
+    progress: Statistics | None = None
 
 
 @dataclass(frozen=True)
@@ -131,7 +137,7 @@ async def generate(
     chain = SourceSet(sources, model, tape, end_id, substitute, grammar)
     link = TargetLink(target, model, tape, max_tokens, clock)
     finish_reason: FinishReason | None = None
-    first_token_ns = sent = sent_bytes = 0
+    first_token_ns = sent = sent_bytes = reported_ns = 0
     passes = speculate(link, chain, planner, statistics, clock)
     async with aclosing(passes):
         with _remembered(tape, memory, request.tenant):
@@ -144,6 +150,10 @@ async def generate(
                 delta = _delta(text, outcome, final=finish_reason is not None)
                 sent += len(delta.token_ids)
                 sent_bytes += sum(map(len, outcome.data[: len(delta.token_ids)]))
+                if request.reports_progress and clock() - reported_ns >= _PROGRESS_NS:
+                    reported_ns = clock()
+                    statistics.plan_summary = planner.summary(chain.state)
+                    delta = replace(delta, progress=statistics)
                 yield delta
                 if text.stopped:
                     finish_reason = FinishReason.STOP

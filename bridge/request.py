@@ -21,7 +21,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Request:
-    """A user's request. `input`: text, chat or target ids. `tenant`: whose requests may be drafted from the output."""
+    """A user's request. `input`: text, chat or target ids. `tenant`: whose requests may be drafted from the output.
+
+    `reports_progress`: deltas carry the statistics so far, from time to time.
+    """
 
     input: str | Chat | tuple[int, ...]
     sampling: SamplingParameters = SamplingParameters()
@@ -31,6 +34,7 @@ class Request:
     logprobs: int | None = None
     speculation: SpeculationParameters = SpeculationParameters()
     tenant: str = ""
+    reports_progress: bool = False
 
 
 def check(request: Request) -> None:

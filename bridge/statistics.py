@@ -23,7 +23,10 @@ class SourceStatistics:
 
 @dataclass
 class PlanStatistics:
-    """Compares the passes made under plans of one name with what was predicted. The first pass is left out."""
+    """Compares the passes made under plans of one name with what was predicted. The first pass is left out.
+
+    `plain_ns`: the predicted time of the same tokens in passes without candidates.
+    """
 
     plan: str
     target_pass_count: int = 0
@@ -31,6 +34,7 @@ class PlanStatistics:
     elapsed_ns: int = 0
     predicted_token_count: float = 0.0
     predicted_ns: float = 0.0
+    plain_ns: float = 0.0
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Statistics:
     cached_token_count: int = 0
     note: str = ""
     plan_summary: str = ""
+    current_plan: str = ""
     sources: dict[str, SourceStatistics] = field(default_factory=dict)
     plans: dict[str, PlanStatistics] = field(default_factory=dict)
     # The names of the drafts that took part, in order, and why the first one was chosen.
@@ -63,6 +68,12 @@ class Statistics:
         plans = self.plans.values()
         predicted_ns = sum(one.predicted_ns for one in plans)
         return 1e9 * sum(one.predicted_token_count for one in plans) / predicted_ns if predicted_ns else 0.0
+
+    @property
+    def plain_tokens_per_second(self) -> float:
+        """Returns the speed that the planner predicted for the same passes without candidates."""
+        plain_ns = sum(one.plain_ns for one in self.plans.values())
+        return 1e9 * sum(one.token_count for one in self.plans.values()) / plain_ns if plain_ns else 0.0
 
     @property
     def measured_tokens_per_second(self) -> float:
@@ -105,6 +116,8 @@ class Statistics:
         counted.elapsed_ns += outcome.elapsed_ns
         counted.predicted_token_count += plan.prediction.tokens
         counted.predicted_ns += plan.prediction.ns
+        counted.plain_ns += len(result.token_ids) * plan.plain_ns
+        self.current_plan = plan.description
 
     def finish(self, sources: Sequence[CandidateSource]) -> None:
         """Adds the counts that only the sources have."""

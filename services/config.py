@@ -45,8 +45,8 @@ class _Configuration(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ServerConfig(_Configuration):
-    """What all servers share: security, limits, and what they show of their work."""
+class ProcessConfig(_Configuration):
+    """What all processes share: security, and what they show of their work."""
 
     tls_certificate: Path | None = Field(
         None, description="PEM file with the server's certificate chain. Turns TLS on. Read again when it changes."
@@ -61,10 +61,6 @@ class ServerConfig(_Configuration):
     insecure: bool = Field(
         False, description="Allow other machines to connect without TLS, and without keys or client certificates."
     )
-    message_limit: int = Field(64, ge=1, le=1024, description="MiB of the largest message accepted.")
-    call_limit: int = Field(1024, ge=1, le=1_000_000, description="Number of calls that may run at once.")
-    stream_limit: int = Field(1024, ge=1, le=1_000_000, description="Number of calls at once on one connection.")
-    metadata_limit: int = Field(16, ge=1, le=1024, description="KiB of metadata (headers) of one call.")
     grace: float = Field(
         20.0, ge=0, le=86_400, description="Seconds that running calls have to end after SIGTERM or SIGINT."
     )
@@ -76,6 +72,15 @@ class ServerConfig(_Configuration):
     log_level: LogLevel = Field(
         LogLevel.WARNING, description="The least important lines to log; info: one for each call."
     )
+
+
+class ServerConfig(ProcessConfig):
+    """What all gRPC servers share besides: their limits."""
+
+    message_limit: int = Field(64, ge=1, le=1024, description="MiB of the largest message accepted.")
+    call_limit: int = Field(1024, ge=1, le=1_000_000, description="Number of calls that may run at once.")
+    stream_limit: int = Field(1024, ge=1, le=1_000_000, description="Number of calls at once on one connection.")
+    metadata_limit: int = Field(16, ge=1, le=1024, description="KiB of metadata (headers) of one call.")
     channelz: bool = Field(
         False, description="Serve channelz, which shows the addresses of all connections to clients."
     )
@@ -204,10 +209,50 @@ class BridgeServerConfig(ServerConfig):
         )
 
 
+class HttpServerConfig(ProcessConfig):
+    """Configuration of an HTTP door to a bridge elsewhere, `draftbridge http`."""
+
+    bridge: str = Field(DEFAULT_BRIDGE, description="HOST:PORT of the bridge.")
+    listen: str = Field("127.0.0.1:8000", description=_LISTEN_HELP)
+    origin: tuple[str, ...] = Field(
+        (), description="Origin whose web pages may call this server, as https://HOST. Repeatable."
+    )
+    host: tuple[str, ...] = Field(
+        (), description="Name by which a proxy addresses this server. Repeatable. Loopback names are always valid."
+    )
+    body: int = Field(4, ge=1, le=1024, description="MiB that the body of a request may have.")
+    sequences: int = Field(256, ge=1, le=100_000, description="Number of choices that are generated at once.")
+    bridge_tls: bool = Field(False, description="Connect to the bridge with TLS, also without the next three.")
+    bridge_ca: Path | None = Field(
+        None, description="PEM file with the authorities of the bridge's certificate; by default gRPC's own list."
+    )
+    bridge_certificate: Path | None = Field(
+        None, description="PEM file with the certificate to show to the bridge (mutual TLS)."
+    )
+    bridge_key: Path | None = Field(None, description="PEM file with the key of that certificate.")
+    bridge_token_file: Path | None = Field(None, description="File with the token to present to the bridge.")
+
+    @property
+    def credentials(self) -> Credentials:
+        """What the door shows to the bridge."""
+        return Credentials(
+            tls=self.bridge_tls,
+            ca=self.bridge_ca,
+            certificate=self.bridge_certificate,
+            key=self.bridge_key,
+            token_file=self.bridge_token_file,
+            insecure=self.insecure,
+        )
+
+
 # The settings of `ServerConfig` for what a server shows of its work.
 INSIGHT = ("metrics", "otlp", "log_format", "log_level", "channelz")
 # The tables of the configuration file; each has the name of the command that starts the process.
-SECTIONS: dict[str, type[_Configuration]] = {"serve": ModelServerConfig, "bridge": BridgeServerConfig}
+SECTIONS: dict[str, type[_Configuration]] = {
+    "serve": ModelServerConfig,
+    "bridge": BridgeServerConfig,
+    "http": HttpServerConfig,
+}
 C = TypeVar("C", bound=_Configuration)
 
 

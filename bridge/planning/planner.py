@@ -112,7 +112,7 @@ class Planner:
         if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not self._target_waits:
             # The target may have begun a pass, which the draft would slow down. So the target is told to wait first.
             best = replace(alone, patience_ns=best.patience_ns, prepares_turn=True)
-        return replace(best, pace=replace(best.pace, lead=min(best.pace.lead, room)))
+        return replace(best, pace=replace(best.pace, lead=min(best.pace.lead, room)), plain_ns=costs.of(1))
 
     def choose(self, offers: Sequence[Offer], plan: Plan) -> tuple[Offer, int]:
         """Returns the offer to send, cut to the useful candidates, and the number that one forward takes."""

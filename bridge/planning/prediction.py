@@ -36,7 +36,7 @@ class Plan:
     `pace`: how the draft works meanwhile. `patience_ns`: how long the target may wait. `waiting_gain_ns`: the expected
     gain of waiting for candidates that the bridge already has. `is_trial`: the plan is not expected to be the fastest,
     but is tried to measure it, with `trial_width` candidates in a pass. `prepares_turn`: after the next pass, the
-    target waits for the draft.
+    target waits for the draft. `plain_ns`: the predicted time of a pass without candidates, for comparison.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Plan:
     trial_width: int = 0
     prepares_turn: bool = False
     source: str = ""
+    plain_ns: float = 0.0
 
     @property
     def description(self) -> str:

@@ -1,11 +1,12 @@
 """The gateway: runs requests on the models of the zoo, whichever protocol they arrive by."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
 
-from bridge.errors import BridgeBusy, DraftBridgeError, GrammarNotSupported
+from bridge.errors import BridgeBusy, DraftBridgeError, GrammarNotSupported, InvalidField
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.choice import DraftChooser
 from bridge.ports import Proposal, TextGrammar
@@ -14,7 +15,9 @@ from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.suffix_memory import SuffixMemory
 from bridge.statistics import Statistics
 from bridge.text.models import Model
+from bridge.text.translation import segment
 from draftbridge.v1 import model_pb2
+from services.bridge.backend import Opened, ServedModel, ServiceState
 from services.bridge.endpoint import Endpoint
 from services.bridge.pairing import Pairing, Wish
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
@@ -23,25 +26,6 @@ from services.bridge.zoo import Zoo
 from services.grammars.store import ByteGrammars
 from services.metrics import BridgeMetrics, RequestMetrics
 from services.traces import NO_TRACES, Stages, Traces
-
-
-@dataclass(frozen=True)
-class Opened:
-    """Reports that a request has started. `draft` is empty if it has none. The same `seed` repeats its sampling."""
-
-    target: str
-    draft: str
-    seed: int
-    prompt_token_count: int
-
-
-@dataclass(frozen=True)
-class ServiceState:
-    """A configured model service. `problem` is why it cannot be used now, or empty."""
-
-    address: str
-    is_target: bool
-    problem: str
 
 
 @dataclass
@@ -151,6 +135,23 @@ class Gateway:
         """The connected drafts, the default first."""
         return [endpoint.model for endpoint in self.zoo.of_role(model_pb2.ROLE_DRAFT)]
 
+    async def served(self) -> tuple[list[ServedModel], list[str]]:
+        """See `Backend`."""
+        targets = {model.name: _served(model) for model in self.targets}
+        return list(targets.values()), list(dict.fromkeys(model.name for model in self.drafts))
+
+    async def served_target(self, name: str) -> ServedModel:
+        """See `Backend`."""
+        return _served(self.zoo.target(name).model)
+
+    async def segment(self, text: str, models: Sequence[str]) -> list[list[tuple[int, bytes]]]:
+        """See `Backend`. Raises `ModelNotFound`, or `InvalidField` for a long text."""
+        found, data = [self.zoo.model(name).vocabulary for name in models], text.encode()
+        if len(data) > (limit := self.prompt_limit_bytes):
+            raise InvalidField("text", f"at most {limit} bytes long on this bridge (--prompt-limit)", len(data))
+        rows = await asyncio.gather(*(asyncio.to_thread(segment, one, data) for one in found))
+        return [[(id_, one.token_bytes(id_)) for id_ in ids] for one, ids in zip(found, rows, strict=True)]
+
     async def check(self) -> list[ServiceState]:
         """Asks every configured model service, for up to 2 seconds."""
         found = await self.zoo.check()
@@ -242,6 +243,12 @@ class Gateway:
         if not any(one.description.grammars for one in self.zoo.replicas(target)):
             raise GrammarNotSupported(target.model.name, grammar.field)
         return await self._grammars.open(grammar)
+
+
+def _served(model: Model) -> ServedModel:
+    return ServedModel(
+        model.name, model.context_length, bool(model.chat_template), model.special_ids.eos, model.vocabulary
+    )
 
 
 def _summary(event: Finished) -> dict[str, str | int | float]:

@@ -17,7 +17,8 @@ from bridge.request import Request
 from bridge.text.chat import Chat
 from bridge.text.translation import segment, translate
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
-from services.bridge.gateway import Gateway, Opened
+from services.bridge.backend import Opened
+from services.bridge.gateway import Gateway
 from services.bridge.listing import write_pair, write_service
 from services.bridge.pairing import Wish
 from services.logs import request_id
@@ -160,5 +161,6 @@ def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
             sources=tuple(speculation.sources),
         ),
         # A key cannot name the tenants of another key.
+        reports_progress=message.reports_progress,
         tenant=f"{CALLER.get()}/{message.tenant}" if CALLER.get() and message.tenant else message.tenant,
     )

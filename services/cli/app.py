@@ -14,7 +14,7 @@ from services.cli import bench_command, client, doctor_command, health, servers,
 from services.cli.options import configured
 from services.cli.terminal import fail, out, report
 from services.cli.zoo import command as zoo
-from services.config import MODEL_HELP, BridgeServerConfig, ModelServerConfig
+from services.config import MODEL_HELP, BridgeServerConfig, HttpServerConfig, ModelServerConfig
 from services.logs import LogFormat, LogLevel, configure
 
 app = typer.Typer(
@@ -60,6 +60,7 @@ def version() -> None:
 app.command("up")(servers.up)
 app.command("serve", help=servers.serve.__doc__)(configured(ModelServerConfig, servers.serve))
 app.command("bridge", help=servers.bridge.__doc__)(configured(BridgeServerConfig, servers.bridge))
+app.command("http", help=servers.http.__doc__)(configured(HttpServerConfig, servers.http))
 app.command("generate")(client.generate)
 app.command("models")(client.models)
 app.command("translate")(client.translate)

@@ -78,7 +78,9 @@ def _annotation(kind: type[C], name: str, field: FieldInfo) -> Any:
 def _panel(name: str) -> str | None:
     if name in INSIGHT:
         return "Metrics, log and traces"
-    return "Security and limits" if name in ServerConfig.model_fields or name.startswith("service_") else None
+    return (
+        "Security and limits" if name in ServerConfig.model_fields or name.startswith(("service_", "bridge_")) else None
+    )
 
 
 def _metavar(field: FieldInfo) -> str:

@@ -1,4 +1,4 @@
-"""Commands that start processes or prepare for it: `serve`, `bridge`, `up`, `pull`, `engines`, `config`."""
+"""Commands that start processes or prepare for it: `serve`, `bridge`, `http`, `up`, `pull`, `engines`, `config`."""
 
 import json
 from collections.abc import Iterator
@@ -15,8 +15,9 @@ from services.config import (
     MODEL_HELP,
     SECTIONS,
     BridgeServerConfig,
+    HttpServerConfig,
     ModelServerConfig,
-    ServerConfig,
+    ProcessConfig,
     check,
     load,
 )
@@ -58,8 +59,18 @@ def bridge(config: BridgeServerConfig, until_stdin_closes: bool) -> None:
         run(config, _announce, until_stdin_closes, door, metrics, traces)
 
 
+def http(config: HttpServerConfig, until_stdin_closes: bool) -> None:
+    """Serve OpenAI's protocol and a page over HTTP, for a bridge that runs elsewhere, until stopped."""
+    from services.bridge.remote_gateway import RemoteGateway
+    from services.http.server import run
+    from services.metrics import HttpMetrics
+
+    with _observed(config, metrics := HttpMetrics(), "draftbridge-http") as traces:
+        run(config, RemoteGateway(config.bridge, config.credentials, metrics, traces), _announce, until_stdin_closes)
+
+
 @contextmanager
-def _observed(config: ServerConfig, metrics: "ServerMetrics", service: str) -> Iterator["Traces"]:
+def _observed(config: ProcessConfig, metrics: "ServerMetrics", service: str) -> Iterator["Traces"]:
     """Sets up log, metrics and traces of a process, and prints where its metrics are."""
     from services.rpc.metrics_server import serving_metrics
     from services.traces import Traces

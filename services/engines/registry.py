@@ -7,6 +7,7 @@ spec to `_OWN`. A separately installed package names its spec as an entry point 
     mine = "my_package.spec:MINE"
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
@@ -20,9 +21,12 @@ from services.engines.spec import EngineOptions, EngineSpec, Weights
 from services.engines.torch.spec import TORCH
 from services.store.cache import Report
 
-# Fastest first (docs/measurements/engines.md): `--engine auto` takes the first whose `reason_to_skip` returns "".
+# Usually fastest first (docs/measurements/engines.md). `--engine auto` takes the first whose `reason_to_skip` returns
+# "", or the fastest of those that read the same files.
 _OWN = (LLAMACPP, IK_LLAMA, OPENVINO, TORCH)
 AUTO = "auto"
+# Chooses among engines for a model.
+Selection = Callable[[Sequence[EngineSpec], str, EngineOptions], EngineSpec]
 
 
 @cache
@@ -40,16 +44,21 @@ def engine_spec(name: str) -> EngineSpec:
     return found
 
 
-def choose_engine(name: str, model: str, options: EngineOptions) -> tuple[EngineSpec, EngineOptions]:
+def choose_engine(
+    name: str, model: str, options: EngineOptions, fastest: Selection = lambda rivals, model, options: rivals[0]
+) -> tuple[EngineSpec, EngineOptions]:
     """Returns the spec for a model and the options to open it with, both chosen here if `name` is "auto".
 
+    `fastest` then chooses among engines that read the same files on the CPU; see `services.engines.trial`.
     Raises `InvalidField` for an unknown engine or options that it does not support, `UnusableModel` for an engine that
     is not installed.
     """
     if name != AUTO:
         spec = engine_spec(name)
     else:
-        spec = next(one for one in engines().values() if one.installed and not one.reason_to_skip(model, options))
+        usable = [one for one in engines().values() if one.installed and not one.reason_to_skip(model, options)]
+        rivals = [one for one in usable if one.reads == usable[0].reads]
+        spec = fastest(rivals, model, options) if len(rivals) > 1 and options.on_cpu else rivals[0]
         if options.weights is Weights.AUTO:
             options = replace(options, weights=spec.auto_weights)
     spec.check(options)

@@ -57,8 +57,9 @@ class EngineSpec:
 
     `runs`, `devices`: texts for help and documentation. `dtypes`, `weights`: values of `--dtype` and `--weights`
     besides `auto`. `modules`: modules that must be installed; `install`: how to install them. `prepare` downloads and
-    converts a model, and returns the path that `open` reads. `reason_to_skip` returns why `--engine auto` skips this
-    engine for a model, or "". `auto_weights`: the meaning of `--weights auto` with `--engine auto`.
+    converts a model, and returns the path that `open` reads. `reads`: the kind of files; `--engine auto` compares only
+    engines of one kind, because those of another would change the weights. `reason_to_skip` returns why `--engine auto`
+    skips this engine for a model, or "". `auto_weights`: the meaning of `--weights auto` with `--engine auto`.
     """
 
     name: str
@@ -71,6 +72,7 @@ class EngineSpec:
     modules: tuple[str, ...] = ()
     install: str = ""
     compiles: bool = False
+    reads: str = "transformers"
     reason_to_skip: Callable[[str, EngineOptions], str] = lambda model, options: ""
     auto_weights: Weights = Weights.AUTO
 

@@ -24,10 +24,15 @@ _DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may use: bytes of a body, choices at once, seconds for sending a body and for taking an event."""
+    """What clients may use: bytes of a body, choices at once, seconds for a head, a body, and for taking an event.
+
+    `connections`: at once; None: as many as the process may open.
+    """
 
     body_bytes: int = 4 << 20
     sequences: int = 256
+    connections: int | None = None
+    head_seconds: float = 30.0
     body_seconds: float = 30.0
     send_seconds: float = 30.0
 

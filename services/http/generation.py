@@ -9,7 +9,7 @@ from starlette.types import Receive
 
 from bridge.generation import Delta, Finished
 from bridge.request import Request
-from services.bridge.gateway import Gateway, Opened
+from services.bridge.backend import Backend, Opened
 from services.bridge.pairing import Wish
 from services.http.errors import TooManySequences
 
@@ -36,13 +36,13 @@ class Sequences:
             self._active -= count
 
 
-async def generate(gateway: Gateway, requests: Sequence[Request], target: str, wish: Wish) -> AsyncGenerator[Event]:
+async def generate(backend: Backend, requests: Sequence[Request], target: str, wish: Wish) -> AsyncGenerator[Event]:
     """Yields the events of all requests, each with the index of its request. Raises the first error.
 
     Several requests run side by side; each waits while its last event has not been taken.
     """
     if len(requests) == 1:
-        async with aclosing(gateway.generate(requests[0], target, wish=wish)) as events:
+        async with aclosing(backend.generate(requests[0], target, wish=wish)) as events:
             async for event in events:
                 yield 0, event
         return
@@ -50,7 +50,7 @@ async def generate(gateway: Gateway, requests: Sequence[Request], target: str, w
 
     async def run(index: int, request: Request) -> None:
         try:
-            async with aclosing(gateway.generate(request, target, wish=wish)) as events:
+            async with aclosing(backend.generate(request, target, wish=wish)) as events:
                 async for event in events:
                     await queue.put((index, event))
         except Exception as error:  # raised again below

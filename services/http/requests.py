@@ -58,6 +58,7 @@ class Extension(_Strict):
     draft_temperature: float | None = None
     tenant: str = ""
     spans: bool = False
+    progress: bool = False
     regex: str | None = None
     choice: List[str] | None = None
     grammar: str | None = None
@@ -162,6 +163,7 @@ class GenerationRequest(_Strict, ABC):
             logprobs=self._logprob_count(),
             speculation=self.draftbridge.speculation,
             tenant=self.draftbridge.tenant,
+            reports_progress=bool(self.stream) and self.draftbridge.progress,
         )
         count = self.n or 1
         return [
@@ -204,6 +206,13 @@ class CompletionRequest(GenerationRequest):
 
     def _logprob_count(self) -> int | None:
         return self.logprobs
+
+
+class SegmentationRequest(_Strict):
+    """Body of `/v1/segmentations`: a text, and the names of one or two models."""
+
+    text: str
+    models: Annotated[tuple[str, ...], Field(min_length=1, max_length=2)]
 
 
 class TextPart(_Strict):

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from bridge.generation import Delta, Finished
 from bridge.ports import FinishReason
 from bridge.request import Request
-from bridge.text.models import Model
-from services.bridge.gateway import Opened
+from bridge.statistics import Statistics
+from services.bridge.backend import Opened, ServedModel
 
 Json = dict[str, Any]
 
@@ -20,12 +20,12 @@ _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReaso
 class Choice:
     """One choice of an answer: collects its events. `ends` are the ids that end its text, which are not shown."""
 
-    def __init__(self, index: int, request: Request, model: Model) -> None:
+    def __init__(self, index: int, request: Request, model: ServedModel) -> None:
         self.index = index
         self.opened: Opened | None = None
         self.finished: Finished | None = None
-        self._vocabulary = model.vocabulary
-        self._ends = request.sampling.ends(model.special_ids.eos)
+        self._spelling = model.spelling
+        self._ends = request.sampling.ends(model.eos)
         self.character_offset = 0
 
     def take(self, event: Opened | Delta | Finished) -> None:
@@ -53,8 +53,8 @@ class Choice:
         return entries
 
     def _token(self, id_: int, logprob: float) -> Json:
-        data = self._vocabulary.token_bytes(id_)
-        name = data.decode(errors="replace") if data else self._vocabulary.name(id_)
+        data = self._spelling.token_bytes(id_)
+        name = data.decode(errors="replace") if data else self._spelling.name(id_)
         return {"token": name, "logprob": logprob, "bytes": list(data)}
 
     def statistics(self) -> Json:
@@ -63,8 +63,7 @@ class Choice:
         It includes `seed`, which gives this choice again.
         """
         assert self.opened and self.finished, "the choice has ended"
-        finished, statistics = self.finished, self.finished.statistics
-        counted = {name: value for name, value in vars(statistics).items() if name != "cached_token_count"}
+        finished = self.finished
         return {
             "index": self.index,
             "target": self.opened.target,
@@ -74,13 +73,23 @@ class Choice:
             "generated_byte_count": finished.generated_byte_count,
             "elapsed_ns": finished.elapsed_ns,
             "first_token_ns": finished.first_token_ns,
-            "predicted_tokens_per_second": statistics.predicted_tokens_per_second,
-            "measured_tokens_per_second": statistics.measured_tokens_per_second,
-            **counted,
-            "sources": [vars(source) for source in statistics.sources.values()],
-            "plans": [vars(plan) for plan in statistics.plans.values()],
-            "draft_choice": vars(choice) if (choice := statistics.draft_choice) else None,
+            **_counted(finished.statistics),
         }
+
+
+def _counted(statistics: Statistics) -> Json:
+    counted = {name: value for name, value in vars(statistics).items() if name != "cached_token_count"}
+    return {
+        **counted,
+        # Meaningful only as a sum, which may be negative while the request runs.
+        "network_ns": max(statistics.network_ns, 0),
+        "predicted_tokens_per_second": statistics.predicted_tokens_per_second,
+        "measured_tokens_per_second": statistics.measured_tokens_per_second,
+        "plain_tokens_per_second": statistics.plain_tokens_per_second,
+        "sources": [vars(source) for source in statistics.sources.values()],
+        "plans": [vars(plan) for plan in statistics.plans.values()],
+        "draft_choice": vars(choice) if (choice := statistics.draft_choice) else None,
+    }
 
 
 def usage(choices: Sequence[Choice], choices_per_prompt: int) -> Json:
@@ -99,13 +108,16 @@ def usage(choices: Sequence[Choice], choices_per_prompt: int) -> Json:
 
 
 class Format(ABC):
-    """Writes one answer of an endpoint. With `spans`, a stream reports who proposed each piece of the text."""
+    """Writes one answer of an endpoint. With `spans`, a stream reports who proposed each piece of the text.
+
+    A delta with progress reports it, too.
+    """
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    def __init__(self, model: Model, *, spans: bool = False) -> None:
+    def __init__(self, model: ServedModel, *, spans: bool = False) -> None:
         self._id = self.prefix + secrets.token_hex(12)
         self._created = int(time.time())
         self._model, self._spans = model.name, spans
@@ -124,12 +136,15 @@ class Format(ABC):
     def chunk(self, choice: Choice, delta: Delta) -> Json | None:
         """Returns the part of an event that adds a delta to a choice; None if there is nothing to send yet."""
         tokens = choice.tokens(delta) if delta.logprobs else []
-        if not (delta.text or tokens):
+        if not (delta.text or tokens or delta.progress):
             return None
         part = self._chunk(choice, delta.text, tokens)
+        ours: Json = {}
         if self._spans:
-            part["draftbridge"] = {"spans": [vars(span) for span in delta.spans]}
-        return part
+            ours["spans"] = [vars(span) for span in delta.spans]
+        if delta.progress:
+            ours["progress"] = _counted(delta.progress)
+        return part | {"draftbridge": ours} if ours else part
 
     @abstractmethod
     def first(self, choice: Choice) -> Json | None:
@@ -204,7 +219,7 @@ class ChatFormat(Format):
         """See `Format`."""
         tokens = [token for delta in deltas for token in choice.tokens(delta)]
         content = "".join(delta.text for delta in deltas)
-        part = self._part(choice, {"role": "assistant", "content": content, "refusal": None}, tokens)
+        part = self._part(choice, {"role": "assistant", "content": content, "refusal": None, "annotations": []}, tokens)
         part["message"] = part.pop("delta")
         return part
 

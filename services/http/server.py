@@ -1,21 +1,27 @@
-"""Listens for HTTP next to the gRPC server, in the same event loop and over the same gateway."""
+"""Listens for HTTP: next to a gRPC server in the same event loop, or in a process of its own before a bridge."""
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from math import ceil
+from typing import Any, cast
 
 import uvicorn
 
+from services.bridge.backend import Backend
 from services.bridge.gateway import Gateway
-from services.config import BridgeServerConfig
+from services.bridge.remote_gateway import RemoteGateway
+from services.config import BridgeServerConfig, HttpServerConfig, ProcessConfig
 from services.http.answer import Limits
 from services.http.app import application
+from services.http.connections import Connection, connection_limit
 from services.rpc import security
 from services.rpc.keys import Keys
-from services.rpc.server import PortTaken, Stop, host_and_port
+from services.rpc.server import PortTaken, Stop, host_and_port, stop_event
 
 _BACKLOG = 2048
 # What the system keeps for a client that reads slowly, so that it is noticed before its whole text is in memory.
@@ -31,6 +37,18 @@ class _Server(uvicorn.Server):
         yield
 
 
+@dataclass(frozen=True)
+class Listening:
+    """Where a door listens, who may address it, what clients may use, and the security of the process."""
+
+    address: str
+    security: ProcessConfig
+    origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
+    limits: Limits = Limits()
+    shares_port: bool = False
+
+
 @asynccontextmanager
 async def http_door(
     config: BridgeServerConfig,
@@ -44,23 +62,58 @@ async def http_door(
     `keys` are those of the gRPC server, so that a key's limits hold for both doors. `limits` replaces those of the
     configuration. Raises `InvalidField`, `InvalidConfiguration` or `PortTaken`.
     """
-    host, port = host_and_port("http", config.http)
-    security.check_exposure(config.http, config)
-    context = security.server_context(config)
+    limits = limits or Limits(body_bytes=config.http_body << 20, sequences=config.http_sequences)
+    where = Listening(config.http, config, config.http_origin, config.http_host, limits, config.share_port)
+    async with serving(where, gateway, stop, keys) as url:
+        yield url
+
+
+def run(
+    config: HttpServerConfig, backend: RemoteGateway, on_start: Callable[[str], None], until_stdin_closes: bool = False
+) -> None:
+    """Serves HTTP over a bridge elsewhere until stopped, and closes the connection to it. `on_start` gets the URL."""
+    keys = Keys(config.keys) if config.keys else None
+    limits = Limits(body_bytes=config.body << 20, sequences=config.sequences)
+    where = Listening(config.listen, config, config.origin, config.host, limits)
+
+    async def serve() -> None:
+        stop = stop_event(until_stdin_closes)
+        try:
+            async with serving(where, backend, stop, keys) as url:
+                on_start(url)
+                await stop.wait()
+        finally:
+            await backend.close()
+
+    asyncio.run(serve())
+
+
+@asynccontextmanager
+async def serving(
+    where: Listening, backend: Backend, stop: asyncio.Event, keys: Keys | None = None
+) -> AsyncIterator[str]:
+    """Serves HTTP over a backend until `stop` is set or the block ends, and yields the URL. See `http_door`."""
+    host, port = host_and_port("http", where.address)
+    security.check_exposure(where.address, where.security)
+    context = security.server_context(where.security)
     try:
         bare = host.removeprefix("[").removesuffix("]")
         family = socket.AF_INET6 if ":" in bare else socket.AF_INET
-        shared = config.share_port
+        shared = where.shares_port
         listener = socket.create_server((bare, port), family=family, backlog=_BACKLOG, reuse_port=shared)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     except OSError as error:
-        raise PortTaken(config.http) from error
-    limits = limits or Limits(body_bytes=config.http_body << 20, sequences=config.http_sequences)
+        raise PortTaken(where.address) from error
+    connection = partial(
+        Connection,
+        max_connections=where.limits.connections or connection_limit(),
+        head_seconds=where.limits.head_seconds,
+    )
     server = _Server(
         uvicorn.Config(
-            application(gateway, limits, config.http_origin, _hosts(bare, config.http_host), keys),
+            application(backend, where.limits, where.origins, _hosts(bare, where.hosts), keys),
             ssl_context_factory=(lambda *_: context) if context else None,
-            http="httptools",
+            http=cast(Any, connection),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -69,7 +122,7 @@ async def http_door(
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=ceil(config.grace),
+            timeout_graceful_shutdown=ceil(where.security.grace),
         )
     )
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from bridge.errors import InvalidField
@@ -16,6 +17,7 @@ from services.engines.fixed_width import FixedWidthEngine
 from services.engines.observer import SchedulerObserver
 from services.engines.registry import AUTO, choose_engine
 from services.engines.spec import EngineOptions, EngineSpec
+from services.engines.trial import fastest
 from services.grammars.store import TokenGrammars
 from services.metrics import ModelMetrics
 from services.model.draft.servicer import DraftServicer
@@ -52,7 +54,9 @@ def run(
     if config.model == SUFFIX:
         _run_suffix_server(config, on_start, until_stdin_closes, insight)
         return
-    spec, options = choose_engine(config.engine, config.model, config.options)
+    drafts = config.role is Role.DRAFT
+    selection = partial(fastest, report=report, drafts=drafts, deterministic=config.deterministic)
+    spec, options = choose_engine(config.engine, config.model, config.options, selection)
     directory = resolve(config.model, report)
     if config.engine == AUTO:
         report(f"engine: {spec.name}")

@@ -21,8 +21,15 @@ def open_channel(
     """
     if ":" not in address:
         raise Unreachable(address, "an address is HOST:PORT")
-    options: list[tuple[str, int | str]] = [
-        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    more = [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)] if name else []
+    given = [*options(_MAX_MESSAGE_BYTES, keepalive_seconds), *more]
+    return open_aio_channel(address, credentials, given, grpc.Compression.NoCompression)
+
+
+def options(max_message_bytes: int, keepalive_seconds: float = 20.0) -> list[tuple[str, int | str]]:
+    """Returns the options of a channel for streams that receives messages of up to this size; see `open_channel`."""
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
         # Prompts can be long.
         ("grpc.max_send_message_length", 64 << 20),
         ("grpc.enable_retries", 0),
@@ -36,6 +43,3 @@ def open_channel(
         # Otherwise two channels to one address share a connection, and one delays the other (head-of-line blocking).
         ("grpc.use_local_subchannel_pool", 1),
     ]
-    if name:
-        options += [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)]
-    return open_aio_channel(address, credentials, options, grpc.Compression.NoCompression)

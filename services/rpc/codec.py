@@ -4,7 +4,7 @@ Fields have the same names on both sides, so most values are written with `vars`
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -29,7 +29,7 @@ _FINISH = {
     FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
     FinishReason.CONTEXT_FULL: sampling_pb2.FINISH_REASON_CONTEXT_FULL,
 }
-_FINISHED = {number: reason for reason, number in _FINISH.items()}
+FINISHED = {number: reason for reason, number in _FINISH.items()}
 
 _MODES = {
     bridge_pb2.Speculation.MODE_UNSPECIFIED: Mode.AUTO,
@@ -118,7 +118,8 @@ def write_spans(vocabulary: Vocabulary, ids: Sequence[int]) -> list[bridge_pb2.T
     spans, offset = [], 0
     for id_ in ids:
         data = vocabulary.token_bytes(id_)
-        spans.append(bridge_pb2.TokenSpan(token_id=id_, byte_offset=offset, data=data))
+        name = "" if data else vocabulary.name(id_)
+        spans.append(bridge_pb2.TokenSpan(token_id=id_, byte_offset=offset, data=data, name=name))
         offset += len(data)
     return spans
 
@@ -190,6 +191,7 @@ def write_delta(delta: Delta) -> bridge_pb2.GenerateDelta:
         token_ids=delta.token_ids,
         logprobs=write_logprobs(delta.logprobs),
         spans=[bridge_pb2.TextSpan(byte_count=span.byte_count, source=span.source) for span in delta.spans],
+        progress=write_statistics(delta.progress) if delta.progress else None,
     )
 
 
@@ -222,6 +224,7 @@ def write_statistics(statistics: Statistics) -> bridge_pb2.SpeculationStatistics
     return bridge_pb2.SpeculationStatistics(
         predicted_tokens_per_second=statistics.predicted_tokens_per_second,
         measured_tokens_per_second=statistics.measured_tokens_per_second,
+        plain_tokens_per_second=statistics.plain_tokens_per_second,
         **counted,
     )
 
@@ -340,16 +343,19 @@ def read_pass(message: target_pb2.VerifyResponse) -> Pass:
         accepted_token_count=message.accepted_token_count,
         candidate_token_count=message.candidate_token_count,
         offer_id=message.offer_id,
-        logprobs=tuple(
-            Logprob(one.logprob, tuple((top.token_id, top.logprob) for top in one.top_logprobs))
-            for one in message.logprobs
-        ),
-        finish_reason=_FINISHED.get(message.finish_reason),
+        logprobs=read_logprobs(message.logprobs),
+        finish_reason=FINISHED.get(message.finish_reason),
         cached_token_count=message.cached_token_count,
         queue_ns=message.queue_ns,
         forward_ns=message.forward_ns,
         waited_ns=message.waited_ns,
         near_tie_count=message.near_tie_count,
+    )
+
+
+def read_logprobs(messages: Iterable[sampling_pb2.TokenLogprobs]) -> tuple[Logprob, ...]:
+    return tuple(
+        Logprob(one.logprob, tuple((top.token_id, top.logprob) for top in one.top_logprobs)) for one in messages
     )
 
 

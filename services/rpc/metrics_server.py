@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from bridge.errors import DraftBridgeError, Unauthenticated
-from services.config import ServerConfig
+from services.config import ProcessConfig
 from services.rpc import security
 from services.rpc.keys import Keys
 from services.rpc.server import host_and_port
@@ -36,7 +36,7 @@ class MetricsPortTaken(DraftBridgeError, reason="METRICS_PORT_TAKEN"):
 
 
 @contextmanager
-def serving_metrics(config: ServerConfig, registry: CollectorRegistry) -> Iterator[str]:
+def serving_metrics(config: ProcessConfig, registry: CollectorRegistry) -> Iterator[str]:
     """Serves the metrics on `config.metrics` from a thread during the block, and yields their URL.
 
     Raises `InvalidField`, `InvalidConfiguration` or `MetricsPortTaken`.

@@ -7,12 +7,12 @@ from pathlib import Path
 import grpc
 
 from draftbridge.security import is_local
-from services.config import InvalidConfiguration, ServerConfig
+from services.config import InvalidConfiguration, ProcessConfig, ServerConfig
 
 _log = logging.getLogger(__name__)
 
 
-def check_exposure(listen: str, config: ServerConfig) -> None:
+def check_exposure(listen: str, config: ProcessConfig) -> None:
     """Raises `InvalidConfiguration` if other machines could reach a server without TLS or without authentication.
 
     Certificates of clients (`tls_client_ca`) authenticate as keys do. With `insecure`, only logs a warning.
@@ -45,7 +45,7 @@ def limits(config: ServerConfig) -> list[tuple[str, int]]:
     ]
 
 
-def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+def server_credentials(config: ProcessConfig) -> grpc.ServerCredentials | None:
     """Returns the credentials for TLS, None without TLS. Raises `InvalidConfiguration`.
 
     gRPC asks for the certificate before each handshake, so new connections use changed files at once. While the files
@@ -62,7 +62,7 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     )
 
 
-def server_context(config: ServerConfig) -> ssl.SSLContext | None:
+def server_context(config: ProcessConfig) -> ssl.SSLContext | None:
     """Returns the same for a server that is not gRPC's. Files are read again before a handshake, too."""
     files = _certificates(config)
     if files is None:
@@ -78,7 +78,7 @@ def server_context(config: ServerConfig) -> ssl.SSLContext | None:
     return context
 
 
-def _certificates(config: ServerConfig) -> "_Certificates | None":
+def _certificates(config: ProcessConfig) -> "_Certificates | None":
     if config.tls_certificate is None or config.tls_key is None:
         if config.tls_certificate or config.tls_key or config.tls_client_ca:
             raise InvalidConfiguration("TLS needs both --tls-certificate and --tls-key: give both")

@@ -147,6 +147,17 @@ def test_as_many_slots_as_there_are_and_no_more(pair: tuple, tmp_path: Path) -> 
         del engine
 
 
+def test_only_errors_of_the_library_are_logged(pair: tuple, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "model.gguf"
+    gguf.write(pair[0], path)
+    IkLlamaEngine(path, threads=1, slot_count=1)
+    assert caplog.text == ""
+    path.write_bytes(b"GGUF" + bytes(100))
+    with pytest.raises(UnusableModel):
+        Model(path, repacked=False)
+    assert "failed to load model" in caplog.text
+
+
 def test_a_file_that_is_not_a_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF" + bytes(100))

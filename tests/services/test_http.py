@@ -1,6 +1,7 @@
 """The HTTP door: what it answers, and how it refuses what it does not support."""
 
 import json
+from collections.abc import Iterator
 
 import httpx2 as httpx
 import jsonschema
@@ -8,15 +9,23 @@ import pytest
 
 from draftbridge import Client
 from draftbridge.v1 import bridge_pb2
-from services.cli.processes import Fleet
+from services.cli.processes import Fleet, launched
 
 PROMPT = "The quick brown"
 CHAT = [{"role": "user", "content": "Say something."}]
 
 
-@pytest.fixture
-def http(tiny_fleet: Fleet):  # type: ignore[no-untyped-def]
-    with httpx.Client(base_url=tiny_fleet.http, timeout=60) as client:
+@pytest.fixture(scope="module")
+def doors(tiny_fleet: Fleet) -> Iterator[dict[str, str]]:
+    """The door in the bridge's own process, and one in a process before it."""
+    options = ("--bridge", tiny_fleet.bridge, "--listen", "127.0.0.1:0", "--until-stdin-closes")
+    with launched("http", "http", *options) as (url, _):
+        yield {"bridge": tiny_fleet.http, "http": url}
+
+
+@pytest.fixture(params=["bridge", "http"])
+def http(request: pytest.FixtureRequest, doors: dict[str, str]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=doors[request.param], timeout=60) as client:
         yield client
 
 
@@ -55,7 +64,7 @@ def test_its_text_is_that_of_the_grpc_door(http: httpx.Client, client: Client) -
     assert answer["usage"]["prompt_tokens"] == expected.started.prompt_token_count
     said = chat(http).json()["choices"][0]["message"]
     told = client.generate(messages=CHAT, max_tokens=12, temperature=1.0, seed=3)
-    assert said == {"role": "assistant", "content": told.text, "refusal": None}
+    assert said == {"role": "assistant", "content": told.text, "refusal": None, "annotations": []}
 
 
 @pytest.mark.parametrize("mode", ["off", "lockstep", "opportunistic", "auto"])
@@ -142,10 +151,16 @@ def test_a_token_that_ends_the_text_has_no_log_probability(http: httpx.Client) -
     assert answer["usage"]["completion_tokens"] == 1
 
 
-def test_tools_reach_the_template(http: httpx.Client) -> None:
-    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
-    # The tiny model's template ignores tools, but it gets them: a reserved name among them is refused.
-    assert chat(http, tools=tools).json()["choices"] == chat(http).json()["choices"]
+def test_tools_reach_the_template(http: httpx.Client, client: Client) -> None:
+    tools = [{"function": {"parameters": ["a", 5, None]}}]  # over gRPC, the order of several keys would not be kept
+    options = {"max_tokens": 12, "temperature": 1.0, "seed": 3}
+    expected = client.generate(messages=CHAT, template_variables={"tools": tools}, **options)
+    answer = chat(http, tools=tools, tool_choice="auto").json()
+    assert answer["choices"][0]["message"]["content"] == expected.text
+    assert answer["usage"]["prompt_tokens"] == expected.started.prompt_token_count
+    without = chat(http).json()
+    assert answer["usage"]["prompt_tokens"] > without["usage"]["prompt_tokens"]
+    assert chat(http, tools=tools, tool_choice="none").json()["choices"] == without["choices"]
     refused(chat(http, chat_template_kwargs={"messages": []}), 400, "chat_template_kwargs")
     refused(chat(http, tools=tools, chat_template_kwargs={"tools": []}), 400, "chat_template_kwargs")
     refused(chat(http, tool_choice="required"), 400, "tool_choice")
@@ -203,7 +218,38 @@ def test_models_and_health(http: httpx.Client) -> None:
     assert http.get("/v1/models/tiny-target").json() == listed["data"][0]
     refused(http.get("/v1/models/nobody"), 404, "model")
     health = http.get("/health").json()
-    assert health["status"] == "ok" and [one["problem"] for one in health["services"]] == [None, None]
+    assert health["status"] == "ok" and {one["problem"] for one in health["services"]} == {None}
+
+
+def test_two_models_segment_a_text(http: httpx.Client, client: Client) -> None:
+    text = "The quick brown fox, naïve 😀"
+    answer = http.post("/v1/segmentations", json={"text": text, "models": ["tiny-target", "tiny-draft"]}).json()
+    assert [row["model"] for row in answer["data"]] == ["tiny-target", "tiny-draft"]
+    expected = client.translate(text, source="tiny-target", target="tiny-draft")
+    for row, tokens in zip(answer["data"], (expected.source_tokens, expected.target_tokens), strict=True):
+        assert [one["id"] for one in row["tokens"]] == [one.token_id for one in tokens]
+        assert [one["byte_count"] for one in row["tokens"]] == [len(one.data) for one in tokens]
+        assert sum(one["byte_count"] for one in row["tokens"]) == len(text.encode())
+    (alone,) = http.post("/v1/segmentations", json={"text": "a", "models": ["tiny-draft"]}).json()["data"]
+    assert alone["model"] == "tiny-draft" and "".join(one["text"] for one in alone["tokens"]) == "a"
+    refused(http.post("/v1/segmentations", json={"text": "a", "models": []}), 400, "models")
+    refused(http.post("/v1/segmentations", json={"text": 5, "models": ["tiny-draft"]}), 400, "text")
+    refused(http.post("/v1/segmentations", json={"text": "a", "models": ["nobody"]}), 404, "model")
+
+
+def test_a_stream_reports_its_progress(http: httpx.Client) -> None:
+    ours = {"mode": "lockstep", "progress": True}
+    options = {"max_tokens": 60, "ignore_eos": True, "stream_options": {"include_usage": True}}
+    *parts, last = events(complete(http, draftbridge=ours, stream=True, **options))
+    told = [part["choices"][0].get("draftbridge", {}).get("progress") for part in parts]
+    reports = [one for one in told if one]
+    (final,) = last["usage"]["draftbridge"]
+    passes = [one["target_pass_count"] for one in reports]
+    assert passes[0] >= 1 and passes == sorted(passes) and passes[-1] <= final["target_pass_count"]
+    assert set(reports[0]) <= set(final) | {"cached_token_count"}
+    assert final["plain_tokens_per_second"] > 0 and final["current_plan"].startswith("draft in turns")
+    quiet = events(complete(http, draftbridge={"mode": "lockstep"}, stream=True))
+    assert all("draftbridge" not in part["choices"][0] for part in quiet)
 
 
 @pytest.mark.parametrize(

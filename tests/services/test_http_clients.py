@@ -1,6 +1,7 @@
 """The HTTP door as the `openai` package sees it, synchronous and asynchronous."""
 
 import asyncio
+import inspect
 from typing import Any
 
 import openai
@@ -8,6 +9,7 @@ import pytest
 
 from draftbridge import AsyncClient, Client
 from services.cli.processes import Fleet
+from services.http.requests import ChatCompletionRequest, CompletionRequest
 
 PROMPT = "The quick brown"
 MESSAGES: list[Any] = [
@@ -56,14 +58,17 @@ def test_completions_with_every_parameter(api: openai.OpenAI, client: Client) ->
 
 
 def test_chats_with_every_parameter(api: openai.OpenAI, client: Client) -> None:
-    tool: Any = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    tool: Any = {"function": {"name": "look"}}  # over gRPC, the order of several keys would not be kept
     answer = api.chat.completions.create(
         model="tiny-target", messages=MESSAGES, max_completion_tokens=20, n=2, logprobs=True, top_logprobs=2,
         tools=[tool], tool_choice="auto", parallel_tool_calls=True, response_format={"type": "text"},
         service_tier="auto", store=False, modalities=["text"], stream=False, extra_body=EXTRA, **SAMPLING,
     )  # fmt: skip
     plain = [MESSAGES[0], {"role": "user", "content": "Say something."}]
-    assert answer.choices[0].message.content == expected(client, messages=plain, max_tokens=20)
+    variables = {"tools": [tool]}
+    assert answer.choices[0].message.content == expected(
+        client, messages=plain, template_variables=variables, max_tokens=20
+    )
     assert [choice.index for choice in answer.choices] == [0, 1]
     assert answer.choices[0].message.role == "assistant" and answer.choices[0].finish_reason in ("length", "stop")
     logprobs = answer.choices[0].logprobs
@@ -115,6 +120,43 @@ async def test_asynchronously(tiny_fleet: Fleet) -> None:
         assert texts == told
         assert [model.id async for model in api.models.list()] == ["tiny-target"]
         assert (await api.models.retrieve("tiny-target")).id == "tiny-target"
+
+
+# Values of parameters that change something, or describe what is done anyway, and values that are not supported.
+HONOURED: dict[str, list[Any]] = {
+    "best_of": [1], "echo": [False], "frequency_penalty": [0.5], "logit_bias": [{"7": -3}], "logprobs": [],
+    "max_completion_tokens": [1], "max_tokens": [1], "messages": [], "modalities": [["text"]], "model": [], "n": [2],
+    "parallel_tool_calls": [True], "presence_penalty": [0.5], "prompt": [], "response_format": [{"type": "text"}],
+    "seed": [3], "service_tier": ["auto", "default"], "stop": ["a", ["a", "b"]], "store": [False], "stream": [True],
+    "stream_options": [], "suffix": [], "temperature": [0.5], "tool_choice": ["auto", "none"], "tools": [[]],
+    "top_logprobs": [], "top_p": [0.5], "user": ["somebody"],
+}  # fmt: skip
+UNSUPPORTED = {
+    "best_of": 3, "echo": True, "modalities": ["audio"], "parallel_tool_calls": False, "service_tier": "flex",
+    "response_format": {"type": "other"}, "store": True, "stream_options": {"include_usage": True}, "suffix": "end",
+    "tool_choice": "always", "top_logprobs": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["completions", "chats"])
+def test_every_parameter_is_honoured_or_refused_by_its_name(api: openai.OpenAI, kind: str) -> None:
+    call: Any = api.completions.create if kind == "completions" else api.chat.completions.create
+    given: dict[str, Any] = {"prompt": PROMPT} if kind == "completions" else {"messages": MESSAGES}
+    body = CompletionRequest if kind == "completions" else ChatCompletionRequest
+    options = {"extra_headers", "extra_query", "extra_body", "timeout"}
+    parameters = set(inspect.signature(call).parameters) - options
+    honoured = parameters & set(body.model_fields)
+    assert honoured <= set(HONOURED) and len(honoured) > 12, "a parameter has no value above"
+    for name in honoured:
+        for value in HONOURED[name]:
+            limit = {} if "max" in name else {"max_tokens": 1}
+            assert call(**({"model": "tiny-target"} | limit | given | {name: value}))
+    refused = dict.fromkeys(parameters - honoured, "x")
+    refused |= {name: value for name, value in UNSUPPORTED.items() if name in honoured}
+    for name, value in refused.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            call(model="tiny-target", max_tokens=1, **given, **{name: value})
+        assert str(caught.value.param).partition(".")[0].partition("[")[0] == name
 
 
 def test_errors_are_the_package_s_own(api: openai.OpenAI) -> None:

@@ -2,14 +2,17 @@
 
 import asyncio
 import json
+import resource
 import socket
+import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2 as httpx
+import psutil
 import pytest
 
 from bridge.errors import InvalidField
@@ -142,16 +145,55 @@ async def test_a_slow_reader_disturbs_nobody_and_is_ended(tiny_fleet: Fleet) -> 
         assert gateway.counts.cancelled == 2
 
 
-async def test_idle_connections_disturb_nobody(tiny_fleet: Fleet) -> None:
+def test_ten_thousand_idle_connections_disturb_nobody(tiny_fleet: Fleet) -> None:
     parts = urlsplit(tiny_fleet.http)
-    idle = [await asyncio.open_connection(parts.hostname, parts.port) for _ in range(300)]
-    for _, writer in idle[::2]:
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: loc")
-    async with httpx.AsyncClient(base_url=tiny_fleet.http) as http:
-        assert (await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})).status_code == 200
-    for _, writer in idle:
-        writer.close()
-        await writer.wait_closed()
+    assert parts.hostname and parts.port
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    # As many as the limit of files allows, here and in the bridge.
+    count = 10_000 if hard == resource.RLIM_INFINITY else min(10_000, hard - 600)
+    bridge = psutil.Process(tiny_fleet.processes["bridge"].pid)
+    before = bridge.memory_info().rss
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        http = stack.enter_context(httpx.Client(base_url=tiny_fleet.http, timeout=30))
+        for number in range(count):
+            connection = stack.enter_context(socket.create_connection((parts.hostname, parts.port), timeout=30))
+            if number % 2:
+                connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: loc")
+        started = time.monotonic()
+        assert http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert http.get("/health").status_code == 200
+        assert time.monotonic() - started < 5
+        assert (bridge.memory_info().rss - before) / count < 32_000, "bytes of a connection"
+    eventually(lambda: len(bridge.net_connections()) < 100)
+
+
+async def test_connections_are_bounded_in_number_time_and_head(tiny_fleet: Fleet) -> None:
+    limits = Limits(connections=20, head_seconds=0.5)
+    async with AsyncExitStack() as stack:
+        url, _ = await stack.enter_async_context(door(tiny_fleet, limits))
+
+        async def connect(head: bytes = b"") -> asyncio.StreamReader:
+            reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+            stack.callback(writer.close)
+            writer.write(head)
+            return reader
+
+        # One that uses its connection, with pauses, is not ended.
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=1)))
+        assert (await http.get("/v1/models")).status_code == 200
+        idle = [await connect(b"GET / HTTP/1.1\r\nHo" if number % 2 else b"") for number in range(19)]
+        beyond = await connect()
+        with suppress(ConnectionResetError):
+            assert await asyncio.wait_for(beyond.read(), 5) == b"", "closed at once"
+        assert (await http.get("/v1/models")).status_code == 200
+        for reader in idle:
+            assert await asyncio.wait_for(reader.read(), 5) == b"", "closed after half a second"
+        assert (await http.get("/v1/models")).status_code == 200
+        endless = await connect(b"GET / HTTP/1.1\r\n" + b"X-Long: " + b"y" * 200_000)
+        assert (await asyncio.wait_for(endless.readline(), 5)).startswith(b"HTTP/1.1 431")
+        assert (await http.post("/v1/completions", json=LONG | {"max_tokens": 60})).status_code == 200
 
 
 async def test_other_origins_and_hosts_are_refused_unless_configured(tiny_fleet: Fleet) -> None:

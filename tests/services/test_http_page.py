@@ -1,6 +1,7 @@
 """The page of the HTTP door in a headless browser. Skipped where the system has no Chromium."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ import httpx2 as httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from services.cli.processes import Fleet
+from services.cli.processes import Fleet, launched
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in _NAMES if (path := shutil.which(name))), "")
@@ -74,7 +75,91 @@ def test_the_text_is_the_server_s_and_its_colours_add_up(page: Page, tiny_fleet:
     pieces = page.locator("#text .piece")
     assert "".join(pieces.all_text_contents()) == text
     assert {one.get_attribute("data-source") for one in pieces.all()} <= set(counts)
-    assert "Tokens per second" in page.locator("#statistics").inner_text()
+    strip = page.locator("#strip").inner_text()
+    for name in ("Tokens per second", "Target alone", "Accepted", "Plan", "Verifying", "Network and queues"):
+        assert name in strip
+    assert re.search(r"predicted; this is \d+\.\d\dx", strip) and "draft in turns" in strip
+
+
+def test_the_strip_is_live(page: Page) -> None:
+    """Holds the stream back after its first report, and looks at the strip meanwhile."""
+    page.evaluate(
+        """() => {
+            const original = window.fetch;
+            window.fetch = async (...given) => {
+                const response = await original(...given);
+                if (!String(given[0]).endsWith("/completions")) return response;
+                const text = await response.text();
+                const cut = text.indexOf("\\n", text.indexOf('"progress"')) + 2;
+                const held = new Promise((go) => { window.go = go; });
+                const body = new ReadableStream({
+                    async start(controller) {
+                        controller.enqueue(new TextEncoder().encode(text.slice(0, cut)));
+                        await held;
+                        controller.enqueue(new TextEncoder().encode(text.slice(cut)));
+                        controller.close();
+                    },
+                });
+                return new Response(body, { headers: response.headers });
+            };
+        }"""
+    )
+    fill(page, kind="text", prompt="The quick brown", max_tokens="60", temperature="1", seed="3", mode="lockstep")
+    page.click("#run")
+    expect(page.locator("#strip")).to_contain_text("Accepted", timeout=WAIT_MS)
+    expect(page.locator("#status")).to_have_text("Generating…")
+    expect(page.locator("#runs tr")).to_have_count(0)
+    page.evaluate("window.go()")
+    expect(page.locator("#runs tr")).to_have_count(1)
+
+
+def test_the_tokens_of_both_models_stand_above_each_other(page: Page, tiny_fleet: Fleet) -> None:
+    values = {"kind": "text", "prompt": "The quick brown", "max_tokens": "60", "temperature": "1", "seed": "3"}
+    text = run(page, 1, mode="lockstep", **values)
+    models = ["tiny-target", "tiny-draft"]
+    answer = httpx.post(f"{tiny_fleet.http}/v1/segmentations", json={"text": text, "models": models}).json()
+    expected = [[one["byte_count"] for one in row["tokens"]] for row in answer["data"]]
+    hint = page.locator("#tokens-hint")
+    expect(hint).to_contain_text(f"tiny-target: {len(expected[0])} tokens, tiny-draft: {len(expected[1])} tokens")
+    piece = page.locator("#text .piece").first
+    piece.hover(position={"x": 3, "y": 8})
+    expect(page.locator("#tokens .model")).to_have_text(models)
+    assert page.locator("#tokens .here").count() == 2
+    edges = page.evaluate(
+        """() => ["1", "2"].map((row) => {
+            const cells = [...document.querySelectorAll("#tokens .token")]
+                .filter((one) => one.style.gridRowStart === row);
+            return [cells[0].getBoundingClientRect().left, cells.at(-1).getBoundingClientRect().right];
+        })"""
+    )
+    assert edges[0] == pytest.approx(edges[1], abs=1)
+    page.locator("#text").focus()
+    seen = set()
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+        seen.add(page.locator("#tokens .here").first.get_attribute("style"))
+        seen.add(page.locator("#tokens .here").first.text_content())
+    assert len(seen) > 2
+    run(page, 1, **(values | {"seed": "4"}))
+    assert page.locator("#tokens .token").count() == 0
+
+
+def test_a_server_with_keys_asks_for_one(browser: Browser, tiny_fleet: Fleet, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[ann]\ntoken = "{"a" * 32}"\n')
+    options = ("--bridge", tiny_fleet.bridge, "--listen", "127.0.0.1:0", "--keys", str(keys), "--until-stdin-closes")
+    with launched("http", "http", *options) as (url, _):
+        page = browser.new_page()
+        page.goto(url)
+        expect(page.get_by_role("alert")).to_contain_text("no token")
+        page.fill("#key", "a" * 32)
+        page.keyboard.press("Tab")
+        expect(page.locator("#model")).to_have_value("tiny-target")
+        expect(page.get_by_role("alert")).to_be_hidden()
+        fill(page, kind="text", prompt="The quick", max_tokens="5")
+        page.click("#run")
+        expect(page.locator("#status")).to_contain_text("Finished", timeout=WAIT_MS)
+        page.close()
 
 
 def test_another_mode_or_draft_keeps_the_text(page: Page) -> None:
@@ -110,7 +195,8 @@ def test_markup_in_a_text_stays_text(page: Page) -> None:
     statistics: dict[str, Any] = {
         "draft": hostile, "plan_summary": hostile, "note": "", "sources": [], "num_draft_tokens": 0,
         "measured_tokens_per_second": 1, "predicted_tokens_per_second": 1, "first_token_ns": 1, "verify_ns": 1,
-        "network_ns": 1, "target_pass_count": 1,
+        "network_ns": 1, "target_pass_count": 1, "plain_tokens_per_second": 1, "waited_ns": 0, "current_plan": hostile,
+        "draft_choice": None,
     }  # fmt: skip
     events = [
         {"choices": [{"text": hostile, "draftbridge": spans}]},

@@ -216,6 +216,7 @@ class GenerateRequest(_message.Message):
     DRAFT_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    REPORTS_PROGRESS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     WORKLOAD_FIELD_NUMBER: _builtins.int
     prompt: _builtins.str
@@ -238,6 +239,8 @@ class GenerateRequest(_message.Message):
     started with --suffix-memory. Empty: nothing is kept or reused. At most 256 characters. Response times can reveal
     earlier outputs of a tenant, so share a key only among clients that may see each other's outputs.
     """
+    reports_progress: _builtins.bool
+    """Whether deltas report the progress of speculation, see `GenerateDelta.progress`."""
     workload: _builtins.str
     """Kind of text, such as "code" or "support chat". The bridge learns for each kind which draft is fastest. At most 64
     characters; empty is a kind, too.
@@ -283,12 +286,13 @@ class GenerateRequest(_message.Message):
         draft: _builtins.str = ...,
         speculation: Global___Speculation | None = ...,
         tenant: _builtins.str = ...,
+        reports_progress: _builtins.bool = ...,
         drafts: _abc.Iterable[_builtins.str] | None = ...,
         workload: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "draft", b"draft", "drafts", b"drafts", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "target", b"target", "tenant", b"tenant", "token_ids", b"token_ids", "workload", b"workload"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "chat", b"chat", "draft", b"draft", "drafts", b"drafts", "input", b"input", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "reports_progress", b"reports_progress", "sampling", b"sampling", "speculation", b"speculation", "stop", b"stop", "target", b"target", "tenant", b"tenant", "token_ids", b"token_ids", "workload", b"workload"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -421,6 +425,7 @@ class GenerateDelta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     SPANS_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole characters; empty while a character or a possible stop string is incomplete. Invalid UTF-8 becomes U+FFFD."""
     @_builtins.property
@@ -435,6 +440,12 @@ class GenerateDelta(_message.Message):
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextSpan]:
         """The sources of `text`, in order; the byte counts add up to its length in UTF-8."""
 
+    @_builtins.property
+    def progress(self) -> Global___SpeculationStatistics:
+        """The statistics so far, at most ten times per second; only if the request has `reports_progress`. Mode and the
+        fields for the end of a text are not set.
+        """
+
     def __init__(
         self,
         *,
@@ -442,10 +453,11 @@ class GenerateDelta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_sampling_pb2.TokenLogprobs] | None = ...,
         spans: _abc.Iterable[Global___TextSpan] | None = ...,
+        progress: Global___SpeculationStatistics | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "spans", b"spans", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "progress", b"progress", "spans", b"spans", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -544,6 +556,8 @@ class SpeculationStatistics(_message.Message):
     PREDICTED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     MEASURED_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     PLAN_SUMMARY_FIELD_NUMBER: _builtins.int
+    CURRENT_PLAN_FIELD_NUMBER: _builtins.int
+    PLAIN_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
     DRAFT_CHOICE_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
@@ -584,6 +598,10 @@ class SpeculationStatistics(_message.Message):
     """Measured speed over the same passes."""
     plan_summary: _builtins.str
     """The predicted speed of each plan at the end, as a sentence; empty if the mode was not AUTO."""
+    current_plan: _builtins.str
+    """The plan of the last pass, with the number of tokens in a turn of the draft."""
+    plain_tokens_per_second: _builtins.float
+    """The speed that the planner predicted for the same passes without candidates: the target alone."""
     @_builtins.property
     def num_accepted_tokens_per_position(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Number of candidates accepted at each position in a pass; the first candidate of a pass comes first."""
@@ -628,12 +646,14 @@ class SpeculationStatistics(_message.Message):
         predicted_tokens_per_second: _builtins.float = ...,
         measured_tokens_per_second: _builtins.float = ...,
         plan_summary: _builtins.str = ...,
+        current_plan: _builtins.str = ...,
+        plain_tokens_per_second: _builtins.float = ...,
         drafts: _abc.Iterable[_builtins.str] | None = ...,
         draft_choice: Global___DraftChoice | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["draft_choice", b"draft_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "bridge_ns", b"bridge_ns", "draft_choice", b"draft_choice", "drafts", b"drafts", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "measured_tokens_per_second", b"measured_tokens_per_second", "mode", b"mode", "near_ties", b"near_ties", "network_ns", b"network_ns", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "plan_summary", b"plan_summary", "plans", b"plans", "predicted_tokens_per_second", b"predicted_tokens_per_second", "sources", b"sources", "target_pass_count", b"target_pass_count", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_byte_count", b"accepted_byte_count", "bridge_ns", b"bridge_ns", "current_plan", b"current_plan", "draft_choice", b"draft_choice", "drafts", b"drafts", "elapsed_ns", b"elapsed_ns", "first_token_ns", b"first_token_ns", "generated_byte_count", b"generated_byte_count", "measured_tokens_per_second", b"measured_tokens_per_second", "mode", b"mode", "near_ties", b"near_ties", "network_ns", b"network_ns", "note", b"note", "num_accepted_tokens", b"num_accepted_tokens", "num_accepted_tokens_per_position", b"num_accepted_tokens_per_position", "num_draft_tokens", b"num_draft_tokens", "num_drafts", b"num_drafts", "plain_tokens_per_second", b"plain_tokens_per_second", "plan_summary", b"plan_summary", "plans", b"plans", "predicted_tokens_per_second", b"predicted_tokens_per_second", "sources", b"sources", "target_pass_count", b"target_pass_count", "verify_ns", b"verify_ns", "waited_ns", b"waited_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -741,6 +761,7 @@ class PlanStatistics(_message.Message):
     ELAPSED_NS_FIELD_NUMBER: _builtins.int
     PREDICTED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PREDICTED_NS_FIELD_NUMBER: _builtins.int
+    PLAIN_NS_FIELD_NUMBER: _builtins.int
     plan: _builtins.str
     """The kind of plan: "plain", "suffix", "draft in turns" or "draft ahead"."""
     target_pass_count: _builtins.int
@@ -753,6 +774,8 @@ class PlanStatistics(_message.Message):
     """Number of tokens that the planner predicted for them."""
     predicted_ns: _builtins.float
     """Nanoseconds that the planner predicted for them."""
+    plain_ns: _builtins.float
+    """Nanoseconds that the planner predicted for the same tokens in passes without candidates."""
     def __init__(
         self,
         *,
@@ -762,10 +785,11 @@ class PlanStatistics(_message.Message):
         elapsed_ns: _builtins.int = ...,
         predicted_token_count: _builtins.float = ...,
         predicted_ns: _builtins.float = ...,
+        plain_ns: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_ns", b"elapsed_ns", "plan", b"plan", "predicted_ns", b"predicted_ns", "predicted_token_count", b"predicted_token_count", "target_pass_count", b"target_pass_count", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_ns", b"elapsed_ns", "plain_ns", b"plain_ns", "plan", b"plan", "predicted_ns", b"predicted_ns", "predicted_token_count", b"predicted_token_count", "target_pass_count", b"target_pass_count", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1289,6 +1313,7 @@ class TokenSpan(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     BYTE_OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """Id in the model's vocabulary."""
     byte_offset: _builtins.int
@@ -1297,16 +1322,19 @@ class TokenSpan(_message.Message):
     """
     data: _builtins.bytes
     """The bytes that the token stands for; empty for a control token."""
+    name: _builtins.str
+    """The name of a control token, such as "<|im_end|>"; empty for other tokens."""
     def __init__(
         self,
         *,
         token_id: _builtins.int = ...,
         byte_offset: _builtins.int = ...,
         data: _builtins.bytes = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_offset", b"byte_offset", "data", b"data", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_offset", b"byte_offset", "data", b"data", "name", b"name", "token_id", b"token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

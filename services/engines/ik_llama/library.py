@@ -68,10 +68,13 @@ _get_state = _function("llama_state_seq_get_data", _size, _pointer, _pointer, _s
 _set_state = _function("llama_state_seq_set_data", _size, _pointer, _pointer, _size, _int, ctypes.c_uint32)
 
 
+_ERROR_LEVEL = 4
+
+
 @_LOG  # type: ignore[untyped-decorator]  # ctypes types its own decorators loosely
 def _on_log(level: int, text: bytes, _: Any) -> None:
-    # Its errors; it logs much besides.
-    if level == 2:
+    # It logs much besides errors.
+    if level == _ERROR_LEVEL:
         _log.error("%s", text.decode(errors="replace").strip())
 
 

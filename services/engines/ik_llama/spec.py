@@ -46,6 +46,7 @@ IK_LLAMA = EngineSpec(
     name="ik_llama",
     runs="GGUF files that ik_llama.cpp reads, in the file's own precision, the same bit for bit at every width",
     devices="CPU",
+    reads="gguf",
     prepare=gguf.prepare,
     open=_open,
     modules=("ik_llama_cpp",),

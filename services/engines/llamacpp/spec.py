@@ -23,6 +23,7 @@ LLAMACPP = EngineSpec(
     name="llamacpp",
     runs="GGUF files that llama.cpp reads, in the file's own precision",
     devices="CPU, or the GPU that llama.cpp was built for",
+    reads="gguf",
     prepare=gguf.prepare,
     open=_open,
     modules=("llama_cpp",),

@@ -1,10 +1,14 @@
 // The page: sends a request, shows the stream as it arrives, and compares runs. Text is only ever set as textContent.
 
+import { call, events, useKey } from "./stream.js";
+import * as tokens from "./tokens.js";
+
 const $ = (id) => document.getElementById(id);
 const encoder = new TextEncoder();
 const NAMES = { "": "target", draft: "draft model", suffix: "repeated text" };
 let running = null; // the AbortController of the request in progress
-let compared = { key: "", runs: [] };
+let compared = { key: "", runs: [], alone: 0 }; // `alone`: measured tokens per second of the target without candidates
+let drafts = [];
 
 function element(name, text = "", className = "") {
   const made = document.createElement(name);
@@ -32,34 +36,6 @@ function options(select, names) {
   select.value = chosen || select.options[0]?.value || "";
 }
 
-async function failure(response) {
-  try {
-    return (await response.json()).error.message;
-  } catch {
-    return `the server answered with status ${response.status}`;
-  }
-}
-
-// Yields the JSON values of a stream of server-sent events. Throws if the stream reports an error or breaks off.
-async function* events(response) {
-  const decoder = new TextDecoder();
-  let held = "";
-  for (const reader = response.body.getReader(); ;) {
-    const { done, value } = await reader.read();
-    held += decoder.decode(value ?? new Uint8Array(), { stream: !done });
-    const lines = held.split("\n");
-    held = lines.pop();
-    for (const line of lines) {
-      if (!line.startsWith("data: ")) continue; // comments keep the connection alive
-      if (line === "data: [DONE]") return;
-      const event = JSON.parse(line.slice(6));
-      if (event.error) throw new Error(event.error.message);
-      yield event;
-    }
-    if (done) throw new Error("the stream ended before the text did");
-  }
-}
-
 function request(mode) {
   const chat = $("kind").value === "chat";
   const input = chat ? { messages: [{ role: "user", content: $("prompt").value }] } : { prompt: $("prompt").value };
@@ -77,7 +53,7 @@ function request(mode) {
       ...shared,
       stream: true,
       stream_options: { include_usage: true },
-      draftbridge: { mode, draft: mode === "off" ? "" : $("draft").value, spans: true },
+      draftbridge: { mode, draft: mode === "off" ? "" : $("draft").value, spans: true, progress: true },
     },
   };
 }
@@ -126,47 +102,55 @@ function showLegend(counts) {
 }
 
 const perSecond = (value) => (value > 0 ? value.toFixed(value < 100 ? 1 : 0) : "–");
-const milliseconds = (nanoseconds) => `${(nanoseconds / 1e6).toFixed(nanoseconds < 1e8 ? 1 : 0)} ms`;
-const accepted = (one) => (one.num_draft_tokens ? `${one.num_accepted_tokens} of ${one.num_draft_tokens}` : "–");
+const milliseconds = (nanoseconds) => `${(nanoseconds / 1e6).toFixed(nanoseconds < 1e7 ? 1 : 0)} ms`;
+const accepted = (one) =>
+  one.num_draft_tokens
+    ? `${one.num_accepted_tokens} of ${one.num_draft_tokens} (${Math.round((100 * one.num_accepted_tokens) / one.num_draft_tokens)}%)`
+    : "–";
 
-function showStatistics(values) {
-  $("statistics").replaceChildren(
-    ...values.map(([name, value]) => {
-      const group = element("div");
-      group.append(element("dt", name), element("dd", value));
-      return group;
-    }),
+// Says which draft the bridge chose by itself, and why.
+function choice(made) {
+  if (!made) return "";
+  const other = made.second_best || "the target alone";
+  const [best, next] = [made.bytes_per_second, made.second_best_bytes_per_second].map((one) => one.toFixed(0));
+  return `draft ${made.draft}, ${made.explores ? "tried to learn its speed" : "the fastest"}: expected ${best} bytes/s, ${other} ${next}`;
+}
+
+function cell(name, value, hint = "") {
+  const group = element("div");
+  group.append(element("dt", name), element("dd", value));
+  if (hint) group.append(element("dd", hint, "hint"));
+  return group;
+}
+
+// Shows the statistics so far, or at the end. The first pass, which reads the prompt, is not part of the speeds.
+function showStrip(statistics, mode) {
+  const [measured, predicted] = [statistics.measured_tokens_per_second, statistics.plain_tokens_per_second];
+  const alone = mode === "off" ? measured : compared.alone || predicted;
+  const kind = mode === "off" ? "this run" : compared.alone ? "measured" : "predicted";
+  const passes = statistics.target_pass_count;
+  const sources = statistics.sources.filter((one) => one.num_draft_tokens);
+  $("strip").replaceChildren(
+    cell("Tokens per second", perSecond(measured), `predicted ${perSecond(statistics.predicted_tokens_per_second)}`),
+    cell("Target alone", perSecond(alone), measured > 0 && alone > 0 ? `${kind}; this is ${(measured / alone).toFixed(2)}x` : kind),
+    cell("Accepted", accepted(statistics), sources.map((one) => `${NAMES[one.name] ?? one.name} ${accepted(one)}`).join("; ")),
+    cell("Plan", statistics.current_plan || "–", `${passes} passes of the target`),
+    cell("Verifying", passes ? `${milliseconds(statistics.verify_ns / passes)} a pass` : "–", `${milliseconds(statistics.verify_ns)} in all`),
+    cell(
+      "Network and queues",
+      passes > 1 ? `${milliseconds(statistics.network_ns / (passes - 1))} a pass` : "–",
+      `waited for the draft: ${milliseconds(statistics.waited_ns)}`,
+    ),
   );
+  $("plan").textContent = [statistics.plan_summary, choice(statistics.draft_choice), statistics.note]
+    .filter(Boolean)
+    .join(". ");
 }
 
-function showProgress(characters, started) {
-  const seconds = (performance.now() - started) / 1000;
-  showStatistics([
-    ["Characters so far", String(characters)],
-    ["Characters per second", seconds > 0 ? perSecond(characters / seconds) : "–"],
-  ]);
-}
-
-function showFinal(statistics, usage, bytes) {
-  showStatistics([
-    ["Tokens per second, measured", perSecond(statistics.measured_tokens_per_second)],
-    ["Predicted", perSecond(statistics.predicted_tokens_per_second)],
-    ["Candidates accepted", accepted(statistics)],
-    ...statistics.sources.map((one) => [`by ${NAMES[one.name] ?? one.name}`, accepted(one)]),
-    ["Tokens", `${usage.completion_tokens} in ${statistics.target_pass_count} passes`],
-    ["Bytes", String(bytes)],
-    ["First text after", milliseconds(statistics.first_token_ns)],
-    ["Passes of the target", milliseconds(statistics.verify_ns)],
-    ["Network and queues", milliseconds(statistics.network_ns)],
-    ["Draft", statistics.draft || "none"],
-  ]);
-  $("plan").textContent = [statistics.plan_summary, statistics.note].filter(Boolean).join(". ");
-}
-
-function record(key, mode, text, statistics, bytes) {
-  if (compared.key !== key) compared = { key, runs: [] };
+function record(mode, statistics, bytes) {
   const first = compared.runs[0];
   compared.runs.push(bytes);
+  if (mode === "off") compared.alone = statistics.measured_tokens_per_second;
   const parted = first ? bytes.findIndex((byte, place) => byte !== first[place]) : -1;
   const same = !first || (parted < 0 && bytes.length === first.length);
   const verdict = !first ? "first run" : same ? "identical" : `differs at byte ${parted < 0 ? bytes.length : parted}`;
@@ -191,20 +175,16 @@ async function run(mode) {
   const { path, key, body } = request(mode);
   showError("");
   $("text").replaceChildren();
-  $("statistics").replaceChildren();
+  tokens.clear();
+  $("strip").replaceChildren();
   $("plan").textContent = "";
+  if (compared.key !== key) compared = { key, runs: [], alone: 0 };
   $("status").textContent = "Generating…";
   $("stop").disabled = false;
   const counts = {};
   let [text, started, statistics, usage] = ["", 0, null, null];
   try {
-    const response = await fetch(path, {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(body),
-      signal: controller.signal,
-    });
-    if (!response.ok) throw new Error(await failure(response));
+    const response = await call(path, body, controller.signal);
     for await (const event of events(response)) {
       const choice = event.choices[0];
       const piece = choice?.text ?? choice?.delta?.content ?? "";
@@ -213,16 +193,20 @@ async function run(mode) {
         text += piece;
         append(piece, choice.draftbridge?.spans ?? [], counts);
         showLegend(counts);
-        showProgress(text.length, started);
         $("text").scrollTop = $("text").scrollHeight;
       }
+      if (choice?.draftbridge?.progress) showStrip(choice.draftbridge.progress, mode);
       if (event.usage) [usage, statistics] = [event.usage, event.usage.draftbridge[0]];
     }
     const bytes = encoder.encode(text);
-    showFinal(statistics, usage, bytes.length);
-    const verdict = record(key, mode, text, statistics, bytes);
+    const verdict = record(mode, statistics, bytes);
+    showStrip(statistics, mode);
     const seconds = ((performance.now() - started) / 1000).toFixed(2);
-    $("status").textContent = `Finished: ${usage.completion_tokens} tokens in ${seconds} s; ${verdict}.`;
+    const first = milliseconds(statistics.first_token_ns);
+    $("status").textContent =
+      `Finished: ${usage.completion_tokens} tokens, ${bytes.length} bytes, in ${seconds} s, the first after ${first}; ${verdict}.`;
+    const draft = statistics.draft || $("draft").value || drafts[0];
+    await tokens.load(text, draft ? [body.model, draft] : [body.model], controller.signal);
     return true;
   } catch (error) {
     const stopped = controller.signal.aborted;
@@ -252,19 +236,29 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
 });
 
-showLegend({});
-try {
-  const response = await fetch("/v1/models");
-  if (!response.ok) throw new Error(await failure(response));
-  const models = await response.json();
-  options($("model"), models.data.map((model) => model.id));
-  options($("draft"), models.draftbridge.drafts.map((draft) => draft.id));
-  const describe = () => {
-    const model = models.data.find((one) => one.id === $("model").value);
-    if (model?.draftbridge.chat_template) $("kind").value = "chat";
-  };
-  $("model").addEventListener("change", describe);
-  describe();
-} catch (error) {
-  showError(error.message);
+async function start() {
+  showError("");
+  try {
+    const models = await (await call("/v1/models")).json();
+    drafts = models.draftbridge.drafts.map((draft) => draft.id);
+    options($("model"), models.data.map((model) => model.id));
+    options($("draft"), drafts);
+    const describe = () => {
+      const model = models.data.find((one) => one.id === $("model").value);
+      if (model?.draftbridge.chat_template) $("kind").value = "chat";
+    };
+    $("model").addEventListener("change", describe);
+    describe();
+    $("key-field").hidden = true;
+  } catch (error) {
+    if (error.status === 401) $("key-field").hidden = false;
+    showError(error.message);
+  }
 }
+
+$("key").addEventListener("change", () => {
+  useKey($("key").value.trim());
+  start();
+});
+showLegend({});
+await start();

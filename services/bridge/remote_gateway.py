@@ -1,0 +1,180 @@
+"""Runs requests on a bridge elsewhere, over gRPC: the backend of a door in a process of its own."""
+
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+
+from cachetools import LRUCache
+from grpc import aio
+
+from bridge.errors import DraftBridgeError, InvalidField, ModelNotFound
+from bridge.generation import Delta, Finished
+from bridge.request import Request, check
+from draftbridge.security import Credentials, open_aio_channel
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
+from services.bridge.backend import Opened, ServedModel, ServiceState
+from services.bridge.pairing import Wish
+from services.metrics import HttpMetrics
+from services.rpc import client_codec
+from services.rpc.channel import options
+from services.rpc.status import RemoteError, from_rpc_error
+from services.traces import Traces, outgoing_metadata
+
+_MAX_MESSAGE_BYTES = 64 << 20
+_TIMEOUT_SECONDS = 10.0
+# How long a list of models is used before the bridge is asked again.
+_LIST_SECONDS = 1.0
+# Tokenizers whose tokens' bytes are kept, and tokens of each.
+_MAX_TOKENIZERS, _MAX_TOKENS = 16, 300_000
+
+
+class _Tokens:
+    """The bytes and names of the tokens of one model that were needed so far."""
+
+    def __init__(self) -> None:
+        self._known: LRUCache[int, tuple[bytes, str]] = LRUCache(_MAX_TOKENS)
+
+    def token_bytes(self, id_: int) -> bytes:
+        """See `Spelling`."""
+        return self._known.get(id_, (b"", ""))[0]
+
+    def name(self, id_: int) -> str:
+        """See `Spelling`."""
+        return self._known.get(id_, (b"", ""))[1]
+
+    def unknown(self, ids: Iterable[int]) -> list[int]:
+        return [id_ for id_ in dict.fromkeys(ids) if id_ not in self._known]
+
+    def add(self, spans: Iterable[bridge_pb2.TokenSpan]) -> None:
+        for one in spans:
+            self._known[one.token_id] = (one.data, one.name)
+
+
+class RemoteGateway:
+    """Runs requests on the bridge at `address`. It need not be there yet: requests fail until it is."""
+
+    def __init__(self, address: str, credentials: Credentials, metrics: HttpMetrics, traces: Traces) -> None:
+        self.metrics, self.traces = metrics, traces
+        self._address, self._credentials = address, credentials
+        self._tokens: LRUCache[str, _Tokens] = LRUCache(_MAX_TOKENIZERS)
+        self._listed: tuple[list[ServedModel], list[str]] = ([], [])
+        self._listed_at = -_LIST_SECONDS
+        self._channel: aio.Channel | None = None
+
+    @property
+    def _stub(self) -> "bridge_pb2_grpc.BridgeServiceAsyncStub":
+        # Opened in the event loop that serves. A stub is cheap.
+        if self._channel is None:
+            self._channel = open_aio_channel(self._address, self._credentials, options(_MAX_MESSAGE_BYTES))
+        return bridge_pb2_grpc.BridgeServiceStub(self._channel)
+
+    async def close(self) -> None:
+        """Ends all calls and the connection."""
+        if self._channel:
+            await self._channel.close()
+
+    async def served(self) -> tuple[list[ServedModel], list[str]]:
+        """See `Backend`."""
+        if time.monotonic() - self._listed_at >= _LIST_SECONDS:
+            try:
+                answer = await self._stub.ListModels(
+                    bridge_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS, metadata=outgoing_metadata()
+                )
+            except aio.AioRpcError as error:
+                raise self._converted(error) from error
+            usable = [one for one in answer.services if one.state == bridge_pb2.ServiceState.STATE_AVAILABLE]
+            targets = {one.model.name: self._served(one.model) for one in usable if one.role == model_pb2.ROLE_TARGET}
+            drafts = dict.fromkeys(one.model.name for one in usable if one.role == model_pb2.ROLE_DRAFT)
+            self._listed, self._listed_at = (list(targets.values()), list(drafts)), time.monotonic()
+        return self._listed
+
+    async def served_target(self, name: str) -> ServedModel:
+        """See `Backend`."""
+        targets, _ = await self.served()
+        for one in targets:
+            if name in ("", one.name):
+                return one
+        known = ", ".join(one.name for one in targets) or "none"
+        raise ModelNotFound(f"this bridge has no target {name!r}: it has {known}", model=name)
+
+    async def check(self) -> list[ServiceState]:
+        """See `Backend`. The bridge itself comes first."""
+        try:
+            answer = await self._stub.GetStatus(
+                bridge_pb2.GetStatusRequest(), timeout=_TIMEOUT_SECONDS, metadata=outgoing_metadata()
+            )
+        except aio.AioRpcError as error:
+            return [ServiceState(self._address, True, str(self._converted(error)))]
+        services = [
+            ServiceState(one.address, one.role == model_pb2.ROLE_TARGET, one.problem) for one in answer.endpoints
+        ]
+        return [ServiceState(self._address, True, ""), *services]
+
+    async def segment(self, text: str, models: Sequence[str]) -> list[list[tuple[int, bytes]]]:
+        """See `Backend`."""
+        answer = await self._translate(bridge_pb2.TranslateRequest(text=text, source=models[0], target=models[-1]))
+        rows = (answer.source_tokens, answer.target_tokens)[: len(models)]
+        return [[(one.token_id, one.data) for one in row] for row in rows]
+
+    async def generate(
+        self, request: Request, target_name: str = "", draft_name: str = "", wish: Wish | None = None
+    ) -> AsyncGenerator[Opened | Delta | Finished, None]:
+        """See `Backend`."""
+        check(request)
+        try:
+            message = client_codec.write_request(request, target_name)
+            wish = wish or Wish((draft_name,) if draft_name else ())
+            if len(wish.drafts) == 1:
+                message.draft = wish.drafts[0]
+            else:
+                message.drafts.extend(wish.drafts)
+            message.workload = wish.workload
+        except ValueError as error:  # such as a lone surrogate in a variable of the chat template
+            raise InvalidField("the request", "made of Unicode text and JSON values", type(error).__name__) from None
+        call = self._stub.Generate(message, metadata=outgoing_metadata())
+        target = ""
+        try:
+            async for response in call:
+                match response.WhichOneof("event"):
+                    case "started":
+                        started, target = response.started, response.started.target
+                        yield Opened(target, started.draft, started.seed, started.prompt_token_count)
+                    case "delta":
+                        if response.delta.logprobs:
+                            await self._spell(target, response.delta)
+                        yield client_codec.read_delta(response.delta)
+                    case "finished":
+                        yield client_codec.read_finished(response.finished)
+        except aio.AioRpcError as error:
+            raise self._converted(error) from error
+        finally:
+            call.cancel()
+
+    async def _spell(self, model: str, delta: bridge_pb2.GenerateDelta) -> None:
+        """Makes sure that the bytes of all tokens of a delta are known."""
+        tokens = (await self.served_target(model)).spelling
+        assert isinstance(tokens, _Tokens)
+        tops = [top.token_id for one in delta.logprobs for top in one.top_logprobs]
+        if unknown := tokens.unknown([*delta.token_ids, *tops]):
+            ids = bridge_pb2.TokenIds(token_ids=unknown)
+            answer = await self._translate(bridge_pb2.TranslateRequest(token_ids=ids, source=model, target=model))
+            tokens.add(answer.source_tokens)
+
+    async def _translate(self, request: bridge_pb2.TranslateRequest) -> bridge_pb2.TranslateResponse:
+        try:
+            return await self._stub.Translate(request, timeout=_TIMEOUT_SECONDS, metadata=outgoing_metadata())
+        except aio.AioRpcError as error:
+            raise self._converted(error) from error
+
+    def _served(self, model: model_pb2.Model) -> ServedModel:
+        tokens = self._tokens.get(model.tokenizer_sha256)
+        if tokens is None:
+            self._tokens[model.tokenizer_sha256] = tokens = _Tokens()
+        chats, eos = bool(model.chat_template), tuple(model.special_ids.eos)
+        return ServedModel(model.name, model.context_length, chats, eos, tokens)
+
+    def _converted(self, error: aio.AioRpcError) -> DraftBridgeError:
+        found = from_rpc_error(error, self._address)
+        # The model is one that the client named, as in a gateway of this process.
+        if isinstance(found, RemoteError) and found.reason == ModelNotFound.reason:
+            return ModelNotFound(str(found), **found.metadata)
+        return found

@@ -1,0 +1,194 @@
+"""Chooses the fastest of several engines for a model by measurement, and remembers the choice for file and machine.
+
+    python -m services.engines.trial ENGINE PATH OPTIONS
+
+Each engine is tried in a process of its own, so that a crash or a library that cannot be loaded does no harm. What
+counts is the speed with speculation: of the passes of 1 to 25 tokens, the one with the most expected tokens per second
+if each candidate is right with a chance of 0.7. A draft makes passes of one token.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from bridge.errors import DraftBridgeError
+from services.engines.cpu import cpu_flags, cpu_name
+from services.engines.engine import measure, warm
+from services.engines.fixed_width import FixedWidthEngine
+from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
+from services.store.cache import Report, cache_directory
+
+_log = logging.getLogger(__name__)
+
+Costs = list[tuple[int, int]]
+# The conditional acceptance of a good draft; see docs/measurements.
+_CHANCE = 0.7
+# With a smaller model, the difference is not worth the seconds of a trial.
+_MIN_WEIGHT_BYTES = 64 << 20
+_CACHE_BYTES = 256 << 20
+_TIMEOUT_SECONDS = 180
+# The exit status of a trial whose engine refuses the model; the reason is the last line that it prints.
+_REFUSED = 3
+
+
+def speed(costs: Costs, *, drafts: bool = False) -> float:
+    """Returns the expected tokens per second of an engine, given (number of tokens, nanoseconds) of its forwards."""
+    if drafts:
+        return 1e9 / min(costs)[1]
+    return max(1e9 * (1 - _CHANCE**width) / (1 - _CHANCE) / taken_ns for width, taken_ns in costs)
+
+
+def fastest(
+    rivals: Sequence[EngineSpec],
+    model: str,
+    options: EngineOptions,
+    *,
+    report: Report,
+    drafts: bool = False,
+    deterministic: bool = False,
+    attempt: "Callable[[str, Path, EngineOptions, bool], Costs] | None" = None,
+) -> EngineSpec:
+    """Returns the fastest engine for a model, or the first of `rivals` if there is little to gain or none works.
+
+    `drafts`: the model only drafts. `deterministic`: it is served with that option. `attempt` measures one engine.
+    """
+    chosen = {one.name: replace(options, weights=_weights(one, options)) for one in rivals}
+    paths = {one.name: one.prepare(model, chosen[one.name].weights, report) for one in rivals}
+    if max(map(_size, paths.values())) < _MIN_WEIGHT_BYTES:
+        return rivals[0]
+    file = cache_directory().parent / "engines" / f"{_key(rivals, paths, options, drafts, deterministic)}.json"
+    speeds = _read(file)
+    if not speeds.keys() >= paths.keys():
+        report(f"measuring which engine is the fastest for {model} here: {', '.join(paths)} (once)")
+        speeds = {}
+        with _alone():
+            for name, path in paths.items():
+                try:
+                    speeds[name] = speed((attempt or _attempt)(name, path, chosen[name], deterministic), drafts=drafts)
+                except DraftBridgeError as error:
+                    report(f"{name} is not used: {error}")
+                    speeds[name] = 0.0
+        _write(file, speeds)
+    best = max(rivals, key=lambda one: speeds[one.name])
+    figures = ", ".join(f"{name} {value:.0f}" for name, value in speeds.items())
+    report(f"the fastest engine for {model} here: {best.name} (expected tokens/s with a good draft: {figures})")
+    return best
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Waits until no other process of this user measures engines: a target and its draft start at the same time."""
+    directory = cache_directory().parent
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(directory / "trial.lock").acquire(timeout=2 * _TIMEOUT_SECONDS)
+    except (OSError, Timeout):
+        lock = None  # measured together, then
+    try:
+        yield
+    finally:
+        if lock:
+            lock.lock.release()
+
+
+class _TrialFailed(DraftBridgeError):
+    """An engine could not be tried."""
+
+
+def _weights(spec: EngineSpec, options: EngineOptions) -> Weights:
+    return spec.auto_weights if options.weights is Weights.AUTO else options.weights
+
+
+def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> Costs:
+    """Measures an engine in another process. Raises `_TrialFailed`."""
+    given = json.dumps(asdict(options) | {"deterministic": deterministic})
+    command = [sys.executable, "-m", __name__, name, str(path), given]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise _TrialFailed(f"its trial took more than {_TIMEOUT_SECONDS} s") from None
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    if done.returncode == _REFUSED:
+        raise _TrialFailed(last)
+    if done.returncode:
+        how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
+        reason = (done.stderr.strip().splitlines() or [""])[-1][:300]
+        raise _TrialFailed(f"its trial ended with {how} ({reason})")
+    return [(width, taken_ns) for width, taken_ns in json.loads(last)]
+
+
+def _size(path: Path) -> int:
+    return max((file.stat().st_size for file in _files(path)), default=0)
+
+
+def _files(path: Path) -> list[Path]:
+    """Returns the files with weights: a GGUF file, those beside a converted model, or those of a directory."""
+    if path.suffix == ".gguf":
+        return [path]
+    return sorted(file for file in (path if path.is_dir() else path.parent).iterdir() if file.is_file())
+
+
+def _key(
+    rivals: Sequence[EngineSpec], paths: dict[str, Path], options: EngineOptions, drafts: bool, deterministic: bool
+) -> str:
+    """Names the files, the machine, the options and the installed libraries."""
+    files = [
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns) for path in paths.values() for file in _files(path)
+    ]
+    modules = [found.origin for one in rivals for name in one.modules if (found := find_spec(name)) and found.origin]
+    libraries = [(origin, Path(origin).stat().st_mtime_ns) for origin in modules if Path(origin).is_file()]
+    machine = (cpu_name(), sorted(cpu_flags()), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
+    facts = (files, libraries, machine, options.device, options.dtype.value, options.weights.value, options.threads)
+    return hashlib.sha256(repr((facts, drafts, deterministic)).encode()).hexdigest()[:24]
+
+
+def _read(file: Path) -> dict[str, float]:
+    try:
+        return {str(name): float(value) for name, value in json.loads(file.read_text()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # absent, or not written by this version
+        return {}
+
+
+def _write(file: Path, speeds: dict[str, float]) -> None:
+    scratch = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(speeds))
+        scratch.replace(file)
+    except OSError as error:  # then the next start measures again
+        _log.warning("%s cannot be written (%s)", file, error.strerror)
+
+
+def main() -> None:
+    """Prints the measured costs of one engine, or why it refuses the model."""
+    from services.engines.registry import engine_spec
+
+    name, path, given = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    deterministic = given.pop("deterministic")
+    given |= {"dtype": Dtype(given["dtype"]), "weights": Weights(given["weights"])}
+    given |= {"slot_count": 1, "cache_byte_limit": _CACHE_BYTES}
+    try:
+        engine = engine_spec(name).open(path, EngineOptions(**given))
+    except DraftBridgeError as error:
+        print(" ".join(str(error).split()))
+        sys.exit(_REFUSED)
+    if deterministic and engine.logit_tolerance > 0.0:
+        engine = FixedWidthEngine(engine)
+    else:
+        warm(engine, (1, 2, 3, 5, 9))
+    print(json.dumps(measure(engine, all_logits=True)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The command `draftbridge http`: a door in a process of its own, before a bridge that may be away or secured."""
+
+import json
+from pathlib import Path
+
+import httpx2 as httpx
+
+from draftbridge import Client
+from services.cli.processes import Fleet, launched
+from tests.services.test_http_limits import LONG, raw
+from tests.support.certificates import authority, issue
+from tests.support.secure import ALICE, KEYS
+from tests.support.waiting import eventually
+
+OPTIONS = ("--listen", "127.0.0.1:0", "--until-stdin-closes")
+BODY = {"prompt": "The quick brown", "max_tokens": 8, "temperature": 0}
+
+
+def test_a_secured_bridge_that_starts_later(tiny_fleet: Fleet, tmp_path: Path) -> None:
+    ca, keys, token = tmp_path / "ca.pem", tmp_path / "keys.toml", tmp_path / "token"
+    pair = issue(authority(ca), tmp_path, "bridge")
+    keys.write_text(KEYS)
+    token.write_text("not-the-token-0123456789")
+    bridge = ("bridge", "--target", tiny_fleet.target, "--keys", str(keys), *pair.options, *OPTIONS)
+    with launched("bridge", *bridge) as (address, _):
+        pass
+    shown = ("--bridge-ca", str(ca), "--bridge-token-file", str(token))
+    metrics = ("--metrics", "127.0.0.1:0")
+    with launched("http", "http", "--bridge", address, *shown, *metrics, *OPTIONS) as (url, _):
+        away = httpx.post(f"{url}/v1/completions", json=BODY)
+        assert away.status_code == 503 and address in away.json()["error"]["message"]
+        health = httpx.get(f"{url}/health")
+        assert health.status_code == 503 and health.json()["services"][0]["address"] == address
+        with launched("bridge", *bridge, "--listen", address):
+            # Neither does a wrong token of the door's own look like a fault of its client.
+            eventually(lambda: "token" in httpx.get(f"{url}/health").json()["services"][0]["problem"])
+            assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 503
+            token.write_text(ALICE)
+            eventually(lambda: httpx.get(f"{url}/health").status_code == 200)
+            answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()
+            expected = httpx.post(f"{tiny_fleet.http}/v1/completions", json=BODY, timeout=60).json()
+            assert answer["choices"] == expected["choices"]
+            assert 'http_route="/v1/completions"' in httpx.get(f"{url}/metrics").text
+
+
+def test_a_client_that_leaves_frees_its_sequences_on_the_bridge(tiny_fleet: Fleet, client: Client) -> None:
+    long = json.dumps(LONG | {"n": 2, "stream": True}).encode()
+    with launched("http", "http", "--bridge", tiny_fleet.bridge, "--grace", "1", *OPTIONS) as (url, process):
+        before = client.status().cancelled_count
+        connection = raw(url, long)
+        assert connection.recv(64).startswith(b"HTTP/1.1 200")
+        connection.close()
+        eventually(lambda: client.status().cancelled_count == before + 2, seconds=1)
+        # Stopping it does the same, and ends in time.
+        connection = raw(url, long)
+        assert connection.recv(64).startswith(b"HTTP/1.1 200")
+        process.terminate()
+        assert process.wait(10) == 0
+        connection.close()
+        eventually(lambda: client.status().active_count == 0, seconds=1)
+
+
+def test_its_own_keys_hold(tiny_fleet: Fleet, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(KEYS)
+    with launched("http", "http", "--bridge", tiny_fleet.bridge, "--keys", str(keys), *OPTIONS) as (url, _):
+        assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 401
+        assert httpx.get(f"{url}/metrics").status_code == 401
+        bearer = {"Authorization": f"Bearer {ALICE}"}
+        assert httpx.post(f"{url}/v1/completions", json=BODY, headers=bearer, timeout=60).status_code == 200
