@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bridge.errors import InvalidField, InvalidGrammar
 from bridge.generation import Delta, Finished, generate
 from bridge.planning.planner import Mode, SpeculationParameters
-from bridge.ports import Candidates, FinishReason, Run
+from bridge.ports import Candidates, FinishReason, Run, Sync
 from bridge.request import Request, render
 from bridge.sampling.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
@@ -87,7 +87,7 @@ def alone(kind: str, grammar: Grammar, temperature: float, seed: int, count: int
 
 
 @pytest.mark.parametrize("target_kind", tiny.KINDS)
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     draft_kind=st.sampled_from([None, *tiny.KINDS]),
     name=st.sampled_from(sorted(support.GRAMMARS)),
@@ -241,6 +241,26 @@ def test_a_draft_finds_its_position_by_bytes() -> None:
     assert matcher.seek(b'{"name": "Jo') and (matcher.allowed() == inside).all()
     assert not matcher.seek(b'{"name": 5')
     assert matcher.seek(b'{"name": "Jo"') and not (matcher.allowed() == inside).all()
+
+
+async def test_a_draft_proposes_nothing_that_cannot_be() -> None:
+    draft, grammar = tiny.model("unigram"), support.GRAMMARS["schema"]
+    scheduler = tiny.scheduler(tiny.HashEngine(draft))
+    prompt = draft.vocabulary.pieces(PROMPT.encode(), whole=True).ids
+    begun = b'{"name": "x", "ta'
+    try:
+        matcher = support.grammars(draft).open_draft(grammar)
+        with closing(DraftSession(draft, scheduler, tiny.sampler(draft, 1.5), matcher)) as session:
+            context = (*prompt, *draft.vocabulary.pieces(begun).ids)
+            await session.sync(Sync(1, 0, context, len(begun), 60, batch_token_count=60))
+            first = await anext(aiter(session.proposals()))
+            data = draft.vocabulary.spell(first.token_ids)
+            assert data.startswith(b'gs": [') and follow(grammar).accepted(begun, data)[0] == len(data)
+            # A context that spells something else is not an error: then the draft proposes what it likes.
+            await session.sync(Sync(2, len(prompt), tuple(draft.vocabulary.pieces(b"{]").ids), 2, 4))
+            assert (await anext(aiter(session.proposals()))).token_ids
+    finally:
+        scheduler.close()
 
 
 def test_bytes_are_forced_and_refused() -> None:
