@@ -27,6 +27,8 @@ from bridge.text.models import Model
 # Candidates of each sequence that are considered, by the number of sequences: the first item that is large enough.
 _CONSIDERED = ((1, 24), (4, 16), (16, 8), (64, 6))
 _MIN_CONSIDERED = 4
+# One forward of this number is made without candidates, because what is never measured cannot be compared.
+_PLAIN_FORWARDS = 100
 # From this number, ids are checked as an array.
 _MANY_IDS = 1024
 # Choosing for several sequences may take this long, however short the deadline is.
@@ -254,7 +256,7 @@ class Guest:
         count = len(update.sequences)
         candidate_count = sum(one.candidate_count for one in update.sequences)
         reads = update.forward_token_count > _PROMPT_FACTOR * (count + candidate_count)
-        if not engine_ns or begun or reads or count == 0 or len(named) < count:
+        if not engine_ns or begun or reads or not named:
             return None
         if count > 1:
             self._costs.observe(count, candidate_count, float(engine_ns))
@@ -277,7 +279,7 @@ class Guest:
         self, update: StepUpdate, named: Sequence[tuple[SequenceUpdate, Held]], answer: Answer, deadline: int
     ) -> None:
         """Adds candidates for several sequences, those that the deadline leaves time for."""
-        count, plain = len(update.sequences), self._costs.plain_is_due
+        count, plain = len(update.sequences), self._turn % _PLAIN_FORWARDS == _PLAIN_FORWARDS - 1
         considered = next((most for limit, most in _CONSIDERED if count <= limit), _MIN_CONSIDERED)
         self._turn += 1
         start = self._turn % max(len(named), 1)  # with too many sequences for one deadline, each gets its turn

@@ -9,9 +9,6 @@ import numpy as np
 
 from bridge.planning.costs import ForwardTime, WidthCost
 
-# Every forward of this number is made without candidates, because what is never measured cannot be compared.
-_PLAIN_FORWARDS = 100
-
 
 class BatchCosts:
     """Estimates the time of a forward by its number of sequences and candidates.
@@ -22,12 +19,6 @@ class BatchCosts:
 
     def __init__(self, forward_costs: Sequence[tuple[int, int]] = ()) -> None:
         self._levels = [ForwardTime(WidthCost.measured(forward_costs), float(dict(forward_costs).get(1, 0)))]
-        self._forward_count = 0
-
-    @property
-    def plain_is_due(self) -> bool:
-        """Returns whether the next forward should have no candidates, to measure one."""
-        return self._forward_count % _PLAIN_FORWARDS == _PLAIN_FORWARDS - 1
 
     def of(self, sequence_count: int) -> ForwardTime:
         """Returns the times at a level of load. A new level starts as a copy of the level below."""
@@ -37,7 +28,6 @@ class BatchCosts:
 
     def observe(self, sequence_count: int, candidate_count: int, nanoseconds: float) -> None:
         """Records a forward that ran one token and the candidates of each sequence."""
-        self._forward_count += 1
         self.of(sequence_count).observe(1 + candidate_count / sequence_count, nanoseconds)
 
 

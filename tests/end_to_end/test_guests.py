@@ -14,7 +14,7 @@ from tests.support import tiny
 from tests.support.guests import Reciter, client, description, recite
 from tests.support.waiting import eventually
 
-TEXT = ("The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore! " * 4).encode()
+TEXT = ("The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore! " * 8).encode()
 IDS = list(tiny.vocabulary("sentencepiece").pieces(TEXT).ids)
 DEADLINE = 0.05
 

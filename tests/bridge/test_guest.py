@@ -1,0 +1,133 @@
+"""The bridge's side of a guest, without services: what a draft that hangs costs, and what many sequences get."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from bridge.guest import Answer, Guest, SequenceUpdate, StepUpdate
+from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
+from bridge.planning.batch import BatchCosts
+from bridge.planning.estimates import TargetEstimates
+from bridge.ports import Proposal, Sync
+from bridge.sources.source import Draft
+from tests.support import tiny
+from tests.support.alone import QueuedDrafter
+
+MODEL = tiny.model("sentencepiece", context_length=4096)
+TEXT = ("The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore! " * 8).encode()
+IDS = list(MODEL.vocabulary.pieces(TEXT).ids)
+FRESH = "Grüße aus Köln: naïve café, señor, 1234 of them, for $56.78!".encode()
+
+
+class Reciting(QueuedDrafter):
+    """A draft that proposes what follows in a text, in one message for each sync."""
+
+    def __init__(self, text: bytes, hangs: bool = False) -> None:
+        super().__init__()
+        self._ids, self._hangs = list(tiny.vocabulary("byte_level").pieces(text).ids), hangs
+        self._held: list[int] = []
+        # What its context spelled after each sync.
+        self.read: list[bytes] = []
+
+    async def sync(self, sync: Sync) -> None:
+        del self._held[sync.keep_token_count :]
+        self._held += sync.token_ids
+        self.read.append(tiny.vocabulary("byte_level").spell(self._held))
+        if not self._hangs:
+            ids = tuple(self._ids[len(self._held) : len(self._held) + sync.credit])
+            self._held += ids
+            self.queue.put_nowait(Proposal(sync.epoch, ids, (0.9,) * len(ids), done=len(ids) < sync.credit))
+
+
+def guest_of(drafter: QueuedDrafter | None = None, costs: BatchCosts | None = None) -> Guest:
+    shared = GuestOpening(MODEL, TargetEstimates())
+
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        draft = None
+        if drafter:
+            model = tiny.model("byte_level")
+            draft = Draft(model, drafter, shared.estimates.draft(model.name))
+        return open_sequence(shared, ids, generated, draft)
+
+    return Guest(MODEL, open_, costs or BatchCosts())
+
+
+async def stepped(guest: Guest, number: int, *sequences: SequenceUpdate, deadline_ns: int = 2_000_000) -> Answer:
+    answer = await guest.step(StepUpdate(number, sequences, deadline_ns=deadline_ns, engine_ns=20_000_000))
+    await guest.settle()
+    await asyncio.sleep(0)
+    return answer
+
+
+async def recited(guest: Guest, ids: list[int], start: int, deadline_ns: int) -> tuple[int, dict[str, int]]:
+    """Returns the number of forwards that recite `ids` from `start` on, and the accepted candidates by source."""
+    forwards, known, end, accepted = 0, 0, start, {"draft": 0, "suffix": 0}
+    tried = (0, 0)
+    while end < len(ids):
+        forwards += 1
+        update = SequenceUpdate(1, known, tuple(ids[known:end]), 0, None, *tried)
+        answer = await stepped(guest, forwards, update, deadline_ns=deadline_ns)
+        known, tried = end, (0, 0)
+        for one in answer.proposed:
+            assert one.base == end
+            tried = forwards, one.width
+            for id_, source in zip(one.offer.token_ids[: one.width], one.offer.sources, strict=False):
+                if end < len(ids) and ids[end] == id_:
+                    end += 1
+                    accepted[source] += 1
+                else:
+                    break
+        end = min(end + 1, len(ids))
+    return forwards, accepted
+
+
+async def test_an_engine_that_waits_gets_the_draft_s_turns() -> None:
+    drafter = Reciting(FRESH)
+    guest = guest_of(drafter)
+    ids = list(MODEL.vocabulary.pieces(FRESH).ids)
+    forwards, accepted = await recited(guest, ids, 3, 10**9)
+    guest.close()
+    assert accepted["draft"] >= 20
+    assert forwards <= len(ids) - 3 - accepted["draft"] + 1
+
+
+@pytest.mark.parametrize("deadline_ms", [0, 2, 50])
+async def test_a_draft_that_hangs_costs_at_most_deadlines(deadline_ms: int) -> None:
+    guest = guest_of(Reciting(FRESH, hangs=True))
+    ids = list(MODEL.vocabulary.pieces(FRESH).ids)
+    started = time.perf_counter()
+    forwards, accepted = await recited(guest, ids, 3, deadline_ms * 1_000_000)
+    guest.close()
+    assert forwards >= len(ids) - 4 - accepted["suffix"] and not accepted["draft"]
+    assert time.perf_counter() - started < 2.0 + 6 * deadline_ms / 1000, "it is not waited for in every step"
+
+
+async def test_a_rejected_draft_starts_again_at_the_engine_s_tokens() -> None:
+    """The engine goes another way than the draft, which is then told what the engine has said."""
+    drafter = Reciting(TEXT)
+    guest = guest_of(drafter)
+    await recited(guest, IDS[:40] + IDS[60:80], 10, 10**9)
+    guest.close()
+    whole = MODEL.vocabulary.spell(IDS[:40] + IDS[60:80])
+    assert all(whole.startswith(read) for read in drafter.read)
+    assert len(drafter.read[-1]) > len(MODEL.vocabulary.spell(IDS[:40]))
+
+
+async def test_an_expensive_forward_gets_fewer_candidates() -> None:
+    """The same sequences, on an engine whose forwards cost the same at any width, and on one where each token costs."""
+    verified = {}
+    for name, slope in (("flat", 0.0), ("steep", 2.0)):
+        costs = BatchCosts()
+        for number in range(200):
+            costs.observe(8, 8 * (number % 4), 2e7 * (1 + slope * (number % 4)))
+        guest = guest_of(costs=costs)
+        await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[: 150 + id_])) for id_ in range(8)))
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+        updates = [SequenceUpdate(id_, 150 + id_, (IDS[150 + id_],)) for id_ in range(8)]
+        answer = await stepped(guest, 2, *updates, deadline_ns=10**9)
+        verified[name] = sum(one.width for one in answer.proposed)
+        guest.close()
+    assert verified["steep"] < verified["flat"] and verified["flat"] > 8
