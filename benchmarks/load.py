@@ -31,6 +31,7 @@ import grpc
 import psutil
 from grpc import aio
 
+from benchmarks.prompts import OWN
 from benchmarks.prompts import read as read_prompts
 from benchmarks.scripted_service import expected
 from draftbridge.client import generate_request
@@ -60,12 +61,15 @@ class Sample:
 class Generator:
     """Sends requests over one connection for each client."""
 
-    def __init__(self, address: str, clients: int, options: dict[str, Any], prompts: Sequence[str]) -> None:
+    def __init__(self, address: str, clients: int, options: dict[str, Any], prompts: Sequence[Any]) -> None:
         self._channels = [aio.insecure_channel(address, _OPTIONS) for _ in range(clients)]
         self._stubs = [bridge_pb2_grpc.BridgeServiceStub(channel) for channel in self._channels]
-        self._requests = [generate_request(prompt, **options) for prompt in prompts]
+        self._requests = [
+            generate_request(**options, **(one if isinstance(one, dict) else {"prompt": one})) for one in prompts
+        ]
         tokens = options["max_tokens"]
-        self._texts = [expected(prompt, tokens) for prompt in prompts] if prompts is _PROMPTS else None
+        scripted = prompts is _PROMPTS
+        self._texts = [expected(prompt, tokens) for prompt in _PROMPTS] if scripted else None
         self._random, self._count = random.Random(0), 0
 
     async def close(self) -> None:
@@ -172,7 +176,7 @@ def measure(bridge: str, pid: int, clients: int, arguments: argparse.Namespace) 
     options = {
         "max_tokens": arguments.tokens,
         "speculation": arguments.speculation,
-        "prompts": read_prompts(arguments.prompts) if arguments.target else None,
+        "prompts": [*map(_input, read_prompts(arguments.prompts or OWN))] if arguments.target else None,
     }
     words = ["--generate", bridge, "--clients", str(clients), "--options", json.dumps(options)]
     words += ["--load", str(arguments.load), "--seconds", str(arguments.seconds)]
@@ -204,6 +208,10 @@ def measure(bridge: str, pid: int, clients: int, arguments: argparse.Namespace) 
                 }
             )
     return rows
+
+
+def _input(prompt: dict[str, Any]) -> dict[str, Any]:
+    return {key: prompt[key] for key in ("prompt", "messages") if key in prompt}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -244,7 +252,8 @@ def run(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             word for one in drafts for word in ("--draft", one)
         ]
         with pinned(arguments.bridge_cores):
-            bridge, process = start("bridge", "bridge", *models, *_SERVED, *arguments.bridge_options.split())
+            options = ("--workers", str(arguments.workers), *arguments.bridge_options.split())
+            bridge, process = start("bridge", "bridge", *models, *_SERVED, *options)
         return [row for clients in arguments.clients for row in measure(bridge, process.pid, clients, arguments)]
 
 
@@ -268,6 +277,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, help="for real models; see docs/measurements")
     parser.add_argument("--service-options", default="", help="further options of `serve`, in quotes")
     parser.add_argument("--bridge-options", default="", help="further options of `bridge`, in quotes")
+    parser.add_argument("--workers", type=int, default=1, help="of the bridge")
     parser.add_argument("--bridge-cores", type=int, nargs="+")
     parser.add_argument("--other-cores", type=int, nargs="+")
     parser.add_argument("--json", type=Path)

@@ -86,10 +86,10 @@ async def exchange(
     try:
         while True:
             responding = asyncio.ensure_future(anext(responses))
-            waiting = (responding,) if listener.done() else (listener, responding)
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if not listener.done():
+                await asyncio.wait((listener, responding), return_when=asyncio.FIRST_COMPLETED)
             if listener.done():
-                listener.result()
+                listener.result()  # it may also have failed while the last response was sent
             yield await responding
     except StopAsyncIteration:
         return

@@ -4,7 +4,8 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# The files that may read the wall clock: when keys expire, the date in answers, traces and templates, old files.
+# The files that may read the wall clock: when keys expire, the date in answers, traces, templates and records of
+# measurements, the age of files.
 DATED = {
     "services/rpc/keys.py",
     "services/http/responses.py",
@@ -12,6 +13,8 @@ DATED = {
     "services/traces.py",
     "services/sandbox/jinja.py",
     "services/store/cache.py",
+    "services/bridge/pair_memory.py",
+    "services/cli/zoo/command.py",
 }
 WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
 

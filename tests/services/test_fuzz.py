@@ -24,15 +24,19 @@ from bridge.request import Request
 from draftbridge.v1 import (
     bridge_pb2,
     bridge_pb2_grpc,
+    candidate_pb2,
+    candidate_pb2_grpc,
     draft_pb2,
     model_pb2,
     model_pb2_grpc,
     target_pb2,
 )
 from services.bridge.gateway import Gateway
+from services.bridge.guests import CandidateServicer, GuestLimits
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import Role
+from services.metrics import BridgeMetrics
 from services.model.host import LoadedModel
 from services.model.server import register
 from services.model.servicer import ModelServicer, describe
@@ -84,6 +88,25 @@ DRAFT = [
     draft_pb2.DraftRequest(sync=draft_pb2.DraftSync(epoch=1, token_ids=[70, 71], credit=4)),
     draft_pb2.DraftRequest(sync=draft_pb2.DraftSync(epoch=2, keep_token_count=1, token_ids=[72], credit=2)),
     draft_pb2.DraftRequest(grant=draft_pb2.DraftGrant(epoch=1, credit=3)),
+]
+PROPOSE = [
+    candidate_pb2.ProposeRequest(
+        step=candidate_pb2.ProposeStep(
+            step=step,
+            sequences=[candidate_pb2.ProposeSequence(sequence_id=1, token_ids=[70, 71], generated_token_count=1)],
+            deadline_us=deadline_us,
+        )
+    )
+    for step, deadline_us in ((1, 0), (2, 1000))
+] + [
+    candidate_pb2.ProposeRequest(
+        step=candidate_pb2.ProposeStep(
+            step=3,
+            sequences=[candidate_pb2.ProposeSequence(sequence_id=1, kept_token_count=2, token_ids=[72, 73])],
+            ended_sequence_ids=[2],
+        )
+    ),
+    candidate_pb2.ProposeRequest(tokenizer=candidate_pb2.ProposeTokenizer(chunk=b"{}", last=True)),
 ]
 PASSES = [target_pb2.VerifyResponse(base_token_count=base, token_ids=[70]) for base in (4, 5, 6)] + [
     target_pb2.VerifyResponse(base_token_count=4, token_ids=[70], finish_reason=1),
@@ -150,6 +173,10 @@ class House:
         )
         server = Server("127.0.0.1:0")
         bridge_pb2_grpc.add_BridgeServiceServicer_to_server(BridgeServicer(self.gateway), server._server)
+        self.guests = CandidateServicer(
+            self._zoos[0], GuestLimits(sequence_count=8, memory_bytes=1 << 20), BridgeMetrics()
+        )
+        candidate_pb2_grpc.add_CandidateServiceServicer_to_server(self.guests, server._server)
         await self._start(server)
         self.addresses = {"bridge": server.address, "target": target, "draft": draft}
 
@@ -203,8 +230,11 @@ class House:
         """Returns whether no session and no request is left."""
         gateways = (self.gateway, self.false_target, self.false_draft)
         schedulers = (self.target.scheduler, self.draft.scheduler)
-        return all(not one.counts.active and not one.running for one in gateways) and all(
-            one.free_slot_count == one.engine.slot_count and one.queue_length == 0 for one in schedulers
+        idle = not self.guests._connections and not self.guests._budget.count
+        return (
+            idle
+            and all(not one.counts.active and not one.running for one in gateways)
+            and all(one.free_slot_count == one.engine.slot_count and one.queue_length == 0 for one in schedulers)
         )
 
 
@@ -278,25 +308,35 @@ def streams(descriptor: Any, valid: list[Any]) -> st.SearchStrategy[list[bytes]]
     return st.tuples(opening | st.just([valid[0].SerializeToString()]), rest).map(lambda both: both[0] + both[1])
 
 
-@cases(0.3)
+@cases(0.25)
 @given(said=streams(target_pb2.VerifyRequest.DESCRIPTOR, VERIFY), cancels=st.sampled_from([False] * 9 + [True]))
 def test_verify(house: House, said: list[bytes], cancels: bool) -> None:
     method = house.channels["target"].stream_stream("/draftbridge.v1.TargetService/Verify")
     check(house, method(iter(said), timeout=DEADLINE_SECONDS), cancels=cancels)
 
 
-@cases(0.2)
+@cases(0.15)
 @given(said=streams(draft_pb2.DraftRequest.DESCRIPTOR, DRAFT), cancels=st.sampled_from([False] * 9 + [True]))
 def test_draft(house: House, said: list[bytes], cancels: bool) -> None:
     method = house.channels["draft"].stream_stream("/draftbridge.v1.DraftService/Draft")
     check(house, method(iter(said), timeout=DEADLINE_SECONDS), cancels=cancels)
 
 
-@cases(0.2)
+@cases(0.15)
 @given(data=encoded(bridge_pb2.GenerateRequest.DESCRIPTOR, GENERATE), cancels=st.sampled_from([False] * 9 + [True]))
 def test_generate(house: House, data: bytes, cancels: bool) -> None:
     method = house.channels["bridge"].unary_stream("/draftbridge.v1.BridgeService/Generate")
     check(house, method(data, timeout=DEADLINE_SECONDS), cancels=cancels)
+
+
+@cases(0.15)
+@given(data=st.data(), cancels=st.sampled_from([False] * 9 + [True]))
+def test_propose(house: House, data: st.DataObject, cancels: bool) -> None:
+    model = describe(house.target, model_pb2.ROLE_TARGET)
+    opening = candidate_pb2.ProposeRequest(open=candidate_pb2.ProposeOpen(engine="guest", model=model))
+    said = data.draw(streams(candidate_pb2.ProposeRequest.DESCRIPTOR, [opening, *PROPOSE]))
+    method = house.channels["bridge"].stream_stream("/draftbridge.v1.CandidateService/Propose")
+    check(house, method(iter(said), timeout=DEADLINE_SECONDS), cancels=cancels)
 
 
 UNARY = [

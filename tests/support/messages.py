@@ -14,6 +14,8 @@ _TEXTS = ["", "tiny-byte_level", "draft", "suffix", "user", "the quick", "\0", "
 _BITS = {
     FieldDescriptor.TYPE_UINT32: 32,
     FieldDescriptor.TYPE_UINT64: 64,
+    FieldDescriptor.TYPE_FIXED32: 32,
+    FieldDescriptor.TYPE_FIXED64: 64,
     FieldDescriptor.TYPE_INT32: 31,
     FieldDescriptor.TYPE_INT64: 63,
 }

@@ -1,0 +1,59 @@
+"""Streams of requests and responses: an error in either direction ends both, whenever it comes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+
+from bridge.errors import ProtocolViolation
+from services.rpc.streams import exchange
+
+
+async def _refuse(request: int) -> None:
+    raise ProtocolViolation(f"request {request} is not allowed")
+
+
+@pytest.mark.parametrize("while_sending", [True, False])
+async def test_a_bad_request_ends_a_stream_that_has_nothing_to_say(while_sending: bool) -> None:
+    """The request comes while a response is sent, or while the next one is waited for."""
+    sent = asyncio.Event()
+
+    async def requests() -> AsyncIterator[int]:
+        await sent.wait()
+        yield 1
+
+    async def responses() -> AsyncIterator[str]:
+        yield "first"
+        await asyncio.Event().wait()
+
+    stream = exchange(requests(), _refuse, lambda: None, responses())
+    async with aclosing(stream), asyncio.timeout(5):  # type: ignore[type-var]
+        assert await anext(stream) == "first"
+        if while_sending:
+            sent.set()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        else:
+            asyncio.get_running_loop().call_later(0.05, sent.set)
+        with pytest.raises(ProtocolViolation):
+            await anext(stream)
+
+
+async def test_responses_go_on_after_the_last_request() -> None:
+    async def requests() -> AsyncIterator[int]:
+        yield 1
+
+    async def responses() -> AsyncIterator[int]:
+        for number in range(3):
+            await asyncio.sleep(0)
+            yield number
+
+    got, ended = [], []
+
+    async def take(request: int) -> None:
+        got.append(request)
+
+    stream = exchange(requests(), take, lambda: ended.append(True), responses())
+    assert [number async for number in stream] == [0, 1, 2]
+    assert (got, ended) == ([1], [True])
