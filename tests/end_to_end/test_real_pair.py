@@ -224,7 +224,7 @@ SCHEMA = {
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_json_is_the_same_in_every_mode_and_what_the_models_own_logits_give(setup: Setup, temperature: float) -> None:
     prompt = PROMPTS[6]
-    options = {"seed": 5, "max_tokens": 90, "temperature": temperature}
+    options = {"seed": 5, "max_tokens": 160, "temperature": temperature}
     demanded = options | {"json_schema": SCHEMA}
     alone = ask(setup, prompt, speculation="off", **demanded)
     jsonschema.validate(json.loads(alone.text), SCHEMA)
