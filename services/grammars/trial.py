@@ -6,6 +6,7 @@ The library bounds the steps of a compiled grammar, but not its compilation: a s
 memory. The process receives a grammar, compiles it for bytes, follows it for some steps, and sends what it found.
 """
 
+import logging
 import os
 import signal
 import socket
@@ -21,11 +22,14 @@ from services.grammars.byte_matcher import allowed_bytes, byte_tokenizer
 from services.grammars.compiler import compile_grammar, invalid, refused
 from services.sandbox.process import command, confine, environment
 
+_log = logging.getLogger(__name__)
+
 # Ordinary grammars take milliseconds.
 CPU_LIMIT_SECONDS = 1.5
 _MEMORY_LIMIT_BYTES = 1 << 30
 # On a busy machine, the process gets its time later. Starting it takes longest.
 _WAIT_SECONDS = 20.0
+_ENDING_SECONDS = 2.0
 # The walks through a grammar, each of which always takes another one of the allowed bytes, and their length in bytes.
 _WALKS, _WALK_BYTES = 4, 64
 
@@ -69,15 +73,19 @@ class GrammarTrial:
         try:
             connection = self._started()
             connection.send(grammar)
+            assert self._process is not None
         except (OSError, EOFError) as error:
             self._discard()
             raise grammar_busy(f"its process does not start, {type(error).__name__} {error}") from error
         try:
             if connection.poll(_WAIT_SECONDS):
                 return connection.recv_bytes().decode()
-        except (OSError, EOFError):
-            pass
-        self._discard()
+        except (OSError, EOFError):  # the process is ending; the status tells why
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_ENDING_SECONDS)
+        if (status := self._discard()) == -signal.SIGKILL:  # by the system or an operator, or for want of an answer
+            raise grammar_busy("its process was killed, or had no processor time")
+        _log.info("a grammar ended the process that tried it, with status %s", status)
         limits = f"{self._cpu_limit:g} s or {_MEMORY_LIMIT_BYTES >> 20} MiB"
         return str(invalid(grammar, f"is too complex: compiling it takes more than {limits}")).partition(" ")[2]
 
@@ -97,13 +105,16 @@ class GrammarTrial:
             )
         return self._connection
 
-    def _discard(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
+    def _discard(self) -> int | None:
+        """Ends the process, if there is one, and returns its status."""
+        status = None
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            status = self._process.wait()
+        if self._connection is not None:
+            self._connection.close()
         self._connection = self._process = None
+        return status
 
 
 def try_grammar(grammar: Grammar) -> None:

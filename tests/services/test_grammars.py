@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, closing
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.errors import InvalidField, InvalidGrammar
+from bridge.errors import InvalidField, InvalidGrammar, SandboxBusy
 from bridge.generation import Delta, Finished, generate
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import Candidates, FinishReason, Run, Sync
@@ -28,6 +29,7 @@ from services.model.target.session import TargetSession
 from tests.support import grammars as support
 from tests.support import tiny
 from tests.support.alone import PROMPT, did
+from tests.support.waiting import eventually
 
 BYTES = byte_tokenizer()
 # WordPiece writes no spaces and no capitals.
@@ -333,6 +335,19 @@ def test_a_process_that_ends_between_two_grammars_is_replaced() -> None:
         assert trial._process is not None
         trial._process.kill()
         trial._process.wait()
+        trial.check(support.GRAMMARS["regex"])
+
+
+def test_a_trial_that_is_killed_says_nothing_of_its_grammar() -> None:
+    hangs = Grammar(GrammarKind.LARK, "start: A\nA: ~/(.*a.{30}b.*)/ & /[ab]{100}/")
+    trial = GrammarTrial(cpu_limit=60)
+    with closing(trial), ThreadPoolExecutor(1) as thread:
+        tried = thread.submit(trial.check, hangs)
+        eventually(lambda: trial._process is not None)
+        assert trial._process is not None
+        trial._process.kill()
+        with pytest.raises(SandboxBusy, match="try the grammar now"):
+            tried.result()
         trial.check(support.GRAMMARS["regex"])
 
 
