@@ -133,11 +133,11 @@ class BridgeServerConfig(ServerConfig):
 
     target: tuple[str, ...] = Field(
         (),
-        description="HOST:PORT of a target service, or dns:HOST:PORT for all addresses of a name. Repeatable. Services "
-        "of one model are replicas. Without a target, a bridge serves candidates to guests only.",
+        description="HOST:PORT of a target service. Repeatable. Services of one model are replicas, and so are the "
+        "addresses of a host name. Without a target, a bridge serves candidates to guests only.",
     )
     draft: tuple[str, ...] = Field(
-        (), description="HOST:PORT of a draft service, or dns:HOST:PORT. Repeatable. It may start later."
+        (), description="HOST:PORT of a draft service. Repeatable. A draft that starts later is used once it answers."
     )
     listen: str = Field(DEFAULT_BRIDGE, description=_LISTEN_HELP)
     workers: int = Field(
@@ -149,6 +149,9 @@ class BridgeServerConfig(ServerConfig):
     )
     service_keepalive: float = Field(
         20.0, ge=0.1, le=3600, description="Seconds between pings to a service; lost if it does not answer in half."
+    )
+    resolve_interval: float = Field(
+        5.0, ge=0.1, le=3600, description="Seconds between look-ups of the host names of targets and drafts."
     )
     max_requests: int = Field(
         256, ge=1, le=1_000_000, description="Requests that may run at a time; further ones are refused, to be retried."

@@ -101,13 +101,13 @@ class Connection:
         # In a context of its own: no id or trace of a request may be carried into it.
         self._task = asyncio.create_task(self._run(), context=Context())
 
-    async def close(self) -> None:
-        """Stops connecting and watching, and closes the channels."""
+    async def close(self, seconds: float | None = None) -> None:
+        """Stops connecting and watching, and closes the channels; `seconds`: how long its streams may go on."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self.channel.close()
         await self._health.close()
+        await self.channel.close(seconds)
 
     def on_change(self, problem: str) -> None:
         """Handles the news that the service is not what it was: it is not used until it has been read again."""

@@ -21,7 +21,7 @@ from services.bridge.backend import Opened, ServedModel, ServiceState
 from services.bridge.endpoint import Endpoint
 from services.bridge.pairing import Pairing, Wish
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
-from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
+from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of, is_lost
 from services.bridge.zoo import Zoo
 from services.grammars.store import ByteGrammars
 from services.metrics import BridgeMetrics, RequestMetrics
@@ -82,6 +82,41 @@ class ZooDrafter(RemoteDrafter):
             raise
 
 
+class _BalancedDrafter(ZooDrafter):
+    """A draft whose requests, failures and prompts a balancer counts."""
+
+    def __init__(
+        self,
+        zoo: Zoo,
+        endpoint: Endpoint,
+        sampling: SamplingParameters,
+        seed: int,
+        balancer: Balancer,
+        prompt: Sequence[bytes],
+    ) -> None:
+        super().__init__(zoo, endpoint, sampling, seed)
+        self._balancer, self._closed = balancer, False
+        balancer.opened(endpoint, prompt)
+
+    async def proposals(self) -> AsyncIterator[Proposal]:
+        """See `Drafter`."""
+        try:
+            async for proposal in super().proposals():
+                self._balancer.on_success(self._endpoint)
+                yield proposal
+        except DraftBridgeError as error:
+            if is_lost(error) and not self._closed:
+                self._balancer.on_failure(self._endpoint)
+            raise
+
+    def close(self) -> None:
+        """Ends the stream, and with it the session at the other end. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._balancer.closed(self._endpoint)
+        super().close()
+
+
 class Gateway:
     """Runs requests on a zoo. `memory` keeps earlier outputs of tenants. `observers` receive every `Finished`."""
 
@@ -101,7 +136,8 @@ class Gateway:
         self._max_requests, self.prompt_limit_bytes = max_requests, prompt_limit_bytes
         self.started_ns = perf_counter_ns()
         self.counts = RequestCounts()
-        self._balancer = Balancer()
+        self._balancer, self._draft_balancer = Balancer(), Balancer()
+        zoo.on_retired = self._on_retired
         # In the order of their arrival.
         self.running: dict[Running, None] = {}
         self.observers: list[Callable[[Finished], None]] = []
@@ -112,6 +148,10 @@ class Gateway:
     def close(self) -> None:
         """Ends the process that tries grammars."""
         self._grammars.close()
+
+    def _on_retired(self, address: str) -> None:
+        self._balancer.retire(address)
+        self._draft_balancer.retire(address)
 
     @contextmanager
     def _request(self) -> Iterator[Running]:
@@ -171,6 +211,7 @@ class Gateway:
             check_size(request, self.prompt_limit_bytes)
             target = self.zoo.target(target_name)
             grammar = await self._grammar(request, target)
+            prompt = blocks_of(request)
             assignment = self.pairing.assign(target, request, wish or Wish((draft_name,) if draft_name else ()))
             verifier = ResumingVerifier(
                 self._balancer,
@@ -179,7 +220,7 @@ class Gateway:
                     one.channel, one.address, one.model, request.sampling, request.seed, request.logprobs
                 ),
                 self.zoo.on_error,
-                blocks_of(request),
+                prompt,
             )
             stack.enter_context(closing(verifier))
             target = verifier.endpoint
@@ -188,10 +229,11 @@ class Gateway:
             draft = assignment.draft
 
             def connect(draft: Endpoint) -> tuple[Model, ZooDrafter]:
+                draft = self._draft_balancer.choose(self.zoo.replicas(draft), prompt)
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)
                 if not draft.description.grammars:
                     sampling = replace(sampling, grammar=None)
-                drafter = ZooDrafter(self.zoo, draft, sampling, request.seed)
+                drafter = _BalancedDrafter(self.zoo, draft, sampling, request.seed, self._draft_balancer, prompt)
                 return draft.model, stack.enter_context(closing(drafter))
 
             def next_draft(error: Exception | None) -> tuple[Model, ZooDrafter] | None:

@@ -35,12 +35,16 @@ _MOVED_REASONS = (SlotsExhausted.reason, EngineFailure.reason, ModelChanged.reas
 
 @dataclass
 class _Replica:
-    """What is known of one address. `failures`: in a row; `retry_ns`: when one request may try it again."""
+    """What is known of one address. `failures`: in a row; `retry_ns`: when one request may try it again.
+
+    `retired`: it left its host name and is forgotten with its last request.
+    """
 
     active: int = 0
     failures: int = 0
     retry_ns: int = 0
     trying: bool = False
+    retired: bool = False
     blocks: "LRUCache[bytes, bool]" = field(default_factory=lambda: LRUCache(_REMEMBERED_BLOCKS))
 
 
@@ -81,6 +85,7 @@ class Balancer:
         """Counts a request on a replica."""
         replica = self._of(endpoint)
         replica.active += 1
+        replica.retired = False
         for block in reversed(prompt):  # the beginning, which is shared most, is forgotten last
             replica.blocks[block] = True
 
@@ -89,6 +94,17 @@ class Balancer:
         replica = self._of(endpoint)
         replica.active -= 1
         replica.trying = False
+        self._forget(endpoint.address, replica)
+
+    def retire(self, address: str) -> None:
+        """Forgets a replica that gets no more requests when its last request has ended."""
+        if replica := self._replicas.get(address):
+            replica.retired = True
+            self._forget(address, replica)
+
+    def _forget(self, address: str, replica: _Replica) -> None:
+        if replica.retired and not replica.active:
+            del self._replicas[address]
 
     def on_success(self, endpoint: Endpoint) -> None:
         """Records that a replica works."""
@@ -123,6 +139,11 @@ def blocks_of(request: Request) -> list[bytes]:
         digest.update(data[start : start + _BLOCK_BYTES])
         found.append(digest.digest())
     return found
+
+
+def is_lost(error: DraftBridgeError) -> bool:
+    """Returns whether an error says that a replica cannot be used now, rather than that it refuses the request."""
+    return isinstance(error, Unreachable) or (isinstance(error, RemoteError) and error.code in _LOST_CODES)
 
 
 class ResumingVerifier:
@@ -196,7 +217,7 @@ class ResumingVerifier:
 
     async def _move(self, error: DraftBridgeError) -> None:
         """Resumes on another replica. Raises the error if none is left, or if it would fail there too."""
-        lost = isinstance(error, Unreachable) or (isinstance(error, RemoteError) and error.code in _LOST_CODES)
+        lost = is_lost(error)
         if lost or error.reason == EngineFailure.reason:
             self._balancer.on_failure(self._endpoint)
         self._on_error(self._endpoint, error)

@@ -41,7 +41,14 @@ def run(
     metrics = metrics or BridgeMetrics()
 
     async def serve() -> None:
-        zoo = Zoo(config.target, config.draft, config.connect_timeout, config.credentials, config.service_keepalive)
+        zoo = Zoo(
+            config.target,
+            config.draft,
+            config.connect_timeout,
+            config.credentials,
+            config.service_keepalive,
+            config.resolve_interval,
+        )
         stack = ExitStack()
         try:
             insight = Insight(metrics, traces, config.channelz)

@@ -1,10 +1,12 @@
 """The zoo: all models that a bridge is configured with, found by name, and who may be paired with whom.
 
-A bridge does not start without its targets. Models may come, go and change while it runs: see `connection`.
+A bridge does not start without its targets. Models may come, go and change while it runs: see `connection`. A host name
+stands for the services at all its addresses: see `entry`.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from bridge.errors import DraftAway, DraftBridgeError, ModelChanged, ModelNotFound, Unreachable
 from bridge.text.models import Model
@@ -12,20 +14,23 @@ from bridge.text.vocabulary import Vocabulary
 from draftbridge.security import Credentials
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.bridge.connection import Connection
-from services.bridge.discovery import host_of, resolve
-from services.bridge.endpoint import ROLES, Endpoint, ModelReader
+from services.bridge.endpoint import CHECK_SECONDS, ROLES, Endpoint, ModelReader
+from services.bridge.entry import Entry
+from services.bridge.names import Resolver, host_name, resolve, with_ip
 from services.rpc.channel import open_channel
 
 # At its start, a bridge waits this much longer than `timeout` for drafts: reading tokenizers takes time too.
 _START_SECONDS = 20.0
-# Pause between two looks for services that a DNS name has got or lost.
-_RESOLVE_SECONDS = 10.0
 # Reasons with which a stream fails if the address serves another model than before.
 _CHANGED = (ModelChanged.reason, ModelNotFound.reason)
 
 
 class Zoo:
-    """Connects to model services and finds models by name."""
+    """Connects to model services and finds models by name.
+
+    `resolver` looks up host names, every `resolve_interval` seconds. `on_retired` receives the address of a service
+    that left its name.
+    """
 
     def __init__(
         self,
@@ -34,16 +39,22 @@ class Zoo:
         timeout: float = 10.0,
         credentials: Credentials | None = None,
         keepalive_seconds: float = 20.0,
+        resolve_interval: float = 5.0,
+        resolver: Resolver = resolve,
     ) -> None:
-        self._credentials, self._keepalive_seconds = credentials, keepalive_seconds
+        self._keepalive_seconds = keepalive_seconds
         self._addresses = [(address, model_pb2.ROLE_TARGET) for address in targets]
         self._addresses += [(address, model_pb2.ROLE_DRAFT) for address in drafts]
-        self._timeout = timeout
+        self._credentials, self._timeout = credentials, timeout
+        self._resolver, self._resolve_interval = resolver, resolve_interval
         self.reader = ModelReader()
-        self.connections: list[Connection] = []
-        # The DNS names that connections were found by.
-        self._resolved: dict[Connection, str] = {}
-        self._following: list[asyncio.Task[None]] = []
+        self._entries: list[Entry] = []
+        self.on_retired: Callable[[str], None] = lambda address: None
+
+    @property
+    def connections(self) -> list[Connection]:
+        """All configured services, in the order of the configuration."""
+        return [one for entry in self._entries for one in entry.connections]
 
     async def connect(self) -> "Zoo":
         """Returns the zoo itself when all services were tried once, up to a time limit, and a target is connected.
@@ -51,20 +62,18 @@ class Zoo:
         Raises `Unreachable` if no target answers, and `RoleNotServed`, `UnusableModel`, ... for one that cannot be a
         target. Other services that fail are logged and retried in the background.
         """
-        unresolved: list[Unreachable] = []
         for address, role in self._addresses:
-            try:
-                self._add(address, role, await resolve(address))
-            except Unreachable as error:
-                unresolved.append(error)
-        if unresolved and not self._of(model_pb2.ROLE_TARGET):
-            raise unresolved[0]
-        await self._connect_targets()
-        for one in self.connections:
-            one.start()
-        self._following = [
-            asyncio.create_task(self._follow(address, role)) for address, role in self._addresses if host_of(address)
+            connect = partial(self._connection, address, role)
+            self._entries.append(Entry(address, connect, lambda one: self.on_retired(one), self._resolver))
+        roles = [role for _, role in self._addresses]
+        found = [
+            entry.find(self._timeout, wait=role == model_pb2.ROLE_TARGET)
+            for entry, role in zip(self._entries, roles, strict=True)
         ]
+        await asyncio.gather(*found)
+        await self._connect_targets()
+        for entry in self._entries:
+            entry.start(self._resolve_interval)
         first_tries = [asyncio.create_task(one.tried.wait()) for one in self._of(model_pb2.ROLE_DRAFT)]
         try:
             if first_tries:
@@ -74,36 +83,16 @@ class Zoo:
                 task.cancel()
         return self
 
-    def _add(self, name: str, role: model_pb2.Role.ValueType, addresses: Sequence[str]) -> list[Connection]:
-        """Adds connections for the addresses of a configured name, unless they are there. Returns the new ones."""
-        known, added = {(one.address, one.role) for one in self.connections}, []
-        for address in addresses:
-            if (address, role) not in known or not host_of(name):
-                security = (self._credentials, host_of(name), self._keepalive_seconds)
-                channel, health = (open_channel(address, *security) for _ in range(2))
-                one = Connection(address, role, channel, health, self.reader, self._timeout, self._on_connected)
-                added.append(one)
-                if host_of(name):
-                    self._resolved[one] = name
-        self.connections += added
-        self.connections.sort(key=lambda one: one.role != model_pb2.ROLE_TARGET)
-        return added
-
-    async def _follow(self, name: str, role: model_pb2.Role.ValueType) -> None:
-        """Adds services that a DNS name resolves to later, and drops those that it no longer has when they are away."""
-        while True:
-            await asyncio.sleep(_RESOLVE_SECONDS)
-            try:
-                addresses = await resolve(name)
-            except Unreachable:
-                continue  # those that are known may still work
-            for one in self._add(name, role, addresses):
-                one.start()
-            for one in [one for one in self._of(role) if self._resolved.get(one) == name]:
-                if one.address not in addresses and not one.endpoint:
-                    self.connections.remove(one)
-                    del self._resolved[one]
-                    await one.close()
+    def _connection(self, address: str, role: model_pb2.Role.ValueType, ip: str) -> Connection:
+        """Returns a connection to an address, or if `ip` is given, to one of those that its host name has."""
+        at, shown, timeout = address, address, self._timeout
+        if ip:
+            at, shown = with_ip(address, ip), f"{address} ({ip})"
+        elif host_name(address):  # it was waited for already
+            timeout = min(timeout, CHECK_SECONDS)
+        options = (self._credentials, address if ip else "", self._keepalive_seconds)
+        channel, health = (open_channel(at, *options) for _ in range(2))
+        return Connection(shown, role, channel, health, self.reader, timeout, self._on_connected)
 
     async def _connect_targets(self) -> None:
         targets = self._of(model_pb2.ROLE_TARGET)
@@ -121,10 +110,7 @@ class Zoo:
 
     async def close(self) -> None:
         """Stops connecting services, closes the channels, and ends the processes of the sandbox."""
-        for task in self._following:
-            task.cancel()
-        await asyncio.gather(*self._following, return_exceptions=True)
-        await asyncio.gather(*(one.close() for one in self.connections))
+        await asyncio.gather(*(entry.close() for entry in self._entries))
         await self.reader.close()
 
     @property
@@ -214,10 +200,10 @@ class Zoo:
 
         return await asyncio.gather(*map(checked, self.connections))
 
-    def replicas(self, target: Endpoint) -> list[Endpoint]:
-        """Returns the usable targets that serve the same revision with the same tokenizer; at least this one."""
-        found = [one for one in self.of_role(model_pb2.ROLE_TARGET) if one.identity == target.identity]
-        return found or [target]
+    def replicas(self, endpoint: Endpoint) -> list[Endpoint]:
+        """Returns the usable services of the same role, revision and tokenizer; at least this one."""
+        found = [one for one in self.of_role(endpoint.role) if one.identity == endpoint.identity]
+        return found or [endpoint]
 
     def on_error(self, endpoint: Endpoint, error: DraftBridgeError) -> None:
         """Handles the error of a service's stream. If the address serves another model now, connects that instead."""

@@ -16,13 +16,16 @@ def open_channel(
 ) -> aio.Channel:
     """Returns a channel for streams of small messages. Raises `Unreachable` if the address has no port.
 
-    `name`: the host that the server's certificate is for, if it is not that of the address. Calls fail if the service
-    does not answer a ping within half of `keepalive_seconds`.
+    `name`: the HOST:PORT that the address was looked up for, which is the one in the server's certificate. Calls fail
+    if the service does not answer a ping within half of `keepalive_seconds`.
     """
     if ":" not in address:
         raise Unreachable(address, "an address is HOST:PORT")
-    more = [("grpc.ssl_target_name_override", name), ("grpc.default_authority", name)] if name else []
-    given = [*options(_MAX_MESSAGE_BYTES, keepalive_seconds), *more]
+    given = options(_MAX_MESSAGE_BYTES, keepalive_seconds)
+    if name:
+        given.append(("grpc.default_authority", name))
+        if credentials and credentials.encrypted:
+            given.append(("grpc.ssl_target_name_override", name.rpartition(":")[0]))
     return open_aio_channel(address, credentials, given, grpc.Compression.NoCompression)
 
 

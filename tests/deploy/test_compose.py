@@ -50,6 +50,7 @@ def test_processes_find_each_other(environment: dict[str, str]) -> None:
     for name, one in found.items():
         port = values[name]["listen"].partition(":")[2]
         assert one["environment"]["DRAFTBRIDGE_CLIENT_SERVER"] == f"127.0.0.1:{port}", "the health check's address"
+        assert int(one["stop_grace_period"].removesuffix("s")) >= values[name]["grace"] + 10
         assert one["read_only"] is True and one["cap_drop"] == ["ALL"] and one["user"] == "10001:10001"
         # Plain connections, so nothing but the bridge's ports is published, and those on this machine only.
         assert values[name]["insecure"] is True

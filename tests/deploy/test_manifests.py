@@ -1,6 +1,8 @@
 """The Kubernetes overlays: they render, are valid, and their processes are configured as they should be."""
 
+import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +70,8 @@ def test_processes_are_configured_as_they_are_connected(overlay: str, tmp_path: 
         if values.get("http"):
             assert ports["http"] == port_of(values["http"])
         assert all(one["targetPort"] in ports for one in services[process.name]["ports"])
-        assert (
-            process.pod["terminationGracePeriodSeconds"] > process.container["lifecycle"]["preStop"]["sleep"]["seconds"]
-        )
+        pause = process.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert process.pod["terminationGracePeriodSeconds"] >= pause + values["grace"] + 10
     bridge = found["bridge"].values
     for address in (*bridge["target"], *bridge["draft"]):
         name, _, port = address.partition(":")
@@ -184,3 +185,18 @@ def test_every_component_is_part_of_an_overlay() -> None:
         for one in yaml.safe_load(file.read_text()).get("components", ())
     }
     assert {f"../../components/{one.name}" for one in (KUBERNETES / "components").iterdir()} == used
+
+
+def test_vllm_is_given_an_adapter_and_settings_that_exist() -> None:
+    settings = pytest.importorskip("draftbridge.guests.settings")
+    (vllm,) = [one for one in of_kind("overlays/vllm-guests", "Deployment") if one["metadata"]["name"] == "vllm"]
+    (container,) = vllm["spec"]["template"]["spec"]["containers"]
+    environment = {one["name"]: one["value"] for one in container["env"]}
+    read = settings.GuestSettings.read(None, environment)
+    bridge = next(one for one in of_kind("overlays/vllm-guests", "Service") if one["metadata"]["name"] == "bridge")
+    assert read.bridge == f"bridge:{bridge['spec']['ports'][0]['port']}"
+    known = {f"DRAFTBRIDGE_GUEST_{one.name.upper()}" for one in fields(settings.GuestSettings)}
+    assert set(environment) <= known
+    (speculation,) = [one.partition("=")[2] for one in container["args"] if one.startswith("--speculative-config=")]
+    module, _, name = json.loads(speculation)["model"].rpartition(".")
+    assert f"class {name}" in (ROOT / "protos" / f"{module.replace('.', '/')}.py").read_text()

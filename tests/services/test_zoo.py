@@ -14,9 +14,7 @@ from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.bridge import connection, endpoint
-from services.bridge import zoo as zoo_module
 from services.bridge.connection import State
-from services.bridge.discovery import host_of, resolve
 from services.bridge.gateway import Gateway
 from services.bridge.pairing import Wish
 from services.bridge.servicer import BridgeServicer
@@ -249,38 +247,6 @@ async def test_the_choice_is_learned_and_told() -> None:
         assert all(pair.record.request_count > 0 for pair in pairs)
         assert not any(pair.record.request_count for pair in gateway.pairing.states("code"))
         assert any(pair.record.acceptance_rate > 0 for pair in pairs)
-
-
-async def test_a_dns_name_stands_for_all_its_addresses_also_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zoo_module, "_RESOLVE_SECONDS", 0.02)
-    answers: list[str] = []
-
-    async def resolve(address: str) -> list[str]:
-        return answers if address.startswith("dns:") else [address]
-
-    monkeypatch.setattr(zoo_module, "resolve", resolve)
-    async with AsyncExitStack() as stack:
-        first, second = AsyncExitStack(), AsyncExitStack()
-        a = await first.enter_async_context(serving(trained("gpt-2"), role=Role.TARGET))
-        answers.append(a)
-        gateway = await stack.enter_async_context(bridge(["dns:models:1"], ["dns:drafts:1"]))
-        assert [one.address for one in gateway.zoo.connections] == [a, a]
-        b = await second.enter_async_context(serving(trained("gpt-2"), role=Role.TARGET))
-        answers.append(b)
-        await asyncio.to_thread(eventually, lambda: len(gateway.zoo.replicas(gateway.zoo.target(""))) == 2)
-        await first.aclose()
-        answers.remove(a)
-        await asyncio.to_thread(eventually, lambda: all(one.address == b for one in gateway.zoo.connections))
-        assert (await text_of(gateway, "", Wish(), Mode.OFF))[0]
-        await second.aclose()
-
-
-async def test_a_name_that_does_not_resolve_is_an_error_at_the_start() -> None:
-    with pytest.raises(Unreachable, match="cannot be resolved"):
-        await Zoo(["dns:nobody.invalid:1"], []).connect()
-    assert await resolve("dns:localhost:123")
-    assert await resolve("host:1") == ["host:1"]
-    assert host_of("dns:models.internal:50051") == "models.internal" and host_of("host:1") == ""
 
 
 async def test_no_other_model_takes_the_place_of_a_target_that_is_away() -> None:
