@@ -22,6 +22,8 @@ def test_commands_of_the_documentation_are_accepted(
     (tmp_path / "draftbridge.toml").write_text('[serve]\nmodel = "m"\n[bridge]\ntarget = ["a:1"]\n')
     for arguments in filter(None, commands(page.read_text(), "draftbridge")):
         given = [PLACEHOLDERS.get(one, one) for one in arguments]
+        for file in [one for one in given if re.fullmatch(r"[\w-]+\.\w+", one)]:  # some options check that it is there
+            (tmp_path / file).touch()
         # A process may get what is missing from the environment that the same page sets.
         environment = {"DRAFTBRIDGE_CONFIG": "draftbridge.toml"} if given in (["bridge"], ["serve"]) else {}
         try:
