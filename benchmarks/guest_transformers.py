@@ -1,6 +1,6 @@
 """Compares transformers' `generate` with `draftbridge.assist` to transformers alone and to its own assisted generation.
 
-    python -m benchmarks.guest_transformers --model DIR --draft DIR [--prompts FILE] [--count 6] [--max-tokens 48]
+    python -m benchmarks.guest_transformers --model DIR --draft DIR [--prompts FILE] [--count 6] [--max-tokens 40]
         [--dtype bfloat16] [--engine auto] [--ways plain assisted lookup bridge] [--json FILE]
 
 The same model in this process generates greedily in every way: alone, with the draft as `assistant_model` of another
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("--draft", required=True)
     parser.add_argument("--prompts", type=Path, default=prompts.OWN)
     parser.add_argument("--count", type=int, default=6)
-    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--max-tokens", type=int, default=40)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--served", help="what the draft service serves; by default DRAFT.gguf, or --draft without it")
     parser.add_argument("--engine", default="auto")

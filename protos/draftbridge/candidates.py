@@ -23,21 +23,29 @@ call it in one only, after a fork. `step` must be called by one thread at a time
 import hashlib
 import logging
 import os
-import queue
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
+from draftbridge.candidate_stream import (
+    CLOSED,
+    Answer,
+    CandidateCounts,
+    Candidates,
+    EngineStream,
+    SequenceStep,
+)
 from draftbridge.errors import CallError
 from draftbridge.security import Credentials, open_channel
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
+
+__all__ = ["DEFAULT_DEADLINE_SECONDS", "CandidateClient", "CandidateCounts", "Candidates", "SequenceStep"]
 
 _log = logging.getLogger("draftbridge")
 
@@ -55,7 +63,6 @@ _MAX_UNANSWERED, _HUNG_SECONDS = 64, 10.0
 _MAX_STEP_TOKENS = 1 << 20
 # The weight of a new value in the average time of messages, and the part of a deadline that is kept as a reserve.
 _FRESH, _RESERVE = 0.1, 0.1
-_CLOSED = object()
 _REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -73,100 +80,6 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-@dataclass(frozen=True)
-class SequenceStep:
-    """One sequence after a forward.
-
-    `token_ids`: all its tokens, prompt first: a list, an array or a row of one; it is read before `step` returns.
-    `kept_token_count`: how many of them, from the first, are the same as when a step last named the sequence; None if
-    the sequence has only grown. `generated_token_count`: how many at the end are not of the prompt, when it starts.
-    `max_candidates`: the most that the engine can verify now; None for the bridge's choice, 0 for none.
-    `verified_count`: how many of the candidates that the last `step` returned for it the forward verified; None: all.
-    """
-
-    sequence_id: int
-    token_ids: Sequence[int]
-    kept_token_count: int | None = None
-    generated_token_count: int = 0
-    max_candidates: int | None = None
-    verified_count: int | None = None
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """Ids that continue a sequence, at most as many as are worth verifying in one forward, and the source of each."""
-
-    token_ids: tuple[int, ...]
-    sources: tuple[str, ...]
-
-
-@dataclass
-class CandidateCounts:
-    """Counts since the client's start. `late_count`: answers that missed their deadline."""
-
-    step_count: int = 0
-    answer_count: int = 0
-    late_count: int = 0
-    candidate_count: int = 0
-    connection_count: int = 0
-    waited_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """The last candidates that the bridge sent for a sequence."""
-
-    step: int
-    base: int
-    token_ids: tuple[int, ...]
-    sources: tuple[str, ...]
-    width: int
-
-    def after(self, token_ids: Sequence[int], limit: int | None) -> tuple[int, Candidates] | None:
-        """Returns the candidates that continue the sequence, and how many it has verified already; None if none do."""
-        done = len(token_ids) - self.base
-        if not 0 <= done < len(self.token_ids):
-            return None
-        if any(int(token_ids[self.base + place]) != self.token_ids[place] for place in range(done)):
-            return None
-        count = self.width if limit is None else min(self.width, limit)
-        chosen = slice(done, done + count)
-        return (done, Candidates(self.token_ids[chosen], self.sources[chosen])) if count else None
-
-
-@dataclass
-class _Stream:
-    """One connection. `kept`: by sequence, how many of the tokens that the bridge holds still stand."""
-
-    outbox: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
-    opened: bool = False
-    kept: dict[int, int] = field(default_factory=dict)
-    answers: dict[int, _Answer] = field(default_factory=dict)
-    # By sequence: the step of the answer that the last candidates came from, and their number.
-    returned: dict[int, tuple[int, int]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
-    # By sequence that ended or lost tokens: the first step whose answer may be used.
-    valid_from: dict[int, int] = field(default_factory=dict)
-    last_step: int = 0
-    # By number, the steps without an answer: when they were sent, and their deadlines in seconds.
-    sent: dict[int, tuple[float, float]] = field(default_factory=dict)
-    answered_step: int = 0
-
-    def requests(self) -> Iterator[candidate_pb2.ProposeRequest]:
-        while (request := self.outbox.get()) is not _CLOSED:
-            yield request
-
-    def forget(self, sequence_id: int) -> None:
-        self.kept.pop(sequence_id, None)
-        self.distrust(sequence_id)
-
-    def distrust(self, sequence_id: int) -> None:
-        """Makes all candidates for the present tokens of a sequence useless, including those still to come."""
-        self.valid_from[sequence_id] = self.last_step + 1
-        self.answers.pop(sequence_id, None)
-        self.returned.pop(sequence_id, None)
 
 
 class CandidateClient:
@@ -200,7 +113,7 @@ class CandidateClient:
             self._model.tokenizer_sha256 = hashlib.sha256(tokenizer_json).hexdigest()
         self.counts = CandidateCounts()
         self._changed = threading.Condition()
-        self._stream: _Stream | None = None
+        self._stream: EngineStream | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._logged: set[str] = set()
@@ -254,12 +167,12 @@ class CandidateClient:
         with self._changed:
             stream, thread = self._stream, self._thread
         if stream:
-            stream.outbox.put(_CLOSED)
+            stream.outbox.put(CLOSED)
         if thread:
             thread.join(timeout=2.0)
 
     @property
-    def _open_stream(self) -> _Stream | None:
+    def _open_stream(self) -> EngineStream | None:
         stream = self._stream
         return stream if stream and stream.opened else None
 
@@ -311,7 +224,7 @@ class CandidateClient:
                     self.counts.late_count += not answered
             return self._found(stream, sequences)
 
-    def _note_kept(self, stream: _Stream, one: SequenceStep) -> None:
+    def _note_kept(self, stream: EngineStream, one: SequenceStep) -> None:
         if (held := stream.kept.get(one.sequence_id)) is not None:
             limit = len(one.token_ids) if one.kept_token_count is None else one.kept_token_count
             stream.kept[one.sequence_id] = min(held, limit, len(one.token_ids))
@@ -319,7 +232,7 @@ class CandidateClient:
                 stream.distrust(one.sequence_id)
 
     @staticmethod
-    def _fitting(stream: _Stream, sequences: Sequence[SequenceStep]) -> Iterator[SequenceStep]:
+    def _fitting(stream: EngineStream, sequences: Sequence[SequenceStep]) -> Iterator[SequenceStep]:
         """Yields the sequences whose new tokens fit into one message."""
         room = _MAX_STEP_TOKENS
         for one in sequences:
@@ -328,7 +241,7 @@ class CandidateClient:
                 room -= count
                 yield one
 
-    def _sequence(self, stream: _Stream, one: SequenceStep) -> candidate_pb2.ProposeSequence:
+    def _sequence(self, stream: EngineStream, one: SequenceStep) -> candidate_pb2.ProposeSequence:
         """Returns the message for a sequence, and notes that the bridge has its tokens."""
         kept = stream.kept.get(one.sequence_id, 0)
         new = one.token_ids[kept:]
@@ -346,7 +259,7 @@ class CandidateClient:
             candidate_count=count,
         )
 
-    def _found(self, stream: _Stream, sequences: Sequence[SequenceStep]) -> dict[int, Candidates]:
+    def _found(self, stream: EngineStream, sequences: Sequence[SequenceStep]) -> dict[int, Candidates]:
         """Returns what the last answers have for the present ends of the sequences."""
         found = {}
         for one in sequences:
@@ -365,7 +278,7 @@ class CandidateClient:
         """Connects again and again, until the client is closed."""
         pause = _PAUSE_SECONDS
         while not self._closed.is_set():
-            stream, began = _Stream(), time.monotonic()
+            stream, began = EngineStream(), time.monotonic()
             with self._changed:
                 self._stream = stream
             try:
@@ -377,7 +290,7 @@ class CandidateClient:
             except Exception as error:  # wrong credentials, or a bug
                 problem, refused = f"{type(error).__name__}: {error}", True
             finally:
-                stream.outbox.put(_CLOSED)
+                stream.outbox.put(CLOSED)
                 with self._changed:
                     was_open, self._stream = stream.opened, None
                     self._changed.notify_all()
@@ -389,7 +302,7 @@ class CandidateClient:
             self._closed.wait(pause)
             pause = min(2 * pause, _MAX_REFUSED_PAUSE_SECONDS if refused else _MAX_PAUSE_SECONDS)
 
-    def _serve(self, stream: _Stream) -> None:
+    def _serve(self, stream: EngineStream) -> None:
         """Opens a connection and takes its answers until it ends. Raises what ended it."""
         with open_channel(self._address, self._credentials, _OPTIONS) as channel:
             call = candidate_pb2_grpc.CandidateServiceStub(channel).Propose(stream.requests())
@@ -413,7 +326,7 @@ class CandidateClient:
                 call.cancel()
                 watch.join(timeout=1.0)
 
-    def _watch(self, stream: _Stream, call: Any) -> None:
+    def _watch(self, stream: EngineStream, call: Any) -> None:
         """Ends a call that hangs, or whose client is closed."""
         while call.is_active():
             with suppress(ValueError, RuntimeError):
@@ -424,7 +337,7 @@ class CandidateClient:
             if self._closed.wait(0.2):
                 call.cancel()
 
-    def _on_opened(self, stream: _Stream, opened: candidate_pb2.ProposeOpened) -> None:
+    def _on_opened(self, stream: EngineStream, opened: candidate_pb2.ProposeOpened) -> None:
         if opened.wants_tokenizer:
             data = self._tokenizer_json
             if data is None:
@@ -447,7 +360,7 @@ class CandidateClient:
             self.counts.connection_count += 1
             self._changed.notify_all()
 
-    def _on_candidates(self, stream: _Stream, message: candidate_pb2.ProposeCandidates) -> None:
+    def _on_candidates(self, stream: EngineStream, message: candidate_pb2.ProposeCandidates) -> None:
         now = time.monotonic()
         with self._changed:
             if message.step in stream.sent:
@@ -468,7 +381,7 @@ class CandidateClient:
                 if message.step < stream.valid_from.get(one.sequence_id, 0):
                     continue
                 sources = tuple(run.source for run in one.runs for _ in range(run.token_count))
-                answer = _Answer(message.step, one.base_token_count, tuple(one.token_ids), sources, max(one.width, 1))
+                answer = Answer(message.step, one.base_token_count, tuple(one.token_ids), sources, max(one.width, 1))
                 stream.answers[one.sequence_id] = answer
             if stream.valid_from:
                 stream.valid_from = {id_: step for id_, step in stream.valid_from.items() if step > message.step}

@@ -1,0 +1,105 @@
+"""What a `CandidateClient` knows of its sequences: what an engine reports of them, and what the bridge has answered."""
+
+import queue
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftbridge.v1 import candidate_pb2
+
+# Ends the requests of a stream.
+CLOSED = object()
+
+
+@dataclass(frozen=True)
+class SequenceStep:
+    """One sequence after a forward.
+
+    `token_ids`: all its tokens, prompt first: a list, an array or a row of one; it is read before `step` returns.
+    `kept_token_count`: how many of them, from the first, are the same as when a step last named the sequence; None if
+    the sequence has only grown. `generated_token_count`: how many at the end are not of the prompt, when it starts.
+    `max_candidates`: the most that the engine can verify now; None for the bridge's choice, 0 for none.
+    `verified_count`: how many of the candidates that the last `step` returned for it the forward verified; None: all.
+    """
+
+    sequence_id: int
+    token_ids: Sequence[int]
+    kept_token_count: int | None = None
+    generated_token_count: int = 0
+    max_candidates: int | None = None
+    verified_count: int | None = None
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Ids that continue a sequence, at most as many as are worth verifying in one forward, and the source of each."""
+
+    token_ids: tuple[int, ...]
+    sources: tuple[str, ...]
+
+
+@dataclass
+class CandidateCounts:
+    """Counts since the client's start. `late_count`: answers that missed their deadline."""
+
+    step_count: int = 0
+    answer_count: int = 0
+    late_count: int = 0
+    candidate_count: int = 0
+    connection_count: int = 0
+    waited_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The last candidates that the bridge sent for a sequence."""
+
+    step: int
+    base: int
+    token_ids: tuple[int, ...]
+    sources: tuple[str, ...]
+    width: int
+
+    def after(self, token_ids: Sequence[int], limit: int | None) -> tuple[int, Candidates] | None:
+        """Returns the candidates that continue the sequence, and how many it has verified already; None if none do."""
+        done = len(token_ids) - self.base
+        if not 0 <= done < len(self.token_ids):
+            return None
+        if any(int(token_ids[self.base + place]) != self.token_ids[place] for place in range(done)):
+            return None
+        count = self.width if limit is None else min(self.width, limit)
+        chosen = slice(done, done + count)
+        return (done, Candidates(self.token_ids[chosen], self.sources[chosen])) if count else None
+
+
+@dataclass
+class EngineStream:
+    """One connection. `kept`: by sequence, how many of the tokens that the bridge holds still stand."""
+
+    outbox: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
+    opened: bool = False
+    kept: dict[int, int] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
+    # By sequence: the step of the answer that the last candidates came from, and their number.
+    returned: dict[int, tuple[int, int]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    # By sequence that ended or lost tokens: the first step whose answer may be used.
+    valid_from: dict[int, int] = field(default_factory=dict)
+    last_step: int = 0
+    # By number, the steps without an answer: when they were sent, and their deadlines in seconds.
+    sent: dict[int, tuple[float, float]] = field(default_factory=dict)
+    answered_step: int = 0
+
+    def requests(self) -> Iterator[candidate_pb2.ProposeRequest]:
+        while (request := self.outbox.get()) is not CLOSED:
+            yield request
+
+    def forget(self, sequence_id: int) -> None:
+        self.kept.pop(sequence_id, None)
+        self.distrust(sequence_id)
+
+    def distrust(self, sequence_id: int) -> None:
+        """Makes all candidates for the present tokens of a sequence useless, including those still to come."""
+        self.valid_from[sequence_id] = self.last_step + 1
+        self.answers.pop(sequence_id, None)
+        self.returned.pop(sequence_id, None)
