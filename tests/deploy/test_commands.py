@@ -56,9 +56,9 @@ def test_wrong_commands_are_noticed() -> None:
 
 def test_settings_of_the_documentation_are_known() -> None:
     files = [*PAGES, *ROOT.glob("deploy/**/*.yaml"), *ROOT.glob("deploy/**/*.Dockerfile")]
-    found = 0
+    found, pattern = 0, rf"\bDRAFTBRIDGE_({'|'.join(map(str.upper, SECTIONS))})_([A-Z_]*[A-Z])\b"
     for file in files:
-        for section, name in re.findall(r"\bDRAFTBRIDGE_(SERVE|BRIDGE)_([A-Z_]*[A-Z])\b", file.read_text()):
+        for section, name in re.findall(pattern, file.read_text()):
             assert name.lower() in SECTIONS[section.lower()].model_fields, f"{file}: DRAFTBRIDGE_{section}_{name}"
             found += 1
     assert found > 20
@@ -69,7 +69,7 @@ def test_tables_of_the_documentation_are_valid(tmp_path: Path) -> None:
         block
         for page in PAGES
         for block in re.findall(r"^```toml\n(.*?)^```", page.read_text(), flags=re.S | re.M)
-        if re.search(r"^\[(serve|bridge)\]", block, flags=re.M)
+        if re.search(rf"^\[({'|'.join(SECTIONS)})\]", block, flags=re.M)
     ]
     assert texts
     for number, text in enumerate(texts):
