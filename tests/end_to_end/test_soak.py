@@ -36,6 +36,8 @@ MODES = ("auto", "off", "lockstep", "opportunistic")
 PROMPTS = [f"{index} soaked" for index in range(40)]
 # Seconds in which a fault may still fail a request after it has been healed: connections and replicas recover.
 AFTERMATH_SECONDS = 4.0
+# A client that was refused waits before its next request, as clients should.
+PAUSE_SECONDS = 0.5
 
 
 @dataclass
@@ -144,6 +146,7 @@ async def requests(world: World, count: int, seed: int, faults: Faults) -> Count
                             return "cancelled"
         except CallError as error:
             assert error.reason == "SERVICE_UNREACHABLE" and faults.explains(begun), error
+            await asyncio.sleep(PAUSE_SECONDS)
             return "outage"
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
