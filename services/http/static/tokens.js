@@ -46,9 +46,12 @@ function show(place) {
   const here = spans.map((tokens) => tokens.findIndex(([, end]) => end > place));
   if (shown.here?.join() === here.join()) return;
   Object.assign(shown, { place, here });
-  // Whole tokens of both rows: from the first to the last byte of any token within reach.
+  // Whole tokens of both rows: from the first to the last byte within reach at which tokens of both begin and end.
   const near = spans.map((tokens) => tokens.filter(([start, end]) => end > place - REACH && start <= place + REACH));
-  const [from, to] = [Math.max(...near.map((one) => one[0][0])), Math.min(...near.map((one) => one.at(-1)[1]))];
+  const shared = (side) =>
+    near[0].map((one) => one[side]).filter((edge) => near.every((row) => row.some((one) => one[side] === edge)));
+  const from = shared(0).find((edge) => edge <= place) ?? Math.min(...near.map((one) => one[0][0]));
+  const to = shared(1).findLast((edge) => edge > place) ?? Math.max(...near.map((one) => one.at(-1)[1]));
   const within = near.map((one) => one.filter(([start, end]) => start >= from && end <= to));
   const places = [...new Set([from, to, ...within.flat(2)])].sort((one, other) => one - other);
   const column = (offset) => places.indexOf(offset) + 2;
