@@ -1,17 +1,20 @@
 """The doctor finds what is wrong with a deployment, names the remedy, and puts the most important first."""
 
 import socket
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from draftbridge import CallError, Client
+from draftbridge import CallError, Client, Credentials
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.cli import doctor
 from services.cli.doctor import Finding, Level, examine
 from services.cli.processes import Fleet
 from services.version import VERSION
+from tests.support.certificates import authority, issue
+from tests.support.secure import suffix_server
 
 States = bridge_pb2.ServiceState
 
@@ -182,3 +185,20 @@ def test_a_deployment_of_processes_is_examined_from_end_to_end(
     }
     other = examine(tiny_fleet.target, Client)
     assert other[0].level is Level.BROKEN and "address of the bridge" in other[0].remedy
+
+
+def test_missing_tls_and_tokens_are_told_with_the_option_that_is_missing(tmp_path: Path) -> None:
+    ca, other = tmp_path / "ca.pem", tmp_path / "other.pem"
+    by = authority(ca)
+    authority(other)
+    with suffix_server(*issue(by, tmp_path, "server").options) as address:
+        for credentials in (None, Credentials(ca=other)):
+            found = examine(address, lambda one, given=credentials: Client(one, given))  # type: ignore[misc]
+            assert found[0].level is Level.BROKEN and "--ca" in found[0].remedy
+
+    class Closed(Deployment):
+        def status(self) -> bridge_pb2.GetStatusResponse:
+            raise CallError(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", "this call has no token", {})
+
+    found = examined(Closed([], {}))
+    assert found[0].level is Level.BROKEN and "--token-file" in found[0].remedy
