@@ -122,12 +122,10 @@ def test_auto_compares_engines_that_read_the_same_files(monkeypatch: pytest.Monk
 def test_a_trial_in_a_process_of_its_own(
     tiny_models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The torch engine is measured; a library that cannot be loaded, and a file that is not a model, are refused."""
+    """The torch engine is measured; a library that cannot be loaded, as of another platform, is refused."""
     options = replace(OPTIONS, threads=1)
     costs = trial._attempt("torch", tiny_models[0], options, False)
     assert [width for width, _ in costs][:4] == [1, 2, 3, 5] and all(taken_ns > 0 for _, taken_ns in costs)
-    with pytest.raises(trial._TrialFailed, match="save_pretrained"):
-        trial._attempt("torch", tmp_path, options, False)
     broken = tmp_path / "ik_llama_cpp"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise OSError('wrong ELF class')")
