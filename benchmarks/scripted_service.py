@@ -127,11 +127,12 @@ def main() -> None:
 
     async def serve() -> None:
         server = Server(arguments.listen, config, Insight(metrics))
-        register(server, loaded, arguments.role)
+        grammars = register(server, loaded, arguments.role)
         health = ModelHealth(loaded.scheduler)
         with serving_metrics(ServerConfig(metrics=arguments.metrics), metrics.registry) as url:
             print(f"metrics at {url}", flush=True)
             await server.run_until(stop_event(True), lambda address: print(READY + address, flush=True), health)
+        grammars.close()
         loaded.scheduler.close()
 
     asyncio.run(serve())

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -156,6 +157,7 @@ class House:
         self.liar = Liar()
         self._servers: list[aio.Server] = []
         self._zoos: list[Zoo] = []
+        self._closing: list[Callable[[], None]] = []
         self.call(self._open())
         self.channels = {name: grpc.insecure_channel(address) for name, address in self.addresses.items()}
 
@@ -188,7 +190,7 @@ class House:
     async def _serve(self, loaded: LoadedModel, name: str) -> str:
         server = Server("127.0.0.1:0")
         named = LoadedModel(loaded.files, loaded.engine, _named(loaded, name), loaded.scheduler)
-        register(server, named, Role.BOTH)
+        self._closing.append(register(server, named, Role.BOTH).close)
         return await self._start(server)
 
     async def _lie(self, loaded: LoadedModel, name: str) -> str:
@@ -205,7 +207,9 @@ class House:
     async def _bridge(self, target: str, draft: str) -> Gateway:
         zoo = await Zoo([target], [draft]).connect()
         self._zoos.append(zoo)
-        return Gateway(zoo)
+        gateway = Gateway(zoo)
+        self._closing.append(gateway.close)
+        return gateway
 
     def close(self) -> None:
         """Ends everything."""
@@ -222,8 +226,8 @@ class House:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
-        for loaded in (self.target, self.draft):
-            loaded.scheduler.close()
+        for close in (*self._closing, self.target.scheduler.close, self.draft.scheduler.close):
+            close()
 
     @property
     def quiet(self) -> bool:
@@ -239,8 +243,6 @@ class House:
 
 
 def _named(loaded: LoadedModel, name: str) -> Any:
-    from dataclasses import replace
-
     return replace(loaded.model, name=name)
 
 
