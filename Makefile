@@ -39,7 +39,7 @@ test-engines: .venv/llamacpp ## Run the engines' tests, with llama.cpp; the firs
 	$(BIN)/pytest tests/engines/test_engine.py tests/engines/test_llamacpp.py tests/services/test_guest_adapters.py
 
 # Engines that DraftBridge is a guest of need other versions of packages.
-test-guests: .venv/dev .venv/guests/ready ## Run the adapters' tests with vLLM itself, in an environment of its own (5 GB).
+test-guests: .venv/dev .venv/guests/ready ## Run the adapters' tests with vLLM itself, in an environment of its own (3.5 GB).
 	DRAFTBRIDGE_TEST_VLLM=$(CURDIR)/.venv/guests/bin/python $(BIN)/pytest -m guests tests/guests $(PYTEST_ARGS)
 
 test-zoo: .venv/dev ## Run all pairs of eight models, four of them real; the first run downloads 1.5 GB.
