@@ -22,9 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.delay import DelayProxy
 from benchmarks.prompts import OWN, read
 from benchmarks.vllm_server import Completion, VllmServer, speculation, vllm_server
-from benchmarks.vllm_ways import PLAIN, RECORD, WAYS
+from benchmarks.vllm_ways import OURS, PLAIN, RECORD, WAYS
 from services.cli.processes import launched, serve
 
 ALONE = "vLLM"
@@ -130,6 +131,17 @@ def bridge(arguments: argparse.Namespace) -> Iterator[str]:
         yield stack.enter_context(launched("bridge", *arguments))[0]
 
 
+@contextlib.contextmanager
+def far(address: str, used: bool) -> Iterator[tuple[str, DelayProxy | None]]:
+    """Runs a proxy, if one is used, that can put the bridge at a distance. Yields the address to connect to."""
+    if not used:
+        yield address, None
+        return
+    proxy = DelayProxy(address, 0.0)
+    with proxy.running() as found:
+        yield found, proxy
+
+
 def measure(arguments: argparse.Namespace, runs: Runs) -> list[StepTime]:
     """Runs all prompts in all ways. Returns the times of the proposers."""
     common = ("--dtype", arguments.dtype, "--max-model-len", "2048", "--max-num-seqs", "64", *arguments.vllm_option)
@@ -142,7 +154,7 @@ def measure(arguments: argparse.Namespace, runs: Runs) -> list[StepTime]:
                 for parallel in arguments.parallel:
                     runs.all(server, ALONE, parallel)
         (folder / "way").write_bytes(b"\0")
-        with bridge(arguments) as address:
+        with bridge(arguments) as near, far(near, bool(arguments.round_trip_ms)) as (address, proxy):
             own = speculation("benchmarks.vllm_ways.Ways", _CANDIDATES)
             # The environment, because vLLM compiles the model again if its own configuration changes.
             settings = {"BRIDGE": address, "DEADLINE_MS": str(arguments.deadline_ms)}
@@ -153,26 +165,33 @@ def measure(arguments: argparse.Namespace, runs: Runs) -> list[StepTime]:
             )
             with started as server:
                 _alternate(server, folder / "way", arguments, runs)
+                if proxy:
+                    _turn_to(folder / "way", OURS)
+                for milliseconds in arguments.round_trip_ms if proxy else ():
+                    proxy.set_delay(milliseconds / 2000)
+                    for place in range(len(runs.prompts)):
+                        runs.one(server, place, f"{OURS}, {milliseconds:g} ms away")
         if arguments.log:
             arguments.log.write_bytes((folder / "ways.log").read_bytes())
         return step_times((folder / "times").read_bytes())
 
 
-def _alternate(server: VllmServer, control: Path, arguments: argparse.Namespace, runs: Runs) -> None:
-    def turn_to(way: str) -> None:
-        with control.open("r+b") as file:
-            file.write(bytes([WAYS.index(way)]))
+def _turn_to(control: Path, way: str) -> None:
+    with control.open("r+b") as file:
+        file.write(bytes([WAYS.index(way)]))
 
+
+def _alternate(server: VllmServer, control: Path, arguments: argparse.Namespace, runs: Runs) -> None:
     runs.warm(server)
     ways = arguments.way
     for place in range(len(runs.prompts)):
         shift = place % len(ways)
         for way in (*ways[shift:], *ways[:shift]):
-            turn_to(way)
+            _turn_to(control, way)
             runs.one(server, place, way)
     for parallel in arguments.parallel:
         for way in ways:
-            turn_to(way)
+            _turn_to(control, way)
             runs.all(server, way, parallel)
 
 
@@ -194,6 +213,9 @@ def main() -> None:
     parser.add_argument("--way", action="append", choices=WAYS, help="Only these ways; all by default.")
     parser.add_argument("--without-alone", action="store_true", help=f"Compare with {PLAIN!r} in the same server.")
     parser.add_argument("--deadline-ms", type=float, default=2.0)
+    parser.add_argument(
+        "--round-trip-ms", type=float, action="append", default=[], help=f"{OURS} also at this distance to the bridge."
+    )
     parser.add_argument("--log", type=Path, help="Where to put vLLM's log.")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -208,11 +230,11 @@ def main() -> None:
         times = measure(arguments, runs)
     finally:
         for row in speeds(runs.samples, PLAIN if arguments.without_alone else ALONE):
-            print("{:16} {:14} {:3} at a time {:7.1f} tokens/s {:6.2f}x  same text {:4.0%}".format(*row))
+            print("{:16} {:24} {:3} at a time {:7.1f} tokens/s {:6.2f}x  same text {:4.0%}".format(*row))
     for one in times:
         if one.step_count >= 5:
             print(
-                f"{one.way:14} {one.rows:3} rows, {one.step_count:5} steps: {one.median_ms:6.2f} ms, 95% below "
+                f"{one.way:20} {one.rows:3} rows, {one.step_count:5} steps: {one.median_ms:6.2f} ms, 95% below "
                 f"{one.p95_ms:6.2f} ms, {one.candidate_count} candidates"
             )
     if arguments.json:

@@ -126,7 +126,8 @@ def test_greedy_texts_are_those_of_plain_vllm(setup: Setup, plain: list[tuple[in
 
 def test_requests_that_end_early_disturb_no_other(setup: Setup, plain: list[tuple[int, ...]]) -> None:
     random = Random(0)
-    with candidates(setup), ThreadPoolExecutor(8) as pool:
+    setup.turn_to(OURS)
+    with ThreadPoolExecutor(8) as pool:
         lengths = [random.choice((1, 3, 10, MAX_TOKENS)) for _ in range(3 * len(PROMPTS))]
         asked = [pool.submit(setup.complete, place, length) for place, length in enumerate(lengths)]
         for place in range(8):
@@ -140,11 +141,11 @@ def test_sampling_has_the_distribution_of_plain_vllm(setup: Setup) -> None:
     prompt, pair = _balanced_pair(setup)
     options = {"temperature": 1.0, "allowed_token_ids": pair, "ignore_eos": True, "n": 64}
     cells: dict[str, Counter[tuple[int, ...]]] = {}
-    for way, first_seed in ((PLAIN, 0), (OURS, 1 << 30)):
+    # Without seeds: vLLM for CPUs fails when it reads a prompt in chunks for a request with one.
+    for way in (PLAIN, OURS):
         setup.turn_to(way)
         before = setup.verified()
-        # vLLM counts the seeds of the 64 samples on from the one that is given.
-        runs = (setup.server.samples(prompt, 7, seed=first_seed + 64 * run, **options) for run in range(40))
+        runs = (setup.server.samples(prompt, 7, **options) for _ in range(40))
         cells[way] = Counter(ids[1:6] for run in runs for ids in run)
         assert (setup.verified() > before + 500) == (way == OURS)
     texts = sorted(cells[PLAIN] | cells[OURS])
@@ -160,7 +161,7 @@ def _balanced_pair(setup: Setup) -> tuple[dict[str, list[int]], list[int]]:
     setup.turn_to(PLAIN)
     for pair in combinations(WORDS, 2):
         prompt = {"prompt": Random(0).choices(pair, k=60)}
-        options = {"temperature": 1.0, "allowed_token_ids": list(pair), "ignore_eos": True, "n": 64, "seed": 5}
+        options = {"temperature": 1.0, "allowed_token_ids": list(pair), "ignore_eos": True, "n": 64}
         counts = Counter(token for ids in setup.server.samples(prompt, 7, **options) for token in ids)
         if min(counts[token] for token in pair) > 0.2 * counts.total():
             return prompt, list(pair)
