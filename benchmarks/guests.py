@@ -95,6 +95,7 @@ class Runs:
     def __init__(self, prompts: Sequence[Mapping[str, Any]], max_tokens: int) -> None:
         self.prompts, self.max_tokens = prompts, max_tokens
         self.samples: list[Sample] = []
+        self.times: list[StepTime] = []
         self._texts: dict[int, tuple[int, ...]] = {}
 
     def one(self, server: VllmServer, place: int, way: str, parallel: int = 1) -> None:
@@ -142,8 +143,8 @@ def far(address: str, used: bool) -> Iterator[tuple[str, DelayProxy | None]]:
         yield found, proxy
 
 
-def measure(arguments: argparse.Namespace, runs: Runs) -> list[StepTime]:
-    """Runs all prompts in all ways. Returns the times of the proposers."""
+def measure(arguments: argparse.Namespace, runs: Runs) -> None:
+    """Runs all prompts in all ways."""
     common = ("--dtype", arguments.dtype, "--max-model-len", "2048", "--max-num-seqs", "64", *arguments.vllm_option)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -164,16 +165,18 @@ def measure(arguments: argparse.Namespace, runs: Runs) -> list[StepTime]:
                 arguments.vllm, arguments.model, folder / "ways.log", *common, *own, environment=environment
             )
             with started as server:
-                _alternate(server, folder / "way", arguments, runs)
-                if proxy:
-                    _turn_to(folder / "way", OURS)
-                for milliseconds in arguments.round_trip_ms if proxy else ():
-                    proxy.set_delay(milliseconds / 2000)
-                    for place in range(len(runs.prompts)):
-                        runs.one(server, place, f"{OURS}, {milliseconds:g} ms away")
-        if arguments.log:
-            arguments.log.write_bytes((folder / "ways.log").read_bytes())
-        return step_times((folder / "times").read_bytes())
+                try:
+                    _alternate(server, folder / "way", arguments, runs)
+                    if proxy:
+                        _turn_to(folder / "way", OURS)
+                    for milliseconds in arguments.round_trip_ms if proxy else ():
+                        proxy.set_delay(milliseconds / 2000)
+                        for place in range(len(runs.prompts)):
+                            runs.one(server, place, f"{OURS}, {milliseconds:g} ms away")
+                finally:
+                    runs.times = step_times((folder / "times").read_bytes())
+                    if arguments.log:
+                        arguments.log.write_bytes((folder / "ways.log").read_bytes())
 
 
 def _turn_to(control: Path, way: str) -> None:
@@ -227,19 +230,23 @@ def main() -> None:
     runs = Runs(prompts, arguments.max_tokens)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # ends the servers, too
     try:
-        times = measure(arguments, runs)
+        measure(arguments, runs)
     finally:
-        for row in speeds(runs.samples, PLAIN if arguments.without_alone else ALONE):
-            print("{:16} {:24} {:3} at a time {:7.1f} tokens/s {:6.2f}x  same text {:4.0%}".format(*row))
-    for one in times:
+        _report(runs, PLAIN if arguments.without_alone else ALONE)
+        if arguments.json:
+            raw = {"samples": [asdict(one) for one in runs.samples], "steps": [asdict(one) for one in runs.times]}
+            arguments.json.write_text(json.dumps(raw))
+
+
+def _report(runs: Runs, base: str) -> None:
+    for row in speeds(runs.samples, base):
+        print("{:16} {:24} {:3} at a time {:7.1f} tokens/s {:6.2f}x  same text {:4.0%}".format(*row))
+    for one in runs.times:
         if one.step_count >= 5:
             print(
                 f"{one.way:20} {one.rows:3} rows, {one.step_count:5} steps: {one.median_ms:6.2f} ms, 95% below "
                 f"{one.p95_ms:6.2f} ms, {one.candidate_count} candidates"
             )
-    if arguments.json:
-        raw = {"samples": [asdict(one) for one in runs.samples], "steps": [asdict(one) for one in times]}
-        arguments.json.write_text(json.dumps(raw))
 
 
 if __name__ == "__main__":
