@@ -259,9 +259,9 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         endpoint = self._draft_of(opening)
         if endpoint is None or self._drafting >= self._limits.draft_count:
             return None
-        self._drafting += 1
         # The engine's sampling is not known; a greedy draft is right most often.
         drafter = _SharedDrafter(self._zoo, endpoint, SamplingParameters(), 0)
+        self._drafting += 1
         drafter.on_close = self._on_draft_closed
         competes = endpoint.model.competes_with(shared.model)
         times = shared.estimates.draft(endpoint.model.name, endpoint.model.forward_costs, competes=competes)
