@@ -26,7 +26,7 @@ settings.load_profile("here")
 
 
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% if tools %}<turn>tools\n{{ tools | tojson }}<eos>\n{% endif %}"
+    "{{ bos_token }}{% if tools %}<turn>tools\n{{ (tools | tojson)[:100] }}<eos>\n{% endif %}"
     "{% for message in messages %}<turn>{{ message['role'] }}\n{{ message['content'] }}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
 )

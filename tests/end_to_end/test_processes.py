@@ -168,7 +168,7 @@ def test_a_prompt_that_comes_again_is_found_in_both_prefix_caches(client: Client
 
 def test_a_chat_takes_what_its_template_knows_besides(client: Client) -> None:
     messages = [{"role": "user", "content": "the dog", "name": "<eos>Ann", "tool_calls": [{"n": 1}]}]
-    alone = client.generate(messages=messages[:1], template_variables={"tools": [{"name": "f"}]}, max_tokens=8)
+    alone = client.generate(messages=messages[:1], template_variables={"unknown": [{"name": "f"}]}, max_tokens=8)
     assert alone.text == client.generate(messages=[{"role": "user", "content": "the dog"}], max_tokens=8).text
     with pytest.raises(CallError, match="add_generation_prompt"):
         client.generate(messages=messages, template_variables={"add_generation_prompt": False})
@@ -233,7 +233,7 @@ async def test_a_dropped_stream_frees_its_slot(tiny_fleet: Fleet) -> None:
 @pytest.mark.parametrize(
     ("which", "services"),
     [
-        ("bridge", ["draftbridge.v1.BridgeService"]),
+        ("bridge", ["draftbridge.v1.BridgeService", "draftbridge.v1.CandidateService"]),
         ("target", ["draftbridge.v1.ModelService", "draftbridge.v1.TargetService"]),
         ("draft", ["draftbridge.v1.DraftService", "draftbridge.v1.ModelService"]),
     ],

@@ -14,6 +14,10 @@ from draftbridge.guests.llama_cpp import BridgeDraftModel
 from tests.support import gguf, tiny
 from tests.support.guests import Bridge, running
 
+# On a busy machine the planner may find candidates not worth a wider pass for a while.
+ATTEMPTS = 20
+# Leaves two ids to choose from, so that the text repeats itself.
+NARROW = {"sequence_bias": [[[14], 100.0], [[15], 100.0]]}
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown"
 
 
@@ -39,15 +43,18 @@ def generated(model: Any, tokenizer: Any, prompt: str = PROMPT, **options: Any) 
 
 def test_greedy_text_is_the_model_s_own(loaded: tuple[Any, Any], bridge: Bridge) -> None:
     model, tokenizer = loaded
-    plain = [generated(model, tokenizer, prompt) for prompt in (PROMPT, "She sells sea", "Grüße aus Köln: naïve café")]
+    cases = [(PROMPT, NARROW), ("She sells sea", {}), ("Grüße aus Köln: naïve café", {})]
+    plain = [generated(model, tokenizer, prompt, **options) for prompt, options in cases]
     with draftbridge.assist(model, tokenizer, bridge.address) as assistance:
-        found = [
-            generated(model, tokenizer, prompt) for prompt in (PROMPT, "She sells sea", "Grüße aus Köln: naïve café")
-        ]
-        assert assistance.client.counts.candidate_count > 0, "no candidates were tried"
-        passes = assistance.client.counts.step_count
-    assert found == plain
-    assert passes < sum(len(ids) for ids in plain)
+        for _ in range(ATTEMPTS):
+            before = assistance.client.counts
+            found = [generated(model, tokenizer, prompt, **options) for prompt, options in cases]
+            assert found == plain
+            counts = assistance.client.counts
+            if counts.candidate_count:
+                break
+        assert counts.candidate_count > 0, "no candidates were tried"
+        assert counts.step_count - before.step_count < sum(len(ids) for ids in plain)
     assert "generate" not in model.__dict__ and "_get_candidate_generator" not in model.__dict__
 
 
@@ -60,8 +67,10 @@ def test_a_draft_of_another_tokenizer_is_verified(loaded: tuple[Any, Any]) -> No
         running(draft_text=text) as found,
         draftbridge.assist(model, tokenizer, found.address, sources=["draft"]) as assistance,
     ):
-        for _ in range(3):
+        for _ in range(ATTEMPTS):
             assert generated(model, tokenizer) == plain
+            if assistance.client.counts.candidate_count:
+                break
         assert assistance.client.counts.candidate_count > 0
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from services.cli import terminal
 from services.cli.app import app
 from services.cli.processes import Fleet
 
@@ -13,9 +14,16 @@ PROMPTS = [{"prompt": "The quick brown fox", "category": "tales"}, {"prompt": "S
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    result = CliRunner().invoke(app, list(arguments))
     assert result.exit_code == 0, (result.output, result.exception)
     return result.output
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A terminal in which no cell is cut."""
+    monkeypatch.setattr(terminal.out, "_width", 200)
+    monkeypatch.setattr(terminal.out, "_height", 50)
 
 
 @pytest.fixture
