@@ -20,10 +20,6 @@ from services.traces import outgoing_metadata
 _MAX_TOKENS = 1024
 # Messages that may wait to be sent. With more, the peer is considered to have stopped reading.
 _MAX_UNSENT = 256
-# What gRPC reports of a write to a stream that the server has ended, until the server's status arrives: after that,
-# soon, or never if the connection is lost.
-_FAILED_WRITE = "Internal error from Core"
-_STATUS_CHECKS, _STATUS_CHECK_SECONDS = 20, 0.005
 
 
 class _Stream:
@@ -63,20 +59,7 @@ class _Stream:
                     raise ProtocolViolation(f"{self._address} has sent {count} tokens in one message")
                 yield message
         except aio.AioRpcError as error:
-            raise from_rpc_error(await self._own_error(error), self._address) from error
-
-    async def _own_error(self, error: aio.AioRpcError) -> aio.AioRpcError:
-        """Returns the server's error where gRPC noticed a failed write before it: of a stream that was refused."""
-        for _ in range(_STATUS_CHECKS if error.details() == _FAILED_WRITE else 0):
-            await asyncio.sleep(_STATUS_CHECK_SECONDS)
-            if (details := await self._call.details()) != _FAILED_WRITE:
-                found = (
-                    await self._call.code(),
-                    await self._call.initial_metadata(),
-                    await self._call.trailing_metadata(),
-                )
-                return aio.AioRpcError(*found, details)
-        return error
+            raise from_rpc_error(error, self._address) from error
 
     def close(self) -> None:
         self._writer.cancel()
