@@ -9,7 +9,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bridge.errors import DraftBridgeError
 from draftbridge.security import Credentials
 from services.engines.registry import engines
-from services.engines.spec import Dtype, EngineOptions, Weights
+from services.engines.spec import Dtype, EngineOptions, GaudiOptions, Weights
 from services.logs import LogFormat, LogLevel
 
 DEFAULT_BRIDGE = "127.0.0.1:50050"
@@ -101,6 +101,9 @@ class ModelServerConfig(ServerConfig):
         False, description="CPU: compile at start, for minutes, to halve the time of short passes. CUDA: record graphs."
     )
     threads: int | None = Field(None, ge=1, le=1024, description="Number of CPU threads; by default one per core.")
+    cpu_affinity: str = Field(
+        "", description="Cores to run on: numbers as 0-7,16, or numa:0 for a NUMA node's physical cores. Unset: all."
+    )
     slots: int = Field(8, ge=1, le=1024, description="Number of sequences in the KV cache at once.")
     kv_memory: float = Field(2.0, ge=0.001, le=1e6, description="GiB of memory for the KV cache, reserved at start.")
     queue: int = Field(64, ge=0, le=100_000, description="Number of requests that may wait for a slot.")
@@ -111,6 +114,22 @@ class ModelServerConfig(ServerConfig):
     message_limit: int = Field(8, ge=1, le=1024, description="MiB of the largest message accepted.")
     trust_model: bool = Field(
         False, description="Run Python files and load pickled weights of the model's directory; engine torch only."
+    )
+
+    # Named as in optimum-habana's text-generation example.
+    use_hpu_graphs: bool = Field(True, description="Record each shape of a pass as an HPU graph.")
+    limit_hpu_graphs: bool = Field(False, description="Run passes over prompts without graphs, to save memory.")
+    max_graphs: int | None = Field(None, ge=1, description="Number of graphs to keep; by default all.")
+    bucket_size: int = Field(128, ge=1, le=512, description="Pad prompts to this many tokens times a power of two.")
+    bucket_internal: bool = Field(
+        False, description="Read the KV cache in buckets too: faster for short texts, more shapes to warm up."
+    )
+    attn_softmax_bf16: bool = Field(False, description="Compute attention's softmax in bfloat16.")
+    use_flash_attention: bool = Field(False, description="Use Habana's fused attention, if the model has it.")
+    flash_attention_recompute: bool = Field(False, description="Fused attention in recompute mode, to save memory.")
+    flash_attention_fast_softmax: bool = Field(False, description="Fused attention with its fast softmax.")
+    quant_config: Path | None = Field(
+        None, description="JSON file of Intel Neural Compressor: measure a model for FP8, or run it in FP8."
     )
 
     @property
@@ -125,6 +144,7 @@ class ModelServerConfig(ServerConfig):
             self.slots,
             int(self.kv_memory * 2**30),
             self.trust_model,
+            GaudiOptions(**{name: getattr(self, name) for name in GAUDI}),
         )
 
 
@@ -248,6 +268,8 @@ class HttpServerConfig(ProcessConfig):
         )
 
 
+# The settings of `ModelServerConfig` for the habana engine alone.
+GAUDI = tuple(one.name for one in fields(GaudiOptions))
 # The settings of `ServerConfig` for what a server shows of its work.
 INSIGHT = ("metrics", "otlp", "log_format", "log_level", "channelz")
 # The tables of the configuration file; each has the name of the command that starts the process.

@@ -30,6 +30,7 @@ ENV PATH=/opt/draftbridge/bin:${PATH} \
     HF_HOME=/models/hub \
     DRAFTBRIDGE_CLIENT_SERVER=127.0.0.1:50051 \
     HABANA_VISIBLE_DEVICES=all \
+    PT_HPU_LAZY_MODE=1 \
     HABANA_LOGS=/tmp/habana_logs
 USER 10001:10001
 VOLUME /models

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
-from services.config import INSIGHT, C, ServerConfig, load, option
+from services.config import GAUDI, INSIGHT, C, ServerConfig, load, option
 
 CONFIG_HELP = "TOML file with the configuration; `draftbridge config` shows and checks it."
 
@@ -78,6 +78,8 @@ def _annotation(kind: type[C], name: str, field: FieldInfo) -> Any:
 def _panel(name: str) -> str | None:
     if name in INSIGHT:
         return "Metrics, log and traces"
+    if name in GAUDI:
+        return "Gaudi: for --engine habana"
     return (
         "Security and limits" if name in ServerConfig.model_fields or name.startswith(("service_", "bridge_")) else None
     )

@@ -14,6 +14,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from bridge.errors import InvalidField
+from services.engines.habana.spec import HABANA
 from services.engines.ik_llama.spec import IK_LLAMA
 from services.engines.llamacpp.spec import LLAMACPP
 from services.engines.openvino.spec import OPENVINO
@@ -23,7 +24,7 @@ from services.store.cache import Report
 
 # Usually fastest first (docs/measurements/engines.md). `--engine auto` takes the first whose `reason_to_skip` returns
 # "", or the fastest of those that read the same files.
-_OWN = (LLAMACPP, IK_LLAMA, OPENVINO, TORCH)
+_OWN = (LLAMACPP, IK_LLAMA, OPENVINO, HABANA, TORCH)
 AUTO = "auto"
 # Chooses among engines for a model.
 Selection = Callable[[Sequence[EngineSpec], str, EngineOptions], EngineSpec]

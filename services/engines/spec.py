@@ -1,7 +1,7 @@
 """Declares what an engine supports (`EngineSpec`) and the options that it is opened with (`EngineOptions`)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,9 +30,29 @@ class Weights(StrEnum):
 
 
 @dataclass(frozen=True)
+class GaudiOptions:
+    """Options of the `habana` engine, with the names of optimum-habana's text-generation example.
+
+    `services.config.ModelServerConfig` describes them.
+    """
+
+    use_hpu_graphs: bool = True
+    limit_hpu_graphs: bool = False
+    max_graphs: int | None = None
+    bucket_size: int = 128
+    bucket_internal: bool = False
+    attn_softmax_bf16: bool = False
+    use_flash_attention: bool = False
+    flash_attention_recompute: bool = False
+    flash_attention_fast_softmax: bool = False
+    quant_config: Path | None = None
+
+
+@dataclass(frozen=True)
 class EngineOptions:
-    """Options of all engines. `threads`: CPU threads, None for one per core. `cache_byte_limit`: memory for the keys
-    and values of all `slot_count` sequences, in bytes. `trusted`: the model's directory may run code."""
+    """Options of engines. `threads`: CPU threads, None for one per core. `cache_byte_limit`: memory for the keys
+    and values of all `slot_count` sequences, in bytes. `trusted`: the model's directory may run code.
+    `gaudi`: options of the habana engine alone."""
 
     device: str = "auto"
     dtype: Dtype = Dtype.AUTO
@@ -42,6 +62,7 @@ class EngineOptions:
     slot_count: int = 8
     cache_byte_limit: int = 2 << 30
     trusted: bool = False
+    gaudi: GaudiOptions = GaudiOptions()
 
     @property
     def on_cpu(self) -> bool:
@@ -59,7 +80,9 @@ class EngineSpec:
     besides `auto`. `modules`: modules that must be installed; `install`: how to install them. `prepare` downloads and
     converts a model, and returns the path that `open` reads. `reads`: the kind of files; `--engine auto` compares only
     engines of one kind, because those of another would change the weights. `reason_to_skip` returns why `--engine auto`
-    skips this engine for a model, or "". `auto_weights`: the meaning of `--weights auto` with `--engine auto`.
+    skips this engine for a model, or "". `for_gaudi`: `EngineOptions.gaudi` applies to it. `follows`: whether this
+    process only computes a part of a model that another one serves; then `open` does not return. `auto_weights`: the
+    meaning of `--weights auto` with `--engine auto`.
     """
 
     name: str
@@ -72,6 +95,8 @@ class EngineSpec:
     modules: tuple[str, ...] = ()
     install: str = ""
     compiles: bool = False
+    for_gaudi: bool = False
+    follows: Callable[[], bool] = lambda: False
     reads: str = "transformers"
     reason_to_skip: Callable[[str, EngineOptions], str] = lambda model, options: ""
     auto_weights: Weights = Weights.AUTO
@@ -90,6 +115,10 @@ class EngineSpec:
             raise InvalidField("--weights", f"{_either(Weights.AUTO, *self.weights)} {by}", options.weights.value)
         if options.compile and not self.compiles:
             raise InvalidField("--compile", f"left out {by}, which does not compile", "--compile")
+        set_ = [one.name for one in fields(GaudiOptions) if getattr(options.gaudi, one.name) != one.default]
+        if set_ and not self.for_gaudi:
+            flag = f"--{set_[0].replace('_', '-')}"
+            raise InvalidField(flag, f"left out {by}: it is for --engine habana", flag)
         if not self.installed:
             raise UnusableModel(
                 f"the {self.name} engine is not installed: {self.install}, or use --engine torch", engine=self.name

@@ -12,6 +12,7 @@ from bridge.sampling.sampler import SamplingParameters
 from draftbridge.machine import compute_units
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2, target_pb2_grpc
 from services.config import ModelServerConfig, Role
+from services.engines.affinity import pin
 from services.engines.engine import Engine, measure, warm
 from services.engines.fixed_width import FixedWidthEngine
 from services.engines.observer import SchedulerObserver
@@ -56,10 +57,13 @@ def run(
         return
     drafts = config.role is Role.DRAFT
     selection = partial(fastest, report=report, drafts=drafts, deterministic=config.deterministic)
-    spec, options = choose_engine(config.engine, config.model, config.options, selection)
+    spec, options = choose_engine(config.engine, config.model, pinned_options(config), selection)
     directory = resolve(config.model, report)
     if config.engine == AUTO:
         report(f"engine: {spec.name}")
+
+    if spec.follows():
+        spec.open(spec.prepare(config.model, options.weights, report), options)
 
     async def serve() -> None:
         server = Server(config.listen, config, insight)
@@ -76,6 +80,14 @@ def run(
         loaded.scheduler.close()
 
     asyncio.run(serve())
+
+
+def pinned_options(config: ModelServerConfig) -> EngineOptions:
+    """Pins this process to the configured cores. Returns the engine's options, with one thread for each of them."""
+    if not config.cpu_affinity:
+        return config.options
+    cores = pin(config.cpu_affinity)
+    return replace(config.options, threads=config.threads or len(cores))
 
 
 def _load(

@@ -14,7 +14,7 @@ from services.cli.processes import fleet
 from services.engines import spec as specs
 from services.engines.ik_llama import spec as ik_llama
 from services.engines.registry import choose_engine, engine_spec, engines, prepare
-from services.engines.spec import Dtype, EngineOptions, Weights
+from services.engines.spec import Dtype, EngineOptions, GaudiOptions, Weights
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "engines.md"
 
@@ -99,10 +99,19 @@ def test_a_model_that_auto_converts_keeps_its_weights(tiny_models: tuple[Path, P
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("torhc", EngineOptions(), "--engine must be one of auto, llamacpp, ik_llama, openvino, torch, got 'torhc'"),
+        (
+            "torhc",
+            EngineOptions(),
+            "--engine must be one of auto, llamacpp, ik_llama, openvino, habana, torch, got 'torhc'",
+        ),
         ("torch", EngineOptions(weights=Weights.INT4), "--weights must be auto, full or int8 with --engine torch"),
         ("llamacpp", EngineOptions(dtype=Dtype.FLOAT32), "--dtype must be auto with --engine llamacpp, got float32"),
         ("openvino", EngineOptions(compile=True), "--compile must be left out with --engine openvino"),
+        (
+            "torch",
+            EngineOptions(gaudi=GaudiOptions(bucket_size=64)),
+            "--bucket-size must be left out with --engine torch",
+        ),
     ],
 )
 def test_options_that_an_engine_does_not_have_are_refused(name: str, options: EngineOptions, words: str) -> None:

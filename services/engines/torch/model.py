@@ -2,6 +2,8 @@
 
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,6 @@ def load_model(source: Path, dtype: torch.dtype, trusted: bool = False) -> Any:
 
     Raises `UnusableModel` if it cannot be read, needs code to be run, or does not support rollback.
     """
-    if not trusted:
-        refuse_code(source)
     transformers.utils.logging.disable_progress_bar()
     # transformers 4.56 renamed the argument.
     old = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (4, 56)
@@ -52,12 +52,28 @@ def load_model(source: Path, dtype: torch.dtype, trusted: bool = False) -> Any:
         "trust_remote_code": trusted,  # unset, transformers would ask on the terminal
         "use_safetensors": None if trusted else True,
     }
-    try:
+    config = read_config(source, trusted)
+    with _readable(source):
+        # The self-test compares our attention with this reference implementation, which then is not used any more.
+        return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="eager", **options)
+
+
+def read_config(source: Path, trusted: bool = False) -> Any:
+    """Reads the configuration of a model directory. Raises `UnusableModel` as `load_model` does."""
+    if not trusted:
+        refuse_code(source)
+    with _readable(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
         _refuse_newer(config)
         _refuse_state(config.get_text_config())
-        # The self-test compares our attention with this reference implementation, which then is not used any more.
-        return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="eager", **options)
+        return config
+
+
+@contextmanager
+def _readable(source: Path) -> Iterator[None]:
+    """Raises `UnusableModel` with the reason if the library fails."""
+    try:
+        yield
     except UnusableModel:
         raise
     except Exception as error:

@@ -1,0 +1,56 @@
+"""Pins this process to cores: those of one NUMA node, so that threads compute next to their memory."""
+
+import os
+import re
+from pathlib import Path
+
+from bridge.errors import InvalidField
+
+_SYSTEM = Path("/sys/devices/system")
+_FLAG = "--cpu-affinity"
+
+
+def pin(text: str, system: Path = _SYSTEM) -> frozenset[int]:
+    """Restricts all threads of this process, present and future, to the cores that `text` names, and returns them.
+
+    `text`: numbers as 0-7,16, or numa:0 for the physical cores of a NUMA node. Linux gives memory from the node of the
+    core that first writes to it. Raises `InvalidField`.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise InvalidField(_FLAG, "left out: this system does not pin processes to cores", text)
+    allowed = os.sched_getaffinity(0)
+    cores = _physical_cores(text, system) if text.startswith("numa:") else _numbers(text)
+    if not cores or not cores <= allowed:
+        raise InvalidField(_FLAG, f"some of the cores {_text(allowed)} that this process may use", text)
+    for task in Path("/proc/self/task").iterdir():
+        # Threads of libraries exist already.
+        os.sched_setaffinity(int(task.name), cores)
+    return cores
+
+
+def _physical_cores(text: str, system: Path) -> frozenset[int]:
+    """Returns the cores of a node, one for each set of hyper-threads: two on one core share its matrix units."""
+    path = system / "node" / f"node{text.removeprefix('numa:')}" / "cpulist"
+    if not path.is_file():
+        nodes = sorted(one.name.removeprefix("node") for one in (system / "node").glob("node[0-9]*"))
+        raise InvalidField(_FLAG, f"numa: and the number of a node ({', '.join(nodes) or 'none is known here'})", text)
+    found = set()
+    for core in _numbers(path.read_text().strip()):
+        siblings = system / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list"
+        found.add(min(_numbers(siblings.read_text().strip())) if siblings.is_file() else core)
+    return frozenset(found)
+
+
+def _numbers(text: str) -> frozenset[int]:
+    """Parses a list of numbers and ranges, as 0-7,16."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
+        if not match:
+            raise InvalidField(_FLAG, "numbers of cores as 0-7,16, or numa:0", text)
+        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    return frozenset(found)
+
+
+def _text(cores: set[int]) -> str:
+    return ",".join(map(str, sorted(cores)))

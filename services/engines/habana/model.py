@@ -1,0 +1,152 @@
+"""Loads optimum-habana's models as its text-generation example does: one device or DeepSpeed, bfloat16 or FP8."""
+
+import atexit
+import inspect
+import os
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+from transformers.models.llama import modeling_llama as llama
+
+from bridge.errors import UnusableModel
+from services.engines.selftest import SelfTest
+from services.engines.spec import GaudiOptions
+from services.engines.torch.model import load_model
+
+# Model families whose sums over devices optimum-habana itself arranges, see its text-generation example.
+_SCOPED_SUMS = ("llama", "falcon", "qwen2", "starcoder2", "gemma")
+
+
+def prepare_process(gaudi: GaudiOptions, ranks: int) -> None:
+    """Sets what the libraries read when they are first used, and replaces transformers' models by optimum-habana's."""
+    # HPU graphs exist in lazy mode only.
+    os.environ.setdefault("PT_HPU_LAZY_MODE", "1")
+    os.environ.setdefault("EXPERIMENTAL_WEIGHT_SHARING", "FALSE")
+    if ranks > 1:
+        os.environ.setdefault("PT_HPU_ENABLE_LAZY_COLLECTIVES", "true")
+    if gaudi.quant_config:
+        # optimum-habana's attention reads this variable too.
+        os.environ["QUANT_CONFIG"] = str(gaudi.quant_config)
+    _adapt()
+    if gaudi.quant_config:
+        import habana_frameworks.torch.core as htcore
+
+        htcore.hpu_set_env()
+
+
+def self_test(source: Path, dtype: torch.dtype, trusted: bool) -> SelfTest | None:
+    """Computes the self-test of a model with transformers' own classes, on the CPU.
+
+    Must be called before `prepare_process`, which replaces those classes. Returns None if they have been replaced.
+    """
+    return None if _is_adapted() else SelfTest.of(load_model(source, dtype, trusted).eval())
+
+
+def _is_adapted() -> bool:
+    return bool(llama.LlamaForCausalLM.__name__.startswith("Gaudi"))
+
+
+def _adapt() -> None:
+    from optimum.habana.transformers.modeling_utils import adapt_transformers_to_gaudi
+    from optimum.habana.transformers.models.gemma.modeling_gemma import GaudiGemmaDecoderLayer
+    from optimum.habana.transformers.models.llama.modeling_llama import GaudiLlamaDecoderLayer
+
+    adapt_transformers_to_gaudi()
+    # optimum-habana 1.21 normalizes before it adds the residual, which gives other logits. Gemma adds first, as Llama.
+    GaudiGemmaDecoderLayer.post_attn_pre_mlp = GaudiLlamaDecoderLayer.post_attn_pre_mlp
+
+
+def load_sharded(source: Path, config: Any, dtype: torch.dtype, ranks: int) -> Any:
+    """Loads this process's part of a model that DeepSpeed divides among `ranks` processes (tensor parallelism).
+
+    The part is on the process's device afterwards.
+    """
+    import deepspeed
+    from optimum.habana.checkpoint_utils import get_ds_injection_policy, model_on_meta, write_checkpoints_json
+    from transformers import AutoModelForCausalLM
+
+    deepspeed.init_distributed(dist_backend="hccl")
+    arguments: dict[str, Any] = {
+        "dtype": dtype,
+        "tensor_parallel": {"tp_size": ranks},
+        # The engine wraps its whole pass, not only the model.
+        "enable_cuda_graph": False,
+        "injection_policy": get_ds_injection_policy(config),
+    }
+    with NamedTemporaryFile(suffix=".json", mode="w+") as checkpoints:
+        if model_on_meta(config):
+            with deepspeed.OnDevice(dtype=dtype, device="meta"):
+                model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
+            write_checkpoints_json(str(source), int(os.environ.get("LOCAL_RANK", "0")), checkpoints, token=None)
+            arguments["checkpoint"] = checkpoints.name
+        else:
+            with deepspeed.OnDevice(dtype=dtype, device="cpu"):
+                model = AutoModelForCausalLM.from_pretrained(source, torch_dtype=dtype, local_files_only=True)
+        model = deepspeed.init_inference(model.eval(), **arguments).module
+    if config.model_type in _SCOPED_SUMS:
+        _scope_sums(model)
+    return model
+
+
+def _scope_sums(model: torch.nn.Module) -> None:
+    from deepspeed.module_inject.layers import LinearAllreduce
+    from optimum.habana.transformers.models.modeling_all_models import ScopedLinearAllReduce
+
+    for name, module in model.named_children():
+        if type(module) is LinearAllreduce:
+            setattr(model, name, ScopedLinearAllReduce(mod=module))
+        else:
+            _scope_sums(module)
+
+
+def quantize(model: Any, quant_config: Path) -> Any:
+    """Measures or quantizes a model in FP8 with Intel Neural Compressor, as the file's `mode` tells.
+
+    Measurements are written when the process ends. Raises `UnusableModel` if the library is not installed.
+    """
+    try:
+        from neural_compressor.torch.quantization import FP8Config, convert, finalize_calibration, prepare
+    except ImportError as error:
+        raise UnusableModel(
+            "--quant-config needs Intel Neural Compressor: pip install neural-compressor-pt in this environment"
+        ) from error
+    config = FP8Config.from_json_file(str(quant_config))
+    if config.measure:
+        model = prepare(model, config)
+        atexit.register(finalize_calibration, model)
+    return convert(model, config) if config.quantize else model
+
+
+def mark_constants(model: Any) -> None:
+    """Tells the compiler of graphs that the scales of FP8 do not change. Called when the model is on its device."""
+    import habana_frameworks.torch.core as htcore
+
+    htcore.hpu_initialize(model, mark_only_scales_as_const=True)
+
+
+def model_options(model: Any, gaudi: GaudiOptions) -> dict[str, bool]:
+    """Returns the arguments of each forward. Raises `UnusableModel` for an option that the model does not have."""
+    known = inspect.signature(model.forward).parameters
+    wanted = {
+        name: True
+        for name in (
+            "attn_softmax_bf16", "use_flash_attention", "flash_attention_recompute", "flash_attention_fast_softmax"
+        )
+        if getattr(gaudi, name)
+    }  # fmt: skip
+    for name in wanted:
+        if name not in known:
+            raise UnusableModel(
+                f"optimum-habana's {model.config.model_type} has no {name}: leave out --{name.replace('_', '-')}",
+                model_type=model.config.model_type,
+            )
+    missing = {"token_idx", "reuse_cache", "logits_to_keep"} - set(known)
+    if missing:
+        raise UnusableModel(
+            f"optimum-habana's {model.config.model_type} cannot run with fixed slots (it lacks "
+            f"{', '.join(sorted(missing))}): choose a Llama, Qwen2, Mistral or Gemma model, or use --engine torch",
+            model_type=model.config.model_type,
+        )
+    return wanted

@@ -1,0 +1,60 @@
+"""Keeps the processes of a sharded model together: the first one sends each message before it executes it.
+
+A launcher (DeepSpeed, torchrun, mpirun) starts one process per Gaudi and tells each its place in the environment.
+"""
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from services.engines.habana.shapes import MESSAGE_SIZE, Kind, Message, stopping
+
+_log = logging.getLogger(__name__)
+
+
+def rank() -> int:
+    """Returns the number of this process among those of a model, 0 for the one that serves."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def rank_count() -> int:
+    """Returns the number of processes that share a model, 1 without a launcher."""
+    return max(int(os.environ.get("WORLD_SIZE", "0")), 1)
+
+
+class Ranks:
+    """The channel between the processes. Its messages go from host to host, so that no device waits for them."""
+
+    def __init__(self) -> None:
+        # Requests may be a long time apart.
+        forever = timedelta(days=3650)
+        self._group: Any = dist.new_group(backend="gloo", timeout=forever) if rank_count() > 1 else None
+
+    def send(self, message: Message) -> None:
+        """Sends a message from the first process to all others, if there are any."""
+        if self._group is not None:
+            dist.broadcast(torch.from_numpy(message), src=0, group=self._group)
+
+    def follow(self, execute: Callable[[Message], object]) -> int:
+        """Executes the first process's messages. Returns this process's exit code: 0 if the first one stopped."""
+        while True:
+            received = torch.empty(MESSAGE_SIZE, dtype=torch.int64)
+            try:
+                dist.broadcast(received, src=0, group=self._group)
+            except RuntimeError as error:
+                _log.error("the first process of this model has ended (%s): start all of them again", error)
+                return 1
+            message: Message = received.numpy()
+            if message[0] == Kind.STOP:
+                return 0
+            execute(message)
+
+    def stop_with(self, owner: object) -> None:
+        """Makes the others stop when `owner` is no longer used, or when this process ends."""
+        weakref.finalize(owner, self.send, stopping())

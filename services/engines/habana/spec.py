@@ -1,0 +1,48 @@
+"""The `habana` engine's entry in the registry."""
+
+import os
+from pathlib import Path
+
+from services.engines.engine import Engine
+from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
+from services.store.cache import Report
+from services.store.resolve import resolve
+
+
+def _prepare(model: str, weights: Weights, report: Report) -> Path:
+    return resolve(model, report)
+
+
+def _open(path: Path, options: EngineOptions) -> Engine:
+    from services.engines.habana.engine import HabanaEngine  # the library may not be installed
+
+    return HabanaEngine(
+        path,
+        device=options.device,
+        dtype=options.dtype.value,
+        threads=options.threads,
+        slot_count=options.slot_count,
+        cache_byte_limit=options.cache_byte_limit,
+        trusted=options.trusted,
+        gaudi=options.gaudi,
+    )
+
+
+def _follows() -> bool:
+    return int(os.environ.get("RANK", "0")) > 0
+
+
+HABANA = EngineSpec(
+    name="habana",
+    runs="Llama, Qwen2, Mistral, Gemma and similar models of Hugging Face transformers, through optimum-habana",
+    devices="Intel Gaudi (HPU)",
+    prepare=_prepare,
+    open=_open,
+    dtypes=(Dtype.FLOAT32, Dtype.BFLOAT16),
+    weights=(Weights.FULL,),
+    modules=("optimum", "optimum.habana", "habana_frameworks"),
+    install="see docs/guides/gaudi.md",
+    for_gaudi=True,
+    follows=_follows,
+    reason_to_skip=lambda model, options: "" if options.device == "hpu" else "it is for --device hpu",
+)

@@ -1,0 +1,124 @@
+"""What the stand-in does in earnest, and what it has seen: graphs, steps, shapes, and waits for the device."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+mark_step_count = 0
+# Recorded graphs, and calls that asked not to be recorded.
+graph_count = 0
+bypass_count = 0
+
+# Calls that prepare FP8.
+inference_calls: list[str] = []
+
+
+def mark_step() -> None:
+    """Ends a lazily collected graph. Here operations run at once, so it is only counted."""
+    global mark_step_count
+    mark_step_count += 1
+
+
+def wrap_in_hpu_graph(module: Any, max_graphs: int | None = None) -> Any:
+    """Records the module's forward once for each set of shapes and other arguments, and replays the record.
+
+    As on a Gaudi, a replay runs no Python: whatever the forward reads besides tensors in place is that of the record.
+    """
+    own = module.forward
+    graphs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+    def forward(*given: Any, bypass_hpu_graphs: bool = False) -> Any:
+        global graph_count, bypass_count
+        bypass_count += bypass_hpu_graphs
+        key = tuple((one.shape, one.dtype) if isinstance(one, torch.Tensor) else one for one in given)
+        if key not in graphs:
+            if bypass_hpu_graphs or len(graphs) == max_graphs:
+                return own(*given)
+
+            def record(*tensors: torch.Tensor) -> Any:
+                left = iter(tensors)
+                return own(*(next(left) if isinstance(one, torch.Tensor) else one for one in given))
+
+            graphs[key] = make_fx(record)(*(one for one in given if isinstance(one, torch.Tensor)))
+            graph_count += 1
+        return graphs[key](*(one for one in given if isinstance(one, torch.Tensor)))
+
+    module.forward = forward
+    return module
+
+
+class FusedSDPA:
+    """The fused attention kernel."""
+
+    @staticmethod
+    def apply(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout: float, causal: bool, *_: Any
+    ) -> torch.Tensor:
+        """Takes further arguments that change only speed."""
+        return scaled_dot_product_attention(query, key, value, mask, dropout, causal, enable_gqa=True)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, seen: set[tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._seen.add((str(function), *map(_signature, (*args, *(kwargs or {}).values()))))
+        return function(*args, **(kwargs or {}))
+
+
+def _signature(given: Any) -> Any:
+    if isinstance(given, torch.Tensor):
+        return tuple(given.shape), str(given.dtype)
+    return tuple(map(_signature, given)) if isinstance(given, list | tuple) else str(given)
+
+
+@contextmanager
+def operations() -> Iterator[set[tuple[Any, ...]]]:
+    """Yields a set that receives each operation with its shapes and numbers: what a Gaudi compiles something for."""
+    seen: set[tuple[Any, ...]] = set()
+    with _Operations(seen):
+        yield seen
+
+
+class _Waits(TorchFunctionMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self._seen = seen
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in _WAITING or (name == "to" and not (kwargs or {}).get("non_blocking")):
+            self._seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+# Functions that need the value of a tensor on the host, or a shape that depends on one.
+_WAITING = {
+    "item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "unique",
+    "equal", "allclose",
+}  # fmt: skip
+
+
+@contextmanager
+def waits() -> Iterator[list[str]]:
+    """Yields a list that receives the names of functions for which the host waits for the device."""
+    seen: list[str] = []
+    with _Waits(seen):
+        yield seen
+
+
+PROVIDED = {
+    "habana_frameworks.torch.core.hpu_set_env": lambda: inference_calls.append("hpu_set_env"),
+    "habana_frameworks.torch.core.hpu_initialize": lambda model, **_: inference_calls.append("hpu_initialize"),
+    "habana_frameworks.torch.core.mark_step": mark_step,
+    "habana_frameworks.torch.hpu.wrap_in_hpu_graph": wrap_in_hpu_graph,
+    "habana_frameworks.torch.hpex.kernels.FusedSDPA": FusedSDPA,
+}

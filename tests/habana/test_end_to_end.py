@@ -1,0 +1,54 @@
+"""A target on "Gaudi" and a draft on a CPU with another tokenizer: two environments, three processes, one text."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from draftbridge import Client
+from services.cli.processes import launched, serve
+
+ROOT = Path(__file__).parents[2]
+# The environment of everything but Gaudi, with another major version of transformers.
+OTHER_PYTHON = os.environ.get("DRAFTBRIDGE_OTHER_PYTHON", "")
+
+
+@pytest.mark.skipif(not OTHER_PYTHON, reason="make test-habana names the other environment's Python")
+def test_a_target_on_gaudi_and_a_draft_on_a_cpu(
+    tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = map(str, tiny_models)
+    options = ("--dtype", "float32", "--threads", "1", "--slots", "3")
+    gaudi = ("--engine", "habana", "--device", "cpu", "--bucket-size", "32", "--bucket-internal")
+    with serve(target, "--role", "target", *gaudi, *options) as (target_address, _):
+        monkeypatch.setattr(sys, "executable", OTHER_PYTHON)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "protos")]))
+        with (
+            serve(draft, "--role", "draft", *options) as (draft_address, _),
+            # The oracle: the same target in the other environment, on the torch engine.
+            serve(target, "--role", "target", *options) as (plain_address, _),
+            bridged(target_address, draft_address) as (bridge, _),
+            bridged(plain_address) as (plain, _),
+            Client(bridge) as client,
+            Client(plain) as reference,
+        ):
+            models = {model.engine: model for model in client.models()}
+            assert set(models) == {"habana", "torch"}
+            assert models["habana"].tokenizer_sha256 != models["torch"].tokenizer_sha256
+            for prompt in ("The quick brown fox", "a, b, a, b, " * 12):
+                for temperature in (0.0, 1.0):
+                    asked = {"max_tokens": 40, "temperature": temperature, "seed": 3}
+                    texts = {
+                        mode: client.generate(prompt, speculation=mode, **asked)
+                        for mode in ("off", "lockstep", "opportunistic", "auto")
+                    }
+                    own = reference.generate(prompt, speculation="off", **asked)
+                    assert {(one.text, one.token_ids) for one in texts.values()} == {(own.text, own.token_ids)}
+                    assert texts["lockstep"].finished.speculation.num_draft_tokens > 0
+
+
+def bridged(target: str, draft: str = ""):  # type: ignore[no-untyped-def]
+    """Runs a bridge for a target and perhaps a draft."""
+    models = ("--target", target, *(("--draft", draft) if draft else ()))
+    return launched("bridge", "bridge", *models, "--listen", "127.0.0.1:0", "--until-stdin-closes")

@@ -1,0 +1,173 @@
+"""The habana engine on optimum-habana's own classes, on a CPU: static shapes, waits, options, refusals."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from habana_frameworks import observed
+
+from bridge.errors import UnusableModel
+from services.engines.engine import Row, measure, warm
+from services.engines.habana.engine import HabanaEngine
+from tests.habana.models import FAMILIES, opened
+from tests.habana.oracle import Oracle
+from tests.support.engine_contract import expected, random_ids
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Oracle, Path]]:
+    directory = tmp_path_factory.mktemp("llama")
+    oracle = Oracle(FAMILIES["llama"], directory)
+    yield oracle, directory
+    oracle.close()
+
+
+def work(engine: HabanaEngine, seed: int, count: int) -> None:
+    """Runs a random workload: prompts, single tokens, candidates, rollbacks and copies, in any slots."""
+    choose = random.Random(seed)
+    lengths = [0] * engine.slot_count
+    for _ in range(count):
+        rows = []
+        for slot in choose.sample(range(engine.slot_count), choose.randint(1, engine.slot_count)):
+            keep = choose.randint(0, lengths[slot])
+            length = choose.choice([1, 1, 4, 9, 25, choose.randint(1, 256)])
+            if keep + length <= engine.context_length:
+                rows.append(Row(slot, keep, tuple(random_ids(choose.random(), length)), choose.randint(0, length)))
+                lengths[slot] = keep + length
+        if rows:
+            engine.forward(rows)
+        source, target = choose.sample(range(engine.slot_count), 2)
+        engine.copy(source, target, lengths[source])
+        lengths[target] = lengths[source]
+
+
+@pytest.mark.parametrize("options", [{}, {"bucket_internal": True}, {"use_hpu_graphs": False}], ids=str)
+def test_no_text_has_a_shape_that_was_not_warmed_up(llama: tuple[Oracle, Path], options: dict) -> None:
+    """Neither a graph nor, with and without graphs, any operation with its shapes and numbers is new."""
+    with observed.operations() as before:
+        engine = opened(llama[1], **options)
+        warm(engine, range(1, 26))
+        measure(engine, all_logits=True)
+    graphs = observed.graph_count
+    with observed.operations() as after:
+        work(engine, seed=0, count=60)
+    assert len(after) > 20
+    assert after - before == set()
+    assert observed.graph_count == graphs
+
+
+def test_the_host_waits_only_for_the_result(llama: tuple[Oracle, Path]) -> None:
+    engine = opened(llama[1])
+    steps = observed.mark_step_count
+    with observed.waits() as waits:
+        engine.forward([Row(0, 0, (1, 2, 3), 3)])  # only caches
+        assert waits == []
+        for keep in range(3, 40):
+            engine.forward([Row(0, keep, (5, 6, 7), 0)])
+    assert waits == ["cpu"] * 37
+    assert observed.mark_step_count >= steps + 38
+
+
+def test_the_observer_sees_waits_and_new_shapes() -> None:
+    """So that the two tests above can fail."""
+    with observed.waits() as waits, observed.operations() as seen:
+        one = torch.ones(3)
+        assert one.sum().item() == 3
+        assert bool((one > 0).any())
+        one.to("cpu")
+        one[:2] + 1
+    assert waits == ["item", "__bool__", "to"]
+    with observed.operations() as more:
+        torch.ones(3)[:1] + 1
+    assert more - seen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_flash_attention": True, "flash_attention_recompute": True, "flash_attention_fast_softmax": True},
+        {"attn_softmax_bf16": True},
+        {"limit_hpu_graphs": True},
+        {"max_graphs": 2},
+        {"use_hpu_graphs": False},
+    ],
+    ids=str,
+)
+def test_options_of_the_example_keep_the_logits(llama: tuple[Oracle, Path], options: dict) -> None:
+    oracle, directory = llama
+    graphs, bypassed = observed.graph_count, observed.bypass_count
+    engine = opened(directory, **options)
+    ids = random_ids(3, 70)
+    rows = [Row(1, 0, tuple(ids[:60]), 59), Row(0, 0, (9, 8), 0)]
+    first, _ = engine.forward(rows)
+    last = engine.forward([Row(1, 60, tuple(ids[60:]), 0)])[0]
+    reference = expected(oracle, ids)
+    np.testing.assert_allclose(np.concatenate([first, last]), reference[59:], atol=1e-4)
+    assert (observed.bypass_count > bypassed) == ("limit_hpu_graphs" in options)
+    if "use_hpu_graphs" in options:
+        assert observed.graph_count == graphs
+    if "max_graphs" in options:
+        assert observed.graph_count <= graphs + 4  # two of passes, two of copies
+
+
+def test_bfloat16_is_the_default_and_close(llama: tuple[Oracle, Path]) -> None:
+    oracle, directory = llama
+    engine = HabanaEngine(directory, device="cpu", threads=1, slot_count=1)
+    logits = engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])[0]
+    np.testing.assert_allclose(logits, expected(oracle, [1, 2, 3, 4]), atol=0.05)
+    assert engine.dtype == "bfloat16"
+    assert engine.cache_byte_count == 256 * 2 * 3 * 2 * 8 * 2  # tokens, keys and values, layers, heads, size, bytes
+
+
+def test_a_missing_gaudi_is_named(llama: tuple[Oracle, Path]) -> None:
+    with pytest.raises(UnusableModel, match="there is no device hpu"):
+        HabanaEngine(llama[1])
+
+
+def test_a_window_that_a_class_ignores_limits_the_context(tmp_path: Path) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1}
+    oracle = Oracle(FAMILIES["qwen2"] | windows, tmp_path)
+    engine = opened(tmp_path)
+    assert engine.context_length == 48
+    ids = random_ids(4, 48)
+    np.testing.assert_allclose(engine.forward([Row(0, 0, tuple(ids), 0)])[0], expected(oracle, ids), atol=1e-4)
+    oracle.close()
+
+
+def test_a_class_that_computes_something_else_is_refused(llama: tuple[Oracle, Path]) -> None:
+    """In a process where transformers' own classes have not been replaced yet, as when a server starts."""
+    script = f"""
+from pathlib import Path
+from optimum.habana.transformers.models.llama import modeling_llama
+from services.engines.spec import GaudiOptions
+modeling_llama.GaudiLlamaMLP.post_mlp_forward = lambda self, given: given * 1.1
+from services.engines.habana.engine import HabanaEngine
+gaudi = GaudiOptions(use_hpu_graphs=False)
+HabanaEngine(Path({str(llama[1])!r}), device="cpu", dtype="float32", threads=1, slot_count=2, gaudi=gaudi)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    assert "from the model's own" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        ({"model_type": "gpt2", "vocab_size": 120, "n_embd": 32, "n_layer": 2, "n_head": 4}, {}, "it lacks"),
+        (FAMILIES["gemma"], {"flash_attention_fast_softmax": True}, "leave out --flash-attention-fast-softmax"),
+        (FAMILIES["llama"], {"quant_config": Path("maxabs.json")}, "Intel Neural Compressor"),
+    ],
+    ids=["no fixed slots", "no such option", "no FP8"],
+)
+def test_what_cannot_be_served_is_refused_with_the_remedy(
+    config: dict, options: dict, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANT_CONFIG", "")
+    oracle = Oracle(config, tmp_path)
+    with pytest.raises(UnusableModel, match=words):
+        opened(tmp_path, **options)
+    oracle.close()

@@ -1,0 +1,80 @@
+"""Pinning a process to cores."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bridge.errors import InvalidField
+from services.config import ModelServerConfig
+from services.engines.affinity import pin
+from services.model.server import pinned_options
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not pin processes")
+
+
+@pytest.fixture(autouse=True)
+def restored() -> object:
+    """Gives this process's threads their cores back."""
+    allowed = os.sched_getaffinity(0)
+    yield
+    for task in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(task.name), allowed)
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> Path:
+    """A machine with two nodes of two cores with two hyper-threads each; this process's first core is in node 0."""
+    first = min(os.sched_getaffinity(0))
+    for node, cores in enumerate([(first, first + 1000), (first + 2000, first + 3000)]):
+        (tmp_path / "node" / f"node{node}").mkdir(parents=True)
+        (tmp_path / "node" / f"node{node}" / "cpulist").write_text(",".join(map(str, cores)) + "\n")
+        for core in cores:
+            topology = tmp_path / "cpu" / f"cpu{core}" / "topology"
+            topology.mkdir(parents=True)
+            (topology / "thread_siblings_list").write_text(f"{cores[0]},{cores[1]}\n")
+    return tmp_path
+
+
+def test_all_threads_of_a_process_are_pinned() -> None:
+    first = min(os.sched_getaffinity(0))
+    script = (
+        "import os, threading, numpy; from pathlib import Path; from services.engines.affinity import pin\n"
+        "wait = threading.Event(); thread = threading.Thread(target=wait.wait); thread.start()\n"
+        f"pin('{first}')\n"
+        "print([os.sched_getaffinity(int(one.name)) for one in Path('/proc/self/task').iterdir()]); wait.set()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert {core for cores in ast.literal_eval(done.stdout) for core in cores} == {first}
+
+
+def test_a_node_is_its_physical_cores(system: Path) -> None:
+    first = min(os.sched_getaffinity(0))
+    assert pin("numa:0", system) == {first}
+    assert os.sched_getaffinity(0) == {first}
+
+
+def test_a_pinned_server_computes_with_a_thread_for_each_core() -> None:
+    first = str(min(os.sched_getaffinity(0)))
+    assert pinned_options(ModelServerConfig(model="any", cpu_affinity=first)).threads == 1
+    assert pinned_options(ModelServerConfig(model="any", cpu_affinity=first, threads=3)).threads == 3
+    assert pinned_options(ModelServerConfig(model="any")).threads is None
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("numa:2", r"the number of a node \(0, 1\)"),
+        ("numa:1", "that this process may use"),
+        ("99999", "that this process may use"),
+        ("0-", "numbers of cores as 0-7,16"),
+        ("x", "numbers of cores as 0-7,16"),
+        ("3-2", "that this process may use"),
+    ],
+)
+def test_other_texts_are_refused(text: str, words: str, system: Path) -> None:
+    with pytest.raises(InvalidField, match=words):
+        pin(text, system)
