@@ -7,6 +7,10 @@ from llguidance import LLTokenizer
 from bridge.text.translation import segment
 from bridge.text.vocabulary import Vocabulary
 
+# The bytes of texts without control characters and without the rarest planes of Unicode. Vocabularies that were trained
+# on bytes may lack others.
+_COMMON_BYTES = frozenset((0x0A, *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1)))
+
 
 class Tokens:
     """The tokens of a tokenizer in the form that the library reads: its attributes are the library's.
@@ -34,13 +38,13 @@ class GrammarTokenizer:
     """The library's tokenizer for a vocabulary, with a further id for each byte and one for the end of a text.
 
     The further ids are never chosen. `byte_id` lets a matcher follow bytes that are not a model's tokens; `end` stands
-    for all ids that end a text. `forcing`: every text can be spelled in the vocabulary's tokens.
+    for all ids that end a text. `forcing`: all but very rare texts can be spelled in the vocabulary's tokens.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary, self.size = vocabulary, vocabulary.size
         self.end = self.size + 256
-        self.forcing = len(vocabulary.byte_ids) == 256
+        self.forcing = vocabulary.byte_ids.keys() >= _COMMON_BYTES
         tokens = [data or b"" for data in vocabulary.tokens] + [bytes([byte]) for byte in range(256)]
         self.library = library_tokenizer(Tokens(tokens, self.end, self._encode))
 

@@ -76,7 +76,7 @@ class Setup:
         ends = list(self.files.special_ids.eos)
         if grammar:
             tokenizer = GrammarTokenizer(self.files.vocabulary)
-            matcher = compile_grammar(tokenizer.library, grammar)
+            matcher = compile_grammar(tokenizer.library, grammar, forcing=tokenizer.forcing)
         words = self.files.vocabulary
         known = {field.name for field in fields(SamplingParameters)}
         parameters = SamplingParameters(**{key: value for key, value in options.items() if key in known})
