@@ -32,7 +32,8 @@ from services.grammars.compiler import compile_grammar
 from services.grammars.token_matcher import TokenMatcher
 from services.grammars.tokenizer import GrammarTokenizer
 
-MAX_TOKENS = 320
+# More than the longest answer that the schemas allow.
+MAX_TOKENS = 1000
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {"speculation": "off"},
     "alone": {"speculation": "off"},
