@@ -103,13 +103,17 @@ def test_once_prints_what_the_requests_did(tiny_fleet: Fleet, client: Client) ->
 
 def test_a_running_request_is_listed(client: Client) -> None:
     eventually(lambda: client.status().active_count == 0)  # requests of other tests
-    stream = client.stream(PROMPT, max_tokens=220, ignore_eos=True)
-    sent = 0
-    for event in stream:
-        sent += len(event.token_ids) if isinstance(event, bridge_pb2.GenerateDelta) else 0
-        if sent > 5:
+    for _ in range(50):  # a request may end before its status is read
+        stream = client.stream(PROMPT, max_tokens=220, ignore_eos=True)
+        sent = 0
+        for event in stream:
+            sent += len(event.token_ids) if isinstance(event, bridge_pb2.GenerateDelta) else 0
+            if sent > 5:
+                break
+        if found := client.status().running:
             break
-    [running] = client.status().running
+        stream.close()  # type: ignore[attr-defined]
+    [running] = found
     assert (running.target, running.draft) == ("tiny-target", "tiny-draft")
     assert running.generated_token_count >= sent and running.speculation.target_pass_count > 0
     assert running.elapsed_ns > 0
