@@ -97,18 +97,17 @@ def measure(client: Client, chosen: Sequence[Task], ways: Sequence[str]) -> list
     """Runs all ways on each task. The plain way makes as many tokens as the others did."""
     samples = []
     for place, task in enumerate([chosen[-1], *chosen]):
-        limit = MAX_TOKENS
+        longest = 0
         for way in sorted(ways, key=lambda way: way == "plain"):
-            options: dict[str, Any] = {"max_tokens": limit, **WAYS[way]}
             if way == "plain":
-                options |= {"ignore_eos": True}
+                options = {"max_tokens": longest or MAX_TOKENS, "ignore_eos": True, **WAYS[way]}
             else:
-                options |= {"json_schema": task.schema}
+                options = {"max_tokens": MAX_TOKENS, "json_schema": task.schema, **WAYS[way]}
             got = client.generate(messages=task.messages, **options)
             found = got.finished.speculation
             if way != "plain":
                 check(task, got.text)
-                limit = len(got.token_ids)
+                longest = max(longest, len(got.token_ids))
             seconds = (found.elapsed_ns - found.first_token_ns) / 1e9
             if place:
                 samples.append(
