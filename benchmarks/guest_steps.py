@@ -60,7 +60,7 @@ def measure(
             late += client.counts.late_count - before
         for one in sequences:
             one.forward(found[one.id].token_ids if one.id in found else ())
-        time.sleep(options.forward_ms / 1000)
+        time.sleep(options.forward_ms / 1000)  # in place of the engine's forward
     client.step([], ended=[one.id for one in sequences], deadline=0)
     accepted = sum(one.accepted for one in sequences) / (len(sequences) * (options.warm + options.steps))
     return {

@@ -34,7 +34,7 @@ _CANDIDATES = 24
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt in one way, with so many requests at a time."""
+    """One prompt in one way, with a number of requests at a time."""
 
     category: str
     way: str
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class StepTime:
-    """How long a proposer took, in steps of so many rows: the median and the 95th percentile, in milliseconds."""
+    """A proposer's time by rows of a step: the median and the 95th percentile, in milliseconds."""
 
     way: str
     rows: int
@@ -106,7 +106,7 @@ class Runs:
         self.samples.append(Sample(prompt["category"], way, parallel, len(done.ids), done.seconds, same))
 
     def all(self, server: VllmServer, way: str, parallel: int) -> None:
-        """Runs all prompts in a way, so many at a time; with more at a time than prompts, some again."""
+        """Runs all prompts in a way, `parallel` at a time. Prompts repeat if there are fewer than that."""
         places = [place % len(self.prompts) for place in range(max(parallel, len(self.prompts)))]
         with ThreadPoolExecutor(parallel) as pool:
             list(pool.map(lambda place: self.one(server, place, way, parallel), places))
@@ -212,7 +212,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=24, help="Number of prompts, evenly over the categories.")
     parser.add_argument("--raw", action="store_true", help="Send prompts without a chat template, for base models.")
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--parallel", type=int, action="append", default=[], help="So many requests at a time, too.")
+    parser.add_argument(
+        "--parallel", type=int, action="append", default=[], help="Also measure with this number of requests at a time."
+    )
     parser.add_argument("--way", action="append", choices=WAYS, help="Only these ways; all by default.")
     parser.add_argument("--without-alone", action="store_true", help=f"Compare with {PLAIN!r} in the same server.")
     parser.add_argument("--deadline-ms", type=float, default=2.0)

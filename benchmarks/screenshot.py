@@ -71,7 +71,7 @@ def main() -> None:
     options = parser.parse_args()
     chromium = next((path for name in _NAMES if (path := shutil.which(name))), None)
     if chromium is None:
-        parser.error("there is no Chromium: install it with the system's package manager")
+        parser.error("Chromium was not found: install it with the system's package manager")
     with ExitStack() as stack:
         running = stack.enter_context(
             fleet(

@@ -58,12 +58,12 @@ class VllmServer:
         return [tuple(choice["token_ids"]) for choice in self._post("/v1/completions", body)["choices"]]
 
     def abandon(self, prompt: Mapping[str, Any], max_tokens: int, after: float) -> None:
-        """Sends a request, and closes the connection after so many seconds, without reading the answer."""
+        """Sends a request, and closes the connection after `after` seconds, without reading the answer."""
         host = self.url.removeprefix("http://")
         connection = http.client.HTTPConnection(host)
         body = json.dumps({"model": "m", "max_tokens": max_tokens, "prompt": prompt["prompt"], "temperature": 0})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        time.sleep(after)
+        time.sleep(after)  # the client leaves in the middle of its request
         connection.close()
 
     def counts(self) -> dict[str, float]:
@@ -122,7 +122,7 @@ def _wait_for(server: VllmServer, process: "subprocess.Popen[bytes]") -> None:
     while time.monotonic() < end and process.poll() is None:
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{server.url}/health", timeout=1):
             return
-        time.sleep(0.3)
+        time.sleep(0.3)  # between two polls of its health
     words = server.log.read_text(errors="replace")[-3000:]
     raise ServerFailed(f"vLLM did not start; the end of {server.log}:\n{words}")
 

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # After this many passes without a candidate of the draft, another draft is tried.
 _UNUSED_PASSES = 64
 # Opens a source in place of one that failed with an error, or that does not pay (None). Returns the source and a
-# function to call when it takes over, or None if there is no other.
+# function to call when it takes over, or None if no source is left to take over.
 Substitute: TypeAlias = Callable[[Exception | None], Awaitable[tuple[CandidateSource, Callable[[], None]] | None]]
 # The most continuations of one offer, of sources that continue each other.
 _MAX_PARTS = 8

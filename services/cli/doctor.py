@@ -1,4 +1,4 @@
-"""Checks a deployment end to end, and says what to change, most important first, for `draftbridge doctor`."""
+"""Checks a deployment end to end, and recommends changes, most important first, for `draftbridge doctor`."""
 
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
