@@ -21,7 +21,8 @@ def call_grammar(tools: Sequence[Mapping[str, Any]], name: str | None) -> Gramma
         raise InvalidField("tool_choice", f"a function of tools ({names})", name or "required")
     calls, definitions = [], {}
     for one in called:
-        parameters = dict(one.get("parameters") or {"type": "object"})
+        # Arguments are an object, also where a schema only lists properties and would allow a string, too.
+        parameters = {"type": "object"} | dict(one.get("parameters") or {})
         for key in ("$defs", "definitions"):
             if len(called) > 1 and key in parameters:
                 raise InvalidField("tools", f"without {key} if one of several must be called", key)
