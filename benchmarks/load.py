@@ -34,8 +34,8 @@ from grpc import aio
 from benchmarks.prompts import OWN
 from benchmarks.prompts import read as read_prompts
 from benchmarks.scripted_service import expected
-from draftbridge.client import generate_request
 from draftbridge.errors import CallError
+from draftbridge.messages import generate_request
 from draftbridge.v1 import bridge_pb2_grpc
 from services.cli.processes import launched, pinned
 

@@ -41,7 +41,7 @@ from rich.console import Console
 
 from benchmarks import prompts
 from benchmarks.planner_report import AUTO, OFF, WAYS, Run, Statistics, Way, fresh_verdicts, speed, table, verdicts
-from draftbridge.client import generate_request
+from draftbridge.messages import generate_request
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.cli.bench import processor
 from services.cli.processes import launched, pinned, serve

@@ -1,0 +1,242 @@
+"""Turns arguments of a client into messages, and messages into what a client returns."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import grpc
+
+from draftbridge.errors import CallError
+from draftbridge.v1 import bridge_pb2, sampling_pb2
+
+Event: TypeAlias = bridge_pb2.GenerateStarted | bridge_pb2.GenerateDelta | bridge_pb2.GenerateFinished
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A complete generation: its text, its ids in the target's vocabulary, and the stream's first and last event."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    started: bridge_pb2.GenerateStarted
+    finished: bridge_pb2.GenerateFinished
+
+    @classmethod
+    def of(cls, events: Iterable[Event]) -> "Generation":
+        """Collects the events of a stream that ends well."""
+        text: list[str] = []
+        ids: list[int] = []
+        started = finished = None
+        for event in events:
+            if isinstance(event, bridge_pb2.GenerateDelta):
+                text.append(event.text)
+                ids += event.token_ids
+            elif isinstance(event, bridge_pb2.GenerateStarted):
+                started = event
+            else:
+                finished = event
+        assert started is not None and finished is not None, "a stream that ends well has both"
+        return cls("".join(text), tuple(ids), started, finished)
+
+
+def generate_request(
+    prompt: str | None = None,
+    *,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    template_variables: Mapping[str, Any] | None = None,
+    token_ids: Sequence[int] | None = None,
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    min_tokens: int = 0,
+    stop_token_ids: Sequence[int] = (),
+    ignore_eos: bool = False,
+    json_schema: str | Mapping[str, Any] | None = None,
+    json_object: bool = False,
+    regex: str | None = None,
+    choice: Sequence[str] | None = None,
+    grammar: str | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    logprobs: int | None = None,
+    target: str = "",
+    draft: str = "",
+    speculation: str = "auto",
+    num_assistant_tokens: int | None = None,
+    assistant_confidence_threshold: float | None = None,
+    draft_temperature: float | None = None,
+    sources: Sequence[str] = (),
+    tenant: str = "",
+    drafts: Sequence[str] = (),
+    workload: str = "",
+) -> bridge_pb2.GenerateRequest:
+    """Returns the request that `generate` and `stream` send. Give exactly one of `prompt`, `messages` and `token_ids`.
+
+    Parameters without a description here are those of `GenerateRequest` in the contract.
+    `messages`: mappings with "role", "content" and further fields for the chat template, such as "tool_calls".
+    `template_variables`: further JSON values for the chat template, such as `tools`; allowed only with `messages`.
+    `json_schema`: JSON text or a mapping. At most one of `json_schema`, `json_object`, `regex`, `choice` and `grammar`
+    may be given. `stop`: one string or several. `speculation`: "auto", "off", "lockstep" or "opportunistic".
+    `sources`: names of the sources that may propose candidates, "grammar", "draft" and "suffix"; empty for all that the
+    mode uses.
+    Raises `CallError` for a value that does not fit its field.
+    """
+    modes = bridge_pb2.Speculation.Mode
+    mode = f"MODE_{str(speculation).upper()}"
+    if mode not in modes.keys() or mode == "MODE_UNSPECIFIED":
+        allowed = "auto, off, lockstep or opportunistic"
+        raise invalid("speculation", f"speculation must be {allowed}, got {speculation!r}")
+    given = [value is not None for value in (prompt, messages, token_ids)]
+    if sum(given) != 1:
+        raise invalid("input", f"give exactly one of prompt, messages and token_ids, got {sum(given)}")
+    constraint = _constraint(json_schema, json_object, regex, choice, grammar)
+    try:
+        request = bridge_pb2.GenerateRequest(
+            sampling=sampling_pb2.SamplingParameters(
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                min_p=min_p,
+                repetition_penalty=repetition_penalty,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+                logit_bias=logit_bias,
+                min_tokens=min_tokens,
+                stop_token_ids=stop_token_ids,
+                ignore_eos=ignore_eos,
+                seed=seed,
+                **constraint,
+            ),
+            max_tokens=max_tokens,
+            stop=[stop] if isinstance(stop, str) else stop,
+            logprobs=logprobs,
+            target=target,
+            draft=draft,
+            speculation=bridge_pb2.Speculation(
+                mode=modes.Value(mode),
+                num_assistant_tokens=num_assistant_tokens,
+                assistant_confidence_threshold=assistant_confidence_threshold,
+                draft_temperature=draft_temperature,
+                sources=sources,
+            ),
+            tenant=tenant,
+            drafts=drafts,
+            workload=workload,
+        )
+        if prompt is not None:
+            request.prompt = prompt
+        if messages is not None:
+            request.chat.CopyFrom(bridge_pb2.Chat(messages=[_chat_message(one) for one in messages]))
+        if template_variables is not None:
+            if messages is None:
+                raise invalid("template_variables", "template_variables need messages: give both or neither")
+            request.chat.template_variables.update(template_variables)
+        if token_ids is not None:
+            request.token_ids.CopyFrom(bridge_pb2.TokenIds(token_ids=token_ids))
+    except UnicodeEncodeError as error:
+        raise invalid("prompt", f"the text is not valid Unicode ({error.reason}): remove lone surrogates") from error
+    except (ValueError, TypeError, KeyError) as error:
+        integers: dict[str, tuple[object, int]] = {
+            "top_k": (top_k, 32),
+            "min_tokens": (min_tokens, 32),
+            "seed": (seed, 64),
+            "max_tokens": (max_tokens, 32),
+            "logprobs": (logprobs, 32),
+            "num_assistant_tokens": (num_assistant_tokens, 32),
+        }
+        for name, (value, bits) in integers.items():
+            if isinstance(value, int) and not 0 <= value < 1 << bits:
+                raise invalid(name, f"{name} must be between 0 and {2**bits - 1}, got {value}") from error
+        for name, ids in (
+            ("logit_bias", logit_bias or ()),
+            ("stop_token_ids", stop_token_ids),
+            ("token_ids", token_ids),
+        ):
+            for id_ in ids or ():
+                if isinstance(id_, int) and not 0 <= id_ < 1 << 32:
+                    raise invalid(name, f"{name} must hold ids between 0 and {2**32 - 1}, got {id_}") from error
+        raise invalid(
+            "request", f"a value is missing or has the wrong type ({error}): see draftbridge.messages.generate_request"
+        ) from error
+    return request
+
+
+def _constraint(
+    json_schema: str | Mapping[str, Any] | None,
+    json_object: bool,
+    regex: str | None,
+    choice: Sequence[str] | None,
+    grammar: str | None,
+) -> dict[str, Any]:
+    """Returns the field of `SamplingParameters` that constrains the text, if there is one."""
+    try:
+        given: dict[str, Any] = {
+            "json_schema": json.dumps(json_schema) if isinstance(json_schema, Mapping) else json_schema,
+            "json_object": json_object or None,
+            "regex": regex,
+            "choice": None if choice is None else sampling_pb2.Choice(texts=choice),
+            "grammar": grammar,
+        }
+    except (ValueError, TypeError) as error:
+        raise invalid("json_schema", f"json_schema must hold JSON values, and choice strings ({error})") from error
+    found = {name: value for name, value in given.items() if value is not None}
+    if len(found) > 1:
+        raise invalid(next(iter(found)), f"give at most one of {', '.join(given)}, got {' and '.join(found)}")
+    return found
+
+
+def _chat_message(message: Mapping[str, Any]) -> bridge_pb2.ChatMessage:
+    sent = bridge_pb2.ChatMessage(role=message["role"], content=message["content"])
+    fields = {key: value for key, value in message.items() if key not in ("role", "content")}
+    if fields:
+        sent.fields.update(fields)
+    return sent
+
+
+def invalid(field: str, message: str) -> CallError:
+    """Returns the error of an argument that cannot be sent."""
+    return CallError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", message, {"field": field})
+
+
+def event_of(response: bridge_pb2.GenerateResponse) -> Event:
+    """Returns the event that a response carries."""
+    match response.WhichOneof("event"):
+        case "started":
+            return response.started
+        case "delta":
+            return response.delta
+        case _:
+            return response.finished
+
+
+def translate_request(
+    text: str | None, token_ids: Sequence[int] | None, source: str, target: str
+) -> bridge_pb2.TranslateRequest:
+    """Returns the message for `translate`. Raises `CallError` if an argument cannot be sent."""
+    if (text is None) == (token_ids is None):
+        raise invalid("input", "give exactly one of text and token_ids")
+    try:
+        if text is not None:
+            return bridge_pb2.TranslateRequest(text=text, source=source, target=target)
+        return bridge_pb2.TranslateRequest(
+            token_ids=bridge_pb2.TokenIds(token_ids=token_ids), source=source, target=target
+        )
+    except (ValueError, TypeError) as error:
+        raise invalid("request", f"a value has the wrong type or is out of range ({error})") from error
+
+
+def checked_id(request_id: str) -> str:
+    """Returns the id of a request as it is. Raises `CallError` if it cannot be one."""
+    if request_id and not _REQUEST_ID.fullmatch(request_id):
+        raise invalid("request_id", "request_id must be 1 to 64 ASCII letters, digits and _.:-")
+    return request_id
