@@ -1,9 +1,11 @@
 """Eight models in real processes: four real ones, three tiny ones of other families, prompt lookup. All pairs exact."""
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from draftbridge import CallError, Client
@@ -16,6 +18,16 @@ pytestmark = [pytest.mark.zoo, pytest.mark.timeout(900)]
 REAL = ("qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct", "gemma-3-270m", "smollm2-135m-instruct")
 TINY = {"tiny-one": "sentencepiece", "tiny-two": "byte_level", "tiny-three": "unigram"}
 PROMPT = "def is_prime(n):\n"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["naïve", "advanced"]},
+        "steps": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+    },
+    "required": ["name", "kind", "steps"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -69,3 +81,31 @@ def test_the_zoo_is_listed_with_its_costs_and_pairs(zoo: Client) -> None:
     by_names = {(pair.target, pair.draft): pair for pair in pairs}
     assert by_names[REAL[0], REAL[1]].same_tokenizer and by_names[REAL[0], REAL[1]].vocabulary_overlap == 1.0
     assert 0.1 < by_names[REAL[0], REAL[2]].vocabulary_overlap < 0.9
+
+
+@pytest.fixture(scope="module")
+def in_float32() -> Iterator[Client]:
+    """A client of a bridge over the four real models, each in float32 and in both roles."""
+    with ExitStack() as stack:
+        options = []
+        for name in REAL:
+            server = serve(name, "--engine", "torch", "--dtype", "float32", "--slots", "2", "--kv-memory", "0.3")
+            options += _both(stack.enter_context(server)[0])
+        bridge = launched("bridge", "bridge", *options, "--listen", "127.0.0.1:0", "--until-stdin-closes")
+        yield stack.enter_context(Client(stack.enter_context(bridge)[0]))
+
+
+@pytest.mark.parametrize("target", REAL)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_json_is_the_same_with_every_draft(in_float32: Client, target: str, temperature: float) -> None:
+    options = {"target": target, "max_tokens": 80, "temperature": temperature, "seed": 5, "json_schema": SCHEMA}
+    alone = in_float32.generate(PROMPT, **options, speculation="off")  # type: ignore[arg-type]
+    jsonschema.validate(json.loads(alone.text), SCHEMA)
+    accepted: dict[str, int] = {}
+    for draft in (name for name in REAL if name != target):
+        for mode in ("lockstep", "auto"):
+            result = in_float32.generate(PROMPT, **options, draft=draft, speculation=mode)  # type: ignore[arg-type]
+            assert (result.token_ids, result.text) == (alone.token_ids, alone.text), (draft, mode)
+            for one in result.finished.speculation.sources:
+                accepted[one.name] = accepted.get(one.name, 0) + one.num_accepted_tokens
+    assert accepted["grammar"] > 0 and accepted["draft"] > 0

@@ -42,6 +42,8 @@ async def together(
     temperature: float,
     engine_seed: int,
     count: int,
+    *,
+    stop: tuple[str, ...] = (),
     **options: object,
 ) -> tuple[str, list[int], Finished]:
     """Generates with real sessions, the draft model's among them."""
@@ -51,7 +53,7 @@ async def together(
     matcher = support.grammars(target).open(grammar, sampler.ends)
     draft = tiny.model(draft_kind) if draft_kind else None
     drafting = tiny.scheduler(tiny.HashEngine(draft, 1)) if draft else None
-    request = Request(PROMPT, max_tokens=count, speculation=SpeculationParameters(mode))
+    request = Request(PROMPT, max_tokens=count, stop=stop, speculation=SpeculationParameters(mode))
     text, ids, event = "", [], None
     try:
         drafter = None
@@ -128,6 +130,17 @@ async def test_a_finished_text_satisfies_its_schema(kind: str) -> None:
         text, _, finished = await together(kind, None, support.schema(support.PERSON), Mode.AUTO, 1.0, seed, 200)
         assert finished.finish_reason is FinishReason.STOP
         jsonschema.validate(json.loads(text), support.PERSON)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_a_stop_string_ends_a_text_also_inside_forced_bytes(mode: Mode) -> None:
+    grammar = support.schema(support.PERSON)
+    whole, _, _ = await together("byte_level", None, grammar, Mode.OFF, 1.0, 0, 200)
+    for stop in ('", "ta', whole[len(whole) // 2 :][:2], '"age"'):
+        text, _, finished = await together(
+            "byte_level", "unigram", grammar, mode, 1.0, 0, 200, stop=(stop,), min_tokens=5
+        )
+        assert text == whole[: whole.index(stop)] and finished.finish_reason is FinishReason.STOP
 
 
 async def test_forced_bytes_are_candidates_and_named() -> None:
