@@ -107,10 +107,10 @@ def test_a_bridge_starts_without_its_draft_and_takes_it_in(
 
             eventually(replaced, 60)
     lines = [line for line in capfd.readouterr().err.splitlines() if at in line]
-    assert len(lines) == 3, lines
     assert "requests go on without the draft" in lines[0]
-    assert "can be used now: it is tiny-draft" in lines[1]
-    assert "can be used now: it is suffix" in lines[2]
+    # Between these lines there may be others, if the bridge notices a service's end before the next one answers.
+    taken = [line.split("can be used now: it is ")[1] for line in lines if "can be used now" in line]
+    assert taken == ["tiny-draft", "suffix"], lines
 
 
 def test_a_bridge_goes_on_without_a_draft_that_it_cannot_use(
