@@ -1,7 +1,6 @@
 """The command as a user meets it: what it prints, how it refuses, what it leaves behind."""
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -19,20 +18,9 @@ from typer.testing import CliRunner
 from draftbridge import Client
 from services.cli.app import app
 from services.cli.processes import READY, Fleet
+from tests.support.warm import run as command
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
-
-
-def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        env=os.environ | environment,
-    )
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
@@ -51,7 +39,10 @@ def test_each_command_has_help(name: str) -> None:
 
 
 def test_version() -> None:
-    assert command("version").stdout.strip() == "0.1.0"
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "0.1.0"
 
 
 def test_generate_streams_text_and_json(tiny_fleet: Fleet) -> None:

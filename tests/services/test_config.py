@@ -1,8 +1,6 @@
 """The configuration: which place wins, and errors that name place, key and remedy."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from services.config import (
     check,
     load,
 )
+from tests.support import warm
 
 
 def written(directory: Path, text: str) -> Path:
@@ -94,10 +93,8 @@ def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, t
         assert str(path) in str(error)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "services.cli", *arguments]
-    wide = os.environ | {"COLUMNS": "200"}  # names of options are cut where there is no room
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return warm.run(*arguments, COLUMNS="200")  # names of options are cut where there is no room
 
 
 def test_what_show_prints_is_a_file_with_the_same_values(tmp_path: Path) -> None:

@@ -1,9 +1,7 @@
 """TLS, keys and limits of running servers, and of the clients that connect to them."""
 
 import contextlib
-import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from draftbridge import AsyncClient, CallError, Client, Credentials
 from draftbridge.security import open_channel
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.cli.processes import Fleet, ProcessFailed, launched, serve
+from tests.support import warm
 from tests.support.certificates import authority, issue
 from tests.support.secure import ALICE, BOB, KEYS, MODEST, OLD, describe, suffix_server
 from tests.support.waiting import eventually
@@ -218,10 +217,7 @@ def test_an_invalid_keys_file_is_refused_without_showing_tokens(tmp_path: Path, 
 
 
 def command(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "services.cli", *arguments],
-        capture_output=True, text=True, check=False, timeout=60, env=os.environ | {"COLUMNS": "200"} | environment,
-    )  # fmt: skip
+    return warm.run(*arguments, COLUMNS="200", **environment)
 
 
 def test_commands_connect_with_tls_and_a_token(secured: Secured) -> None:

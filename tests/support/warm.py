@@ -6,6 +6,7 @@ nothing but the seconds that the imports take. Tests of the start itself use `su
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import runpy
@@ -14,12 +15,22 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Mapping
 from typing import IO, Any
 
 from services.cli import processes
 
 _MAX_MESSAGE_BYTES = 1 << 20
+# The modules that the processes would import. None of them starts threads or reads the environment.
+_IMPORTED = (
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "services.cli.app",
+    "services.model.server",
+    "services.bridge.server",
+)
 cold_start = processes._start
 
 
@@ -103,14 +114,16 @@ def install() -> None:
     processes._start = start  # type: ignore[assignment]
 
 
-def start(*arguments: str, module: str = "services.cli", stderr: int = 2) -> WarmProcess:
-    """Runs `python -m module arguments` with pipes for standard input and output, in this process's environment."""
+def start(
+    *arguments: str, module: str = "services.cli", stderr: int = 2, environment: Mapping[str, str] = os.environ
+) -> WarmProcess:
+    """Runs `python -m module arguments` with pipes for standard input and output."""
     child_in, stdin = os.pipe()
     stdout, child_out = os.pipe()
     request = {
         "module": module,
         "arguments": arguments,
-        "environment": dict(os.environ),
+        "environment": dict(environment),
         "directory": os.getcwd(),
         "cores": sorted(os.sched_getaffinity(0)),
     }
@@ -120,12 +133,22 @@ def start(*arguments: str, module: str = "services.cli", stderr: int = 2) -> War
     return WarmProcess(_server(), pid, os.fdopen(stdin, "w"), os.fdopen(stdout))
 
 
+def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Runs `draftbridge arguments` to its end, without input, with some variables in addition to the environment."""
+    with tempfile.TemporaryFile("w+") as errors:
+        process = start(*arguments, stderr=errors.fileno(), environment=os.environ | environment)
+        process.stdin.close()
+        with process.stdout:
+            output = process.stdout.read()
+        status = process.wait(120)
+        errors.seek(0)
+        return subprocess.CompletedProcess(arguments, status, output, errors.read())
+
+
 def _serve(connection: socket.socket) -> None:
     """Forks a process for each request until the tests end."""
-    import torch  # noqa: F401
-    from transformers import AutoModelForCausalLM  # noqa: F401
-    from transformers.models.llama import modeling_llama  # noqa: F401
-
+    for module in _IMPORTED:
+        importlib.import_module(module)
     children: set[int] = set()
     wakeup, waker = socket.socketpair()
     waker.setblocking(False)
