@@ -7,7 +7,7 @@ this order, which is also a good order to read them in::
     text/        bytes and tokens: tokenizer_json -> token_table -> seams, prefix_cache -> vocabulary -> models
                  -> chat (templates), translation (draft and target ids), stream (text to the client)
     tape         the committed tokens of a request: the only state that matters
-    sources/     where candidates come from: source (the port), draft, suffix, chain
+    sources/     where candidates come from: source (the port), grammar, draft, suffix, source_set
     planning/    chooses a source and a number of tokens: costs, chances -> estimates -> prediction -> planner
     speculation  the sources, the planner and the present plan of one sequence: what its next pass gets
     target_link  sends offers to the target and checks its passes

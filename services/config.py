@@ -165,7 +165,7 @@ class BridgeServerConfig(ServerConfig):
     )
     share_port: bool = Field(False, description="Let other bridges listen on the same address: connections are shared.")
     connect_timeout: float = Field(
-        10.0, ge=0.1, description="Seconds to wait for each target. The bridge does not start without its targets."
+        10.0, ge=0.1, description="Seconds to wait for the targets. The bridge does not start if none of them answers."
     )
     service_keepalive: float = Field(
         20.0, ge=0.1, le=3600, description="Seconds between pings to a service; lost if it does not answer in half."

@@ -28,7 +28,7 @@ class TracingNotInstalled(DraftBridgeError, reason="TRACING_NOT_INSTALLED"):
     """`--otlp` was given, but OpenTelemetry is not installed."""
 
     def __init__(self) -> None:
-        super().__init__("--otlp needs OpenTelemetry, which is not installed: pip install 'draftbridge[otel]'")
+        super().__init__("--otlp needs OpenTelemetry, which is not installed: pip install '.[otel]' in the checkout")
 
 
 def outgoing_metadata() -> tuple[tuple[str, str], ...]:

@@ -1,4 +1,4 @@
-"""Proposes candidates: the port (`source`), each source, and all sources of a request together (`chain`).
+"""Proposes candidates: the port (`source`), each source, and all of a request (`source_set`).
 
 To add a source, write its class in a new file and list it in `SOURCES`.
 """

@@ -1,7 +1,7 @@
 """The zoo: all models that a bridge is configured with, found by name, and who may be paired with whom.
 
-A bridge does not start without its targets. Models may come, go and change while it runs: see `connection`. A host name
-stands for the services at all its addresses: see `entry`.
+A bridge does not start if none of its targets answers. Models may come, go and change while it runs: see `connection`.
+A host name stands for the services at all its addresses: see `entry`.
 """
 
 import asyncio

@@ -170,7 +170,7 @@ def list_engines(
             print(f"  {name:9} {value}")
 
 
-config_app = typer.Typer(no_args_is_help=True, help="Show or check the configuration of serve and bridge.")
+config_app = typer.Typer(no_args_is_help=True, help="Show or check the configuration of serve, bridge and http.")
 
 
 @config_app.command()

@@ -231,8 +231,9 @@ class GenerateRequest(_message.Message):
     """Name of the target. Empty: the first target that the bridge was configured with. Unknown: NOT_FOUND."""
     draft: _builtins.str
     """Name of the draft. Empty: the draft with the highest expected speed for this target and `workload`; if none is
-    available the target runs without one, which `SpeculationStatistics.note` reports. A name that is unknown fails with NOT_FOUND, or with UNAVAILABLE, reason
-    DRAFT_AWAY, if a configured draft that may have this name is not available. MODE_OFF ignores the name.
+    available the target runs without one, which `SpeculationStatistics.note` reports. An unknown name fails with
+    NOT_FOUND, or with UNAVAILABLE, reason DRAFT_AWAY, if a configured draft that may have this name is not available.
+    MODE_OFF ignores the name.
     """
     tenant: _builtins.str
     """Key under which the bridge keeps this output to find candidates for later requests with the same key, if it was
@@ -717,7 +718,7 @@ class SourceStatistics(_message.Message):
     COMPUTE_NS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the source: "draft", or "suffix" for prompt lookup."""
+    """Name of the source: "grammar", "draft", or "suffix" for prompt lookup."""
     proposed_token_count: _builtins.int
     """Number of tokens that the draft proposed, in its own vocabulary; 0 for a source without a vocabulary."""
     num_draft_tokens: _builtins.int
@@ -763,7 +764,7 @@ class PlanStatistics(_message.Message):
     PREDICTED_NS_FIELD_NUMBER: _builtins.int
     PLAIN_NS_FIELD_NUMBER: _builtins.int
     plan: _builtins.str
-    """The kind of plan: "plain", "suffix", "draft in turns" or "draft ahead"."""
+    """The kind of plan: "plain", "grammar", "suffix", "draft in turns" or "draft ahead"."""
     target_pass_count: _builtins.int
     """Number of passes."""
     token_count: _builtins.int

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class BridgeServiceStub:
-    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    """The service that applications use. Requests may have up to 16 MiB by default. One with a field outside the range that
     its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
     """
 
@@ -64,7 +64,7 @@ class BridgeServiceStub:
 
 
 class BridgeServiceServicer:
-    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    """The service that applications use. Requests may have up to 16 MiB by default. One with a field outside the range that
     its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
     """
 
@@ -140,7 +140,7 @@ def add_BridgeServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BridgeService:
-    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    """The service that applications use. Requests may have up to 16 MiB by default. One with a field outside the range that
     its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
     """
 

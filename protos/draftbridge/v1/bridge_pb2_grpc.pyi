@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class BridgeServiceStub:
-    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    """The service that applications use. Requests may have up to 16 MiB by default. One with a field outside the range that
     its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
     """
 
@@ -48,7 +48,7 @@ class BridgeServiceStub:
 
 @_typing.type_check_only
 class BridgeServiceAsyncStub(BridgeServiceStub):
-    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    """The service that applications use. Requests may have up to 16 MiB by default. One with a field outside the range that
     its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
     """
 
@@ -65,7 +65,7 @@ class BridgeServiceAsyncStub(BridgeServiceStub):
     """Converts a text or token ids into the tokens of two models."""
 
 class BridgeServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The service that applications use. A message may have up to 64 MiB. A request with a field outside the range that
+    """The service that applications use. Requests may have up to 16 MiB by default. One with a field outside the range that
     its comment gives fails with INVALID_ARGUMENT, reason INVALID_FIELD, and the field's name in the metadata `field`.
     """
 

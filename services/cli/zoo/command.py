@@ -1,4 +1,4 @@
-"""Commands of a zoo: `zoo show`, `zoo predict`, `zoo measure`, `zoo report`."""
+"""Commands of a zoo: `zoo show`, `zoo predict`, `zoo measure`."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

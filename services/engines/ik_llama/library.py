@@ -26,8 +26,8 @@ try:
     from ik_llama_cpp import _ctypes_api as api
 except (ImportError, OSError) as error:
     raise UnusableModel(
-        f"the library of ik-llama-cpp-python cannot be loaded ({error}): pip install 'draftbridge[ik-llama]', or use "
-        "--engine torch"
+        f"the library of ik-llama-cpp-python cannot be loaded ({error}): pip install '.[ik-llama]' in the checkout, or "
+        "use --engine torch"
     ) from error
 
 _log = logging.getLogger(__name__)
