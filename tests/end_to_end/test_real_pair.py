@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +23,7 @@ from bridge.sampling.noise import token_keys
 from bridge.sampling.sampler import History, Sampler, SamplingParameters
 from draftbridge import Client, Generation
 from draftbridge.v1 import bridge_pb2
-from services.cli.processes import Fleet, fleet
+from services.cli.processes import launched, serve
 from services.grammars.compiler import compile_grammar
 from services.grammars.tokenizer import GrammarTokenizer
 from services.store.files import ModelFiles, read_model_files
@@ -30,6 +32,7 @@ from tests.support.depth import DEEP
 
 pytestmark = [pytest.mark.models, pytest.mark.timeout(900)]
 
+MODELS = ("gemma-3-270m", "smollm2-135m-instruct")
 PAIRS = ["gemma-3-270m<-smollm2-135m-instruct", "smollm2-135m-instruct<-gemma-3-270m"]
 PROMPTS = json.loads((Path(services.cli.__file__).with_name("prompts.json")).read_text())
 TOKENS = 48 if DEEP else 24
@@ -40,7 +43,9 @@ NEAR_TIE = 1e-3
 class Setup:
     """A running pair, and transformers with the same target."""
 
-    running: Fleet
+    target: str
+    draft: str
+    draft_process: "subprocess.Popen[str]"
     client: Client
     model: Any
     tokenizer: Any
@@ -100,24 +105,36 @@ class Setup:
         return chosen, False
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=str)
-def setup(request: pytest.FixtureRequest) -> Iterator[Setup]:
-    target, draft = request.param.split("<-")
+@pytest.fixture(scope="module")
+def setups() -> Iterator[dict[str, Setup]]:
+    """Both pairs behind one bridge: each model is a target and a draft."""
     # Half of the cores each: threads that wait for one another by spinning do not share a core well.
     options = ("--dtype", "float32", "--threads", str(max(1, (os.cpu_count() or 1) // 2)))
-    directory = resolve(target)
-    resolve(draft)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    with (
-        fleet(target, draft, target_options=options, draft_options=options) as running,
-        Client(running.bridge) as client,
-    ):
-        yield Setup(running, client, model, tokenizer, read_model_files(directory))
+    servers, arguments = {}, []
+    with ExitStack() as stack:
+        for name in MODELS:
+            resolve(name)
+            address, servers[name] = stack.enter_context(serve(name, *options))
+            arguments += ["--target", address, "--draft", address]
+        bridge = launched("bridge", "bridge", *arguments, "--listen", "127.0.0.1:0", "--until-stdin-closes")
+        client = stack.enter_context(Client(stack.enter_context(bridge)[0]))
+        found = {}
+        for pair in PAIRS:
+            target, draft = pair.split("<-")
+            directory = resolve(target)
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+            tokenizer = AutoTokenizer.from_pretrained(directory)
+            found[pair] = Setup(target, draft, servers[draft], client, model, tokenizer, read_model_files(directory))
+        yield found
+
+
+@pytest.fixture(params=PAIRS, ids=str)
+def setup(request: pytest.FixtureRequest, setups: dict[str, Setup]) -> Setup:
+    return setups[request.param]
 
 
 def ask(setup: Setup, prompt: dict[str, Any], **options: Any) -> Generation:
-    options = {"max_tokens": TOKENS} | options
+    options = {"max_tokens": TOKENS, "target": setup.target, "draft": setup.draft} | options
     return setup.client.generate(prompt.get("prompt"), messages=prompt.get("messages"), **options)
 
 
@@ -219,19 +236,21 @@ def test_json_is_the_same_in_every_mode_and_what_the_models_own_logits_give(setu
     assert near_tie or len(expected) == len(alone.token_ids)
 
 
-# The last test, because it leaves the pair without its draft.
+# The last test, because it leaves the pair without its draft, and the other pair without its target.
+@pytest.mark.parametrize("setup", PAIRS[:1], indirect=True)
 def test_a_draft_killed_half_way_changes_nothing(setup: Setup) -> None:
     prompt = PROMPTS[3]
     sampling = {"temperature": 1.0, "seed": 3}
     expected = ask(setup, prompt, speculation="off", **sampling)
     events = []
-    for event in setup.client.stream(prompt["prompt"], max_tokens=TOKENS, speculation="lockstep", **sampling):
+    options = sampling | {"max_tokens": TOKENS, "target": setup.target, "speculation": "lockstep"}
+    for event in setup.client.stream(prompt["prompt"], **options):
         events.append(event)
         if sum(isinstance(one, bridge_pb2.GenerateDelta) for one in events) == 5:
-            os.kill(setup.running.processes["draft"].pid, signal.SIGKILL)
+            os.kill(setup.draft_process.pid, signal.SIGKILL)
     result = Generation.of(events)
     assert (result.text, result.token_ids) == (expected.text, expected.token_ids)
     assert "went on without it" in result.finished.speculation.note
     # And without any draft from the start:
-    later = ask(setup, prompt, speculation="lockstep", **sampling)
+    later = ask(setup, prompt, speculation="lockstep", draft="", **sampling)
     assert (later.text, later.token_ids) == (expected.text, expected.token_ids)
