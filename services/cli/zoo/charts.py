@@ -137,7 +137,7 @@ def _series(
 
 
 def _mark(place: tuple[float, float], number: int) -> str:
-    """Returns a mark whose shape, not only its colour, tells the series."""
+    """Returns a mark that identifies the series by its shape as well as its colour."""
     (x, y), colour, shape = place, COLOURS[number % len(COLOURS)], number % 4
     if shape == 0:
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
