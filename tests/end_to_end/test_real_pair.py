@@ -1,4 +1,4 @@
-"""SmolLM2 and Gemma 3, each drafting for the other, in real processes, against transformers."""
+"""Compares SmolLM2 and Gemma 3, each drafting for the other in real processes, with transformers."""
 
 import json
 import os
@@ -46,7 +46,7 @@ class Setup:
     files: ModelFiles
 
     def prompt_ids(self, prompt: dict[str, Any]) -> list[int]:
-        """As transformers tokenizes it."""
+        """Returns the prompt's ids as transformers tokenizes it."""
         if "prompt" in prompt:
             return list(self.tokenizer(prompt["prompt"]).input_ids)
         if self.tokenizer.chat_template:
@@ -56,7 +56,7 @@ class Setup:
         return list(self.tokenizer("".join(turns) + "Assistant:").input_ids)
 
     def greedy(self, ids: list[int], count: int) -> list[int]:
-        """Transformers' own continuation."""
+        """Returns transformers' greedy continuation."""
         if count == 0:
             return []
         with torch.inference_mode():
@@ -66,11 +66,11 @@ class Setup:
         return out[0, len(ids) :].tolist()
 
     def sampled(
-        self, ids: list[int], said: Sequence[int], options: dict[str, Any], grammar: Grammar | None = None
+        self, ids: list[int], generated: Sequence[int], options: dict[str, Any], grammar: Grammar | None = None
     ) -> tuple[list[int], bool]:
-        """What the noise makes of transformers' logits for `said` behind `ids`; up to a near tie, and whether one came.
+        """Returns the ids that the noise picks by transformers' logits of `generated` up to a near tie, and if it came.
 
-        One forward is enough: as long as the choices are those of `said`, its logits are those of `said`. With a
+        One forward is enough: its logits are right as long as the choices are those of `generated`. With a
         grammar, masks come straight from `llguidance`.
         """
         ends = list(self.files.special_ids.eos)
@@ -86,8 +86,8 @@ class Setup:
         chosen: list[int] = []
         history = History(ids)
         with torch.inference_mode():
-            rows = self.model(torch.tensor([[*ids, *said[:-1]]])).logits[0, len(ids) - 1 :].numpy()
-        for logits, id_ in zip(rows, said, strict=True):
+            rows = self.model(torch.tensor([[*ids, *generated[:-1]]])).logits[0, len(ids) - 1 :].numpy()
+        for logits, id_ in zip(rows, generated, strict=True):
             mask = None
             if grammar:
                 bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -105,7 +105,7 @@ class Setup:
         return chosen, False
 
     def tie(self, ids: list[int], one: int, other: int) -> float:
-        """How far apart two ids' logits are behind `ids`; infinite if they are not the best two."""
+        """Returns the difference of two ids' logits after `ids`; infinite if they are not the best two."""
         with torch.inference_mode():
             best = self.model(torch.tensor([ids])).logits[0, -1].topk(2)
         if {one, other} != set(best.indices.tolist()):
@@ -116,7 +116,7 @@ class Setup:
 @pytest.fixture(scope="module", params=PAIRS, ids=str)
 def setup(request: pytest.FixtureRequest) -> Iterator[Setup]:
     target, draft = request.param.split("<-")
-    # Half of the cores each: threads that wait for one another by spinning do not share a core well.
+    # Each gets half of the cores: threads that wait for one another by spinning do not share a core well.
     options = ("--dtype", "float32", "--threads", str(max(1, (os.cpu_count() or 1) // 2)))
     directory = resolve(target)
     resolve(draft)
@@ -164,7 +164,7 @@ def test_greedy_text_is_that_of_transformers(setup: Setup, index: int, mode: str
         gap = setup.tie(prompt_ids + got[:parted], got[parted], expected[parted])
         print(f"parted at token {parted}: the two best logits were {gap:.1e} apart")
         assert gap < NEAR_TIE
-        agreed = parted + 1  # and go on from there
+        agreed = parted + 1  # and continue from there
     assert result.text == setup.tokenizer.decode(got, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     statistics = result.finished.speculation
     assert statistics.target_pass_count + statistics.num_accepted_tokens == len(got)
@@ -172,7 +172,7 @@ def test_greedy_text_is_that_of_transformers(setup: Setup, index: int, mode: str
 
 
 def test_the_draft_helps(setup: Setup) -> None:
-    # By itself lockstep takes as many tokens as pay on this machine.
+    # The number is given, because lockstep would otherwise choose one that suits this machine.
     options = {"speculation": "lockstep", "num_assistant_tokens": 4}
     results = [ask(setup, prompt, **options).finished for prompt in PROMPTS[2:8:2]]
     accepted = sum(result.speculation.num_accepted_tokens for result in results)
