@@ -12,7 +12,7 @@ from draftbridge import Client
 from services.cli.processes import Fleet, fleet
 from tests.support import warm
 
-# Tests that run side by side share the cores: each, and each process that it starts, computes with one thread.
+# Parallel tests share the cores, so that each test and each process that it starts computes with one thread.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests must not download anything.

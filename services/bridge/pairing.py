@@ -65,12 +65,12 @@ class Assignment:
         self.note = ""
 
     def next(self, error: Exception | None) -> Endpoint | None:
-        """Returns the draft that replaces the present one, which failed with an error or does not pay (None)."""
+        """Returns the draft that replaces the present one, which failed with an error or gains nothing (None)."""
         if isinstance(error, ProtocolViolation) and self.draft:
             self._pairing.zoo.refuse(self.draft, f"it broke the contract: {error}")
         while self._others:
             other = self._others.pop(0)
-            # A draft that does not pay is replaced only by one that is expected to.
+            # A draft that gains nothing is replaced only by one that is expected to gain.
             if self._pairing.is_usable(self._target, other) and (error or self._pairing.is_faster(self._target, other)):
                 self.draft, self._replaced = other, True
                 return other

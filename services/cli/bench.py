@@ -106,7 +106,7 @@ def measure(
 
 
 def sample_of(events: Iterable[Event], way: str, index: int = 0, category: str = "") -> Sample:
-    """Returns what the events of one generation tell."""
+    """Returns the sample that results from the events of one generation."""
     text, token_count, first_count = "", 0, 0
     for event in events:
         if isinstance(event, bridge_pb2.GenerateDelta):

@@ -1,4 +1,4 @@
-"""What `benchmarks.planner` measures and concludes."""
+"""Tests what `benchmarks.planner` measures and concludes."""
 
 from dataclasses import replace
 from pathlib import Path

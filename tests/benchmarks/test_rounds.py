@@ -1,4 +1,4 @@
-"""The arithmetic of `benchmarks.rounds`, and the engine that it asks."""
+"""Tests the arithmetic of `benchmarks.rounds`, and the engine that it uses."""
 
 import pytest
 from hypothesis import given

@@ -26,7 +26,7 @@ def heat(gain: float) -> tuple[str, str]:
         part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in (one / 255 for one in parts)
     ]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    # Whichever of white and black has the higher contrast, at least 4.5 for any background.
+    # The colour, white or black, with the higher contrast: at least 4.5 for any background.
     text = "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#000000"
     return "#" + "".join(f"{part:02x}" for part in parts), text
 
