@@ -89,12 +89,12 @@ def is_right(seed: int, position: int, acceptance: float) -> bool:
 
 
 class ScriptedEngine:
-    """An engine whose forwards sleep for `forward_ms(width)` and predict the id `says(position)` at each position."""
+    """An engine whose forwards sleep for `forward_ms(width)` and predict `next_id(position)` at each position."""
 
     name, device, dtype, logit_tolerance = "scripted", "none", "float32", 0.0
 
-    def __init__(self, forward_ms: Callable[[int], float], says: Callable[[int], int], jitter: float = 0.0) -> None:
-        self._forward_ms, self._next, self._jitter = forward_ms, says, jitter
+    def __init__(self, forward_ms: Callable[[int], float], next_id: Callable[[int], int], jitter: float = 0.0) -> None:
+        self._forward_ms, self._next, self._jitter = forward_ms, next_id, jitter
         self._random = random.Random(0)
         self.context_length, self.vocabulary_size = CONTEXT, model().vocabulary_size
         self.slot_count, self.cache_byte_count = 4, 0
@@ -102,7 +102,7 @@ class ScriptedEngine:
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
         end = time.perf_counter() + self.takes_ms(rows) / 1000
-        tables = self.says(rows)
+        tables = self.logits(rows)
         time.sleep(max(end - time.perf_counter(), 0.0))  # instead of computing
         return tables
 
@@ -111,7 +111,7 @@ class ScriptedEngine:
         milliseconds = self._forward_ms(sum(len(row.token_ids) - row.logits_from for row in rows))
         return milliseconds * self._random.uniform(1 - self._jitter, 1 + self._jitter)
 
-    def says(self, rows: Sequence[Row]) -> list[Logits]:
+    def logits(self, rows: Sequence[Row]) -> list[Logits]:
         """Returns the logits of a forward without sleeping."""
         tables = []
         for row in rows:
@@ -129,13 +129,13 @@ def engines(pair: Pair, seed: int, count: int) -> tuple[ScriptedEngine, Scripted
     """Returns the engines of target and draft for a text of `count` tokens."""
     truth = text(seed, count + 2 * CONTEXT // 8)
 
-    def draft_says(position: int) -> int:
+    def draft_id(position: int) -> int:
         # A random letter could be right by chance, so a wrong one is chosen on purpose.
         return truth[position] if pair.is_right(seed, position) else _other(truth[position])
 
     return (
         ScriptedEngine(pair.forward_ms, lambda position: truth[position], pair.jitter),
-        ScriptedEngine(lambda width: pair.draft_ms, draft_says, pair.jitter),
+        ScriptedEngine(lambda width: pair.draft_ms, draft_id, pair.jitter),
     )
 
 

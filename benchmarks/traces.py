@@ -121,11 +121,11 @@ def _best(logits: Logits) -> list[int]:
     return found
 
 
-async def trace(target: LoadedModel, draft: LoadedModel, input_: str | Chat, said: bytes) -> tuple[str, list[float]]:
+async def trace(target: LoadedModel, draft: LoadedModel, input_: str | Chat, output: bytes) -> tuple[str, list[float]]:
     """Returns the result of `rights` for the draft tokens of what the target wrote."""
     context = DraftContext(draft.model.vocabulary, render(Request(input_), draft.model, target.model))
     prompt = context.ids
-    context.append(said)
+    context.append(output)
     ids = context.ids
     return await rights(draft, ids, max(common_prefix_length(prompt, ids), 1))
 

@@ -159,12 +159,12 @@ def theirs(
     return way
 
 
-def reads(vocabulary: Vocabulary, ids: Sequence[int], said: bytes) -> bool:
-    """Returns whether ids spell the text `said`, except for an incomplete last character and a leading space."""
+def reads(vocabulary: Vocabulary, ids: Sequence[int], data: bytes) -> bool:
+    """Returns whether ids spell the text `data`, except for an incomplete last character and a leading space."""
     spelled = vocabulary.spell(ids)
     if vocabulary.dummy_prefix:
         spelled = spelled.removeprefix(b" ")
-    return said.startswith(spelled) and said[len(spelled) :].decode(errors="ignore") == ""
+    return data.startswith(spelled) and data[len(spelled) :].decode(errors="ignore") == ""
 
 
 def cached(name: str, text: str) -> dict[str, float]:

@@ -61,7 +61,7 @@ class VirtualScheduler:
         row = Row(0, len(ids) - 1, (ids[-1], *extra), 0)
         milliseconds = self.engine.takes_ms((row,))
         await asyncio.sleep((milliseconds + _AROUND_MS) / 1000)
-        (logits,) = self.engine.says((row,))
+        (logits,) = self.engine.logits((row,))
         return Timed(finish(logits), 0, int(milliseconds * 1e6), 0, len(extra))
 
     def release(self, holder: object) -> None:

@@ -12,7 +12,7 @@ from draftbridge import Client
 from services.cli.processes import Fleet, fleet
 from tests.support import warm
 
-# Tests that run side by side share the cores: each, and each process that it starts, computes with one thread.
+# Parallel tests share the cores, so that each test and each process that it starts computes with one thread.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests must not download anything.
@@ -20,6 +20,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 warm.install()
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Returns more workers than cores, because a test of several processes waits for them half of its time."""
+    return len(os.sched_getaffinity(0)) + 2
+
 
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("here")

@@ -32,7 +32,7 @@ class SequenceStep:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Ids that continue a sequence, at most as many as are worth verifying in one forward, and the source of each."""
+    """Ids that continue a sequence, and the source of each. All of them are worth verifying in one forward."""
 
     token_ids: tuple[int, ...]
     sources: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Reads what a model service says about itself, and its tokenizer, each checksum once."""
+"""Reads a model service's description and its tokenizer, which is fetched once for each checksum."""
 
 import asyncio
 import hashlib

@@ -26,7 +26,7 @@ _MAX_TARGETS = 1024
 
 @dataclass(frozen=True)
 class Wish:
-    """What a request says about its draft: names in order of preference, empty for any, and its kind of text."""
+    """The draft that a request asks for: names in order of preference, empty for any; and its kind of text."""
 
     drafts: tuple[str, ...] = ()
     workload: str = ""
@@ -65,13 +65,13 @@ class Assignment:
         self.note = ""
 
     def next(self, error: Exception | None) -> Endpoint | None:
-        """Returns the draft that replaces the present one, which failed with an error or does not pay (None)."""
+        """Returns the draft that replaces the present one, which failed with an error or gains nothing (None)."""
         if isinstance(error, ProtocolViolation) and self.draft:
             self._pairing.zoo.refuse(self.draft, f"it broke the contract: {error}")
         while self._others:
             other = self._others.pop(0)
-            # A draft that does not pay is replaced only by one that is expected to.
-            if self._pairing.is_usable(self._target, other) and (error or self._pairing.pays(self._target, other)):
+            # A draft that gains nothing is replaced only by one that is expected to gain.
+            if self._pairing.is_usable(self._target, other) and (error or self._pairing.is_faster(self._target, other)):
                 self.draft, self._replaced = other, True
                 return other
         return None
@@ -180,7 +180,7 @@ class Pairing:
         """Returns whether a draft is still connected and can be paired."""
         return any(one is draft for one in self.zoo.endpoints) and not self.refusal(target, draft)
 
-    def pays(self, target: Endpoint, draft: Endpoint) -> bool:
+    def is_faster(self, target: Endpoint, draft: Endpoint) -> bool:
         """Returns whether a draft is expected to be faster than the target alone."""
         return self.chooser.expect(key_of(target), self.candidate(target, draft), "").gain > 1.0
 

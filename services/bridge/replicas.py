@@ -22,7 +22,7 @@ from services.bridge.endpoint import Endpoint
 from services.bridge.remote import RemoteVerifier
 from services.rpc.status import RemoteError
 
-# A prompt's beginning is remembered in blocks: as many as a chat's history usually has, for as many as fit a cache.
+# A prompt's beginning is remembered in blocks: their bytes, the most of one prompt, and the most of each replica.
 _BLOCK_BYTES, _MAX_BLOCKS, _REMEMBERED_BLOCKS = 256, 128, 8192
 # A replica may have this many more requests than the least loaded one and still be chosen for what its cache holds.
 _AFFINITY_REQUESTS = 1
@@ -142,7 +142,7 @@ def blocks_of(request: Request) -> list[bytes]:
 
 
 def is_lost(error: DraftBridgeError) -> bool:
-    """Returns whether an error says that a replica cannot be used now, rather than that it refuses the request."""
+    """Returns whether an error means that a replica cannot be used now, rather than that it refuses the request."""
     return isinstance(error, Unreachable) or (isinstance(error, RemoteError) and error.code in _LOST_CODES)
 
 

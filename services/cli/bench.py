@@ -1,4 +1,4 @@
-"""Measures how fast a pair is on this machine, source by source, and whether speculation pays, for `draftbridge bench`.
+"""Measures how fast a pair is on this machine, source by source, and if speculation helps, for `draftbridge bench`.
 
 Every prompt runs in every way, one after the other, so that changes in the machine's speed affect all ways alike; the
 order rotates from prompt to prompt. Before these runs both models read the prompt once. Times exclude the first pass of
@@ -106,7 +106,7 @@ def measure(
 
 
 def sample_of(events: Iterable[Event], way: str, index: int = 0, category: str = "") -> Sample:
-    """Returns what the events of one generation tell."""
+    """Returns the sample that results from the events of one generation."""
     text, token_count, first_count = "", 0, 0
     for event in events:
         if isinstance(event, bridge_pb2.GenerateDelta):

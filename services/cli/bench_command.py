@@ -41,7 +41,7 @@ def run(
     json: Annotated[Path | None, typer.Option(help="Write everything that was measured to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios to this file, PNG or SVG.")] = None,
 ) -> None:
-    """Measure a pair on your prompts and your machine, and say whether speculation pays."""
+    """Measure a pair on your prompts and your machine, and report whether speculation helps."""
     given = bench.read_prompts(prompts, count)
     drafted = None if draft == "none" else draft
     with ExitStack() as stack:

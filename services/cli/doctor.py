@@ -101,11 +101,11 @@ def _versions(status: bridge_pb2.GetStatusResponse, services: Sequence[bridge_pb
     if not different:
         yield Finding(Level.GOOD, "versions", f"all parts that say so are version {status.version}")
         return
-    told = ", ".join(f"{who} {version}" for who, version in different.items())
+    others = ", ".join(f"{who} {version}" for who, version in different.items())
     yield Finding(
         Level.DEGRADED,
         "versions",
-        f"the bridge is version {status.version}, but {told}",
+        f"the bridge is version {status.version}, but {others}",
         "install one version everywhere",
     )
 

@@ -80,7 +80,7 @@ class GrammarTrial:
         try:
             if connection.poll(_WAIT_SECONDS):
                 return connection.recv_bytes().decode()
-        except (OSError, EOFError):  # the process is ending; the status tells why
+        except (OSError, EOFError):  # the process is ending; its status gives the reason
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_ENDING_SECONDS)
         if (status := self._discard()) == -signal.SIGKILL:  # by the system or an operator, or for want of an answer

@@ -26,7 +26,7 @@ _DONE = b"data: [DONE]\n\n"
 class Limits:
     """What clients may use: bytes of a body, choices at once, seconds for a head, a body, and for taking an event.
 
-    `connections`: at once; None: as many as the process may open.
+    `connections`: open at once; None: the number that the limit on open files allows.
     """
 
     body_bytes: int = 4 << 20

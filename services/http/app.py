@@ -1,9 +1,9 @@
-"""The application behind the HTTP door: its paths, and the way of a request through them.
+"""The application of the HTTP door: its paths, and the steps of a request.
 
 1. The body is received, up to a limit of bytes and time, and checked (`requests`).
 2. Its choices run on the gateway, or on a bridge elsewhere, as requests over gRPC do (`generation`).
 3. What they yield is written in OpenAI's form (`responses`); errors have a form of their own (`errors`). A stream's
-   status is sent with its first text, so that an error before it has a status that tells.
+   status is sent with its first text, so that an error before it can have its own status.
 """
 
 import asyncio

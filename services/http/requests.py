@@ -78,7 +78,7 @@ class Extension(_Strict):
 
     @property
     def wish(self) -> Wish:
-        """What the request says about its draft. Raises `InvalidField`."""
+        """The draft that the request asks for. Raises `InvalidField`."""
         return Wish.of(self.draft, self.drafts, self.workload)
 
     @property
@@ -238,7 +238,7 @@ class ChatMessage(BaseModel):
 
 
 class JsonSchema(_Strict):
-    """A named schema, which is obeyed strictly whatever `strict` says. `name` and `description` have no effect."""
+    """A named schema, which is obeyed strictly even if `strict` is false. `name` and `description` have no effect."""
 
     name: str
     description: str | None = None

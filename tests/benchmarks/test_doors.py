@@ -1,4 +1,4 @@
-"""The benchmark of the doors: its arithmetic."""
+"""Tests the arithmetic of the benchmark of the doors."""
 
 import pytest
 

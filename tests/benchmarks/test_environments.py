@@ -1,4 +1,4 @@
-"""The arithmetic of `benchmarks.environments`."""
+"""Tests the arithmetic of `benchmarks.environments`."""
 
 from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmark of all pairs."""
+"""Tests the arithmetic of the benchmark of all pairs."""
 
 from benchmarks.every_pair import Result, Row, rows
 

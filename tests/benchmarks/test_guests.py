@@ -1,4 +1,4 @@
-"""The arithmetic of `benchmarks.guests`, and the proxy that delays a connection."""
+"""Tests the arithmetic of `benchmarks.guests`, and the proxy that delays a connection."""
 
 import socket
 import time

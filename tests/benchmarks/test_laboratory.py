@@ -1,4 +1,4 @@
-"""The loop and the policy where costs and distances are known, in virtual time, against simulations of the same."""
+"""Compares the loop and the policy in virtual time, where costs and distances are known, with simulations."""
 
 from dataclasses import replace
 

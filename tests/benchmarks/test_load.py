@@ -1,4 +1,4 @@
-"""The arithmetic of the load benchmark, and the model that it uses."""
+"""Tests the arithmetic of the load benchmark, and the model that it uses."""
 
 from collections import Counter
 

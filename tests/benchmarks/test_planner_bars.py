@@ -1,4 +1,4 @@
-"""What `benchmarks.planner` measures and concludes."""
+"""Tests what `benchmarks.planner` measures and concludes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +8,12 @@ from benchmarks.planner_report import WAYS, Run, Statistics, fresh_verdicts, tab
 
 
 def statistics(predicted: float = 0.0, measured: float = 0.0, near_ties: int = 0) -> Statistics:
-    """Those of a request that was predicted and measured at so many tokens a second."""
+    """Returns the statistics of a request whose predicted and measured speeds are given in tokens per second."""
     return Statistics(9, 4, 3, near_ties, predicted, measured, "", {})
 
 
 def run(prompt: int, category: str, way: str, speed: float, did: Statistics | None = None) -> Run:
-    """Ten tokens at so many a second."""
+    """Returns a run of ten tokens; `speed` is in tokens per second."""
     return Run(prompt, category, way, 10, int(1e10 / speed), (1, 2, 3), did or statistics())
 
 
@@ -25,11 +25,11 @@ RUNS = [
 
 def test_speeds_are_those_of_all_tokens_and_the_bars_compare_them() -> None:
     best, category, each, prediction, parted = verdicts(RUNS)
-    # Off: 20 tokens in 2 s. Turns: in 2.5 s. Auto: in 0.625 + 1.25 s.
+    # 20 tokens take 2 s with off, 2.5 s with turns and 0.625 + 1.25 s with auto.
     assert best.startswith("reached  auto / best fixed way over all prompts (off): 1.07")
     assert category.startswith("MISSED   least auto / off of a category (qa): 0.80")
     assert "chat 1.60, qa 0.80" in each
-    # 1.67 s were predicted, 1.875 s were measured.
+    # The predicted time is 1.67 s, the measured time 1.875 s.
     assert prediction.startswith("reached  prediction / measurement of auto: 1.12")
     assert "median error is 38%, 0 of 2 within 15%" in prediction
     assert parted.endswith("none")
@@ -37,7 +37,7 @@ def test_speeds_are_those_of_all_tokens_and_the_bars_compare_them() -> None:
 
 def test_first_requests_are_compared_prompt_by_prompt() -> None:
     overall, each = fresh_verdicts(RUNS)
-    # A token takes 62.5 and 125 ms, and 50 and 100 ms in the best ways.
+    # A token takes 62.5 and 125 ms with auto, and 50 and 100 ms with the best fixed way.
     assert overall.startswith("MISSED ")
     assert ": 0.80 (bar 0.90)" in overall
     assert "0.80 (chat, turns 2), 0.80 (qa, off)" in each
@@ -52,7 +52,7 @@ def test_texts_that_part_without_a_near_tie_are_counted() -> None:
 
 
 def test_every_way_of_a_setting_is_measured_and_says_the_same(tiny_models: tuple[Path, Path]) -> None:
-    """Real processes; in float32, so that no text parts."""
+    """Runs real processes, in float32 so that all texts are the same."""
     target, draft = (
         Server(str(path), ("--engine", "torch", "--dtype", "float32", "--threads", "1"), core=0) for path in tiny_models
     )

@@ -1,4 +1,4 @@
-"""The prompts that benchmarks bring along."""
+"""Tests the prompts that come with the benchmarks."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Rivals of the benchmark, as real processes on the tiny models."""
+"""Tests the benchmark's rivals as real processes on the tiny models."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ END = 2
 
 
 def interpreter(directory: Path, script: str) -> Entry:
-    """A rival whose interpreter is a shell script."""
+    """Returns a rival whose interpreter is a shell script."""
     path = directory / "interpreter"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -29,7 +29,7 @@ def interpreter(directory: Path, script: str) -> Entry:
 
 
 def generated(model: Path) -> list[int]:
-    """What transformers' `generate` says, in this process."""
+    """Returns what transformers' `generate` returns in this process."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -46,21 +46,21 @@ def test_rivals_say_what_transformers_says(tiny_models: tuple[Path, Path]) -> No
     target, draft = tiny_models
     options = ["--model", str(target), "--draft", str(draft), "--dtype", "float32", "--threads", "1"]
     entries = [Entry("transformers"), Entry.parse("transformers-assisted"), Entry("llamacpp", "/nowhere/python")]
-    said: list[str] = []
-    with started(entries, options, {}, said.append) as rivals:
+    messages: list[str] = []
+    with started(entries, options, {}, messages.append) as rivals:
         answers = [rival.ask(PROMPT, TOKENS, [END]) for rival in rivals]
-        # Nobody who is idle may take the processor from whoever is measured.
+        # Idle rivals are stopped, so that they take no processor time from the one that is measured.
         for rival in rivals:
             eventually(lambda rival=rival: psutil.Process(rival.pid).status() == psutil.STATUS_STOPPED)
     plain, assisted = answers
     assert plain.token_ids == assisted.token_ids == generated(target)
     assert plain.pass_count == len(plain.token_ids)
     assert (plain.candidate_count, plain.accepted_count) == (0, 0)
-    # The assistant was asked, and what it got right was not computed again.
+    # The assistant was asked, and no pass was spent on its accepted tokens.
     assert assisted.candidate_count > 0
     assert assisted.pass_count + assisted.accepted_count == len(assisted.token_ids)
     assert all(0 < answer.first_token_ns <= answer.elapsed_ns for answer in answers)
-    assert said[-1] == "llamacpp is left out: /nowhere/python cannot be run: No such file or directory"
+    assert messages[-1] == "llamacpp is left out: /nowhere/python cannot be run: No such file or directory"
     assert not any(psutil.pid_exists(rival.pid) for rival in rivals)
 
 

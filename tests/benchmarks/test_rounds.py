@@ -1,4 +1,4 @@
-"""The arithmetic of `benchmarks.rounds`, and the engine that it asks."""
+"""Tests the arithmetic of `benchmarks.rounds`, and the engine that it uses."""
 
 import pytest
 from hypothesis import given
@@ -27,7 +27,7 @@ def test_a_round_of_lockstep_is_a_gap_and_the_models_are_taken_off() -> None:
 
 
 def test_where_passes_come_in_bursts_a_round_is_the_mean_of_its_generation() -> None:
-    # Of most gaps, which a burst has inside it, one would think that a round took nothing.
+    # Most gaps are inside a burst, so that their median would be zero.
     burst = (0, 0, 0, 4_000_000)
     found = cost([_run("off", burst, 0), _run("off", burst, 0), _run("off", (0, 0, 0, 40_000_000), 0)])
     assert found.median_ms == 1.0
@@ -41,10 +41,10 @@ def test_the_engine_recites_from_wherever_a_sequence_ends(kind: str, length: int
     engine = RecitingEngine(vocabulary, TEXT)
     engine.forward([Row(0, 0, tuple(ids[:length]), 0)])
     keep = min(keep, length)
-    # Behind what was kept, and behind each candidate.
+    # Logits after the kept tokens, and after each candidate.
     row = Row(0, keep, tuple(ids[keep : length + 2]), max(length - keep - 1, 0))
-    said: list[int] = [int(line.argmax()) for line in engine.forward([row])[0]]
-    for end, id_ in zip(range(keep + row.logits_from + 1, length + 3), said, strict=True):
+    chosen: list[int] = [int(line.argmax()) for line in engine.forward([row])[0]]
+    for end, id_ in zip(range(keep + row.logits_from + 1, length + 3), chosen, strict=True):
         data = vocabulary.spell(ids[:end])
         assert TEXT.startswith(data + vocabulary.token_bytes(id_)) or len(data) == len(TEXT)
 

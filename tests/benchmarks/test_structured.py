@@ -1,4 +1,4 @@
-"""The tasks and the arithmetic of `benchmarks.structured`."""
+"""Tests the tasks and the arithmetic of `benchmarks.structured`."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.traces` records, against transformers, and what the laboratory makes of it."""
+"""Compares what `benchmarks.traces` records with transformers, and tests how the laboratory replays it."""
 
 from contextlib import closing
 from dataclasses import replace
@@ -44,22 +44,22 @@ async def test_a_draft_is_right_where_it_would_have_said_the_same(tiny_models: t
 
 
 async def test_a_trace_is_of_the_drafts_tokens_of_what_the_target_says(tiny_models: tuple[Path, Path]) -> None:
-    """A draft whose tokens are bytes, so that theirs are the bytes of what the bridge sends."""
+    """The draft's tokens are single bytes, so that they can be compared with the bytes that the bridge sends."""
     target, draft = (_load(directory) for directory in tiny_models)
     prompt = "The quick brown fox"
     request = Request(prompt, max_tokens=20, speculation=SpeculationParameters(Mode.OFF))
     with closing(TargetSession(target.model, target.scheduler, target.sampler(SamplingParameters(), 0))) as verifier:
-        said = "".join(
+        streamed = "".join(
             [event.text async for event in generate(request, target.model, verifier) if isinstance(event, Delta)]
         )
     data, token_count = await written(target, prompt, 20)
-    assert data.decode(errors="replace") == said
+    assert data.decode(errors="replace") == streamed
     assert token_count == 20
     vocabulary = draft.model.vocabulary
     whole, before = (vocabulary.pieces(text, whole=True).ids for text in (prompt.encode() + data, prompt.encode()))
     count = len(whole) - next(n for n, (a, b) in enumerate(zip_longest(whole, before)) if a != b)
     found = await trace(target, draft, prompt, data)
-    assert len(said) > 20
+    assert len(streamed) > 20
     assert found[0] == (await rights(draft, whole, 1))[0][-count:]
     assert len(found[0]) == len(found[1]) == count
     for model in (target, draft):
@@ -77,13 +77,13 @@ def test_a_file_holds_several_pairs(tmp_path: Path) -> None:
 
 
 def test_the_laboratory_is_right_where_the_trace_is(tmp_path: Path) -> None:
-    """Runs of right ones and of wrong ones, in a trace of two in three."""
+    """The trace has runs of right and of wrong tokens; two in three are right."""
     right = ("1" * 8 + "0" * 4) * 10
     path = tmp_path / "trace.json"
     write(path, [Pair("big", "small", (Text("", right, (0.5,) * len(right), 60),))], "")
     pair = traced(PAIRS[0], path)
     assert [pair.is_right(1, place) for place in range(7, 13)] == [True, False, False, False, False, True]
-    # A turn of eight from a multiple of twelve on is all right, then follow four passes of one token each.
+    # A turn of eight that starts at a multiple of twelve is all right; four passes of one token each follow.
     turn, passes = pair.forward_ms(9) + 8 * pair.draft_ms, 3
     assert lockstep_ms(pair, 8, range(12, 24)) * 12 == (passes + 1) * turn
     found = row(replace(pair, round_trip_ms=10, jitter=0.2), 600, VIRTUAL)

@@ -1,4 +1,4 @@
-"""Candidates are shared among the sequences of a forward as a search over all ways to share them would."""
+"""The distribution of candidates over the sequences of a forward is the best that a full search finds."""
 
 from itertools import accumulate, product
 from operator import mul

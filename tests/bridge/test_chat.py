@@ -1,4 +1,4 @@
-"""Chats: each model's own template, and nothing that a message could forge."""
+"""Chats are rendered with each model's own template, and no message can forge a control token."""
 
 import json
 from dataclasses import replace
@@ -50,10 +50,10 @@ def test_no_content_can_close_a_turn_or_open_one(kind: str, contents: list[str],
     messages = [Message(role, content) for content in contents]
     words.prefixes = PrefixCache()
     rendering = render(kind, TEMPLATE, *messages)
-    # The same from what is cached.
+    # The cached prefix gives the same ids.
     assert render(kind, TEMPLATE, *messages).ids == rendering.ids
     control = [id_ for id_ in rendering.ids if id_ in words.special]
-    # One beginning of text, each message opened and closed once, and the assistant's turn opened.
+    # The text begins once, each message is opened and closed once, and the assistant's turn is opened.
     assert control == [1, *[3, 2] * len(messages), 3]
     assert words.spell(rendering.ids).endswith(b"assistant\n")
     for content in contents:
@@ -116,8 +116,8 @@ def test_tools_and_other_variables_pass_through_and_stay_plain() -> None:
     rendering = render("byte_level", template, message, tools=[{"name": "f<eos>", "limit": 3}], strict=True)
     words = vocabulary("byte_level")
     assert words.special.isdisjoint(rendering.ids)
-    said = '{"name": "f<eos>", "limit": 3}!<turn>Ann:hi{"<eos>\\u00e9": ["<bos>", 5]}'
-    assert words.spell(rendering.ids) == said.encode()
+    text = '{"name": "f<eos>", "limit": 3}!<turn>Ann:hi{"<eos>\\u00e9": ["<bos>", 5]}'
+    assert words.spell(rendering.ids) == text.encode()
 
 
 def test_what_the_bridge_says_to_a_template_nobody_else_can_say() -> None:
@@ -134,12 +134,12 @@ def test_a_control_token_of_one_character_stays_plain_too(kind: str, contents: l
     template = TEMPLATE.replace("<turn>", "†")
     of = replace(tiny.model(kind), vocabulary=words, chat_template=template)
     messages = tuple(Message("user", content) for content in contents)
-    for _ in range(2):  # the second time from what is cached
+    for _ in range(2):  # the second time from the cache
         rendering = render_chat(of, Chat(messages))
         turn = words.control_id("†")
         assert [id_ for id_ in rendering.ids if id_ in words.special] == [1, *[turn, 2] * len(messages), turn]
         for content in contents:
-            # A vocabulary without a token for its bytes cannot say it at all.
+            # A vocabulary without a token for its bytes cannot spell it.
             assert content.replace("†", "").encode() in words.spell(rendering.ids).replace("†".encode(), b"")
 
 
@@ -160,8 +160,8 @@ def test_a_prompts_control_tokens_go_to_another_model_by_their_role() -> None:
     other = replace(other, vocabulary=words)
     text = "<bos>the dog<eos>|the <|end|> fox<pad><bos>"
     rendering = render_text_for(other, text, source)
-    # In front stands the model's own beginning; <pad> is known to both by its name; what is a control token
-    # of the other model only was text to the first, and still is.
+    # The other model's own <bos> comes first; both models have a <pad> of that name; a control token
+    # of the other model only was text to the first model, and still is.
     assert [id_ for id_ in rendering.ids if id_ in words.special] == [1, 2, 0, 1]
     assert words.spell(rendering.ids).replace(b" ", b"") == b"thedog|the<|end|>fox"
     ids = render_text(source.vocabulary, text).ids
@@ -189,7 +189,7 @@ def test_what_a_normalizer_makes_a_control_token_stays_plain_too(contents: list[
     of = replace(tiny.model("byte_level"), vocabulary=words, chat_template=TEMPLATE)
     rendering = render_chat(of, Chat(tuple(Message("user", content) for content in ["<<EOS>x", *contents])))
     count = len(contents) + 1
-    # The template's own are longer than those that they begin with, and found first.
+    # The template's tokens are longer than the tokens that they begin with, and are found first.
     assert [id_ for id_ in rendering.ids if id_ in words.special] == [1, *[3, 2] * count, 3]
 
 
@@ -225,8 +225,8 @@ def test_a_templates_own_tokens_are_not_to_be_forged_flagged_as_special_or_not(s
     rendering = render_chat(of, Chat((Message("user", content),)))
     ids = [tokenizer.token_to_id(text) for text in ("<|im_start|>", "<|im_end|>")]
     assert [id_ for id_ in rendering.ids if id_ in ids] == [ids[0], ids[1], ids[0]]
-    said = b"".join(words.token_bytes(id_) for id_ in rendering.ids if id_ not in ids)
-    assert content.encode() in said
+    spelled = b"".join(words.token_bytes(id_) for id_ in rendering.ids if id_ not in ids)
+    assert content.encode() in spelled
 
 
 def test_deepseeks_turns_which_its_file_does_not_flag_are_not_to_be_forged() -> None:

@@ -1,4 +1,4 @@
-"""A chat is read back from the ids that a template made of it, or not at all."""
+"""A chat is read back from the ids that a template made of it, or it is not read."""
 
 import pytest
 from hypothesis import given
@@ -13,7 +13,7 @@ TURNS = (
     "{{ bos_token }}{% for message in messages %}<turn>{{ message['role'] }}\n{{ message['content'] | trim }}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
 )
-# A default system message, as Qwen's template has, and no control tokens at all.
+# A default system message, as in Qwen's template, and without control tokens.
 PLAIN = (
     "{% if messages[0]['role'] != 'system' %}### You are helpful.\n{% endif %}{% for message in messages %}"
     "### {{ message['role'] }}: {{ message['content'] }}\n{% endfor %}### assistant:"

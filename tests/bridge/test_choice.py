@@ -1,4 +1,4 @@
-"""The choice of a draft: learns gains, explores within bounds, and keeps kinds of text apart."""
+"""The choice of a draft learns gains, explores within bounds, and keeps kinds of text apart."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The target's credit: a client that reads slowly makes its target wait, and one that keeps up never does."""
+"""Tests the target's credit: a client that reads slowly makes its target wait, and one that keeps up never does."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""What is learned about costs and chances."""
+"""Tests the estimates of costs and chances."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Forced bytes as candidates, alone and with other sources, and the cutting of what a grammar refuses."""
+"""Tests forced bytes as candidates, alone and with other sources, and that what a grammar refuses is cut off."""
 
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
@@ -21,7 +21,7 @@ RECORD = "full name: [A-Za-z]+; age: [0-9]+;"
 
 
 class Fixed(CandidateSource):
-    """Proposes the same bytes at every place."""
+    """Proposes the same bytes at every position."""
 
     name = "suffix"
     evidence_edges, prior_chances = (), (0.5,)
@@ -31,7 +31,7 @@ class Fixed(CandidateSource):
 
     @classmethod
     def open(cls, opening: Opening) -> "Fixed":
-        raise NotImplementedError  # the test makes it itself
+        raise NotImplementedError  # the test creates the source itself
 
     def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
         return Continuation(self.name, self._data, closes=self._closes)
@@ -69,7 +69,7 @@ def test_a_text_that_must_end_is_offered_with_its_end() -> None:
 
 
 def test_forced_bytes_stand_before_and_after_those_of_another_source() -> None:
-    # What the other source proposes is refused at the start.
+    # The grammar refuses the other source's proposal from its start.
     assert offers(RECORD, b"", Fixed(b"Bo;")) == [(b"full name: Bo; age: ", ("grammar", "suffix"), False)]
     assert offers(RECORD, b"full name: ", Fixed(b"Bo;")) == [(b"Bo; age: ", ("suffix", "grammar"), False)]
     assert offers(RECORD, b"full name: Bo; age: ", Fixed(b"50;")) == [(b"50;", ("suffix", "grammar"), True)]

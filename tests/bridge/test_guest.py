@@ -1,4 +1,4 @@
-"""The bridge's side of a guest, without services: what a draft that hangs costs, and what many sequences get."""
+"""Tests the bridge's side of a guest without services: the cost of a draft that hangs, and batches of sequences."""
 
 import asyncio
 import time
@@ -22,13 +22,13 @@ FRESH = "Grüße aus Köln: naïve café, señor, 1234 of them, for $56.78!".enc
 
 
 class Reciting(QueuedDrafter):
-    """A draft that proposes what follows in a text, in one message for each sync."""
+    """A draft that proposes the continuation of a text, in one message for each sync."""
 
     def __init__(self, text: bytes, hangs: bool = False) -> None:
         super().__init__()
         self._ids, self._hangs = list(tiny.vocabulary("byte_level").pieces(text).ids), hangs
         self._held: list[int] = []
-        # What its context spelled after each sync.
+        # The text of its context after each sync.
         self.read: list[bytes] = []
 
     async def sync(self, sync: Sync) -> None:
@@ -101,11 +101,11 @@ async def test_a_draft_that_hangs_costs_at_most_deadlines(deadline_ms: int) -> N
     forwards, accepted = await recited(guest, ids, 3, deadline_ms * 1_000_000)
     guest.close()
     assert forwards >= len(ids) - 4 - accepted["suffix"] and not accepted["draft"]
-    assert time.perf_counter() - started < 2.0 + 6 * deadline_ms / 1000, "it is not waited for in every step"
+    assert time.perf_counter() - started < 2.0 + 6 * deadline_ms / 1000, "the bridge does not wait for it in every step"
 
 
 async def test_a_rejected_draft_starts_again_at_the_engine_s_tokens() -> None:
-    """The engine goes another way than the draft, which is then told what the engine has said."""
+    """The engine rejects what the draft proposed; the draft then receives the engine's own tokens."""
     drafter = Reciting(TEXT)
     guest = guest_of(drafter)
     await recited(guest, IDS[:40] + IDS[60:80], 10, 10**9)
@@ -116,7 +116,7 @@ async def test_a_rejected_draft_starts_again_at_the_engine_s_tokens() -> None:
 
 
 async def test_an_expensive_forward_gets_fewer_candidates() -> None:
-    """The same sequences, on an engine whose forwards cost the same at any width, and on one where each token costs."""
+    """Compares an engine whose forwards cost the same at any width with one where each token adds to the cost."""
     verified = {}
     for name, slope in (("flat", 0.0), ("steep", 2.0)):
         costs = BatchCosts()

@@ -1,4 +1,4 @@
-"""The promise: whatever the draft says, the text is the target's own."""
+"""Whatever the draft proposes, the text is the target's own."""
 
 import asyncio
 from contextlib import aclosing, closing
@@ -36,10 +36,10 @@ MODES = st.sampled_from([Mode.LOCKSTEP, Mode.OPPORTUNISTIC, Mode.AUTO])
 
 
 class ScriptedDrafter(QueuedDrafter):
-    """Says whatever it is given, a list of ids for each epoch, and checks what it is told.
+    """Proposes a given list of ids in each epoch, and checks what it receives.
 
-    `dies_at`: the epoch in which it is lost. `truth`: the target's own continuation of `prompt`; the context that it
-    is given must always spell the beginning of both.
+    `dies_at`: the epoch in which it is lost. `truth`: the target's own continuation of `prompt`; the context that the
+    draft is given must always spell the beginning of both.
     """
 
     def __init__(
@@ -59,31 +59,31 @@ class ScriptedDrafter(QueuedDrafter):
         assert sync.keep_token_count <= len(self._held)
         self._held[sync.keep_token_count :] = sync.token_ids
         self._check_context(sync.byte_offset)
-        says = self._script[self.epochs % len(self._script)][: sync.credit] if self._script else []
+        ids = self._script[self.epochs % len(self._script)][: sync.credit] if self._script else []
         self.epochs += 1
-        self._held += [id_ for id_ in says if id_ not in self._words.special]
-        if sync.epoch > 1 and len(says) < sync.credit:
+        self._held += [id_ for id_ in ids if id_ not in self._words.special]
+        if sync.epoch > 1 and len(ids) < sync.credit:
             self.queue.put_nowait(Proposal(sync.epoch - 1, (5,), (1.0,)))  # late, from an old epoch
         if self.epochs == self._dies_at:
             self.queue.put_nowait(Unreachable("the draft", "gone"))
             return
-        self.queue.put_nowait(Proposal(sync.epoch, tuple(says), (0.5,) * len(says), done=True))
+        self.queue.put_nowait(Proposal(sync.epoch, tuple(ids), (0.5,) * len(ids), done=True))
 
     def _check_context(self, byte_offset: int) -> None:
         spelled = self._words.spell(self._held)
         committed = self._prompt + bytes(self._tape.data)
         assert (self._prompt + self._truth).startswith(committed)
         if self._words is tiny.vocabulary("wordpiece"):
-            # It cannot spell white space or capitals: its ids are at least those of the whole text at once.
+            # This vocabulary cannot spell white space or capitals, so that ids are compared instead of bytes.
             assert self._held == self._words.pieces(committed, whole=True).ids
             return
-        spelled = spelled.removeprefix(b" ")  # some tokenizers begin every text so
+        spelled = spelled.removeprefix(b" ")  # some tokenizers begin every text with a space
         assert committed.startswith(spelled)
         assert len(committed) - len(spelled) <= 3, "only half a character may be missing"
         assert byte_offset == len(spelled) - len(self._prompt)
 
 
-# What looks back, what cuts off, what ends a text earlier or later.
+# Options that depend on earlier tokens, that truncate, and that end a text earlier or later.
 OPTIONS: list[dict[str, object]] = [
     {},
     {"repetition_penalty": 1.5, "presence_penalty": 0.7, "frequency_penalty": 0.4},
@@ -94,7 +94,7 @@ OPTIONS: list[dict[str, object]] = [
 
 
 class Recording:
-    """A sampler that remembers where it drew."""
+    """A sampler that records the offset and counter of each draw."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -107,7 +107,7 @@ class Recording:
 
 
 class Erratic(Planner):
-    """In AUTO, plans whatever comes to mind: the text must not depend on it."""
+    """Makes arbitrary plans in AUTO: the text must not depend on them."""
 
     def __init__(self, parameters: SpeculationParameters, estimates: RequestEstimates, data: st.DataObject) -> None:
         super().__init__(parameters, estimates)
@@ -166,7 +166,7 @@ def test_output_is_the_targets_own_for_any_proposals(
     expected = oracle(target, engine, temperature, count, **options)
     truth = target.vocabulary.spell(expected)
     if honest:
-        # Proposals that are partly right, in the draft's own tokens, from places that need not be token boundaries.
+        # Proposals in the draft's own tokens are partly right; they start at places that need not be token boundaries.
         right = [draft.vocabulary.pieces(truth[at:]).ids for at in range(0, len(truth), 3)]
         script = [part for pair in zip(right, [*script, *right], strict=False) for part in pair]
 
@@ -179,7 +179,7 @@ def test_output_is_the_targets_own_for_any_proposals(
                 tape = Tape(target.vocabulary, render(request, target, target).ids)
                 drafter = ScriptedDrafter(draft, script, PROMPT.encode(), truth, tape, dies_at)
                 estimates = TargetEstimates()
-                # Of a text that holds what the target is going to produce, and of what it has produced.
+                # Its text may already hold what the target is going to produce.
                 suffix = SuffixMatcher(PROMPT.encode() + truth + PROMPT.encode() if said_before else b"")
                 parameters = SpeculationParameters(mode, draft_length)
                 sources: list[CandidateSource] = [
@@ -242,9 +242,9 @@ async def test_two_real_sessions_agree_with_the_target_alone(
 
 @pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
 async def test_a_draft_that_knows_the_target_is_accepted(mode: Mode) -> None:
-    """The same model as draft and target.
+    """Draft and target are the same model.
 
-    Not all is accepted: a random model's ids are seldom what the tokenizer gives for their text, and the draft
+    Not every token is accepted: a random model's ids are seldom what the tokenizer gives for their text, and the draft
     continues from those.
     """
     model = tiny.model("byte_level")

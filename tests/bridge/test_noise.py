@@ -1,4 +1,4 @@
-"""The noise: as written down, never 0 or 1, never the same twice, and an exact sample."""
+"""The noise follows its specification, is never 0 or 1, never repeats, and gives exact samples."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_torch_gives_the_same_uniforms_bit_for_bit_and_nearly_the_same_noise() -
         state = position_state(3, offset, 2)
         assert np.array_equal(uniform(state, torch.from_numpy(keys), torch).numpy(), uniform(state, keys))
         theirs = gumbel_of(state, torch.from_numpy(keys), torch).numpy()
-        # The logarithm of the one may round the other way than that of the other: a few units in the last place.
+        # The two logarithms may round differently, by a few units in the last place.
         np.testing.assert_allclose(theirs, gumbel_of(state, keys), rtol=4e-15, atol=4e-15)
     states = torch.tensor([position_state(3, offset) for offset in range(4)])
     block = uniform(states[:, None], torch.from_numpy(keys)[None], torch)
@@ -75,14 +75,14 @@ def test_tokens_with_the_same_bytes_have_the_same_key_in_every_vocabulary() -> N
 
 
 def test_samples_follow_the_softmax_and_the_test_would_notice_if_not() -> None:
-    """Chi square over 20,000 offsets; the same with a biased scheme must fail."""
+    """Tests chi square over 20,000 offsets. A biased scheme must fail the same test."""
     logits = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05], np.float32))
     sampler = Sampler(SamplingParameters(temperature=1.0), 9, np.arange(5) * 7919, np.empty(0, np.int64))
     counts = np.zeros(5)
     biased = np.zeros(5)
     for offset in range(20_000):
         counts[sampler.choose(logits, offset, 0).token_id] += 1
-        # A biased scheme: noise with a resolution of a few bits only.
+        # A biased scheme: its noise has a resolution of only a few bits.
         coarse = np.round(gumbel(9, offset, 0, sampler.keys))
         biased[int((logits + coarse).argmax())] += 1
     expected = np.exp(logits) * 20_000

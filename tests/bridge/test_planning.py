@@ -1,4 +1,4 @@
-"""What the planner learns and predicts, and which way it takes: where costs and chances are known."""
+"""Tests what the planner learns, predicts and chooses where costs and chances are known."""
 
 import re
 from contextlib import ExitStack
@@ -136,7 +136,7 @@ def test_the_prediction_is_close_to_what_is_measured(right: float, times: dict[i
 
 
 def test_passes_of_other_requests_are_waited_for() -> None:
-    """A forward of all: what one request adds to it costs each of them."""
+    """Requests share forwards, so that the tokens which one of them adds delay all."""
     counts = []
     for others in (0, 1, 15):
         shared = TargetEstimates(measured(STEEP))
@@ -153,7 +153,7 @@ def test_passes_of_other_requests_are_waited_for() -> None:
 
 @pytest.mark.parametrize("right", [0.1, 0.95])
 def test_what_did_not_pay_is_tried_now_and_then(right: float) -> None:
-    """Each pass has a match; the target's widths cost a lot at first, and then next to nothing."""
+    """Every pass has a match. Wide passes of the target are expensive at first, and nearly free later."""
     shared = TargetEstimates(measured(HOPELESS))
     costly = [Simulated(shared, HOPELESS, 0.1, match=20, seed=request) for request in range(40)]
     speed = sum(one.run(30) for one in costly) / 40
@@ -167,7 +167,7 @@ def test_what_did_not_pay_is_tried_now_and_then(right: float) -> None:
 
 @pytest.mark.parametrize("right", [0.3, 0.6])
 def test_widths_that_become_expensive_are_noticed(right: float) -> None:
-    """Every pass has a match, so that none is of one token by itself."""
+    """Every pass has a match, so that no 1-token pass occurs unless the planner chooses it."""
     shared = TargetEstimates(measured(FLAT))
     for request in range(20):
         Simulated(shared, FLAT, right, match=20, seed=request).run(60)
@@ -187,7 +187,7 @@ def test_the_target_waits_for_the_bridge_only_while_that_gains() -> None:
 
 
 def test_it_gives_up_waiting_for_a_bridge_that_is_far_away() -> None:
-    """Candidates that would gain 10 ms and never come within it."""
+    """The candidates would gain 10 ms, but always arrive later than that."""
     shared = TargetEstimates(measured(FLAT))
     planner = Planner(SpeculationParameters(), RequestEstimates(shared, [SuffixSource(SuffixMatcher())]))
     offer = Offer((1,) * 24, ("suffix",) * 24, (64.0,) * 24)
@@ -235,7 +235,7 @@ def test_lockstep_takes_the_planners_number(draft_ms: float, right: float, least
 
 @pytest.mark.parametrize("mode", [Mode.AUTO, Mode.LOCKSTEP])
 def test_a_draft_on_the_targets_cores_starts_when_the_target_waits(mode: Mode) -> None:
-    """Where both compute at once each takes several times as long, so that is not even tried."""
+    """Concurrent forwards would take several times as long, so that the planner does not even try them."""
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS)], competes=True)
     simulated = Simulated(shared, FLAT, 0.8, draft=draft, slowdown=9.0, mode=mode)
@@ -244,11 +244,11 @@ def test_a_draft_on_the_targets_cores_starts_when_the_target_waits(mode: Mode) -
     simulated.run(60)
     assert simulated.names[0] == "plain"
     assert all(name.startswith("draft in turns") for name in simulated.names[1:])
-    assert draft.slowdown.count == 1, "nobody has tried"
+    assert draft.slowdown.count == 1, "they never ran at once"
 
 
 def test_to_read_the_prompt_does_not_keep_a_draft_from_being_used() -> None:
-    """It costs what twenty passes do, once; in a text of three tokens it is not worth that."""
+    """Reading the prompt costs as much as twenty passes, once; that is not worth it for three tokens."""
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS), (2, 2 * MS), (25, 25 * MS)], competes=True)
     planner = Planner(SpeculationParameters(), RequestEstimates(shared, [Draft()], draft))  # type: ignore[list-item]
@@ -259,7 +259,7 @@ def test_to_read_the_prompt_does_not_keep_a_draft_from_being_used() -> None:
 
 
 def test_predictions_are_corrected_by_what_came_of_them() -> None:
-    """Half of the candidates come too late, which no chance tells."""
+    """Half of the candidates come too late, which acceptance chances cannot predict."""
     shared = TargetEstimates(measured(FLAT))
     planner = Planner(SpeculationParameters(), RequestEstimates(shared, [SuffixSource(SuffixMatcher())]))
     offer = Offer((1,) * 8, ("suffix",) * 8, (64.0,) * 8)

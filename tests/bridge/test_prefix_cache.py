@@ -1,4 +1,4 @@
-"""What was encoded once is not encoded again, within bounds, whoever asks."""
+"""A text that was encoded once is not encoded again by any request, as long as it stays in the cache."""
 
 import gc
 import threading
@@ -23,7 +23,7 @@ SYSTEM = " ".join(CORPUS) * 20
 
 
 def encoded(words: Vocabulary, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The lengths of all texts that are encoded from now on."""
+    """Returns a list that receives the length of each text that is encoded from now on."""
     lengths: list[int] = []
     encode = words._encode
 
@@ -45,7 +45,7 @@ def test_a_thousand_requests_with_one_system_prompt_encode_what_is_new(
     asked = [f"{SYSTEM} What is {number} plus {number}?" for number in range(100)]
     for text in asked:
         render_text(words, text)
-    # Where the texts part, little of what is common is encoded again.
+    # Only a little of the common text, next to where the texts differ, is encoded again.
     assert sum(lengths) < 100 * 120 * 2 + len(SYSTEM)
     cache = words.prefixes
     assert cache.query_byte_count == len(SYSTEM.encode()) + sum(len(text.encode()) for text in asked)
@@ -92,7 +92,7 @@ def test_the_beginning_is_the_last_to_go() -> None:
     words = Vocabulary(tokenizer_json("byte_level"))
     words.prefixes = PrefixCache(limit_bytes=30_000)
     render_text(words, SYSTEM[:4000])
-    for number in range(100):  # more than there is room for
+    for number in range(100):  # more than the cache has room for
         render_text(words, SYSTEM[:2000] + f"{number} " * 300)
     before = words.prefixes.hit_byte_count
     render_text(words, SYSTEM[:2000] + "?")
@@ -120,7 +120,7 @@ def test_threads_share_it() -> None:
 @settings(max_examples=200)
 @given(texts=st.lists(st.tuples(st.integers(0, 9), st.binary(max_size=6), st.sampled_from([b"", b"x"])), max_size=30))
 def test_a_text_finds_the_prompt_that_begins_most_like_it(texts: list[tuple[int, bytes, bytes]]) -> None:
-    """Compared with a search among all prompts."""
+    """Compares the cache with a search among all prompts."""
     cache, text = PrefixCache(), b""
     kept: list[tuple[bytes, bytes]] = []
     for keep, more, salt in texts:

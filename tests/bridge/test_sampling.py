@@ -1,4 +1,4 @@
-"""Choosing a token: penalties and truncation as Hugging Face has them, samples as the softmax has them."""
+"""Penalties and truncation equal those of Hugging Face, and samples follow the softmax."""
 
 import math
 from collections import Counter
@@ -34,7 +34,7 @@ def sampler(seed: int = 0, size: int = SIZE, **parameters: object) -> Sampler:
 
 
 def distribution(one: Sampler, logits: np.ndarray, history: History) -> tuple[np.ndarray, np.ndarray]:
-    """Ids that may be chosen and their log probabilities."""
+    """Returns the ids that may be chosen and their log probabilities."""
     kept, scaled = _truncate(one._adjusted(logits, history), one.parameters)
     return kept, scaled - np.log(np.exp(scaled).sum())
 
@@ -95,7 +95,7 @@ def test_each_parameter_means_what_it_means_to_hugging_face(
     mine = np.zeros(SIZE)
     mine[kept] = np.exp(logp)
     border = np.isclose(np.sort(np.cumsum(np.sort(expected))), 1 - (top_p or 1), atol=1e-5).any()
-    if not border:  # rounding decides there, in either
+    if not border:  # there, rounding decides in both
         np.testing.assert_allclose(mine, expected, atol=2e-5)
 
 
@@ -106,7 +106,7 @@ def test_presence_and_frequency_count_what_was_generated() -> None:
 
 
 def test_a_penalty_looks_at_every_token_of_a_block_as_if_decoded_one_by_one() -> None:
-    """A copy goes on by itself; what is thrown away has never been."""
+    """Changes of a copy do not affect the original."""
     history = History([1], [2])
     ahead = history.copy()
     ahead.extend([3, 3])
@@ -127,7 +127,7 @@ def test_a_large_vocabulary_is_cut_as_if_it_had_been_sorted(top_p: float, sharpn
 
 
 def chi_square(counts: Counter[int], expected: dict[int, float]) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; rare ones counted together."""
+    """Returns the statistic and its degrees of freedom; rare ids are counted together."""
     cells = sorted(expected.items(), key=lambda item: -item[1])
     statistic, rest_found, rest_expected, degrees = 0.0, 0, 0.0, -1
     for id_, mean in cells:
@@ -139,12 +139,12 @@ def chi_square(counts: Counter[int], expected: dict[int, float]) -> tuple[float,
     if rest_expected >= 5:
         statistic += (rest_found - rest_expected) ** 2 / rest_expected
         degrees += 1
-    assert sum(counts.values()) == sum(counts[id_] for id_ in expected), "what may not be chosen never is"
+    assert sum(counts.values()) == sum(counts[id_] for id_ in expected), "only possible ids are chosen"
     return statistic, degrees
 
 
 def beyond(statistic: float, degrees: int) -> bool:
-    """Whether chance gives so much less than once in some ten thousand times (Wilson and Hilferty, 1931)."""
+    """Returns whether chance exceeds the statistic less than once in about 10,000 times (Wilson and Hilferty, 1931)."""
     cube = (statistic / degrees) ** (1 / 3)
     spread = 2 / (9 * degrees)
     return (cube - (1 - spread)) / math.sqrt(spread) > 3.9
@@ -171,7 +171,7 @@ def test_twenty_thousand_samples_follow_the_exact_softmax(case: dict[str, object
 
 
 def test_the_test_would_notice_every_biased_scheme() -> None:
-    """Those of systems that this one is meant to be better than."""
+    """Tests schemes of other systems, each of which is biased."""
     logits = np.random.default_rng(11).standard_normal(SIZE) * 2
     probabilities = np.exp(logits) / np.exp(logits).sum()
     draft = np.roll(probabilities, 1)
@@ -181,9 +181,9 @@ def test_the_test_would_notice_every_biased_scheme() -> None:
     schemes: dict[str, Counter[int]] = {"coarse": Counter(), "noise and then u < p/q": Counter(), "wrong q": Counter()}
     for offset in range(20_000):
         noise = gumbel(5, offset, 0, keys)
-        # Noise of a few bits only.
+        # The noise has only a few bits.
         schemes["coarse"][int((logits + np.round(noise)).argmax())] += 1
-        # A draft with the same noise, verified by rejection sampling on top, and the noise used once more.
+        # The draft uses the same noise, rejection sampling verifies it, and the residual uses the noise once more.
         proposed = int((np.log(draft) + noise).argmax())
         accepted = chance.random() < probabilities[proposed] / draft[proposed]
         residual = np.maximum(probabilities - draft, 0)
@@ -191,7 +191,7 @@ def test_the_test_would_notice_every_biased_scheme() -> None:
         with np.errstate(divide="ignore"):
             same = int((np.log(residual) + noise).argmax())
         schemes["noise and then u < p/q"][proposed if accepted else same] += 1
-        # A draft that was sampled at another temperature than it says.
+        # The draft was sampled at another temperature than its reported probabilities.
         sharp = draft**2 / (draft**2).sum()
         proposed = int(chance.choice(SIZE, p=sharp))
         accepted = chance.random() < probabilities[proposed] / draft[proposed]

@@ -1,4 +1,4 @@
-"""Where candidates come from: each source, what they offer together, and that adding one takes a file and a line."""
+"""Tests sources of candidates, the offers that they make together, and that a new source needs a class and a line."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ WORDS = MODEL.vocabulary
 
 
 class RecordingDrafter(QueuedDrafter):
-    """Keeps what it is told."""
+    """Records the messages that it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,11 +117,11 @@ async def test_a_turn_is_waited_for_until_it_is_late() -> None:
     assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (3, 3)
     assert source.state.awaited
     await source.advance(tape, DraftPace(3, 3, True))
-    assert len(drafter.syncs) == 1, "it is asked once"
+    assert len(drafter.syncs) == 1, "it receives one sync"
     commit(tape, source, " a", timed_out=True)
     assert source.state.overdue and not source.state.awaited
     await source.advance(tape, DraftPace(3, 3, True))
-    assert len(drafter.syncs) == 1, "nor is it asked again before it has answered"
+    assert len(drafter.syncs) == 1, "it receives no other sync before it has answered"
     await propose(source, drafter, " fox", done=True)
     assert not source.state.overdue
     assert source.state.stale
@@ -149,7 +149,7 @@ async def test_what_a_draft_reads_next_is_its_lag() -> None:
         [Proposal(1, (50, 60), (0.5,))],
         [Proposal(1, (MODEL.vocabulary_size,), ())],
         [Proposal(1, (-1,), ())],
-        [Proposal(7, (50,), ())],  # an epoch that never was
+        [Proposal(7, (50,), ())],  # an epoch that never began
         [Proposal(1, (50,), (), forward_ns=2**63)],
         [Proposal(1, (50,), (), queue_ns=2**63)],
         [Proposal(1, (50, 60), (), forward_ns=1000, read_ns=2000)],
@@ -226,7 +226,7 @@ async def test_the_first_fault_is_the_one_that_is_noted() -> None:
 
 
 def test_the_text_goes_on_after_what_the_draft_proposes() -> None:
-    """Tests this even in the middle of a word."""
+    """The suffix match continues the draft even in the middle of a word."""
     drafted = Continuation("draft", b"the small ho", starts=(0, 3, 9), confidences=(0.9, 0.8, 0.7))
     offer = offer_of(WORDS, [drafted, Continuation("suffix", b"use on the hill", 20.0)])
     assert WORDS.spell(offer.token_ids) == b"the small house on the hill"
@@ -250,7 +250,7 @@ def test_a_match_is_surer_the_longer_it_has_been_right() -> None:
 
 
 def test_what_is_cut_off_is_no_candidate() -> None:
-    """Where data ends in the middle of a word, its last token is left out; where it ends by itself, it stays."""
+    """The last token of data that was cut off is left out, as it may be part of a word; otherwise it is kept."""
     long = b"use on the hill and " * 13
     cut = offer_of(WORDS, [Continuation("suffix", long[:MAX_PROPOSAL_BYTES], 20.0, cut=True)])
     spelled = WORDS.spell(cut.token_ids)
@@ -292,7 +292,7 @@ def test_a_control_token_other_than_an_end_closes_an_epoch() -> None:
 
 
 def test_half_a_character_is_proposed_before_what_follows() -> None:
-    """The prompt ended in half of it: what the draft adds first is its other half, which is committed already."""
+    """The prompt ended inside a character: the draft first adds its other half, which is committed already."""
     epoch = DraftEpoch(1, 8, False, "é".encode()[1:])
     assert epoch.ahead("draft") is None
     epoch.add(1, "é".encode()[1:] + b"t", 0.9)
@@ -302,11 +302,11 @@ def test_half_a_character_is_proposed_before_what_follows() -> None:
     other = DraftEpoch(1, 1, True, "é".encode()[1:])
     other.add(1, b"x", 0.9)
     assert other.parted and other.ahead("draft") is None
-    assert not other.stale, "asking again would bring the same"
+    assert not other.stale, "another sync would give the same"
 
 
 class Oracle(CandidateSource):
-    """A toy: proposes what it was told beforehand, wherever the text stands. All of it is this class and one line."""
+    """Proposes a given text from its current end on. The whole source is this class and one line of registration."""
 
     name: ClassVar[str] = "oracle"
     evidence_edges: ClassVar[tuple[float, ...]] = ()

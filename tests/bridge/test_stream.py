@@ -1,4 +1,4 @@
-"""Stop strings and half characters, wherever the cuts fall."""
+"""Tests stop strings and half characters, wherever the text is cut."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Candidates from the text itself: found as a slow search finds them, and never the reason for another text."""
+"""Candidates from the text itself are those that a slow search finds, and never change the text."""
 
 import asyncio
 import random
@@ -54,7 +54,7 @@ def test_it_proposes_what_followed_there(text: bytes, data: st.DataObject) -> No
 
 @given(parts=st.lists(st.text("ab", max_size=40).map(str.encode), min_size=2, max_size=2))
 def test_a_match_behind_what_may_come_is_that_of_a_text_where_it_came(parts: list[bytes]) -> None:
-    """But for places that end in what may come: they are not known yet."""
+    """Places that end in later text are left out, as they are not known yet."""
     known, ahead = parts
     match = SuffixMatcher(known).match(ahead)
     text = known + ahead
@@ -156,7 +156,7 @@ def test_texts_that_are_parted_have_no_match_and_no_data_in_common(parts: list[b
 
 
 def test_a_byte_costs_the_same_however_long_the_text_is() -> None:
-    """Also where every place looks alike."""
+    """This holds even if all places look alike."""
     for text in (bytes(200_000), bytes(range(256)) * 800):
         drafter = SuffixMatcher(text)
         started = time.perf_counter()
@@ -167,7 +167,7 @@ def test_a_byte_costs_the_same_however_long_the_text_is() -> None:
 
 
 def test_a_text_that_repeats_itself_is_said_in_fewer_passes_and_stays_the_same() -> None:
-    """Two ids only, so that the random target repeats itself; nobody drafts but the text."""
+    """Only two ids are allowed, so that the random target repeats itself; the suffix match is the only source."""
     target = tiny.model("byte_level")
     engine = tiny.HashEngine(target)
     bias = {id_: 50.0 for id_ in (70, 71)}

@@ -1,4 +1,4 @@
-"""Earlier outputs as drafts: within the budget, each tenant for itself, and never the reason for another text."""
+"""Earlier outputs serve as drafts: within the budget, for their own tenant only, and without changing any text."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ from tests.support import tiny
 from tests.support.alone import PROMPT, answer, did, oracle
 
 LETTERS = st.text("ab", max_size=16).map(str.encode)
-SAID = st.lists(st.tuples(st.sampled_from(["ann", "bob", ""]), LETTERS), max_size=12)
+OUTPUTS = st.lists(st.tuples(st.sampled_from(["ann", "bob", ""]), LETTERS), max_size=12)
 
 
 def data(match: Match | None) -> bytes:
@@ -29,7 +29,7 @@ def data(match: Match | None) -> bytes:
 
 
 def held(*drafters: SuffixMatcher) -> int:
-    """What they really take."""
+    """Returns the bytes of memory that the matchers really use."""
     return sum(
         sys.getsizeof(part)
         for one in drafters
@@ -37,10 +37,10 @@ def held(*drafters: SuffixMatcher) -> int:
     )
 
 
-@given(said=SAID, end=LETTERS)
-def test_what_others_are_told_changes_nothing(said: list[tuple[str, bytes]], end: bytes) -> None:
+@given(outputs=OUTPUTS, end=LETTERS)
+def test_outputs_of_other_tenants_change_nothing(outputs: list[tuple[str, bytes]], end: bytes) -> None:
     shared, own = SuffixMemory(1 << 20), SuffixMemory(1 << 20)
-    for tenant, output in said:
+    for tenant, output in outputs:
         shared.remember(tenant, output)
         if tenant == "ann":
             own.remember(tenant, output)
@@ -88,19 +88,19 @@ def test_the_budget_holds_at_any_time(budget: int, monkeypatch: pytest.MonkeyPat
         memory.remember(f"tenant {chance.randrange(40)}", output)
         assert held(*memory._tenants.values()) <= memory.byte_count <= budget
         most = max(most, memory.byte_count)
-    assert most >= 0.8 * budget or budget == 20 << 10, "it is made use of"
+    assert most >= 0.8 * budget or budget == 20 << 10, "the budget is used"
 
 
 def test_who_was_away_the_longest_is_forgotten_first() -> None:
-    memory = SuffixMemory(100 << 10)  # for three of them
+    memory = SuffixMemory(100 << 10)  # it has room for three of them
     outputs = {name: f"what {name} was told, and nobody else".encode() for name in ("ann", "bob", "cid", "dan")}
     for tenant, output in outputs.items():
         if tenant == "dan":
-            assert memory.match("ann", outputs["ann"][:20])  # so bob is the one
+            assert memory.match("ann", outputs["ann"][:20])  # so that bob is the least recently used
         memory.remember(tenant, output + bytes(500))
     known = [tenant for tenant, output in outputs.items() if memory.match(tenant, output[:20])]
     assert known == ["ann", "cid", "dan"]
-    memory.remember("cid", bytes(3200))  # it takes the place of two others, not of its own
+    memory.remember("cid", bytes(3200))  # it replaces the outputs of two others
     known = [tenant for tenant, output in outputs.items() if memory.match(tenant, output[:20])]
     assert known == ["cid"]
 
@@ -112,7 +112,7 @@ def test_of_one_tenant_the_latest_outputs_are_kept() -> None:
     ends = [f"line {number:05}".encode() for number in range(20_000)]
     found = {number: match for number, end in enumerate(ends) if (match := memory.match("ann", end))}
     kept = [number for number, match in found.items() if match.length == len(ends[number])]
-    # But for a few whose place in the table others have.
+    # A few are not found, because others use their entry of the table.
     assert len(kept) > 0.99 * (20_000 - kept[0])
     assert 20_000 - (64 << 10) / 18 <= kept[0] < 20_000 - (32 << 10) / 18 + 1
     assert {found[number].data for number in kept} == {b" is here"}
@@ -127,14 +127,14 @@ def asking(tenant: str, mode: Mode = Mode.AUTO, max_tokens: int = 40) -> Request
     return Request(PROMPT, max_tokens=max_tokens, speculation=SpeculationParameters(mode), tenant=tenant)
 
 
-async def told(memory: SuffixMemory, request: Request) -> tuple[list[int], Finished]:
+async def generated(memory: SuffixMemory, request: Request) -> tuple[list[int], Finished]:
     _, ids, finished = await answer(TARGET, tiny.HashEngine(TARGET), None, None, request, 0.0, memory)
     return ids, finished
 
 
 @pytest.fixture
 def expected() -> Iterator[list[int]]:
-    """A text that says nothing twice."""
+    """Returns the ids of a text without a repetition that could be matched."""
     ids = oracle(TARGET, tiny.HashEngine(TARGET), 0.0, 40)
     text = PROMPT.encode() + TARGET.vocabulary.spell(ids)
     assert not any(text[at : at + MIN_MATCH_BYTES] in text[:at] for at in range(len(text) - MIN_MATCH_BYTES))
@@ -144,15 +144,15 @@ def expected() -> Iterator[list[int]]:
 async def test_a_tenant_is_told_sooner_what_it_was_told_before(expected: list[int]) -> None:
     memory = SuffixMemory(1 << 20)
     for tenant in ("ann", "bob", ""):
-        ids, first = await told(memory, asking(tenant))
+        ids, first = await generated(memory, asking(tenant))
         assert ids == expected
         assert did(first.statistics, "suffix").num_draft_tokens == first.statistics.num_draft_tokens == 0
     for _ in range(2):
-        ids, again = await told(memory, asking("ann"))
+        ids, again = await generated(memory, asking("ann"))
         assert ids == expected
         assert 0 < did(again.statistics, "suffix").num_accepted_tokens == again.statistics.num_accepted_tokens
         assert again.statistics.target_pass_count < first.statistics.target_pass_count
-    _, nobody = await told(memory, asking(""))
+    _, nobody = await generated(memory, asking(""))
     assert nobody.statistics.num_draft_tokens == 0
     assert set(memory._tenants) == {"ann", "bob"}
 
@@ -160,7 +160,7 @@ async def test_a_tenant_is_told_sooner_what_it_was_told_before(expected: list[in
 async def test_requests_of_one_tenant_at_once(expected: list[int]) -> None:
     memory = SuffixMemory(1 << 20)
     modes = [Mode.AUTO, Mode.OFF, Mode.LOCKSTEP, Mode.AUTO, Mode.AUTO]
-    answers = await asyncio.gather(*(told(memory, asking("ann", mode)) for mode in modes))
+    answers = await asyncio.gather(*(generated(memory, asking("ann", mode)) for mode in modes))
     assert all(ids == expected for ids, _ in answers)
     assert memory._tenants["ann"].length == len(modes) * len(TARGET.vocabulary.spell(expected))
 
@@ -176,11 +176,11 @@ async def test_what_a_request_said_until_it_was_given_up_is_kept(expected: list[
                     if len(ids) >= 20:
                         break
     scheduler.close()
-    said = TARGET.vocabulary.spell(expected)
+    output = TARGET.vocabulary.spell(expected)
     half = len(TARGET.vocabulary.spell(ids))
-    assert said.startswith(data(match := memory.match("ann", said[: MIN_MATCH_BYTES + 1])), MIN_MATCH_BYTES + 1)
+    assert output.startswith(data(match := memory.match("ann", output[: MIN_MATCH_BYTES + 1])), MIN_MATCH_BYTES + 1)
     assert match is not None
-    assert half - MIN_MATCH_BYTES - 1 <= len(match.data) < len(said) - MIN_MATCH_BYTES - 1
+    assert half - MIN_MATCH_BYTES - 1 <= len(match.data) < len(output) - MIN_MATCH_BYTES - 1
 
 
 def test_a_tenant_has_a_short_name() -> None:

@@ -1,4 +1,4 @@
-"""What the target is told, and what it may answer: a target that answers anything else is an error of the target."""
+"""Tests what the target receives and may answer. A target that answers anything else has broken the contract."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -19,20 +19,20 @@ MODEL = tiny.model("byte_level")
 
 
 class Target:
-    """Keeps what it is told, and answers what it is given."""
+    """Records what it receives, and answers with given passes."""
 
     def __init__(self, answers: Sequence[Pass] = ()) -> None:
-        self.told: list[Run | Candidates | Grant] = []
+        self.received: list[Run | Candidates | Grant] = []
         self._answers = answers
 
     async def run(self, run: Run) -> None:
-        self.told.append(run)
+        self.received.append(run)
 
     async def candidates(self, candidates: Candidates) -> None:
-        self.told.append(candidates)
+        self.received.append(candidates)
 
     async def grant(self, grant: Grant) -> None:
-        self.told.append(grant)
+        self.received.append(grant)
 
     async def passes(self) -> AsyncIterator[Pass]:
         for one in self._answers:
@@ -54,11 +54,11 @@ async def test_offers_are_numbered_and_a_pass_names_the_one_it_took() -> None:
     await one.start(0)
     await one.offer(offered(20, 21, 22), 2, 0, awaited=False)
     await one.offer(offered(30, 31), 2, 0, awaited=False)
-    assert [(told.offer_id, told.base_token_count, told.token_ids) for told in target.told[1:]] == [  # type: ignore[union-attr]
+    assert [(sent.offer_id, sent.base_token_count, sent.token_ids) for sent in target.received[1:]] == [  # type: ignore[union-attr]
         (1, 2, (20, 21, 22)),
         (2, 2, (30, 31)),
     ]
-    # The target had begun with the first one when the second came.
+    # The target had begun to verify the first offer when the second came.
     outcome = one.commit(Pass(2, (20, 21, 7), 2, 2, offer_id=1))
     assert outcome.tried == offered(20, 21)
     assert outcome.data == tuple(MODEL.vocabulary.token_bytes(id_) for id_ in (20, 21, 7))
@@ -81,29 +81,29 @@ async def test_nothing_new_is_not_sent_again() -> None:
     one, _ = link(target, 100)
     await one.offer(offered(*range(20, 40)), 4, 0, awaited=False)
     await one.offer(offered(*range(20, 44)), 4, 0, awaited=False)
-    assert len(target.told) == 1, "it has more than two forwards need"
+    assert len(target.received) == 1, "the target still has candidates for more than two forwards"
     one.commit(Pass(2, tuple(range(20, 34)), 13, 13, offer_id=1))
     await one.offer(offered(*range(34, 60)), 4, 0, awaited=False)
-    assert len(target.told) == 2, "it is about to run out"
+    assert len(target.received) == 2, "the target is about to run out of candidates"
     one.commit(Pass(16, (99,), 0, 0))
     await one.offer(offered(*range(34, 60)), 4, 0, awaited=False)
-    assert len(target.told) == 3, "what it had was wrong, and is gone"
+    assert len(target.received) == 3, "its candidates were rejected"
 
 
 async def test_fewer_candidates_replace_more() -> None:
-    """A target that still holds some does not wait."""
+    """A target that still holds candidates does not wait."""
     target = Target()
     one, _ = link(target, 100)
     await one.offer(offered(*range(20, 60)), 8, 0, awaited=False)
     await one.offer(offered(*range(20, 28)), 8, 0, awaited=False)
-    assert target.told == [Candidates(1, 2, tuple(range(20, 60)), 8), Candidates(2, 2, tuple(range(20, 28)), 8)]
+    assert target.received == [Candidates(1, 2, tuple(range(20, 60)), 8), Candidates(2, 2, tuple(range(20, 28)), 8)]
 
 
 async def test_no_candidates_are_sent_that_could_not_be_used() -> None:
     target = Target()
     one, _ = link(target, 3)
     await one.offer(offered(*range(20, 60)), 8, 0, awaited=False)
-    assert target.told == [Candidates(1, 2, (20, 21), 8)], "the target adds a token of its own"
+    assert target.received == [Candidates(1, 2, (20, 21), 8)], "the target adds the last token itself"
 
 
 async def test_it_is_told_to_go_on_only_if_it_waits_for_nobody() -> None:
@@ -111,22 +111,22 @@ async def test_it_is_told_to_go_on_only_if_it_waits_for_nobody() -> None:
     one, _ = link(target)
     await one.start(0)
     await one.offer(Offer(), 0, 0, awaited=False)
-    assert len(target.told) == 1, "it does not wait"
+    assert len(target.received) == 1, "the target does not wait"
     await one.offer(Offer(), 0, 5_000_000, awaited=True)
-    assert target.told[1:] == [Grant(patience_us=5000)]
+    assert target.received[1:] == [Grant(patience_us=5000)]
     await one.offer(Offer(), 0, 4_000_000, awaited=False)
-    assert target.told[2:] == [Candidates(0, 2, (), 1)], "the new patience is not worth a message"
+    assert target.received[2:] == [Candidates(0, 2, (), 1)], "the new patience is not worth a message"
     await one.offer(Offer(), 0, 0, awaited=False)
-    assert target.told[3:] == [Candidates(0, 2, (), 1), Grant(patience_us=0)]
+    assert target.received[3:] == [Candidates(0, 2, (), 1), Grant(patience_us=0)]
 
 
 async def test_a_target_is_told_to_wait_before_it_is_told_to_go_on() -> None:
-    """The other way round it would wait in vain, if it has not begun its pass."""
+    """In the other order, a target that has not begun its pass would wait in vain."""
     target = Target()
     one, _ = link(target)
     await one.start(0)
     await one.offer(Offer(), 0, 300_000_000, awaited=False)
-    assert target.told[1:] == [Grant(patience_us=300_000), Candidates(0, 2, (), 1)]
+    assert target.received[1:] == [Grant(patience_us=300_000), Candidates(0, 2, (), 1)]
 
 
 FAULTS = {
@@ -141,7 +141,7 @@ FAULTS = {
     "takes more than it was offered": Pass(2, (20,), 0, 4, offer_id=1),
     "accepts more than it took": Pass(2, (20, 21, 22), 2, 1, offer_id=1),
     "accepts what was not offered": Pass(2, (20, 99, 22), 2, 3, offer_id=1),
-    "accepts more than it says": Pass(2, (20,), 2, 3, offer_id=1),
+    "accepts more than it returns": Pass(2, (20,), 2, 3, offer_id=1),
     "has a log probability too many": Pass(2, (20,), 0, 0, logprobs=(Logprob(-1.0), Logprob(-1.0))),
     "has an alternative that is no token": Pass(2, (20,), 0, 0, logprobs=(Logprob(-1.0, ((2**31, -2.0),)),)),
     "ends at a limit that is not reached": Pass(2, (20,), 0, 0, finish_reason=FinishReason.LENGTH),
@@ -156,7 +156,7 @@ async def test_what_the_contract_rules_out_is_an_error_of_the_target(fault: str)
     await one.offer(offered(20, 21, 22), 3, 0, awaited=False)
     with pytest.raises(TargetFault, match="the target violates the protocol"):
         one.commit(FAULTS[fault])
-    assert list(tape.ids) == [10, 11], "none of it becomes text"
+    assert list(tape.ids) == [10, 11], "no token of the pass becomes text"
 
 
 async def test_an_end_of_text_may_be_a_candidate() -> None:

@@ -1,4 +1,4 @@
-"""Every family of tokenizers as target and as draft: what translation promises, on any text at any cuts."""
+"""Tests the promises of translation for every family of tokenizers, as target and as draft, on any text at any cuts."""
 
 import pytest
 from hypothesis import example, given, settings
@@ -13,26 +13,26 @@ from tests.support.texts import MARKED_TEXTS, PLACES, TEXTS, cut
 
 
 def oracle(family: str, text: str) -> list[int]:
-    """The library's ids for a whole text, without an end of text behind it."""
+    """Returns the library's ids for a whole text, without an end of text."""
     words = vocabulary(family)
     return [*words.frame, *library(family).encode(text, add_special_tokens=False).ids]
 
 
 def sayable(family: str, text: str) -> str:
-    """Without the one character that tokenizers of SentencePiece's kind cannot tell from a space."""
-    text = text.replace("<0x", "0x") if family == "unigram" else text  # a piece like any other, for the library
+    """Replaces what the family's tokenizers cannot spell, such as SentencePiece's mark for a space."""
+    text = text.replace("<0x", "0x") if family == "unigram" else text  # the library finds byte tokens in texts
     return text.replace("▁", "_") if family in SPACED else text
 
 
 def without_control(family: str, text: str) -> str:
-    """With nothing in it that a control token is written as."""
+    """Removes the spellings of control tokens from a text."""
     while spans := vocabulary(family).spans(text, vocabulary(family).controls):
         text = text[: spans[0][0]] + text[spans[0][1] :]
     return text
 
 
 def is_text(data: bytes) -> bool:
-    """Whether no character in it is cut."""
+    """Returns whether the data cuts no character."""
     return data.decode(errors="replace").encode() == data
 
 
@@ -98,28 +98,28 @@ def test_after_every_round_the_draft_holds_the_committed_bytes(
     words = vocabulary(family)
     prompt, data = "x" + without_control(family, sayable(family, prompt)), sayable(family, text).encode()
     context = DraftContext(words, render_text(words, prompt))
-    held, said = list(context.ids), prompt.encode()
+    held, committed = list(context.ids), prompt.encode()
     for piece in cut(data, places):
-        held += proposed  # by the draft, right or wrong
+        held += proposed  # the draft may be right or wrong
         keep, new = context.append(piece, proposed)
         held[keep:] = new
-        said += piece
+        committed += piece
         spelled = words.spell(held).removeprefix(b" ")
-        assert said.startswith(spelled)
-        # Less only the beginning of a character.
-        assert len(said) - len(spelled) <= 3
-        assert said[len(spelled) :].decode(errors="ignore") == ""
-    assert words.spell(held).removeprefix(b" ") == said
+        assert committed.startswith(spelled)
+        # Only the beginning of a character may be missing.
+        assert len(committed) - len(spelled) <= 3
+        assert committed[len(spelled) :].decode(errors="ignore") == ""
+    assert words.spell(held).removeprefix(b" ") == committed
 
 
 @pytest.mark.parametrize("target", NAMES)
 @settings(max_examples=examples(100))
 @given(draft=st.sampled_from(NAMES), text=TEXTS, start=st.integers(0, 100), count=st.integers(1, 16))
 def test_candidates_spell_what_the_draft_proposed(target: str, draft: str, text: str, start: int, count: int) -> None:
-    """The draft decides only where the bytes are cut, so that every target with any draft stands for all pairs."""
-    said = vocabulary(draft).pieces(text.encode()).ids
-    start %= len(said) + 1
-    data = vocabulary(draft).spell(said[start : start + count])  # may begin and end inside a character
+    """The draft determines only where the bytes are cut, so that every target with any draft covers all pairs."""
+    draft_ids = vocabulary(draft).pieces(text.encode()).ids
+    start %= len(draft_ids) + 1
+    data = vocabulary(draft).spell(draft_ids[start : start + count])  # may begin and end inside a character
     words = vocabulary(target)
     ids = candidates(words, data)
     spelled = words.spell(ids)
@@ -144,10 +144,10 @@ def test_a_prompt_that_goes_on_from_another_is_encoded_as_a_whole(
     words.prefixes = PrefixCache()
     text = ""
     for more, share in texts:
-        # From its end, or from somewhere before, as requests with one system prompt do.
+        # The next text continues from the end or from an earlier point, as requests with one system prompt do.
         text = text[: len(text) * share // 500] + more * times
-        # Twice: the second time from what the first left.
+        # The second encoding uses what the first one left in the cache.
         for _ in range(2):
             assert list(render_text(words, text).ids) == oracle(family, text)
-        # What is said to be settled is what any continuation begins with.
+        # Every continuation begins with the settled ids.
         assert list(render_text(words, text + "xyz").ids) == oracle(family, text + "xyz")

@@ -1,4 +1,4 @@
-"""Both directions, against the slow way: encoding everything again."""
+"""Tests both directions of translation against encoding the whole text again."""
 
 from itertools import pairwise
 
@@ -13,7 +13,7 @@ from bridge.text.translation import DraftContext, candidates, translate
 from bridge.text.vocabulary import Rendering, Vocabulary
 from tests.support.tiny import CORPUS, EXACT_KINDS, KINDS, model, own_ids, tokenizer_json, vocabulary
 
-# Pieces of the texts that the tokenizers know, characters that they do not, and periodic nonsense.
+# Pieces of the texts that the tokenizers know, characters that they do not, and periodic text.
 PIECES = st.one_of(
     st.sampled_from([word for text in CORPUS for word in text.split(" ")]).map(lambda word: " " + word),
     st.sampled_from([" ", "\n", "\n\n", "    ", "0, ", "|---", "a", "'", "'re", "1", "🎉", "é", "e\u0301", "한", "."]),
@@ -57,13 +57,13 @@ def test_the_context_spells_every_byte_but_half_a_character(kind: str, prompt: s
     words = vocabulary(kind)
     prompt = "x" + prompt
     context = DraftContext(words, render_text(words, prompt))
-    said = prompt.encode()
+    committed = prompt.encode()
     for piece in pieces:
         context.append(piece)
-        said += piece
-        spelled = words.spell(context.ids).removeprefix(b" ")  # some tokenizers begin every text so
-        assert said.startswith(spelled)
-        assert len(said) - len(spelled) <= 3
+        committed += piece
+        spelled = words.spell(context.ids).removeprefix(b" ")  # some tokenizers begin every text with a space
+        assert committed.startswith(spelled)
+        assert len(committed) - len(spelled) <= 3
         assert context.byte_offset == len(spelled) - len(prompt.encode())
 
 
@@ -119,13 +119,13 @@ def test_translation_leaves_no_byte_out() -> None:
     half = source.vocabulary.pieces("東".encode()[:2]).ids
     whole = "東".encode()
     byte_ids = [source.vocabulary.byte_ids[byte] for byte in whole]
-    for ids, said in (
+    for ids, spelled in (
         ([*byte_ids, byte_ids[0], 2], whole + whole[:1]),
         (source.vocabulary.pieces(b"the dog").ids + byte_ids[:2], b"the dog" + whole[:2]),
         (half, whole[:2]) if half else ([], b""),
     ):
         translated = translate(ids, source, other)
-        assert other.vocabulary.spell(translated) == said
+        assert other.vocabulary.spell(translated) == spelled
         assert (2 in translated) == (2 in ids)
 
 

@@ -1,4 +1,4 @@
-"""A token's bytes do not depend on where it stands, and any text can be said and read back."""
+"""A token's bytes do not depend on its position, and any text can be encoded and spelled again."""
 
 import json
 
@@ -30,7 +30,7 @@ HARD_TEXTS = [
 def test_any_bytes_are_spelled_exactly_up_to_half_a_character(kind: str, data: bytes) -> None:
     pieces = vocabulary(kind).pieces(data)
     assert vocabulary(kind).spell(pieces.ids) == data[: pieces.consumed]
-    # Only the beginning of a character may be left, and a character has at most four bytes.
+    # Only the beginning of a character may be left over, and a character has at most four bytes.
     assert len(data) - pieces.consumed <= 3
     assert not set(pieces.ids) & vocabulary(kind).special
 

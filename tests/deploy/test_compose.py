@@ -1,4 +1,4 @@
-"""The Compose file: it is valid, and its processes find each other."""
+"""The Compose file is valid, and its processes find each other."""
 
 import re
 from typing import Any

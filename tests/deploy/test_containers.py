@@ -1,4 +1,4 @@
-"""The container files, as far as they can be checked without building them."""
+"""Checks the container files as far as possible without building them."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The Kubernetes overlays: they render, are valid, and their processes are configured as they should be."""
+"""The Kubernetes overlays render, are valid, and configure their processes as intended."""
 
 import json
 import re
@@ -150,7 +150,7 @@ def test_selectors_find_pods(overlay: str) -> None:
                 if selects(one["spec"]["podSelector"], labels_of(deployments[name]))
             ]
             assert len(chosen) == 1 and set(chosen[0]["spec"]["policyTypes"]) == {"Ingress", "Egress"}
-    # The bridge sits by what it exchanges a message with for each pass or step.
+    # The bridge runs close to the process with which it exchanges a message for each pass or step.
     wanted = "target" if "target" in deployments else "vllm"
     near = deployments["bridge"]["spec"]["template"]["spec"]["affinity"]["podAffinity"]
     for one in near["preferredDuringSchedulingIgnoredDuringExecution"]:

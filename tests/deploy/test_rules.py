@@ -1,4 +1,4 @@
-"""Prometheus rules: they parse, their metrics exist, and both copies are the same."""
+"""Prometheus rules parse, their metrics exist, and both copies are the same."""
 
 import re
 

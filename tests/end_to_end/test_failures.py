@@ -33,7 +33,7 @@ def free_address() -> str:
 
 @contextmanager
 def served(model: Path | str, address: str, *options: str) -> Iterator[None]:
-    """The model at a given address, again."""
+    """Serves the model at a given address."""
     process = warm.start("serve", str(model), "--listen", address, *OPTIONS, *options)
     try:
         assert READY in process.stdout.readline()
@@ -63,7 +63,7 @@ def test_a_bridge_that_waits_for_its_models_can_be_stopped(signal_: signal.Signa
 
 
 def bridge_of(target: str, draft: str) -> AbstractContextManager[tuple[str, "subprocess.Popen[str]"]]:
-    """A bridge whose draft need not be there, and its process."""
+    """Starts a bridge whose draft need not be reachable. Yields its address and its process."""
     addresses = ("--target", target, "--draft", draft, "--listen", "127.0.0.1:0")
     return launched("bridge", "bridge", *addresses, "--connect-timeout", "60", "--until-stdin-closes")
 
@@ -97,7 +97,7 @@ def test_a_bridge_starts_without_its_draft_and_takes_it_in(
             with pytest.raises(CallError) as caught:
                 client.generate(PROMPT, draft="nobody")
             assert caught.value.reason == "MODEL_NOT_FOUND"
-        # Another model at the same address, with another tokenizer, takes its place.
+        # Another model with another tokenizer takes its place at the same address.
         with served("suffix", at, "--role", "draft"):
 
             def replaced() -> bool:
@@ -122,12 +122,12 @@ def test_a_bridge_goes_on_without_a_draft_that_it_cannot_use(
         problems = [one.problem for one in client.status().endpoints]
         assert problems[0] == ""
         assert "--role draft" in problems[1]
-        # What is there has another name than the one that is asked for, or is of no use.
+        # The model at the address has another name than the requested one, or cannot be used as a draft.
         for name, reason in (("nobody", "MODEL_NOT_FOUND"), ("tiny-target", "DRAFT_AWAY")):
             with pytest.raises(CallError) as caught:
                 client.generate(PROMPT, draft=name)
             assert caught.value.reason == reason
-        # It still asks for it, and can be stopped.
+        # The bridge still tries to connect to the draft, and can be stopped.
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
     (line,) = capfd.readouterr().err.splitlines()
@@ -148,13 +148,13 @@ def test_services_come_and_go(tiny_models: tuple[Path, Path]) -> None:
     ):
         expected = client.generate(PROMPT, max_tokens=100, speculation="off")
 
-        # A draft that hangs changes nothing, and holds nothing up for long.
+        # A draft that hangs changes no text, and delays requests only briefly.
         os.kill(running.processes["draft"].pid, signal.SIGSTOP)
         for mode in ("opportunistic", "lockstep"):
             assert client.generate(PROMPT, max_tokens=100, speculation=mode).text == expected.text
         os.kill(running.processes["draft"].pid, signal.SIGCONT)
 
-        # Killed, it changes nothing; back again, it is used again.
+        # A killed draft changes no text, and is used again after its restart.
         running.processes["draft"].kill()
         running.processes["draft"].wait()
         result = client.generate(PROMPT, max_tokens=100, speculation="lockstep")
@@ -163,14 +163,14 @@ def test_services_come_and_go(tiny_models: tuple[Path, Path]) -> None:
         assert "SERVICE_UNREACHABLE" in note or "no draft is connected" in note
         assert [one.reachable for one in client.status().endpoints] == [True, False]
         with served(draft, at_draft):
-            for _ in range(50):  # the bridge finds it at its next try
+            for _ in range(50):  # the bridge connects at its next attempt
                 result = client.generate(PROMPT, max_tokens=100, speculation="lockstep")
                 assert result.text == expected.text
                 if any(one.proposed_token_count for one in result.finished.speculation.sources):
                     break
             assert result.finished.speculation.note == ""
 
-        # Without its target a generation fails, and says so, also half-way.
+        # Without its target a generation fails with an error, even halfway through its text.
         with pytest.raises(CallError) as caught:
             for event in client.stream(PROMPT, speculation="off"):
                 if isinstance(event, bridge_pb2.GenerateDelta):

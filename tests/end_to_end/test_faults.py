@@ -1,7 +1,7 @@
 """Each fault of a process or of the network between them leaves the text of the undisturbed run.
 
 Scripted models stand for real ones, because their text can be computed: everything else is the real thing, with TLS.
-Every service is behind a proxy, so that one that is started again has its former address.
+Every service is behind a proxy, so that a service keeps its address when it is restarted.
 """
 
 import os
@@ -42,7 +42,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @pytest.fixture
 def world(running: World) -> Iterator[World]:
-    """The world in good health, before a test and after it."""
+    """Yields the world in good health, and heals it after the test."""
     yield running
     for name, service in running.services.items():
         running.proxies[name].heal()
@@ -94,7 +94,7 @@ NETWORK: dict[str, Callable[[Proxy], object]] = {
 }
 
 
-# Otherwise the modes take turns.
+# Outside deep runs, the modes alternate.
 PAIRS = [
     (fault, mode) for number, fault in enumerate(NETWORK) for mode in (MODES[1:] if DEEP else (MODES[1 + number % 2],))
 ]
@@ -199,7 +199,7 @@ def test_a_deadline_ends_a_request_whose_target_is_away(world: World) -> None:
 
 
 def test_deadlines_end_streams_of_services_too(world: World) -> None:
-    """Both wait: the target for candidates, the draft for credit."""
+    """The target waits for candidates, the draft for credit."""
     verify = [
         target_pb2.VerifyRequest(open=target_pb2.VerifyOpen()),
         target_pb2.VerifyRequest(run=target_pb2.VerifyRun(token_ids=[70, 71], credit=100, patience_us=50_000_000)),
@@ -312,7 +312,7 @@ def test_a_killed_bridge_frees_the_sessions_of_its_services(world: World) -> Non
 
 @pytest.mark.parametrize("which", ["bridge", "target"])
 def test_sigterm_lets_running_requests_finish(world: World, which: str) -> None:
-    """The target's requests stay with it; those that come meanwhile go to its replica."""
+    """The target finishes its requests; new requests go to its replica."""
     stopped = world.bridge if which == "bridge" else world.services["target"]
     opened = world.open_channel("target") if which == "target" else grpc.insecure_channel(stopped.address)
     with opened as channel, ThreadPoolExecutor(8) as pool:
@@ -325,7 +325,7 @@ def test_sigterm_lets_running_requests_finish(world: World, which: str) -> None:
         if which == "target":
             results += [pool.submit(generate, world, "off") for _ in range(2)]
         assert {result.result()[0] for result in results} == {RIGHT}
-        with pytest.raises(grpc.RpcError):  # a watcher does not hold the process up
+        with pytest.raises(grpc.RpcError):  # a watcher does not delay the process's end
             list(health)
     assert stopped.process.wait(10) == 0
     if which == "bridge":
@@ -344,7 +344,7 @@ def test_clocks_that_jump_change_nothing(world: World) -> None:
 
 
 def test_a_client_that_reads_slowly_holds_back_its_own_target_only(world: World) -> None:
-    """It takes what its connection may carry unread, and the credit; then its target waits until it goes on reading."""
+    """Unread text fills the connection's window and the credit; then its target waits until the client reads on."""
     small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096), ("grpc.use_local_subchannel_pool", 1)]
     request = bridge_pb2.GenerateRequest(prompt=PROMPT, max_tokens=1200, speculation=bridge_pb2.Speculation(mode=2))
     with grpc.insecure_channel(world.bridge.address, small) as channel, Client(world.bridge.address) as other:

@@ -75,7 +75,7 @@ def test_a_bridge_stops_at_once_though_an_engine_is_connected(guest: CandidateCl
 
 
 def test_a_bridge_serves_guests_and_requests_at_once(tiny_fleet: Fleet) -> None:
-    """Over the draft of the fleet, which has another tokenizer."""
+    """Uses the draft of the fleet, which has another tokenizer."""
     alone = client(tiny_fleet.bridge, sources=["draft"])
     engine = Reciter(IDS[:60], 20)
     recite(alone, engine, deadline=0.5, forward_seconds=0.05)

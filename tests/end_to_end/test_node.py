@@ -1,4 +1,4 @@
-"""A client in another language, with the .proto files alone."""
+"""Tests a client in another language that has only the .proto files."""
 
 import json
 import shutil

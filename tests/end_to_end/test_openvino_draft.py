@@ -1,4 +1,4 @@
-"""An OpenVINO draft beside a torch target, with another tokenizer, on pinned cores."""
+"""Tests an OpenVINO draft beside a torch target, with another tokenizer, on pinned cores."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Real processes, real gRPC over loopback: what works, what is refused and how, and what is freed."""
+"""Tests real processes with gRPC over loopback: what works, how the rest is refused, and what is freed."""
 
 import asyncio
 
@@ -60,7 +60,7 @@ def test_the_totals_are_those_of_all_generations(client: Client) -> None:
 
 
 def test_every_delta_says_who_proposed_what(client: Client) -> None:
-    """Of two ids only, so that the text repeats itself. Whether candidates come in time depends on the machine."""
+    """The text has two ids, so that it repeats itself. Whether candidates come in time depends on the machine."""
     sources = set()
     for mode in ["off", *["auto"] * 20]:
         options = {"max_tokens": 80, "speculation": mode, "logit_bias": {70: 80.0, 71: 80.0}}
@@ -70,7 +70,7 @@ def test_every_delta_says_who_proposed_what(client: Client) -> None:
         assert all(sum(span.byte_count for span in one.spans) == len(one.text.encode()) for one in deltas)
         assert not accepted or mode == "auto"
         statistics = events[-1].speculation
-        # The last bytes of a character wait for the rest of it.
+        # The first bytes of a character are held back until the rest of it arrives.
         assert sum(span.byte_count for span in accepted) <= statistics.accepted_byte_count
         assert statistics.verify_ns + statistics.waited_ns + statistics.network_ns <= statistics.elapsed_ns
         assert sum(plan.target_pass_count for plan in statistics.plans) == statistics.target_pass_count - 1
@@ -85,7 +85,7 @@ def test_the_drafts_temperature_changes_no_text(client: Client) -> None:
     results = [client.generate(PROMPT, draft_temperature=one, **options) for one in (None, 0.0, 2.0)]
     assert len({one.text for one in results}) == 1
     guessed = {tuple(one.finished.speculation.num_accepted_tokens_per_position) for one in results}
-    assert len(guessed) > 1, "it changes what the draft says"
+    assert len(guessed) > 1, "it changes what the draft proposes"
     with pytest.raises(CallError, match="draft_temperature must be between 0 and 100"):
         client.generate(PROMPT, draft_temperature=-1.0)
 
@@ -144,7 +144,7 @@ def test_models_pairs_status_and_translate(client: Client) -> None:
         assert [token.byte_offset for token in tokens] == [
             sum(len(one.data) for one in tokens[:index]) for index in range(len(tokens))
         ]
-    # Ids in: control tokens go by their role, what has bytes by its bytes.
+    # Given ids are translated: control tokens by their role, other tokens by their bytes.
     ids = [1, *(token.token_id for token in answer.source_tokens), 2]
     back = client.translate(token_ids=ids, source="tiny-target", target="tiny-draft")
     assert [token.token_id for token in back.target_tokens] == [

@@ -1,4 +1,4 @@
-"""The JSON Schema Test Suite, as far as a package of npm ships it (draft 4): nothing invalid is ever allowed."""
+"""Runs the JSON Schema Test Suite, as far as a package of npm ships it (draft 4): nothing invalid is allowed."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
 
 PACKAGE = "json-schema-test-suite@0.0.10"
-# Files whose schemas are refused, all or some: by the keyword, or because a part cannot be expressed.
+# Files of which some or all schemas are refused, for the keyword or a part that cannot be expressed.
 REFUSED = {
     "bignum", "definitions", "dependencies", "not", "oneOf", "patternProperties", "ref", "refRemote", "uniqueItems",
 }  # fmt: skip

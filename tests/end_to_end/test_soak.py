@@ -24,9 +24,9 @@ from tests.support.world import World
 
 REQUESTS = int(os.environ.get("DRAFTBRIDGE_SOAK_REQUESTS", "150"))
 CLIENTS = 12
-# Memory is compared with that after the first part of the requests, when caches and pools have grown.
+# The baseline of memory is taken after the first part of the requests, when caches and pools have grown.
 WARM_SHARE, LEAST_WARM = 0.1, 100
-# Below this number of requests, memory still grows by what is kept for good.
+# Below this number of requests, memory that is kept permanently still grows.
 LEAST_MEASURED = 2000
 MEMORY_GROWTH = 0.05
 TARGETS = ("target", "replica")
@@ -63,7 +63,7 @@ class Faults:
             proxy.heal()
 
     def explains(self, begun: float) -> bool:
-        """Returns whether a request that began then, and has failed now, may have met faults of all targets."""
+        """Returns whether a request that began at this time and has just failed may have met faults of all targets."""
         return all(begun < self.hit.get(name, 0.0) + AFTERMATH_SECONDS for name in TARGETS)
 
     def _run(self) -> None:
@@ -105,7 +105,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds."""
+    """The resources that a process holds."""
 
     memory: int
     threads: int
@@ -117,7 +117,7 @@ class Usage:
 
 
 def usage(world: World) -> dict[str, Usage]:
-    """Returns what each process holds, once no request runs."""
+    """Returns what each process holds, when no request is running."""
     with Client(world.bridge.address) as client:
         eventually(lambda: client.status().active_count == 0, 20)
     eventually(lambda: world.slots_in_use() == 0, 20)
@@ -126,7 +126,7 @@ def usage(world: World) -> dict[str, Usage]:
 
 
 async def requests(world: World, count: int, seed: int, faults: Faults) -> Counter[str]:
-    """Sends requests from several clients, and returns how they ended. Fails at an error that was not injected."""
+    """Sends requests from several clients, and returns how they ended. Fails for an error that was not injected."""
     chance, outcomes, left = random.Random(seed), Counter[str](), iter(range(count))
 
     async def one(client: AsyncClient) -> str:

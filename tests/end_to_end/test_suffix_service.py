@@ -1,4 +1,4 @@
-"""The draft that needs no model: its side of a stream, and what a bridge makes of it, over real processes."""
+"""Tests the draft that needs no model: its side of a stream, and how a bridge uses it over real processes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -43,8 +43,8 @@ async def session() -> AsyncIterator[tuple[SuffixSession, AsyncIterator[Proposal
 async def test_it_says_what_followed_as_far_as_its_credit_goes() -> None:
     async with session() as (draft, proposals):
         await draft.sync(Sync(1, 0, tuple(b"one two three, one t"), 0, 3))
-        said = await anext(proposals)
-        assert (said.epoch, bytes(said.token_ids), said.done) == (1, b"wo ", False)
+        proposal = await anext(proposals)
+        assert (proposal.epoch, bytes(proposal.token_ids), proposal.done) == (1, b"wo ", False)
         waiting = asyncio.ensure_future(anext(proposals))
         done, _ = await asyncio.wait([waiting], timeout=0.05)
         assert not done
@@ -53,21 +53,21 @@ async def test_it_says_what_followed_as_far_as_its_credit_goes() -> None:
         assert not done
         await draft.grant(1, 4)
         assert bytes((await waiting).token_ids) == b"thre"
-        # Sent back into what it said, behind which the text went on in another way.
+        # The new epoch keeps a part of its proposal, after which the text continued differently.
         await draft.sync(Sync(2, 23, tuple(b"one tw"), 9, 3))
-        said = await anext(proposals)
-        assert (said.epoch, bytes(said.token_ids)) == (2, b"o o")
+        proposal = await anext(proposals)
+        assert (proposal.epoch, bytes(proposal.token_ids)) == (2, b"o o")
 
 
 async def test_it_is_done_where_it_has_nothing_to_say() -> None:
     async with session() as (draft, proposals):
         await draft.sync(Sync(1, 0, tuple(b"nothing is said twice"), 0, 8))
-        said = await anext(proposals)
-        assert (said.epoch, said.token_ids, said.done) == (1, (), True)
+        proposal = await anext(proposals)
+        assert (proposal.epoch, proposal.token_ids, proposal.done) == (1, (), True)
         await draft.sync(Sync(2, 21, tuple(b", nothing"), 0, 1000))
-        said = await anext(proposals)
-        assert said.done
-        assert bytes(said.token_ids).startswith(b" is said twice, nothing is said")
+        proposal = await anext(proposals)
+        assert proposal.done
+        assert bytes(proposal.token_ids).startswith(b" is said twice, nothing is said")
         await draft.grant(2, 9)
         draft.on_end_of_requests()
         assert [one async for one in proposals] == []
@@ -88,16 +88,16 @@ def test_however_it_is_sent_back_it_says_what_a_new_one_would(steps: list[tuple[
                 await draft.sync(Sync(epoch, len(held), tuple(news), 0, credit))
                 held += news
                 match = SuffixMatcher(held).match()
-                said = await anext(proposals)
-                assert (said.epoch, bytes(said.token_ids)) == (epoch, match.data[:credit] if match else b"")
-                assert said.done == (match is None)
-                held += bytes(said.token_ids)
+                proposal = await anext(proposals)
+                assert (proposal.epoch, bytes(proposal.token_ids)) == (epoch, match.data[:credit] if match else b"")
+                assert proposal.done == (match is None)
+                held += bytes(proposal.token_ids)
 
     asyncio.run(run())
 
 
 async def test_each_byte_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often it was wrong, and however long the text is."""
+    """This holds even if the draft is often wrong and the text is long."""
     read = 0
     append = SuffixMatcher.append
 
@@ -113,7 +113,7 @@ async def test_each_byte_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         held, synced = len(text), len(text)
         for epoch in range(2, 102):
             assert len((await anext(proposals)).token_ids) == 50
-            # Two of what it said were right, then came another.
+            # Two tokens of its proposal were right, and the third was wrong.
             await draft.sync(Sync(epoch, held + 2, (*b"x", *range(epoch, epoch + 9)), 0, 50))
             held, synced = held + 12, synced + 12
         await anext(proposals)
@@ -141,8 +141,8 @@ async def test_a_context_that_is_full_ends_it() -> None:
     async with session() as (draft, proposals):
         await draft.sync(Sync(1, 0, (5,) * (size - 3), 0, 9))
         assert len((await anext(proposals)).token_ids) == 3
-        said = await anext(proposals)
-        assert (said.token_ids, said.done) == ((), True)
+        proposal = await anext(proposals)
+        assert (proposal.token_ids, proposal.done) == ((), True)
         await draft.sync(Sync(2, 0, (5,) * (size + 10), 0, 9))
         assert (await anext(proposals)).done
         await draft.sync(Sync(3, 100, (5,), 0, 9))
@@ -152,34 +152,34 @@ async def test_a_context_that_is_full_ends_it() -> None:
             await anext(proposals)
 
 
-async def test_so_many_texts_at_a_time() -> None:
-    """A session that was told none yet takes no place, nor gives one back."""
+async def test_sessions_hold_at_most_the_given_number_of_slots() -> None:
+    """A session without a text takes no slot, and frees none."""
 
-    async def told(session: SuffixSession) -> None:
+    async def propose(session: SuffixSession) -> None:
         await session.sync(Sync(1, 0, tuple(b"aaaaaaaa"), 0, 3))
         assert (await anext(session.proposals())).token_ids == tuple(b"aaa")
 
     suffix = SuffixModel("suffix", 2)
     sessions = [suffix.open() for _ in range(5)]
-    await told(sessions[0])
-    await told(sessions[1])
+    await propose(sessions[0])
+    await propose(sessions[1])
     for late in sessions[2:4]:
         with pytest.raises(SlotsExhausted, match="--slots"):
-            await told(late)
+            await propose(late)
         late.close()
     for _ in range(2):
         sessions[0].close()
     await sessions[0].sync(Sync(2, 0, (5,) * (2 * MODEL.context_length + 1), 0, 9))
-    with pytest.raises(PromptTooLong):  # it takes no place
+    with pytest.raises(PromptTooLong):  # it takes no slot
         await anext(sessions[0].proposals())
-    await told(sessions[4])
+    await propose(sessions[4])
     with pytest.raises(SlotsExhausted):
-        await told(suffix.open())
+        await propose(suffix.open())
 
 
 @contextmanager
 def remembering(target: Path) -> Iterator[Fleet]:
-    """A tiny target, the suffix draft, and a bridge that remembers."""
+    """Runs a tiny target, the suffix draft, and a bridge with a suffix memory."""
     options = ("--dtype", "float32", "--threads", "1")
     bridge_options = ("--suffix-memory", "1")
     with fleet(
@@ -190,13 +190,13 @@ def remembering(target: Path) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def suffix_fleet(tiny_models: tuple[Path, Path]) -> Iterator[Fleet]:
-    """For all tests here that do not ask what a bridge has found out before."""
+    """Serves all tests here that do not depend on what a bridge has learnt before."""
     with remembering(tiny_models[0]) as running:
         yield running
 
 
 PROMPT = "The quick brown fox. The quick brown dog. The quick"
-# A text of two digits, so that it repeats itself.
+# Allows only two digits, so that the text repeats itself.
 NARROW = {id_: 100.0 for id_ in (14, 15)}
 
 
@@ -211,9 +211,9 @@ def test_a_bridge_uses_it_and_the_text_is_the_targets_own(suffix_fleet: Fleet, m
     assert together.started.draft == "suffix"
     speculation = together.finished.speculation
     assert not speculation.note
-    if options and mode == "lockstep":  # where the target waits for it, however fast it is
+    if options and mode == "lockstep":  # in this mode the target waits for the draft
         assert [one.name for one in speculation.sources] == ["draft"]
-        # How many depends on the text, and so on the tokenizer, whose training breaks ties as it likes: 17 to 47.
+        # The number, 17 to 47, depends on the text and so on the tokenizer, whose training breaks ties arbitrarily.
         assert speculation.num_accepted_tokens > 5
 
 
@@ -274,7 +274,7 @@ async def test_more_sessions_than_slots_are_told_to_come_again() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await second.read()
             assert CallError.from_rpc(caught.value, "").reason == "SLOTS_EXHAUSTED"
-            # A client that closes its side has its say, then its place is another's.
+            # After a client has closed its side and its stream has ended, another client gets the slot.
             await first.done_writing()
             assert await first.read() == grpc.aio.EOF
             third = stub.Draft(timeout=10)
@@ -284,7 +284,7 @@ async def test_more_sessions_than_slots_are_told_to_come_again() -> None:
             third.cancel()
 
 
-def says_nothing_twice(text: str) -> bool:
+def has_no_repetition(text: str) -> bool:
     data = text.encode()
     return not any(
         data[at : at + MIN_MATCH_BYTES] in data[: at + MIN_MATCH_BYTES - 1]
@@ -293,7 +293,7 @@ def says_nothing_twice(text: str) -> bool:
 
 
 def test_what_a_tenant_was_told_before_is_a_draft(tiny_models: tuple[Path, Path]) -> None:
-    """A bridge of its own: one that has seen other requests may have found that no candidate pays."""
+    """Uses a new bridge: one that has seen other requests may have learnt that candidates are not worth their cost."""
     with remembering(tiny_models[0]) as running:
         check_what_tenants_are_told(running)
 
@@ -306,11 +306,11 @@ def check_what_tenants_are_told(running: Fleet) -> None:
             got = client.generate(prompt, max_tokens=40, seed=seed, temperature=1.0, tenant=tenant)
             return got.text, did(got.finished.speculation, "suffix").num_draft_tokens
 
-        seed = next(seed for seed in range(50) if says_nothing_twice(prompt + ask("", seed)[0]))
+        seed = next(seed for seed in range(50) if has_no_repetition(prompt + ask("", seed)[0]))
         text, nothing = ask("", seed)
         assert nothing == 0
         assert ask("ann", seed) == ask("bob", seed) == (text, 0)
-        # The planner may find, by the times that it measures, that candidates cost more than they gain.
+        # The planner may conclude from its measurements that candidates cost more than they gain.
         for _ in range(30):
             again, count = ask("ann", seed)
             assert again == text

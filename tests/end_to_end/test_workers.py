@@ -1,4 +1,4 @@
-"""Several worker processes that share one address."""
+"""Tests several worker processes that share one address."""
 
 import signal
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""Model directories whose loading would run code: each would leave a file behind."""
+"""Model directories whose loading would run code are refused; the code would create a file."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def directory(tiny_models: tuple[Path, Path], tmp_path: Path) -> Path:
 
 
 def with_python(directory: Path, trace: Path) -> None:
-    """Makes the configuration and the model classes of the directory."""
+    """Creates the configuration and the model classes of the directory."""
     for name, base in (("configuration", "LlamaConfig"), ("modeling", "LlamaForCausalLM")):
         (directory / f"{name}_evil.py").write_text(
             f"from pathlib import Path\nfrom transformers import {base}\nPath({str(trace)!r}).touch()\n"
@@ -61,7 +61,7 @@ def test_python_of_a_directory_is_not_run(
     with pytest.raises(UnusableModel, match="needs Python code of its directory"):
         load_model(directory, torch.float32)
     assert not trace.exists()
-    # The flag does run it, so the file shows what the refusal prevents.
+    # With the flag the code runs, so that the file shows what the refusal prevents.
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     with pytest.raises(UnusableModel):

@@ -1,4 +1,4 @@
-"""The torch engine against transformers, in float32, over families, batches and rollbacks."""
+"""Compares the torch engine with transformers, in float32, over families, batches and rollbacks."""
 
 from pathlib import Path
 
@@ -21,11 +21,11 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class TestTorch(EngineContract):
-    """Over all families."""
+    """Runs the contract over all families."""
 
 
 class TestByToken(EngineContract):
-    """Forwards as they are recorded for CUDA, run without recording: what changes stands in tensors of a few shapes."""
+    """Runs forwards as they are recorded for CUDA, but without recording: their inputs are tensors of a few shapes."""
 
     @pytest.fixture(scope="class", params=["llama", "gemma3", "gemma2", "gpt_oss", "gpt2"])
     @classmethod
@@ -55,7 +55,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module,
 def test_a_compiled_model_gives_the_models_own_logits(
     compiled: tuple[torch.nn.Module, TorchEngine], counts: tuple[int, ...]
 ) -> None:
-    """At widths that are compiled, filled up, and too many for it; behind tokens that lie in the cache."""
+    """The widths are compiled, padded, or too large to be compiled; all rows follow cached tokens."""
     model, engine = compiled
     texts = [[(7 * slot + index) % 119 + 1 for index in range(10 + count)] for slot, count in enumerate(counts)]
     for slot, text in enumerate(texts):
@@ -98,7 +98,7 @@ def test_a_model_that_cannot_be_rolled_back_or_masked_is_refused(
 
 
 def test_positions_mean_the_same_however_long_the_text_gets(tmp_path: Path) -> None:
-    """Phi-3's longrope turns all positions by other factors beyond its first length: longer texts are not served."""
+    """Phi-3's longrope rotates all positions by other factors beyond its first length: longer texts are not served."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
     config = transformers.Phi3Config(
         **LLAMA_LIKE,
@@ -118,7 +118,7 @@ def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 def test_cuda_gives_the_same_logits(tmp_path: Path) -> None:
-    """As they are, and recorded as graphs: twice, because the first time of a width is the recording."""
+    """Runs forwards directly and as graphs; each width runs twice, as its first forward is the recording."""
     model = saved(FAMILIES["gemma3"], tmp_path)
     ids = list(range(1, 30))
     for compiled in (False, True):

@@ -1,4 +1,4 @@
-"""A deterministic target: its logits for a text are the same bit for bit, however it was divided into forwards."""
+"""A deterministic target's logits for a text are the same bit for bit, however the text was divided into forwards."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -35,7 +35,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def engines(directory: Path) -> Iterator[tuple[Engine, Engine]]:
-    """Two of the same model, in bfloat16: one to be used in odd ways, one that reads every text from its start."""
+    """Yields two engines of one model in bfloat16: one under test, and one that reads every text from its start."""
     yield tuple(FixedWidthEngine(TorchEngine(directory, dtype="bfloat16", slot_count=2)) for _ in range(2))
 
 
@@ -57,7 +57,7 @@ def test_a_position_has_the_same_logits_to_the_last_bit(engines: tuple[Engine, E
 
 
 def test_the_same_engine_without_it_differs_by_how_a_text_came_in(directory: Path) -> None:
-    """Or the tests above would prove nothing."""
+    """Shows that the tests above can fail."""
     engine = TorchEngine(directory, dtype="bfloat16", slot_count=2)
     ids = [int(id_) for id_ in np.random.default_rng(0).integers(0, 120, 60)]
     whole = engine.forward([Row(0, 0, tuple(ids), 0)])[0].copy()
@@ -85,7 +85,7 @@ async def test_a_deterministic_target_in_bfloat16_says_the_same_in_every_mode(
     target = load(target_path, "target", lambda: FixedWidthEngine(TorchEngine(target_path, dtype="bfloat16")))
     draft = load(draft_path, "draft", lambda: TorchEngine(draft_path, dtype="bfloat16"))
     parameters = SamplingParameters(temperature=temperature)
-    said = set()
+    texts = set()
     for mode in (Mode.OFF, Mode.LOCKSTEP, Mode.OPPORTUNISTIC):
         speculation = SpeculationParameters(mode, num_assistant_tokens=7)
         request = Request("The quick brown fox", sampling=parameters, seed=4, max_tokens=90, speculation=speculation)
@@ -95,9 +95,9 @@ async def test_a_deterministic_target_in_bfloat16_says_the_same_in_every_mode(
         ):
             drafting = (None, None) if mode is Mode.OFF else (draft.model, drafter)
             events = [event async for event in generate(request, target.model, verifier, *drafting)]
-        said.add(tuple(id_ for event in events if isinstance(event, Delta) for id_ in event.token_ids))
+        texts.add(tuple(id_ for event in events if isinstance(event, Delta) for id_ in event.token_ids))
         assert events[-1].statistics.near_ties == 0  # type: ignore[union-attr]
-    assert len(said) == 1
+    assert len(texts) == 1
 
 
 def test_the_option_reaches_the_service_and_what_it_says_of_itself(tiny_models: tuple[Path, Path]) -> None:

@@ -1,4 +1,4 @@
-"""The cells and masks of passes on a Gaudi, against the cells that each token must see."""
+"""Compares the cells and masks of passes on a Gaudi with the cells that each token must see."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The static shapes of passes on a Gaudi: every row runs, in its cell, in a shape that was warmed up."""
+"""Tests static shapes of passes on a Gaudi: every row runs in its cell and in a shape that was warmed up."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""ik_llama.cpp, by the same contract as every engine, bit for bit at every width, and with the real models."""
+"""Tests ik_llama.cpp by the contract of every engine, bit for bit at every width, and with the real models."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ REPACKED = Way(True, 31, 2, 0.0, (11, 12, 12, 16))
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What is remembered about files goes elsewhere."""
+    """Redirects the records about files to a temporary directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(probing, "cache_directory", lambda: tmp_path_factory.getbasetemp() / "cache" / "models")
         yield
@@ -71,14 +71,14 @@ class TestIkLlama(EngineContract):
 
 
 def reader(engine: Engine, ids: list[int]) -> np.ndarray:
-    """Logits of a text that is read from its start in one forward, in the last slot."""
+    """Returns the logits of a text that is read from its start in one forward, in the last slot."""
     return engine.forward([Row(engine.slot_count - 1, 0, tuple(ids), 0)])[0].copy()
 
 
 @settings(max_examples=15)
 @given(steps=STEPS)
 def test_a_position_has_the_same_logits_to_the_last_bit(pair: tuple, steps: list) -> None:
-    """Whatever came before in the slot, and whatever runs beside it."""
+    """This holds for any earlier use of the slot, and for any other rows in the forward."""
     _, engine = pair
     held: dict[int, list[int]] = {0: [], 1: []}
     for step in steps:
@@ -111,7 +111,7 @@ def test_every_width_gives_the_same_logits_to_the_last_bit(pair: tuple) -> None:
 
 
 def test_single_tokens_that_are_filled_up(pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with repacked weights, up to the end of a slot; what fills up leaves no trace."""
+    """As with repacked weights, this holds up to the end of a slot; padding leaves no trace."""
     gguf.write(pair[0], tmp_path / "model.gguf")
     monkeypatch.setattr("services.engines.ik_llama.engine.choose_way", lambda *_: REPACKED)
     engine = IkLlamaEngine(tmp_path / "model.gguf", threads=1, slot_count=3)
@@ -136,7 +136,7 @@ def test_memory_is_a_budget(pair: tuple, tmp_path: Path) -> None:
 
 
 def test_as_many_slots_as_there_are_and_no_more(pair: tuple, tmp_path: Path) -> None:
-    """The library crashes at the 65th of its contexts; engines that are gone give theirs back."""
+    """The library crashes at its 65th context; engines free their contexts when they are deleted."""
     gguf.write(pair[0], tmp_path / "model.gguf")
     with pytest.raises(UnusableModel, match=f"at most {MAX_CONTEXTS} sequences: use fewer --slots"):
         IkLlamaEngine(tmp_path / "model.gguf", slot_count=MAX_CONTEXTS + 1)
@@ -221,7 +221,7 @@ def test_the_faster_way_is_taken_and_remembered(tmp_path: Path) -> None:
     for _ in range(2):
         assert choose_way(path, 2, probe) == REPACKED
     assert tried == [False, True]
-    assert choose_way(path, 1, probe) == REPACKED  # other threads are another machine
+    assert choose_way(path, 1, probe) == REPACKED  # another number of threads counts as another machine
     path.write_bytes(b"other")
     assert choose_way(path, 2, probe) == REPACKED
     assert len(tried) == 6
@@ -256,7 +256,7 @@ def test_what_was_remembered_and_is_damaged_is_measured_anew(tmp_path: Path) -> 
 def test_a_crash_of_the_library_is_an_error_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple
 ) -> None:
-    """The process that tries it dies, not this one."""
+    """The child process that tries it dies, not this one."""
     path = tmp_path / "model.gguf"
     gguf.write(pair[0], path)
     killer = tmp_path / "python"
@@ -276,7 +276,7 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypa
 
 @pytest.fixture
 def tiny_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a tokenizer and a GGUF file."""
+    """Returns a directory with a tokenizer and a GGUF file."""
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
     directory = save_tiny_model(tmp_path / "target", "sentencepiece", 0)
     gguf.write(transformers.AutoModelForCausalLM.from_pretrained(directory), directory / "model.gguf")
@@ -311,7 +311,7 @@ def test_a_service_is_deterministic_without_an_option(tiny_target: Path, tiny_mo
 @pytest.mark.models
 @pytest.mark.parametrize("name", ["gemma-3-270m", "smollm2-135m-instruct"])
 def test_real_models_give_the_same_logits_at_every_width(name: str) -> None:
-    """After 600 tokens, where a sliding window has moved on."""
+    """The prompt has 600 tokens, so that a sliding window has moved on."""
     engine = IkLlamaEngine(resolve_gguf(name), threads=1, slot_count=3, cache_byte_limit=200 << 20)
     assert engine.logit_tolerance == 0.0
     ids = [7 * at % 1000 + 10 for at in range(640)]
@@ -328,5 +328,5 @@ def test_real_models_give_the_same_logits_at_every_width(name: str) -> None:
 
 @pytest.mark.models
 def test_two_gguf_models_say_the_same_in_every_mode() -> None:
-    """Quantized, and no option is needed for it."""
+    """The models are quantized, and need no option for exact texts."""
     check_that_every_mode_says_the_same("ik_llama", target_options=())

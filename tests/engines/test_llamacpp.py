@@ -1,4 +1,4 @@
-"""llama.cpp, by the same contract as every engine, and with the real models."""
+"""Tests llama.cpp by the contract of every engine, and with the real models."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_memory_is_a_budget(pair: tuple, tmp_path: Path) -> None:
 
 
 def test_slots_in_any_order_and_with_gaps(pair: tuple) -> None:
-    """llama.cpp runs neighbours together; what fills a gap leaves no trace."""
+    """llama.cpp runs neighbouring slots together; what fills a gap leaves no trace."""
     model, engine = pair
     for slot, text in enumerate(((1, 2, 3), (4, 5, 6, 7), (8, 9))):
         engine.forward([Row(slot, 0, text, len(text))])
@@ -89,5 +89,5 @@ def test_a_forward_of_more_tokens_than_go_through_at_a_time(tmp_path: Path) -> N
 
 @pytest.mark.models
 def test_two_gguf_models_say_the_same_in_every_mode() -> None:
-    """A deterministic target, because quantized arithmetic differs by width."""
+    """The target is deterministic, because quantized arithmetic differs by width."""
     check_that_every_mode_says_the_same("llamacpp", target_options=("--deterministic",))

@@ -1,4 +1,4 @@
-"""OpenVINO, by the same contract as every engine, and with the real models."""
+"""Tests OpenVINO by the contract of every engine, and with the real models."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ from tests.support.engine_contract import (
     saved,
 )
 
-# The others have attention, or routing to experts, that OpenVINO has no operators for.
+# OpenVINO has no operators for the attention or the routing to experts of the others.
 EXPORTED = [name for name in FAMILIES if name not in ("gemma2", "gpt_oss", "phimoe")]
 
 
@@ -37,12 +37,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class TestOpenVino(EngineContract):
-    """Over all families that can be exported."""
+    """Runs the contract over all families that can be exported."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A model of transformers, and its export without loss."""
+    """A model of transformers and its lossless export."""
 
     model: torch.nn.Module
     path: Path
@@ -69,7 +69,7 @@ def test_smaller_weights_are_close(weights: str, tmp_path: Path, monkeypatch: py
 
 
 def test_one_thread_goes_without_bfloat16(llama: Exported) -> None:
-    """In which OpenVINO crashes with one thread."""
+    """With one thread, OpenVINO crashes in bfloat16."""
     model, path = llama.model, llama.path
     engine = OpenVinoEngine(path, threads=1, slot_count=1)
     logits = engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])[0]
@@ -109,7 +109,7 @@ def test_a_device_that_cannot_be_used_is_refused(device: str, remedy: str, llama
 
 @pytest.mark.parametrize(("weights", "filled"), [("full", 4), ("int8", 1)])
 def test_a_forward_has_as_many_tokens_as_the_one_before_for_a_while(weights: str, filled: int, tmp_path: Path) -> None:
-    """In float32 those filled in change nothing."""
+    """In float32, padding tokens change nothing."""
     model = saved(FAMILIES["llama"], tmp_path)
     export(tmp_path, tmp_path / "openvino", weights)
     engine, sizes = sized(tmp_path / "openvino" / "model.xml")
@@ -120,20 +120,20 @@ def test_a_forward_has_as_many_tokens_as_the_one_before_for_a_while(weights: str
         ids += news
         if weights == "full":
             np.testing.assert_allclose(logits, expected(model, ids)[-width:], atol=1e-4)
-    behind = [5] * 12 if weights == "full" else [*4 * [5], *8 * [1]]
-    assert sizes == [1, 1, 5, *behind, 17, *filled * [17], *(6 - filled) * [5]]
+    after_five = [5] * 12 if weights == "full" else [*4 * [5], *8 * [1]]
+    assert sizes == [1, 1, 5, *after_five, 17, *filled * [17], *(6 - filled) * [5]]
 
 
 def test_what_a_sequence_gets_does_not_depend_on_those_before_it(llama: Exported) -> None:
-    """A forward is filled up only for the sequences that had the one before, and not behind their prompts."""
+    """A forward is padded only for sequences that were in the one before, and not right after their prompts."""
     engine, sizes = sized(llama.path)
     engine.forward([Row(0, 0, (1, 2, 3, 4, 5), 0)])
-    engine.forward([Row(0, 3, (4,), 0)])  # of the last five, three were accepted
+    engine.forward([Row(0, 3, (4,), 0)])  # three of the last five tokens were accepted
     assert sizes[-2:] == [5, 5]
     for rows in (
         [Row(1, 5, (1,), 0)],  # another sequence
         [Row(0, 1, (2, 3, 4), 2)],  # the rest of a prompt
-        [Row(0, 4, (5,), 0)],  # the first behind it
+        [Row(0, 4, (5,), 0)],  # the first forward after it
         [Row(0, 5, (6, 7, 8), 0)],
         [Row(0, 3, (4,), 0)],  # the same slot, whose cache another sequence has found
         [Row(0, engine.context_length - 4, (1,) * 4, 0)],
@@ -147,13 +147,13 @@ def test_what_a_sequence_gets_does_not_depend_on_those_before_it(llama: Exported
     engine.forward([Row(0, 8, (1,), 0), Row(1, 8, (1, 2, 3), 2)])  # together with a prompt
     engine.forward([Row(0, 9, (1,), 0)])
     assert sizes[-2:] == [4, 1]
-    engine.forward([Row(0, 8, (1,), 0)])  # the other has ended
+    engine.forward([Row(0, 8, (1,), 0)])  # the other sequence has ended
     engine.forward([Row(1, 8, (1,), 0), Row(0, 9, (1,), 0)])
     assert sizes[-2:] == [1, 2]
 
 
 def sized(path: Path) -> tuple[OpenVinoEngine, list[int]]:
-    """An engine, and of each forward how many tokens it had."""
+    """Returns an engine, and a list that receives the number of tokens of each forward."""
     engine = OpenVinoEngine(path, dtype="float32", threads=1, slot_count=2)
     request, sizes = engine._request, []
 
@@ -174,5 +174,5 @@ def test_memory_is_a_budget(llama: Exported) -> None:
 
 @pytest.mark.models
 def test_the_real_pair_says_the_same_in_every_mode() -> None:
-    """In float32 no width moves a logit by more than a hair."""
+    """In float32, the width of a forward hardly changes the logits."""
     check_that_every_mode_says_the_same("openvino", target_options=("--dtype", "float32", "--weights", "full"))

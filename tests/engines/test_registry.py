@@ -1,4 +1,4 @@
-"""The registry of engines: which one `auto` takes, what an engine refuses, and that adding one takes a spec."""
+"""Tests the registry of engines: the choice of `auto`, what an engine refuses, and how one is added."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ from services.engines.spec import Dtype, EngineOptions, GaudiOptions, Weights
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "engines.md"
 
-# An engine in a package of its own: the torch engine under another name, installed by an entry point.
+# An engine in a separate package: the torch engine under another name, installed by an entry point.
 TOY = '''
 from dataclasses import replace
 from services.engines.torch.spec import TORCH

@@ -1,4 +1,4 @@
-"""Many sequences, one model: what is shared, who waits for whom, and that nothing is left behind."""
+"""Tests sequences that share a model: what they share, which of them wait, and that they free everything."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ MODEL = tiny.model("byte_level", context_length=4096)
 
 
 class Watched(tiny.HashEngine):
-    """Remembers every forward; fails where a row has the id `poison`."""
+    """Records every forward; fails where a row has the id `poison`."""
 
     poison = 13
 
@@ -29,14 +29,14 @@ class Watched(tiny.HashEngine):
         super().__init__(MODEL, slot_count=slot_count)
         self.forwards: list[list[Row]] = []
         self.copies: list[int] = []
-        self.gate = threading.Event()  # a forward begins, and then waits for it
+        self.gate = threading.Event()  # each forward waits for it after its start
         self.gate.set()
         self.seconds = 0.0
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         self.forwards.append(list(rows))
         self.gate.wait(10)
-        time.sleep(self.seconds)  # what a model's forward takes; a scheduler is tried with one that takes some time
+        time.sleep(self.seconds)  # stands in for the time of a model's forward
         assert len({row.slot for row in rows}) == len(rows)
         if any(self.poison in row.token_ids for row in rows):
             raise RuntimeError("out of memory")
@@ -48,19 +48,19 @@ class Watched(tiny.HashEngine):
 
     @property
     def token_count(self) -> int:
-        """Tokens that went through the model."""
+        """Returns the number of tokens that went through the model."""
         return sum(len(row.token_ids) for rows in self.forwards for row in rows)
 
 
 async def after(scheduler: Scheduler, ids: Sequence[int], extra: Sequence[int] = ()) -> np.ndarray:
-    """Logits behind `ids`, from a sequence of its own that stays open."""
+    """Returns the logits after `ids` from a new sequence, which stays open."""
     sequence = CachedSequence(scheduler)
     sequence.replace(0, ids)
     return (await sequence.forward(extra, np.array)).value
 
 
 async def drop(scheduler: Scheduler, ids: Sequence[int]) -> np.ndarray:
-    """The same, of one that is closed."""
+    """Returns the logits after `ids` from a new sequence, and closes it."""
     sequence = CachedSequence(scheduler)
     sequence.replace(0, ids)
     try:
@@ -89,17 +89,17 @@ async def test_ten_sequences_with_one_beginning_read_it_once() -> None:
 
 async def test_a_long_prompt_stalls_nobody() -> None:
     engine = Watched()
-    engine.seconds = 0.02  # as long as a model takes, so that the scheduler waits for who comes back a moment later
+    engine.seconds = 0.02  # as long as a model takes, so that the scheduler waits for the next job of a sequence
     scheduler = Scheduler(lambda: engine)
     talking = CachedSequence(scheduler)
     talking.replace(0, ids(5))
     reading = asyncio.create_task(after(scheduler, ids(4000, 1)))
-    said = 0
+    count = 0
     while not reading.done():
         choice = await talking.forward((), lambda logits: int(logits[0].argmax()))
         talking.accept((choice.value,), 0)
-        said += 1
-    assert said > 15
+        count += 1
+    assert count > 15
     shared = [rows for rows in engine.forwards if len(rows) == 2]
     assert len(shared) > 15
     assert max(len(row.token_ids) for rows in shared for row in rows) <= 128
@@ -137,7 +137,7 @@ async def test_load_squeezes_out_candidates_never_tokens() -> None:
     full = [rows for rows in engine.forwards if len(rows) == 16]
     assert all(sum(len(row.token_ids) for row in rows) <= 64 for rows in full)
     assert sum(crowded) < 12 * 16
-    # Shared out evenly: nobody gets all of it.
+    # The width is shared evenly: no sequence gets all of it.
     assert max(crowded) <= 12
     assert sorted(crowded)[8] <= sorted(crowded)[-1] <= sorted(crowded)[8] + 9
     scheduler.close()
@@ -159,7 +159,7 @@ async def test_prompts_share_a_chunk_evenly() -> None:
 
 
 async def test_a_slot_whose_forward_failed_is_not_trusted() -> None:
-    """The forward died when it had written half of its tokens."""
+    """The forward fails after it has written half of its tokens."""
     engine = Watched(slot_count=1)
     scheduler = Scheduler(lambda: engine)
     good = ids(40, 1)
@@ -181,12 +181,12 @@ async def test_a_crash_fails_the_sequence_concerned_and_no_other() -> None:
     for index in (0, 2):
         np.testing.assert_array_equal(results[index][-1], engine.logits(prompts[index]))
     assert scheduler.alive
-    # Its slot is as good as new.
+    # Its slot can be used again.
     np.testing.assert_array_equal((await after(scheduler, ids(10, 2)))[-1], engine.logits(ids(10, 2)))
     scheduler.close()
 
 
-async def test_who_finds_no_slot_waits_and_whoever_finds_no_place_to_wait_is_told_when_to_come_again() -> None:
+async def test_a_sequence_without_a_slot_waits_and_one_beyond_the_queue_is_refused_with_a_retry_time() -> None:
     engine = Watched(slot_count=1)
     scheduler = Scheduler(lambda: engine, queue_limit=1)
     first = CachedSequence(scheduler)
@@ -279,14 +279,14 @@ async def test_what_is_cancelled_leaves_the_batch_also_while_its_sequence_stays(
     reading.cancel()
     await asyncio.sleep(0.02)
     engine.gate.set()
-    for _ in range(20):  # in which the other one would get on
+    for _ in range(20):  # during which the cancelled job would progress
         await drop(scheduler, ids(6, 1))
     assert engine.token_count < 1000
     scheduler.close()
 
 
 async def test_idle_sequences_do_not_keep_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many of them there are; and each goes on when it likes."""
+    """This holds for any number of idle sequences, and each of them can continue at any time."""
     monkeypatch.setattr("services.engines.scheduler._IDLE_NS", 10_000_000)
     engine = Watched(slot_count=1)
     scheduler = Scheduler(lambda: engine, queue_limit=1)
@@ -309,7 +309,7 @@ async def test_idle_sequences_do_not_keep_others_out(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("shared", [0, 1, 20])
 async def test_prompts_in_turn_each_keep_their_cache(shared: int) -> None:
-    """Also where all begin alike, with a control token or the head of a chat."""
+    """This holds even if all prompts begin alike, with a control token or the head of a chat."""
     engine = Watched(slot_count=3)
     scheduler = Scheduler(lambda: engine)
     prompts = [[*ids(shared), *ids(500, seed)] for seed in (1, 2)]
@@ -323,7 +323,7 @@ async def test_prompts_in_turn_each_keep_their_cache(shared: int) -> None:
 async def test_the_cache_that_was_used_least_recently_goes_first() -> None:
     engine = Watched(slot_count=3)
     scheduler = Scheduler(lambda: engine)
-    for seed in (1, 2, 3, 1, 4):  # the fourth takes the place of the second
+    for seed in (1, 2, 3, 1, 4):  # the last replaces the second
         await drop(scheduler, ids(100, seed))
     before = engine.token_count
     assert before == 401

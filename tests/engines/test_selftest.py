@@ -1,4 +1,4 @@
-"""The self-test that an engine passes before it is served: right engines do, in any dtype, and broken ones do not."""
+"""Right engines pass the self-test before they are served, in any dtype, and broken ones do not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.support.depth import DEEP
 from tests.support.engine_contract import LLAMA_LIKE, saved
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Weights so large that it matters what is attended to, as in a trained model.
+# Weights so large that attention to wrong positions changes the result, as in a trained model.
 CONFIG = transformers.MistralConfig(**LLAMA_LIKE, initializer_range=0.3, sliding_window=6)
 
 
@@ -47,7 +47,7 @@ ARCHITECTURES = {
     "stablelm": transformers.StableLmConfig(**DEEP_MODEL),
     "starcoder2": transformers.Starcoder2Config(**DEEP_MODEL),
 }
-# Each architecture in one dtype, unless there is time for all.
+# Each architecture is tested in one dtype, in deep runs in all.
 SERVED = [
     (name, dtype)
     for at, name in enumerate(ARCHITECTURES)
@@ -107,7 +107,7 @@ def _copy(source_of: Callable[[int], int]) -> Any:
     own = TorchEngine.copy
 
     def changed(self: Any, source: int, target: int, token_count: int) -> None:
-        # What was in the slot before.
+        # The ids that were in the slot before.
         self.forward([Row(target, 0, tuple(range(1, 1 + token_count)), token_count)])
         if source_of(token_count):
             own(self, source, target, source_of(token_count))
@@ -134,7 +134,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_right_engine_is_far_from_refused(directory: Path, dtype: str) -> None:
-    """Also at half the tolerance."""
+    """The engine passes even at half the tolerance."""
     self_test = SelfTest.of(load_model(directory, getattr(torch, dtype)).eval())
     replace(self_test, tolerance=self_test.tolerance / 2).check(TorchEngine(directory, dtype=dtype, slot_count=2))
 

@@ -110,7 +110,7 @@ def plain(setup: Setup) -> list[tuple[int, ...]]:
 
 @contextmanager
 def candidates(setup: Setup) -> Iterator[None]:
-    """Fails unless vLLM verifies candidates of ours in the block."""
+    """Fails unless vLLM verifies the bridge's candidates in the block."""
     setup.turn_to(OURS)
     before = setup.verified()
     yield
@@ -211,13 +211,13 @@ def test_a_killed_draft_and_a_killed_and_restarted_bridge(setup: Setup, plain: l
 
 
 def _recovers(setup: Setup, plain: list[tuple[int, ...]]) -> None:
-    """Candidates come again, and change no text."""
+    """Candidates return, and change no text."""
     before = setup.verified()
     eventually(lambda: setup.generate() == plain and setup.verified() > before, 60)
 
 
 def test_tensor_parallel(vllm_python: Path, vllm_target: Path, tmp_path: Path) -> None:
-    """Two workers: one asks, both verify."""
+    """Of two workers, one asks and both verify."""
     target = str(vllm_target)
     with launched("bridge", "bridge", "--listen", "127.0.0.1:0", "--until-stdin-closes") as (address, _):
         options = (*OPTIONS, "--tensor-parallel-size", "2")

@@ -1,4 +1,4 @@
-"""The habana engine on optimum-habana's own classes, on a CPU, by the contract of all engines."""
+"""Tests the habana engine on optimum-habana's own classes, on a CPU, by the contract of all engines."""
 
 from collections.abc import Iterator
 
@@ -20,4 +20,4 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class TestHabana(EngineContract):
-    """Over the families."""
+    """Runs the contract over the families."""

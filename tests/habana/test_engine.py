@@ -1,4 +1,4 @@
-"""The habana engine on optimum-habana's own classes, on a CPU: static shapes, waits, options, refusals."""
+"""Tests the habana engine with optimum-habana's own classes on a CPU: static shapes, waits, options, refusals."""
 
 import random
 import subprocess
@@ -48,7 +48,7 @@ def work(engine: HabanaEngine, seed: int, count: int) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"bucket_internal": True}, {"use_hpu_graphs": False}], ids=str)
 def test_no_text_has_a_shape_that_was_not_warmed_up(llama: tuple[Oracle, Path], options: dict) -> None:
-    """Neither a graph nor, with and without graphs, any operation with its shapes and numbers is new."""
+    """The workload creates no new graph and, with and without graphs, no operation with new shapes or numbers."""
     with observed.operations() as before:
         engine = opened(llama[1], **options)
         warm(engine, range(1, 26))
@@ -74,7 +74,7 @@ def test_the_host_waits_only_for_the_result(llama: tuple[Oracle, Path]) -> None:
 
 
 def test_the_observer_sees_waits_and_new_shapes() -> None:
-    """So that the two tests above can fail."""
+    """Shows that the two tests above can fail."""
     with observed.waits() as waits, observed.operations() as seen:
         one = torch.ones(3)
         assert one.sum().item() == 3

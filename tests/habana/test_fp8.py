@@ -1,4 +1,4 @@
-"""FP8 through the calls that optimum-habana's example makes to Intel Neural Compressor."""
+"""Tests FP8 through the calls that optimum-habana's example makes to Intel Neural Compressor."""
 
 import subprocess
 import sys

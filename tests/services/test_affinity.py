@@ -1,4 +1,4 @@
-"""Pinning a process to cores."""
+"""Tests pinning a process to cores."""
 
 import ast
 import os

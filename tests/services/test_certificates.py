@@ -1,4 +1,4 @@
-"""Certificates: renewed without a restart, refused where they do not fit, and needed to listen for other machines."""
+"""Certificates are renewed without a restart, refused if they do not fit, and required beyond this machine."""
 
 import asyncio
 import contextlib
@@ -97,7 +97,7 @@ async def test_a_stream_outlives_a_change_of_its_channels_certificate(tmp_path: 
             own = issue(second, tmp_path, "own")
             renewed = 0
             async with asyncio.timeout(20):
-                while not renewed:  # until a call has a connection of its own with the new certificate
+                while not renewed:  # until a call opens a connection with the new certificate
                     await model_pb2_grpc.ModelServiceStub(channel).GetModel(model_pb2.GetModelRequest())
                     renewed = len(channel._retired)  # type: ignore[attr-defined]
             await stream.write(proposing("abcabcab", 2))

@@ -1,4 +1,4 @@
-"""The command as a user meets it: what it prints, how it refuses, what it leaves behind."""
+"""Tests the command as users see it: its output, its errors, and that it leaves nothing running."""
 
 import json
 import re
@@ -24,11 +24,11 @@ COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", 
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
-    """The message of a command that failed as it should: no stack trace, not a zero status."""
-    said = done.stdout + done.stderr
-    assert done.returncode not in (0, -signal.SIGSEGV), said
-    assert "Traceback" not in said
-    return " ".join(said.split())
+    """Returns the message of a command that failed as it should: with a status other than 0 and no stack trace."""
+    output = done.stdout + done.stderr
+    assert done.returncode not in (0, -signal.SIGSEGV), output
+    assert "Traceback" not in output
+    return " ".join(output.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -98,7 +98,7 @@ def test_translate_shows_two_segmentations_aligned(tiny_models: tuple[Path, Path
     rows = [line[4:] for line in done.stdout.splitlines() if "│" in line]
     assert len(rows) % 2 == 0
     for above, below in zip(rows[::2], rows[1::2], strict=True):
-        # What differs is only where a token ends.
+        # They differ only in where tokens end.
         assert above.replace("│", " ").rstrip() == below.replace("│", " ").rstrip()
         assert len(above) <= 60
     assert f"{len(TEXT.encode())} bytes" in done.stdout
@@ -120,12 +120,12 @@ def test_translate_as_json_is_the_same_with_a_bridge_and_without(
 
 def test_wrong_translations_are_refused(tiny_fleet: Fleet, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    for arguments, said in (
+    for arguments, expected in (
         (("--from", "nowhere", "--to", "tiny-draft", "--server", tiny_fleet.bridge, "x"), "no model 'nowhere'"),
         (("--from", str(tmp_path / "tokenizer.json"), "x"), "cannot read this as a tokenizer.json"),
         (("--from", str(tmp_path / "none.json"), "x"), "there is no model at"),
     ):
-        assert said in refused(command("translate", *arguments))
+        assert expected in refused(command("translate", *arguments))
 
 
 def test_wrong_generations_are_refused(tiny_fleet: Fleet) -> None:
@@ -206,7 +206,7 @@ def test_a_damaged_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Pat
         damaged("config.json", config.replace(b'"hidden_size": 32', b'"hidden_size": 48')),
         damaged("model.safetensors", weights[: len(weights) // 2]),
     ):
-        assert "cannot be loaded" in (said := refused(command("serve", model, *at))) or "is not JSON" in said
+        assert "cannot be loaded" in (error := refused(command("serve", model, *at))) or "is not JSON" in error
     assert "tokenizer.json" in refused(command("serve", damaged("tokenizer.json", b"{}"), *at))
 
 
@@ -258,7 +258,7 @@ def test_up_leaves_nothing_behind(
     process.wait(30)
     if signal_ is not signal.SIGKILL:
         assert process.returncode == 0
-    # Killed outright, it cannot stop them; they see their standard input end.
+    # A killed process cannot stop them, but their standard input ends.
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], "children outlived their parent"
 
@@ -306,13 +306,13 @@ def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path]) -
     command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
-        said = ""
+        output = ""
         for line in process.stdout:
-            said += line
+            output += line
             if READY in line:
                 break
-        assert "draft   suffix at " in said
-        with Client(said.split(READY)[1].strip()) as client:
+        assert "draft   suffix at " in output
+        with Client(output.split(READY)[1].strip()) as client:
             assert client.generate("The quick", max_tokens=5).started.draft == "suffix"
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0

@@ -1,4 +1,4 @@
-"""The configuration: which place wins, and errors that name place, key and remedy."""
+"""Tests the precedence of configuration places, and that errors name the place, the key and a remedy."""
 
 import subprocess
 from pathlib import Path

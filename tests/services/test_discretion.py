@@ -1,4 +1,4 @@
-"""What clients send is in no log."""
+"""No log contains what clients send."""
 
 import contextlib
 import logging
@@ -28,13 +28,13 @@ def test_nothing_that_clients_send_is_logged(tiny_models: tuple[Path, Path], cap
         models = ("--target", target, "--draft", draft, "--suffix-memory", "1")
         address, _ = stack.enter_context(launched("bridge", "bridge", *models, *common, module=module))
         client = stack.enter_context(Client(address, Credentials(token=f"{MARKER}-token")))
-        said = {"max_tokens": 8, "stop": [MARKER], "tenant": MARKER}
-        assert client.generate(f"{PROMPT} {MARKER}", **said).token_ids
-        client.generate(messages=[{"role": "user", "content": MARKER, "name": MARKER}], **said)
+        marked = {"max_tokens": 8, "stop": [MARKER], "tenant": MARKER}
+        assert client.generate(f"{PROMPT} {MARKER}", **marked).token_ids
+        client.generate(messages=[{"role": "user", "content": MARKER, "name": MARKER}], **marked)
         client.translate(MARKER, source="tiny-target", target="tiny-draft")
         for wrong in ({"target": MARKER}, {"draft": MARKER}, {"sources": [MARKER]}, {"max_tokens": 2**31}):
             with pytest.raises(CallError):
-                client.generate(MARKER, **said | wrong)
+                client.generate(MARKER, **marked | wrong)
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
             channel.unary_unary(f"/draftbridge.v1.BridgeService/{MARKER}")(MARKER.encode())
         with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError):

@@ -121,16 +121,16 @@ PROPOSALS = [
 
 
 class Liar:
-    """Answers with given bytes to a stream of Verify or Draft, once it has read the first two messages."""
+    """Sends given bytes as responses to a stream of Verify or Draft, once it has read the first two messages."""
 
     def __init__(self) -> None:
-        self.says: list[bytes] = []
+        self.messages: list[bytes] = []
         self.stays = False
 
     async def stream(self, requests: Any, context: Any) -> Any:
         await anext(requests, None)
         await anext(requests, None)
-        for data in self.says:
+        for data in self.messages:
             yield data
         if self.stays:
             await asyncio.Event().wait()
@@ -254,7 +254,7 @@ class Errors(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.name != "grpc._common":  # of the client's side: a response that cannot be parsed
+        if record.name != "grpc._common":  # the client's side logs responses that cannot be parsed
             self.lines.append(self.format(record))
 
 
@@ -289,7 +289,7 @@ def cases(share: float) -> Callable[[Any], Any]:
 
 
 def check(house: House, call: Any, *, cancels: bool) -> None:
-    """Reads a call's responses, and checks that it ends, and how."""
+    """Reads a call's responses, and checks that it ends with an allowed status."""
     if cancels:
         call.cancel()
     try:
@@ -311,17 +311,17 @@ def streams(descriptor: Any, valid: list[Any]) -> st.SearchStrategy[list[bytes]]
 
 
 @cases(0.25)
-@given(said=streams(target_pb2.VerifyRequest.DESCRIPTOR, VERIFY), cancels=st.sampled_from([False] * 9 + [True]))
-def test_verify(house: House, said: list[bytes], cancels: bool) -> None:
+@given(messages=streams(target_pb2.VerifyRequest.DESCRIPTOR, VERIFY), cancels=st.sampled_from([False] * 9 + [True]))
+def test_verify(house: House, messages: list[bytes], cancels: bool) -> None:
     method = house.channels["target"].stream_stream("/draftbridge.v1.TargetService/Verify")
-    check(house, method(iter(said), timeout=DEADLINE_SECONDS), cancels=cancels)
+    check(house, method(iter(messages), timeout=DEADLINE_SECONDS), cancels=cancels)
 
 
 @cases(0.15)
-@given(said=streams(draft_pb2.DraftRequest.DESCRIPTOR, DRAFT), cancels=st.sampled_from([False] * 9 + [True]))
-def test_draft(house: House, said: list[bytes], cancels: bool) -> None:
+@given(messages=streams(draft_pb2.DraftRequest.DESCRIPTOR, DRAFT), cancels=st.sampled_from([False] * 9 + [True]))
+def test_draft(house: House, messages: list[bytes], cancels: bool) -> None:
     method = house.channels["draft"].stream_stream("/draftbridge.v1.DraftService/Draft")
-    check(house, method(iter(said), timeout=DEADLINE_SECONDS), cancels=cancels)
+    check(house, method(iter(messages), timeout=DEADLINE_SECONDS), cancels=cancels)
 
 
 @cases(0.15)
@@ -336,9 +336,9 @@ def test_generate(house: House, data: bytes, cancels: bool) -> None:
 def test_propose(house: House, data: st.DataObject, cancels: bool) -> None:
     model = describe(house.target, model_pb2.ROLE_TARGET)
     opening = candidate_pb2.ProposeRequest(open=candidate_pb2.ProposeOpen(engine="guest", model=model))
-    said = data.draw(streams(candidate_pb2.ProposeRequest.DESCRIPTOR, [opening, *PROPOSE]))
+    messages = data.draw(streams(candidate_pb2.ProposeRequest.DESCRIPTOR, [opening, *PROPOSE]))
     method = house.channels["bridge"].stream_stream("/draftbridge.v1.CandidateService/Propose")
-    check(house, method(iter(said), timeout=DEADLINE_SECONDS), cancels=cancels)
+    check(house, method(iter(messages), timeout=DEADLINE_SECONDS), cancels=cancels)
 
 
 UNARY = [
@@ -360,7 +360,7 @@ def test_other_methods(house: House, data: st.DataObject, which: Any) -> None:
 
 
 async def text_of(gateway: Gateway, mode: Mode) -> str:
-    """Returns the text of a request. Raises what it ends with, and `TimeoutError` for a request that hangs."""
+    """Returns the text of a request. Raises the request's error, and `TimeoutError` for a request that hangs."""
     request = Request(PROMPT, max_tokens=10, seed=1, speculation=SpeculationParameters(mode=mode))
     text, finished = "", False
     async with asyncio.timeout(DEADLINE_SECONDS / 2), aclosing(gateway.generate(request)) as events:
@@ -374,11 +374,11 @@ async def text_of(gateway: Gateway, mode: Mode) -> str:
 
 @cases(0.1)
 @given(
-    said=st.lists(encoded(target_pb2.VerifyResponse.DESCRIPTOR, PASSES), max_size=4),
+    messages=st.lists(encoded(target_pb2.VerifyResponse.DESCRIPTOR, PASSES), max_size=4),
     mode=st.sampled_from([Mode.OFF, Mode.LOCKSTEP, Mode.AUTO]),
 )
-def test_a_lying_target(house: House, said: list[bytes], mode: Mode) -> None:
-    house.liar.says, house.liar.stays = said, False
+def test_a_lying_target(house: House, messages: list[bytes], mode: Mode) -> None:
+    house.liar.messages, house.liar.stays = messages, False
     try:
         house.call(text_of(house.false_target, mode))
     except DraftBridgeError as error:
@@ -388,12 +388,12 @@ def test_a_lying_target(house: House, said: list[bytes], mode: Mode) -> None:
 
 @cases(0.1)
 @given(
-    said=st.lists(encoded(draft_pb2.DraftResponse.DESCRIPTOR, PROPOSALS), max_size=4),
+    messages=st.lists(encoded(draft_pb2.DraftResponse.DESCRIPTOR, PROPOSALS), max_size=4),
     stays=st.booleans(),
     mode=st.sampled_from([Mode.LOCKSTEP, Mode.OPPORTUNISTIC, Mode.AUTO]),
 )
-def test_a_lying_draft(house: House, said: list[bytes], stays: bool, mode: Mode) -> None:
-    house.liar.says, house.liar.stays = said, stays
+def test_a_lying_draft(house: House, messages: list[bytes], stays: bool, mode: Mode) -> None:
+    house.liar.messages, house.liar.stays = messages, stays
     if not hasattr(house, "right"):
         house.right = house.call(text_of(house.gateway, Mode.OFF))  # type: ignore[attr-defined]
     assert house.call(text_of(house.false_draft, mode)) == house.right  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The gateway: a door of its own kind, without protocol buffers, gets what the gRPC door gets."""
+"""A caller of the gateway without protocol buffers gets the same results as the gRPC door."""
 
 from contextlib import aclosing
 
@@ -64,7 +64,7 @@ async def test_a_service_without_grammars_is_not_asked_to_obey_one(gateway: Gate
     expected = await text()
     assert len(expected) == 4 and expected.isdecimal()
     draft, target = (gateway.zoo.of_role(role)[0] for role in (model_pb2.ROLE_DRAFT, model_pb2.ROLE_TARGET))
-    draft.description.grammars = False  # it proposes what it likes, and the bridge cuts it
+    draft.description.grammars = False  # it ignores the grammar, and the bridge cuts its proposals
     assert await text() == expected
     target.description.grammars = False
     with pytest.raises(GrammarNotSupported, match="tiny-target's service does not support grammars"):

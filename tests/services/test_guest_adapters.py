@@ -151,7 +151,7 @@ def test_llama_cpp_python(bridge: Bridge) -> None:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_llama_cpp_python_itself(loaded: tuple[Any, Any], bridge: Bridge, tmp_path: Path) -> None:
-    """With llama-cpp-python's own loop. `make test-engines` installs it."""
+    """Uses llama-cpp-python's own loop. `make test-engines` installs it."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="the llamacpp extra is not installed: make test-engines")
     model, tokenizer = loaded
     gguf.write(model, tmp_path / "model.gguf")

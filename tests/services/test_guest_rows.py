@@ -21,11 +21,11 @@ class Batch:
     tokens: np.ndarray = field(default_factory=lambda: np.full((8, WIDTH), -1, dtype=np.int32))
 
     def step(self, gains: list[int], draw: st.DataObject) -> list[int]:
-        """Lets each row gain so many tokens, and returns the numbers of tokens."""
+        """Adds `gains` tokens to the rows, and returns the number of tokens of each row."""
         for place, (request, gain) in enumerate(zip(self.requests, gains, strict=True)):
             self.texts[request] += [draw.draw(st.integers(0, 2)) for _ in range(gain)]
             text = self.texts[request]
-            # What follows the tokens of a row is left over from other requests and from rejected candidates.
+            # Other requests and rejected candidates leave ids after the tokens of a row.
             self.tokens[place] = draw.draw(st.integers(0, 2))
             self.tokens[place, : len(text)] = text
         return [len(self.texts[request]) for request in self.requests]
@@ -55,7 +55,7 @@ def test_a_sequence_has_one_id_and_its_own_tokens(data: st.DataObject) -> None:
             text = batch.texts[request]
             assert one.count == len(text)
             if one.id in seen:
-                # What the bridge holds for this id is continued by the row.
+                # The row continues the tokens that the bridge holds for this id.
                 assert text[: len(seen[one.id])] == seen[one.id]
             else:
                 assert one.is_new and one.prompt_count == len(text) - gain

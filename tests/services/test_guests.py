@@ -73,7 +73,7 @@ def named(id_: int, kept: int, ids: list[int], **more: int) -> candidate_pb2.Pro
 
 
 class Raw:
-    """One stream, by hand."""
+    """One stream of the service, whose messages a test sends itself."""
 
     def __init__(self, address: str, *first: candidate_pb2.ProposeRequest) -> None:
         self.outbox: queue.SimpleQueue[candidate_pb2.ProposeRequest | None] = queue.SimpleQueue()
@@ -146,7 +146,7 @@ def test_a_tokenizer_other_than_named_is_refused(bridge: Bridge) -> None:
 
 
 def test_another_tokenizer_than_named_costs_the_candidates(bridge: Bridge, caplog: pytest.LogCaptureFixture) -> None:
-    """The engine names the smaller of two vocabularies, and generates in the larger one."""
+    """The engine describes the smaller of two vocabularies, and generates in the larger one."""
     size = tiny.vocabulary("byte_level").size
     known = [id_ for id_ in truth(REPETITIVE) if id_ < size][:100]
     liar = client(bridge.address, kind="byte_level", engine="liar")
@@ -182,9 +182,9 @@ def test_a_sequence_that_goes_back_further_than_it_was_is_asked_for(raw: Raw) ->
     ids = truth(REPETITIVE)
     raw.ask(step(1, named(1, 0, ids[:50])))
     assert raw.ask(step(2, named(1, 60, ids[60:61]))).unknown_sequence_ids[:] == [1]
-    assert raw.ask(step(3, named(1, 50, []))).unknown_sequence_ids[:] == [1], "it was forgotten"
+    assert raw.ask(step(3, named(1, 50, []))).unknown_sequence_ids[:] == [1], "the bridge has dropped the sequence"
     assert raw.ask(step(4, named(1, 0, ids[:150]))).unknown_sequence_ids[:] == []
-    # Going back within the sequence is nothing unusual.
+    # An engine may go back within a sequence.
     assert raw.ask(step(5, named(1, 100, ids[100:140]))).unknown_sequence_ids[:] == []
     number = 5
 
@@ -206,8 +206,8 @@ def test_two_engines_with_one_name(raw: Raw, bridge: Bridge) -> None:
     second = Raw(bridge.address, opening(instance=2))
     assert second.error() == (grpc.StatusCode.FAILED_PRECONDITION, "ENGINE_NAME_TAKEN")
     second.close()
-    assert raw.ask(step(1)).step == 1, "the first is not disturbed"
-    # The same engine, whose first connection the bridge still believes in, replaces it.
+    assert raw.ask(step(1)).step == 1, "the first engine is not disturbed"
+    # The same engine replaces its first connection, even if the bridge still considers that one alive.
     again = Raw(bridge.address, opening(instance=1)).open()
     assert again.ask(step(1)).step == 1
     assert raw.error()[1] == "ENGINE_NAME_TAKEN"

@@ -1,4 +1,4 @@
-"""The HTTP door as the `openai` package sees it, synchronous and asynchronous."""
+"""Tests the HTTP door with the `openai` package, synchronously and asynchronously."""
 
 import asyncio
 import inspect
@@ -84,9 +84,9 @@ def test_streams(api: openai.OpenAI, client: Client) -> None:
     assert chunks[-1].usage and chunks[-1].usage.completion_tokens <= 20 and not chunks[-1].choices
     pieces = list(api.chat.completions.create(model="tiny-target", messages=MESSAGES, max_tokens=20, **options))
     assert pieces[0].choices[0].delta.role == "assistant"
-    said = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    content = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     plain = [MESSAGES[0], {"role": "user", "content": "Say something."}]
-    assert said == expected(client, messages=plain, max_tokens=20)
+    assert content == expected(client, messages=plain, max_tokens=20)
     assert [piece.choices[0].finish_reason for piece in pieces[:-1]].count(None) == len(pieces) - 2
 
 
@@ -116,13 +116,13 @@ async def test_asynchronously(tiny_fleet: Fleet) -> None:
             return "".join([chunk.choices[0].text async for chunk in chunks])
 
         texts = await asyncio.gather(*map(stream, range(4)))
-        told = [(await client.generate(PROMPT, max_tokens=20, temperature=1.0, seed=seed)).text for seed in range(4)]
-        assert texts == told
+        whole = [(await client.generate(PROMPT, max_tokens=20, temperature=1.0, seed=seed)).text for seed in range(4)]
+        assert texts == whole
         assert [model.id async for model in api.models.list()] == ["tiny-target"]
         assert (await api.models.retrieve("tiny-target")).id == "tiny-target"
 
 
-# Values of parameters that change something, or describe what is done anyway, and values that are not supported.
+# Values of parameters that have an effect or describe the default, and values that are not supported.
 HONOURED: dict[str, list[Any]] = {
     "best_of": [1], "echo": [False], "frequency_penalty": [0.5], "logit_bias": [{"7": -3}], "logprobs": [],
     "max_completion_tokens": [1], "max_tokens": [1], "messages": [], "modalities": [["text"]], "model": [], "n": [2],

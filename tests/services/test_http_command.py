@@ -1,4 +1,4 @@
-"""The command `draftbridge http`: a door in a process of its own, before a bridge that may be away or secured."""
+"""Tests `draftbridge http`, a door in a separate process, for a bridge that may be away or secured."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_a_secured_bridge_that_starts_later(tiny_fleet: Fleet, tmp_path: Path) -
         health = httpx.get(f"{url}/health")
         assert health.status_code == 503 and health.json()["services"][0]["address"] == address
         with launched("bridge", *bridge, "--listen", address):
-            # Neither does a wrong token of the door's own look like a fault of its client.
+            # A wrong token of the door is not reported as a fault of its client either.
             eventually(lambda: "token" in httpx.get(f"{url}/health").json()["services"][0]["problem"])
             assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 503
             token.write_text(ALICE)
@@ -51,7 +51,7 @@ def test_a_client_that_leaves_frees_its_sequences_on_the_bridge(tiny_fleet: Flee
         assert connection.recv(64).startswith(b"HTTP/1.1 200")
         connection.close()
         eventually(lambda: client.status().cancelled_count == before + 2, seconds=1)
-        # Stopping it does the same, and ends in time.
+        # Stopping the door cancels requests, too, and ends in time.
         connection = raw(url, long)
         assert connection.recv(64).startswith(b"HTTP/1.1 200")
         process.terminate()

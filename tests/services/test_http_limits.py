@@ -1,4 +1,4 @@
-"""The HTTP door under clients that leave, stall, flood it or send nonsense, and under failing models."""
+"""Tests the HTTP door under clients that leave, stall, flood it or send nonsense, and under failing models."""
 
 import asyncio
 import json
@@ -150,7 +150,7 @@ def test_ten_thousand_idle_connections_disturb_nobody(tiny_fleet: Fleet) -> None
     assert parts.hostname and parts.port
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    # As many as the limit of files allows, here and in the bridge.
+    # The number that the limits on open files allow in this process and in the bridge.
     count = 10_000 if hard == resource.RLIM_INFINITY else min(10_000, hard - 600)
     bridge = psutil.Process(tiny_fleet.processes["bridge"].pid)
     before = bridge.memory_info().rss

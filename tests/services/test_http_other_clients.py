@@ -1,7 +1,7 @@
-"""The HTTP door as clients and a conformance suite see it that were written elsewhere.
+"""Tests the HTTP door with clients and a conformance suite that were written elsewhere.
 
 LangChain and LiteLLM need other versions of their libraries than the rest of the tests: `make test-clients` installs
-them into an environment of their own, and sets DRAFTBRIDGE_CLIENTS_PYTHON to its interpreter.
+them into a separate environment, and sets DRAFTBRIDGE_CLIENTS_PYTHON to its interpreter.
 """
 
 import json
@@ -16,7 +16,7 @@ import pytest
 from draftbridge import Client
 from services.cli.processes import Fleet
 
-# Its others want images, reasoning, calls of tools as `tool_calls`, and that a request without `model` is refused.
+# Its other cases need images, reasoning, calls of tools as `tool_calls`, or a refusal without `model`.
 CONFORMANCE = (
     "chat-basic-response",
     "chat-system-prompt",

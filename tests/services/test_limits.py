@@ -1,4 +1,4 @@
-"""What strangers put into streams: refused with the field and a remedy, or limited; and never more than fits memory."""
+"""Bad values in streams are limited, or refused with their field and a remedy; no stream exhausts the memory."""
 
 import asyncio
 import threading
@@ -60,7 +60,7 @@ def sync(**fields: object) -> draft_pb2.DraftRequest:
 
 
 async def answers(address: str, messages: list[object], count: int = 1) -> list[object]:
-    """The first answers to messages of either kind."""
+    """Returns the first `count` answers to messages of either service."""
     async with aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)]) as channel:
         if isinstance(messages[0], target_pb2.VerifyRequest):
             call = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=60)
@@ -73,7 +73,7 @@ async def answers(address: str, messages: list[object], count: int = 1) -> list[
 
 async def refusal(address: str, messages: list[object]) -> CallError:
     with pytest.raises(aio.AioRpcError) as caught:
-        await answers(address, messages, count=10)  # a pass may come before the refusal of what followed its run
+        await answers(address, messages, count=10)  # a pass may come before the refusal of a later message
     return CallError.from_rpc(caught.value, address)
 
 
@@ -110,7 +110,7 @@ async def test_sampling_parameters_are_checked_on_every_stream(
 
 @pytest.fixture(scope="module")
 def suffix() -> Iterable[str]:
-    """The address of a draft that needs no model."""
+    """Yields the address of a draft that needs no model."""
     with serve("suffix", "--role", "draft") as (address, _):
         yield address
 
@@ -154,7 +154,7 @@ async def test_large_numbers_are_only_numbers_to_a_target(tiny_fleet: Fleet, cha
 
 
 async def test_a_target_waits_no_longer_than_a_minute(tiny_fleet: Fleet) -> None:
-    """The first forward does not wait; the second waits for candidates, or for a grant that tells it not to."""
+    """The first forward does not wait; the second waits for candidates, or for a grant that ends the wait."""
     grant = target_pb2.VerifyGrant(credit=U32, patience_us=U64)
     messages = [opening(), run(patience_us=U64), verify(grant=grant), candidates(U32, [70]), candidates(4, [])]
     first, second = await answers(tiny_fleet.target, messages, 2)
@@ -167,7 +167,7 @@ async def test_a_target_waits_no_longer_than_a_minute(tiny_fleet: Fleet) -> None
 
 @asynccontextmanager
 async def in_process(target: TargetServicer, draft: DraftServicer) -> AsyncIterator[str]:
-    """The address of a model server in this process."""
+    """Yields the address of a model server in this process."""
     server = aio.server(interceptors=[StatusInterceptor()])
     port = server.add_insecure_port("127.0.0.1:0")
     target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)
@@ -203,7 +203,7 @@ async def test_a_draft_refuses_what_it_cannot_hold(tiny_fleet: Fleet, changes: d
 
 
 class StalledEngine(tiny.HashEngine):
-    """Its forwards wait until they are let go."""
+    """An engine whose forwards wait until `released` is set."""
 
     def __init__(self, of: Model) -> None:
         super().__init__(of)
@@ -216,7 +216,7 @@ class StalledEngine(tiny.HashEngine):
 
 
 class CountingTarget(TargetSession):
-    """Counts the candidates that it took over from the stream."""
+    """Counts the candidates that it received from the stream."""
 
     taken_count = 0
     closed = False
@@ -231,7 +231,7 @@ class CountingTarget(TargetSession):
 
 
 class CountingDraft(DraftSession):
-    """Counts the syncs that it took over from the stream."""
+    """Counts the syncs that it received from the stream."""
 
     taken_count = 0
     closed = False
@@ -250,7 +250,7 @@ FLOOD_COUNT = 100_000
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 async def test_a_flood_is_held_up_at_its_source(role: str) -> None:
-    """Of what is sent during one forward a service takes a little; the rest stays with who sends it."""
+    """A service reads only a few of the messages that arrive during a forward; then the sender has to wait."""
     model = tiny.model("byte_level")
     engine = StalledEngine(model)
     scheduler, sessions = tiny.scheduler(engine), []
@@ -283,9 +283,9 @@ async def test_a_flood_is_held_up_at_its_source(role: str) -> None:
             _, waiting = await asyncio.wait([asyncio.ensure_future(call.write(flood))], timeout=2)
             sent, blocked = sent + 1, bool(waiting)
         (session,) = sessions
-        assert blocked, f"{sent} messages were taken"
+        assert blocked, f"{sent} messages were accepted"
         assert 0 < session.taken_count <= 100
-        # The server notices anyway that the client has gone.
+        # The server still notices that the client has gone.
         call.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await asyncio.to_thread(eventually, lambda: session.closed)
@@ -294,8 +294,8 @@ async def test_a_flood_is_held_up_at_its_source(role: str) -> None:
         assert len(answer.token_ids) == 1
 
 
-async def test_all_that_is_sent_is_read_in_the_end(tiny_fleet: Fleet) -> None:
-    """Many more messages than an inbox holds, some with many ids; then the client closes its side."""
+async def test_all_messages_are_read_even_after_the_client_has_closed_its_side(tiny_fleet: Fleet) -> None:
+    """The client sends many more messages than an inbox holds, some with many ids, and closes its side."""
     grant = verify(grant=target_pb2.VerifyGrant(credit=1))
     messages = [opening(), run(), *[grant, candidates(200, [70] * 250)] * 100, *[verify(grant={})] * 500, grant]
     async with aio.insecure_channel(tiny_fleet.target) as channel:
@@ -334,7 +334,7 @@ async def test_a_huge_message_holds_nobody_up(
     is_target = isinstance(messages[0], target_pb2.VerifyRequest)
     address = tiny_fleet.target if is_target else tiny_fleet.draft
     method = "/draftbridge.v1." + ("TargetService/Verify" if is_target else "DraftService/Draft")
-    # As bytes, so that sending takes no time here in which the server could not be asked.
+    # The messages are bytes, so that this process is not busy with serializing them while it asks the server.
     data = [message.SerializeToString() for message in messages]
     pauses: list[float] = []
     async with (

@@ -1,4 +1,4 @@
-"""The log: every line of a request has its id, in all processes, and no line has anything that a client wrote."""
+"""Every log line of a request has its id, in all processes, and no line contains anything that a client wrote."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Metrics of real processes, compared with what the requests report of themselves."""
+"""Compares the metrics of real processes with the statistics of the requests."""
 
 import json
 import subprocess
@@ -30,7 +30,7 @@ GENERATE = "draftbridge.v1.BridgeService/Generate"
 
 @dataclass(frozen=True)
 class Trio:
-    """A bridge with its target and draft."""
+    """A bridge, its target and its draft."""
 
     bridge: Observed
     target: Observed
@@ -53,14 +53,14 @@ def trio(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def client(trio: Trio) -> Iterator[Client]:
-    """Yields a client of the bridge, when no request of another test runs any more."""
+    """Yields a client of the bridge, as soon as no request of another test is running."""
     eventually(lambda: value(trio.target.scrape(), "kv_slots_in_use") == 0)
     with Client(trio.bridge.address) as client:
         yield client
 
 
 class Change:
-    """How much samples have grown between two scrapes."""
+    """Returns by how much samples have grown between two scrapes."""
 
     def __init__(self, before: Samples, after: Samples) -> None:
         self._before, self._after = before, after
@@ -72,7 +72,7 @@ class Change:
 def test_counters_grow_by_what_the_requests_report(trio: Trio, client: Client) -> None:
     before = trio.bridge.scrape()
     options = {"max_tokens": 60, "ignore_eos": True}
-    repeating = {"logit_bias": {70: 80.0, 71: 80.0}}  # a text of two tokens, for suffix matches
+    repeating = {"logit_bias": {70: 80.0, 71: 80.0}}  # the text repeats two tokens, for suffix matches
     modes = (("lockstep", {}), ("auto", repeating), ("auto", repeating), ("off", {}))
     results = [client.generate(PROMPT, speculation=mode, **options, **changes) for mode, changes in modes]
     grown = Change(before, trio.bridge.scrape())
@@ -121,7 +121,7 @@ def test_a_model_server_counts_its_forwards_and_its_cache(trio: Trio, client: Cl
     before = trio.target.scrape()
     prompt = "She sells sea shells by the sea shore. Really?"
     results = [client.generate(prompt, max_tokens=20, speculation="off") for _ in range(2)]
-    # The target may have ended its stream before the bridge cancels it.
+    # The stream ends with OK if the target ends it before the bridge cancels it.
     calls, verify = "rpc_server_call_duration_seconds_count", "draftbridge.v1.TargetService/Verify"
 
     def ended() -> float:
@@ -134,7 +134,7 @@ def test_a_model_server_counts_its_forwards_and_its_cache(trio: Trio, client: Cl
     grown = Change(before, after)
     usages = [one.finished.usage for one in results]
     passes = sum(one.finished.speculation.target_pass_count for one in results)
-    # A target may begin one more forward before it hears that the text has ended.
+    # A target may begin one more forward before its stream is cancelled.
     assert passes <= grown("forward_duration_seconds_count") <= passes + 2
     assert grown("batch_sequences_sum") == grown("forward_duration_seconds_count") == grown("queue_wait_seconds_count")
     assert grown("prefix_cache_queries_total") == sum(one.prompt_token_count for one in usages)
@@ -170,7 +170,7 @@ def test_a_running_request_is_visible_and_one_that_fails_or_is_cancelled_is_coun
     for code in ("CANCELLED", "NOT_FOUND"):
         labels = {"rpc_method": GENERATE, "rpc_response_status_code": code}
         assert grown("rpc_server_call_duration_seconds_count", **labels) == 1
-    assert grown("generation_tokens_total") >= sent, "tokens of a request that ended early remain counted"
+    assert grown("generation_tokens_total") >= sent, "tokens of a cancelled request remain counted"
     assert grown("target_passes_total") > 0
 
 
@@ -234,7 +234,7 @@ def test_servers_in_one_process_do_not_collide() -> None:
 
 
 def declared(metrics: ServerMetrics) -> dict[str, tuple[str, tuple[str, ...], str]]:
-    """Returns type, labels and text of each metric of ours by its name; that of a counter ends in _total."""
+    """Returns the type, labels and text of each of our metrics by name; names of counters end in _total."""
     found = {}
     for collector in list(metrics.registry._collector_to_names):
         families: list[Metric] = list(collector.describe()) if hasattr(collector, "describe") else []
@@ -274,7 +274,7 @@ def test_the_dashboard_uses_metrics_and_labels_that_exist() -> None:
     known = {name: labels for name, (_, labels, _) in (BRIDGE | MODEL).items()}
     for name, (kind, labels, _) in (BRIDGE | MODEL).items():
         if kind == "histogram":
-            del known[name]  # only its samples exist
+            del known[name]  # it exists only as its samples
             known |= {f"{name}_bucket": (*labels, "le"), f"{name}_sum": labels, f"{name}_count": labels}
     known["process_resident_memory_bytes"] = ()
     used: set[str] = set()
@@ -310,7 +310,7 @@ def read_query(text: str) -> tuple[set[str], set[str]]:
 
 
 def test_a_pass_costs_less_than_20_microseconds() -> None:
-    """What a forward of one sequence adds in a model server. A bridge counts nothing in a pass."""
+    """Measures the cost for a forward of one sequence in a model server. A bridge counts nothing in a pass."""
     metrics, count = ModelMetrics(), 20_000
     best = float("inf")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The server of a process's metrics: who may read them, and from where."""
+"""Tests who may read a process's metrics, and from where."""
 
 import socket
 import ssl
@@ -48,7 +48,7 @@ def test_the_certificate_and_the_keys_of_the_process_hold(tmp_path: Path) -> Non
         assert refused.status_code == 401 and "build_info" not in refused.text
         bearer = {"Authorization": f"Bearer {ALICE}"}
         assert "draftbridge_build_info" in scrape(url, verify=context, headers=bearer).text
-        # Clients that stall in the handshake, or do not speak TLS, stop nobody.
+        # Clients that stall in the handshake, or do not speak TLS, do not block others.
         address = ("127.0.0.1", int(url.rpartition(":")[2].removesuffix("/metrics")))
         with socket.create_connection(address), socket.create_connection(address) as plain:
             plain.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")

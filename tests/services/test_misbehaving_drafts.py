@@ -1,4 +1,4 @@
-"""Drafts that die, hang or break the contract change nothing."""
+"""Drafts that die, hang or break the contract do not change the text."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ from tests.support.alone import PROMPT, QueuedDrafter, answer, oracle
 
 
 class DyingDrafter(QueuedDrafter):
-    """Proposes nonsense, and dies at a given epoch, as a killed service does."""
+    """Proposes wrong ids, and is lost in a given epoch, as if it had been killed."""
 
     def __init__(self, dies_at: int, error: Exception) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ async def test_a_draft_that_dies_changes_nothing(mode: Mode, dies_at: int, error
 
 
 class HangingDrafter(QueuedDrafter):
-    """Takes everything and says nothing, as a stopped process does."""
+    """Accepts all messages and never proposes, as a stopped process does."""
 
     async def sync(self, sync: Sync) -> None:
         pass
@@ -66,7 +66,7 @@ async def test_a_draft_that_hangs_is_waited_for_once(mode: Mode, monkeypatch: py
 
 
 class StrangeDrafter(QueuedDrafter):
-    """Breaks the contract in a way of its own: says what nobody asked for, or cannot even be told."""
+    """Breaks the contract: sends given proposals, whether requested or not, or fails when it is synced."""
 
     def __init__(self, proposals: list[Proposal], error: Exception | None = None) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class StrangeDrafter(QueuedDrafter):
 @pytest.mark.parametrize(
     "drafter",
     [
-        StrangeDrafter([Proposal(1, (50, 60), ())]),  # does not say how sure it is
+        StrangeDrafter([Proposal(1, (50, 60), ())]),  # lacks confidences
         StrangeDrafter([Proposal(1, (50, 60), (0.5,))]),
         StrangeDrafter([Proposal(1, (10_000_000,), (0.5,)), Proposal(99, (5,), (0.5,))]),
         StrangeDrafter([], RuntimeError("a bug of ours")),

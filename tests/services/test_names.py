@@ -26,7 +26,7 @@ from tests.support.secure import suffix_server
 from tests.support.waiting import eventually
 
 OPTIONS = ("--dtype", "float32", "--threads", "1", "--slots", "4")
-# At the first two addresses is one model, at the third another, at the last nothing.
+# The first two addresses serve one model, the third another, and the last nothing.
 FIRST, SECOND, OTHER, NOBODY = "127.0.0.2", "127.0.0.3", "127.0.0.4", "127.0.0.5"
 
 
@@ -92,7 +92,7 @@ class Records:
 
 @pytest.fixture(scope="module")
 def port(tiny_models: tuple[Path, Path]) -> Iterator[int]:
-    """The port that all addresses serve on."""
+    """Yields the port that all addresses serve on."""
     target, draft = map(str, tiny_models)
     with ExitStack() as probes:
         sockets = [probes.enter_context(socket.socket()) for _ in range(3)]
@@ -120,7 +120,7 @@ async def gateway_of(
 async def text_of(
     gateway: Gateway, mode: Mode, on_delta: Callable[[int], object] = lambda number: None
 ) -> tuple[str, Finished]:
-    """The text of a request. `on_delta` receives the number of each delta."""
+    """Returns the text of a request. `on_delta` receives the number of each delta."""
     sampling = SamplingParameters(temperature=1.0)
     request = Request("The quick brown", sampling, seed=3, max_tokens=60, speculation=SpeculationParameters(mode=mode))
     text, number = "", 0
@@ -195,7 +195,7 @@ async def test_drafts_of_a_name_share_the_requests(port: int) -> None:
             for address, one in gateway._draft_balancer._replicas.items():
                 most[address] = max(most.get(address, 0), one.active)
 
-        # Two of them share what the first one's prompt has left in a cache.
+        # Two of them reuse the cache of the first one's prompt.
         results = await asyncio.gather(*(text_of(gateway, Mode.LOCKSTEP, look) for _ in range(3)))
         assert len({text for text, _ in results}) == 1
         assert sorted(most.values()) == [1, 2], most

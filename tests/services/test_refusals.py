@@ -1,4 +1,4 @@
-"""What is refused: with which code and reason, and what the text says to do."""
+"""Tests the code, the reason and the remedy of each refusal."""
 
 import asyncio
 
@@ -204,7 +204,7 @@ async def test_more_sessions_than_slots_are_told_to_come_again(tiny_fleet: Fleet
         retry = error_details_pb2.RetryInfo()
         assert any(detail.Unpack(retry) for detail in status.details)
         assert retry.retry_delay.seconds == 1
-        # The two that wait get their turn when slots come free.
+        # The two calls that wait run when slots become free.
         for call in calls[:2]:
             call.cancel()
         answers = await asyncio.wait_for(asyncio.gather(*waiting), 10)

@@ -1,4 +1,4 @@
-"""Peers at the other end of a stream that send more than a message may hold: an error, in little time."""
+"""A peer that sends more than a message may hold causes an error within a short time."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -89,7 +89,7 @@ async def test_a_message_with_too_much_is_refused_and_holds_up_nobody(
                 raise AssertionError("it was taken")
         watching.cancel()
     assert caught.value.reason in ("PROTOCOL_VIOLATION", "RESOURCE_EXHAUSTED"), caught.value
-    # To parse what is refused took 1 to 4 ms where this was written; converting it, a second.
+    # Parsing a refused message took 1 to 4 ms where this was written; converting it took a second.
     assert longest < 0.1
 
 

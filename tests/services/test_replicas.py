@@ -1,4 +1,4 @@
-"""Replicas of a target: who gets a request, who takes it over, and that the text stays the same."""
+"""Tests replicas of a target: which one gets a request, which one takes it over, and that the text stays the same."""
 
 import asyncio
 import os
@@ -86,8 +86,8 @@ def test_a_broken_replica_rests_and_then_gets_one_request_though_others_hold_the
     balancer.on_failure(B)
     assert balancer.choose([A, B], blocks(LONG)) is A
     clock.seconds = 0.6
-    assert balancer.choose([A, B], blocks(LONG)) is B, "prefix affinity does not starve it"
-    assert balancer.choose([A, B], blocks(LONG)) is A, "one trial at a time"
+    assert balancer.choose([A, B], blocks(LONG)) is B, "prefix affinity does not starve the replica"
+    assert balancer.choose([A, B], blocks(LONG)) is A, "only one request tries the replica"
     balancer.opened(B, blocks(LONG))
     balancer.on_failure(B)
     balancer.closed(B)
@@ -119,7 +119,7 @@ def test_blocks_are_of_beginnings() -> None:
 
 @pytest.fixture
 async def pair_of_replicas(tiny_models: tuple[Path, Path]) -> AsyncIterator[tuple[Gateway, dict[str, Any]]]:
-    """A gateway over two processes that serve one model, and these processes by address."""
+    """Yields a gateway over two processes that serve one model, and these processes by address."""
     with ExitStack() as stack:
         processes = dict(stack.enter_context(serve(str(tiny_models[0]), *OPTIONS)) for _ in range(2))
         zoo = await Zoo(list(processes), []).connect()
@@ -139,7 +139,7 @@ def active(gateway: Gateway) -> list[str]:
 
 
 async def generated(gateway: Gateway, mode: Mode, kill_after: int | None, processes: dict[str, Any]) -> tuple[str, Any]:
-    """The text of a request, whose replica is killed after so many deltas."""
+    """Returns the text of a request whose replica is killed after the given number of deltas."""
     request = Request(
         "The quick brown fox", SAMPLING, seed=5, max_tokens=60, speculation=SpeculationParameters(mode=mode)
     )
@@ -165,10 +165,10 @@ async def test_a_request_goes_on_where_its_killed_replica_stopped(
     assert text == expected
     assert finished.generated_token_count == 60
     again, _ = await generated(gateway, mode, None, processes)
-    assert again == expected, "later requests go to the replica that is left"
+    assert again == expected, "later requests go to the remaining replica"
     with pytest.raises(DraftBridgeError) as caught:
         await generated(gateway, mode, 4, processes)
-    assert code_of(caught.value) is grpc.StatusCode.UNAVAILABLE, "with none left"
+    assert code_of(caught.value) is grpc.StatusCode.UNAVAILABLE, "no replica is left"
     assert active(gateway) == []
 
 
@@ -178,7 +178,7 @@ async def test_a_full_replica_hands_a_request_on(tiny_models: tuple[Path, Path])
         addresses = [stack.enter_context(serve(str(tiny_models[0]), *small))[0] for _ in range(2)]
         zoo = await Zoo(addresses, []).connect()
         gateway = Gateway(zoo)
-        one = Gateway(zoo)  # another bridge, which does not know of the first one's requests
+        one = Gateway(zoo)  # another bridge, without the first one's prefix memory
         try:
             request = Request("The quick", SAMPLING, seed=1, max_tokens=40)
             async with aclosing(gateway.generate(request)) as first:

@@ -1,4 +1,4 @@
-"""Chat templates from model servers run in processes with limits: what they ask for too much of, nobody pays for."""
+"""Chat templates from model servers run in processes with limits, so that an excessive one harms no other request."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ MEMORY_BOMBS = {
 TIME_BOMBS = {
     "loops in loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "loops over texts": "{% for a in 'x' * 99999 %}{% for b in 'x' * 99999 %}{% endfor %}{% endfor %}",
-    # The interpreter lets no other thread run until it has the number.
+    # The interpreter runs no other thread until it has computed the number.
     "power": "{{ (messages | length + 8) ** 999999999 % 7 }}",
     "lipsum": "{{ lipsum(n=10000000) | length }}",
 }
@@ -58,7 +58,7 @@ TEXT_BOMBS = {
     "to be shielded": "{% for i in range(100) %}{{ ('x' * 1000000) | tojson | length }}{% endfor %}",
 }
 
-# As templates of the hub are written.
+# These templates are written like those on the hub.
 TEMPLATES = {
     "chat": CHAT_TEMPLATE,
     "trimmed": "{% for m in messages %}{{ m.role | upper }}: {{ m.content | trim }}{{ m.content[1:3] }}\n{% endfor %}",
@@ -85,13 +85,13 @@ MESSAGES = st.lists(
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[TemplateSandbox]:
-    """One for all tests that leave it as it was."""
+    """Yields a sandbox shared by the tests that do not change it."""
     with closing(TemplateSandbox()) as sandbox:
         yield sandbox
 
 
 def shield(text: str) -> str:
-    """Sets a mark wherever a control token may begin."""
+    """Inserts a mark wherever a control token may begin."""
     return text.replace("<", "<" + MARKS[0])
 
 
@@ -108,7 +108,7 @@ def outcome(runner: Callable[..., str], template: str, variables: Any) -> tuple[
 
 @pytest.fixture
 def workers() -> Workers:
-    """The processes that this one has started since the test began and that still run."""
+    """Returns the processes that were started since the test began and that are still running."""
     children = psutil.Process().children
     before = children()
     return lambda: [one for one in children() if one not in before and one.status() != psutil.STATUS_ZOMBIE]
@@ -177,7 +177,7 @@ def test_json_of_values_in_the_template_has_the_marks_of_this_chat(sandbox: Temp
 
 
 def test_the_next_chat_works_after_every_limit(sandbox: TemplateSandbox) -> None:
-    """All in one template, so that one process after the other has to take its turn."""
+    """All bombs are in one template, so that each of them hits a new process."""
     cases = {**MEMORY_BOMBS, "loops": TIME_BOMBS["loops in loops"], **TEXT_BOMBS}
     template = "{{ bos_token }}" + "".join(
         f"{{% if name == '{name}' %}}{bomb}{{% endif %}}" for name, bomb in cases.items()
@@ -255,7 +255,7 @@ def test_a_template_that_hung_before_keeps_no_second_chat_waiting() -> None:
         assert caught.value.metadata["retry_seconds"]
         go_on.set()
         assert running.result() == '["<s>"]'
-        # It did not hang this time, so that chats wait for one another again.
+        # The template did not hang this time, so that chats wait for one another again.
         assert list(threads.map(lambda _: sandbox(template, VARIABLES, "", str), range(8))) == ['["<s>"]'] * 8
 
 
@@ -293,7 +293,7 @@ BOMBS = {
 
 
 def served_with(template: str, model: Path, directory: Path) -> str:
-    """A copy of the model with another chat template."""
+    """Returns a copy of the model with another chat template."""
     shutil.copytree(model, directory)
     file = directory / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
@@ -302,7 +302,7 @@ def served_with(template: str, model: Path, directory: Path) -> str:
 
 @pytest.fixture(scope="module")
 def hostile(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Target and draft whose templates are bombs, each of which goes off at its name."""
+    """Runs a target and a draft whose templates contain bombs, each triggered by a message with its name."""
     target, draft = tiny_models
     root = tmp_path_factory.mktemp("hostile")
     bombs = "".join(f"{{% if messages[0].content == '{name}' %}}{bomb}{{% endif %}}" for name, bomb in BOMBS.items())
@@ -350,7 +350,7 @@ def test_a_target_goes_on_without_a_draft_whose_template_hangs(hostile: Fleet) -
 
 @pytest.fixture(scope="module")
 def hanging(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a target whose template hangs for some chats."""
+    """Yields the address of a target whose template hangs for some chats."""
     bombs = "".join(
         f"{{% if messages[0].content == '{name}' %}}{TIME_BOMBS[name]}{{% endif %}}"
         for name in ("loops in loops", "power")
@@ -362,7 +362,7 @@ def hanging(tiny_models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
 
 @pytest.mark.parametrize("content", ["hello", "loops in loops", "power"])
 def test_no_process_of_the_sandbox_outlives_its_bridge(hanging: str, content: str) -> None:
-    """Neither one that waits for a chat, nor one in a template, nor one in a function that lets no thread run."""
+    """The process may wait for a chat, run a template, or run a function that blocks all threads."""
     arguments = ("bridge", "--target", hanging, "--listen", "127.0.0.1:0", "--until-stdin-closes")
     with launched("bridge", *arguments) as (address, process), grpc.insecure_channel(address) as channel:
         call = bridge_pb2_grpc.BridgeServiceStub(channel).Generate(asking(content), timeout=60)

@@ -1,4 +1,4 @@
-"""What every server does: pings that find vanished clients, and health that follows the model."""
+"""Tests what all servers share: pings that detect vanished clients, and health that follows the model."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -22,7 +22,7 @@ METHOD = "/draftbridge.test.Service/Stream"
 
 
 class Streams(grpc.GenericRpcHandler):
-    """A service with one method, which says something once and then waits to be cancelled."""
+    """A service with one method, which responds once and then waits to be cancelled."""
 
     def __init__(self) -> None:
         self.cancelled = asyncio.Event()
@@ -70,7 +70,7 @@ async def proxy(address: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
 
 
 async def test_a_client_that_vanished_is_noticed() -> None:
-    """Nothing closes its connection, as when its machine has lost its power or its network."""
+    """Nothing closes the connection, as when the client's machine loses its power or its network."""
     server, streams, stop = Server("127.0.0.1:0", keepalive_seconds=1.0), Streams(), asyncio.Event()
     server.register(lambda servicer, to: to.add_generic_rpc_handlers((servicer,)), streams, None)
     started = asyncio.Event()
@@ -112,7 +112,7 @@ async def test_a_call_that_does_not_end_is_cancelled_after_the_grace_period(
 
 
 class FailingEngine(tiny.HashEngine):
-    """Fails while it is told to."""
+    """Fails while `failing` is set."""
 
     failing = False
 
@@ -129,7 +129,7 @@ async def test_health_is_bad_while_every_forward_fails_and_good_when_one_works_a
     assert health()
     engine.failing = True
     for _ in range(3):
-        assert health(), "one or two failures may be the requests' fault"
+        assert health(), "one or two failures may be caused by the requests"
         holder = object()
         with pytest.raises(EngineFailure):
             await scheduler.run(holder, (1, 2), (), 0, lambda logits: None)
@@ -139,6 +139,6 @@ async def test_health_is_bad_while_every_forward_fails_and_good_when_one_works_a
     async with asyncio.timeout(10):
         await health._trial
     assert health()
-    assert scheduler.free_slot_count == engine.slot_count, "the trial has given its slot back"
+    assert scheduler.free_slot_count == engine.slot_count, "the trial has freed its slot"
     scheduler.close()
     assert not health()

@@ -1,4 +1,4 @@
-"""The target's and the draft's side of a stream: credit, patience, candidates at any time, epochs."""
+"""Tests the target's and the draft's side of a stream: credit, patience, candidates at any time, epochs."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -71,7 +71,7 @@ async def test_candidates_are_taken_along_and_the_bonus_is_the_targets_own() -> 
     async with target() as session:
         passes = aiter(session.passes())
         await session.run(run(credit=6))
-        # They continue the prompt itself, so they are there for the very first forward.
+        # They continue the prompt itself, so that the first forward verifies them.
         await session.candidates(offer(3, (*truth[:3], 7, 8)))
         result = await anext(passes)
         assert result.token_ids == tuple(truth[:4])
@@ -116,11 +116,11 @@ async def test_patience_is_how_long_it_waits_and_an_empty_offer_ends_it() -> Non
 @pytest.mark.parametrize(
     ("base", "ids", "accepted"),
     [
-        (3, "0123", 2),  # late, but the beginning agrees with what the target did: the rest counts
-        (3, "x123", 0),  # late, and wrong where the target already is: all dropped
+        (3, "0123", 2),  # late, but the beginning agrees with the target's tokens: the rest is verified
+        (3, "x123", 0),  # late, and different from the target's tokens: all are dropped
         (4, "123", 2),
         (5, "23", 2),
-        (6, "3", 0),  # a gap: nobody knows what should stand before them
+        (6, "3", 0),  # a gap: the tokens before them are unknown
         (3, "0", 0),
     ],
 )
@@ -130,7 +130,7 @@ async def test_late_candidates_are_trimmed_or_dropped(base: int, ids: str, accep
         passes = aiter(session.passes())
         await session.run(run(credit=2))
         await anext(passes)
-        await anext(passes)  # it holds the prompt and two tokens now
+        await anext(passes)  # the sequence now holds the prompt and two tokens
         await session.candidates(offer(base, [9 if one == "x" else truth[int(one)] for one in ids]))
         await session.grant(Grant(credit=4))
         result = await anext(passes)
@@ -147,7 +147,7 @@ async def test_an_offer_replaces_the_one_before_and_a_pass_names_the_one_it_took
         await session.candidates(offer(3, truth[:4], width=2, number=5))
         result = await anext(passes)
         assert (result.offer_id, result.candidate_token_count, result.accepted_token_count) == (5, 2, 2)
-        result = await anext(passes)  # what was left of it, after the target's own token
+        result = await anext(passes)  # the rest of the offer, after the target's own token
         assert (result.offer_id, result.candidate_token_count, result.accepted_token_count) == (5, 1, 1)
         result = await anext(passes)
         assert (result.offer_id, result.candidate_token_count) == (0, 0)
@@ -189,7 +189,7 @@ async def test_a_new_run_voids_the_forward_under_way() -> None:
         await asyncio.sleep(0)  # the forward has begun
         await session.run(run(token_ids=(10, 20, 30, 40), credit=1))
         result: Pass = await first
-        if result.base_token_count == 3:  # it was faster than the new run
+        if result.base_token_count == 3:  # the forward ended before the new run arrived
             result = await anext(passes)
         assert result.base_token_count == 4
 
@@ -237,7 +237,7 @@ async def test_an_ended_text_stays_ended_until_the_next_run() -> None:
         assert list((await waiting).token_ids) == oracle(1)
 
 
-async def test_candidates_for_which_there_is_no_room_are_none_that_were_taken() -> None:
+async def test_candidates_for_which_there_is_no_room_are_not_counted() -> None:
     truth = oracle(90)
     async with target() as session:
         passes = aiter(session.passes())
@@ -246,7 +246,7 @@ async def test_candidates_for_which_there_is_no_room_are_none_that_were_taken() 
         result = await anext(passes)
         assert result.candidate_token_count < 80
         assert result.accepted_token_count == result.candidate_token_count == len(result.token_ids) - 1
-        # What was not taken never went through the model: a run behind it must not rely on it.
+        # The other candidates never went through the model: a run after the pass must not rely on them.
         held = 3 + len(result.token_ids)
         await session.run(run(base_token_count=held, token_ids=(17,), byte_offset=99, generated_token_count=9))
         after = [*PROMPT, *result.token_ids, 17]
@@ -275,7 +275,7 @@ async def test_slots_run_out_and_come_back_with_their_cache() -> None:
     async with target(scheduler) as third:
         await third.run(run())
         result = await anext(aiter(third.passes()))
-        assert result.cached_token_count == 2  # all but the last, which has to be run for its logits
+        assert result.cached_token_count == 2  # all but the last, which must run for its logits
         assert list(result.token_ids) == oracle(1)
 
 

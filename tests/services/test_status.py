@@ -1,4 +1,4 @@
-"""Errors as gRPC status, out and in: nothing that a peer reports breaks the report, or takes the place of its code."""
+"""Tests errors as gRPC status in both directions: no report of a peer can break the status or replace its code."""
 
 import asyncio
 from typing import Any
@@ -18,12 +18,12 @@ from draftbridge.v1 import model_pb2, model_pb2_grpc
 from services.rpc.status import RemoteError, StatusInterceptor, code_of, from_rpc_error, status_of
 
 KEY = "grpc-status-details-bin"
-# What a client takes for sure; beyond it, it may refuse the trailing metadata and with them the status.
+# Every client accepts this size; a client may refuse larger trailing metadata and with them the status.
 LIMIT_BYTES = 8 << 10
-# UNAUTHENTICATED becomes an error of the bridge's: its client's token is not the one that was refused.
+# The bridge reports UNAUTHENTICATED as its own error, because the refused token is not its client's.
 CODES = [code for code in grpc.StatusCode if code not in (grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED)]
 
-# UTF-8 is all that a message can hold; the keys that are tried first are names of parameters on the way.
+# A message can hold only UTF-8. The first keys are names of parameters in the code that reads a report.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=2000)
 KEYS = st.sampled_from(["message", "self", "code", "reason", "metadata", "retry_seconds", "", "a\nb"]) | TEXTS
 NUMBERS = st.sampled_from(["abc", "-5", "0", "1e400", "nan", "1e300", "0.3", "12"])
@@ -34,7 +34,7 @@ REASONS = st.sampled_from(["", "SLOTS_EXHAUSTED", "X" * 5000, "new\nline"]) | TE
 
 
 def details(reason: str, message: str, metadata: dict[str, str]) -> bytes:
-    """A report as a service sends it."""
+    """Returns a report as a service sends it."""
     packed = AnyMessage()
     packed.Pack(error_details_pb2.ErrorInfo(reason=reason, domain="elsewhere", metadata=metadata))
     return status_pb2.Status(code=3, message=message, details=[packed]).SerializeToString()
@@ -45,7 +45,7 @@ def failed(code: grpc.StatusCode, trailing: tuple[tuple[str, Any], ...], text: s
 
 
 def wire_size(status: status_pb2.Status) -> int:
-    """Bytes of the trailing metadata, as the HTTP/2 frame has them at most."""
+    """Returns the most bytes that the trailing metadata can take in the HTTP/2 frame."""
     text = sum(1 if 0x20 <= byte < 0x7F else 3 for byte in status.message.encode())
     return text + -(-status.ByteSize() // 3) * 4 + len(KEY) + len("grpc-message") + len("grpc-status") + 2 + 3 * 32
 
@@ -67,7 +67,7 @@ def test_a_report_is_passed_on_with_its_code(
     assert report.reason
     assert len(report.reason) <= 63
     assert set(report.metadata) <= set(metadata)
-    # And so it stays, however many bridges are in between.
+    # Further bridges in between do not change it.
     again = status_of(from_rpc_error(failed(code, ((KEY, status.SerializeToString()),)), "host:2"))
     assert (again.code, read_report([(KEY, again.SerializeToString())])) == (status.code, report)
 
@@ -95,10 +95,10 @@ def test_trailing_metadata_that_cannot_be_read_leave_the_calls_own_status(
     code: grpc.StatusCode, trailing: tuple[tuple[str, Any], ...], text: str
 ) -> None:
     ours = {
-        # These two have errors of ours; the call to the bridge itself had time enough, and the bridge has the method.
+        # The bridge reports these two as its own errors: its client's call had time enough, and named a valid method.
         grpc.StatusCode.DEADLINE_EXCEEDED: grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.UNIMPLEMENTED: grpc.StatusCode.FAILED_PRECONDITION,
-        # If the text is one of gRPC's own about connections.
+        # These change if the text is one of gRPC's own about connections.
         grpc.StatusCode.UNKNOWN: grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.INTERNAL: grpc.StatusCode.UNAVAILABLE,
     }
@@ -121,7 +121,7 @@ def test_trailing_metadata_that_cannot_be_read_leave_the_calls_own_status(
 def test_a_connection_that_breaks_in_mid_message_is_unreachable(code: grpc.StatusCode, text: str) -> None:
     error = from_rpc_error(failed(code, (), text), "host:1")
     assert (code_of(error), error.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVICE_UNREACHABLE")
-    # What a service itself reports is its own error.
+    # A service's own report stays its own error.
     reported = from_rpc_error(failed(code, ((KEY, details("ENGINE_FAILURE", text, {})),), text), "host:1")
     assert reported.reason == "ENGINE_FAILURE"
 
@@ -179,7 +179,7 @@ def test_what_is_well_formed_arrives_as_it_was() -> None:
 
 
 class Failing(model_pb2_grpc.ModelServiceServicer):
-    """Fails as it is told to."""
+    """Fails with a given status."""
 
     def __init__(self, code: grpc.StatusCode, text: str, trailing: tuple[tuple[str, Any], ...]) -> None:
         self._failure = code, text, trailing
@@ -191,7 +191,7 @@ class Failing(model_pb2_grpc.ModelServiceServicer):
 
 
 class Between(model_pb2_grpc.ModelServiceServicer):
-    """Asks another, and raises what comes of it, as the bridge does."""
+    """Calls another server, and raises its error as the bridge does."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -205,7 +205,7 @@ class Between(model_pb2_grpc.ModelServiceServicer):
 
 
 async def _passed_on(code: grpc.StatusCode, text: str, trailing: tuple[tuple[str, Any], ...]) -> aio.AioRpcError:
-    """What a client gets from a server between it and one that fails."""
+    """Returns the error that a client gets through a server between it and one that fails."""
     far, near = aio.server(), aio.server(interceptors=[StatusInterceptor()])
     address = f"127.0.0.1:{far.add_insecure_port('127.0.0.1:0')}"
     model_pb2_grpc.add_ModelServiceServicer_to_server(Failing(code, text, trailing), far)
@@ -225,7 +225,7 @@ async def _passed_on(code: grpc.StatusCode, text: str, trailing: tuple[tuple[str
         await far.stop(None)
 
 
-# As much as the first server can send.
+# Longer texts would exceed what the first server can send.
 SMALL = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 

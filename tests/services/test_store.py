@@ -1,4 +1,4 @@
-"""Built-in models: put together of what packages carry, and converted."""
+"""Tests that built-in models are joined from the parts in packages, and converted."""
 
 import hashlib
 import zipfile
@@ -18,12 +18,12 @@ from services.store.cache import cache_directory
 from services.store.convert import ends
 from services.store.download import NoSpace, built_in_gguf
 
-# By the number of their packages, whose names have another order.
+# Pieces by the number of their package; sorted by name, the packages have another order.
 PIECES = {2: b"GGUF", 3: bytes([3]) * 100, 10: bytes([10]) * 100}
 
 
 def _wheel(directory: Path, name: str, piece: bytes) -> None:
-    """A package that carries a piece of a file, and code that nobody runs."""
+    """Writes a package with a piece of a file, and with code that must not run."""
     about = f"{name}-1.0.dist-info"
     with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr(f"{name}/__init__.py", "raise SystemExit('run')")
@@ -36,7 +36,7 @@ def _wheel(directory: Path, name: str, piece: bytes) -> None:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that pip takes packages from, with those of a model; the cache is empty."""
+    """Returns the directory from which pip installs, with a model's packages; the cache is empty."""
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     directory = tmp_path / "packages"
@@ -68,12 +68,12 @@ def leftovers() -> list[Path]:
 
 
 def test_a_file_is_joined_of_the_members_that_a_model_names(packages: Path) -> None:
-    """In the order of the packages, which is not that of their names."""
+    """The pieces are joined in the order of the packages, not in that of their names."""
     assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
     assert leftovers() == [cache_directory() / "some-model.gguf"]
     with pytest.raises(ChecksumMismatch):
         built_in_gguf(replace(MODEL, name="other", members="*/part.bin"), ignore)
-    assert leftovers() == [cache_directory() / "some-model.gguf"], "nothing of another file stays"
+    assert leftovers() == [cache_directory() / "some-model.gguf"], "nothing of the refused file stays"
 
 
 def test_a_download_that_was_interrupted_goes_on_where_it_ended(packages: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_download_that_was_interrupted_goes_on_where_it_ended(packages: Path) 
         built_in_gguf(MODEL, ignore)
     assert "some-model-part10" in str(caught.value)
     for wheel in packages.iterdir():
-        wheel.unlink()  # what was downloaded is not asked for again
+        wheel.unlink()  # what was downloaded is not downloaded again
     away.rename(last)
     assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
 
@@ -121,10 +121,10 @@ def test_the_hub_comes_first_and_the_packages_where_it_has_another_file(
 
     monkeypatch.setattr(download, "_hub_is_reached", lambda: True)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", from_hub)
-    said: list[str] = []
+    reports: list[str] = []
     on_hub = replace(MODEL, hub="us/models:some.gguf")
-    assert built_in_gguf(on_hub, said.append).read_bytes() == WHOLE
-    assert "Trying the next source" in said[-1]
+    assert built_in_gguf(on_hub, reports.append).read_bytes() == WHOLE
+    assert "Trying the next source" in reports[-1]
     for wheel in packages.iterdir():
         wheel.unlink()
     assert built_in_gguf(replace(on_hub, name="again"), ignore).read_bytes() == WHOLE

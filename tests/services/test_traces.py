@@ -1,4 +1,4 @@
-"""Traces: one for a request, across client, bridge and model services, collected from real processes."""
+"""Tests that a request is one trace across client, bridge and model services, which are real processes."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ PROMPT = "The quick xyzzy fox"
 
 @pytest.fixture(scope="module")
 def exporter() -> InMemorySpanExporter:
-    """Makes this process an application that traces."""
+    """Sets up tracing in this process, as an application would."""
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
@@ -94,8 +94,8 @@ def test_a_request_is_one_trace(traced: tuple[Observed, Collector], exporter: In
     assert summary["draftbridge.accepted"] == statistics.num_accepted_tokens
     assert summary["draftbridge.generated_tokens"] == 12
     assert attributes(encode)["draftbridge.prompt_tokens"] == result.started.prompt_token_count
-    told = attributes(request)
-    assert told["draftbridge.request_id"] == "traced-1" and told["rpc.response.status_code"] == "OK"
+    values = attributes(request)
+    assert values["draftbridge.request_id"] == "traced-1" and values["rpc.response.status_code"] == "OK"
     assert (
         attributes(spans["draftbridge-target", "draftbridge.v1.TargetService/Verify"])["draftbridge.request_id"]
         == "traced-1"

@@ -1,4 +1,4 @@
-"""Model services that cannot be trusted: wrong tokenizers are refused by name, hostile ones do no harm."""
+"""Wrong tokenizers of model services are refused by name, and hostile ones do no harm."""
 
 import asyncio
 import hashlib
@@ -28,7 +28,7 @@ from tests.support.waiting import eventually
 
 
 class Server(model_pb2_grpc.ModelServiceServicer):
-    """Says of itself what it is told to, and counts how often it is asked."""
+    """Describes itself as a test demands, and counts the requests."""
 
     def __init__(self, content: bytes, role: int, sha256: str = "", name: str = "stranger") -> None:
         self._content, self.role, self._name = content, role, name
@@ -60,7 +60,7 @@ class Server(model_pb2_grpc.ModelServiceServicer):
 
 @asynccontextmanager
 async def served(servicer: Server, address: str = "127.0.0.1:0") -> AsyncIterator[str]:
-    """The server's address."""
+    """Yields the server's address."""
     server = grpc.aio.server()
     port = server.add_insecure_port(address)
     model_pb2_grpc.add_ModelServiceServicer_to_server(servicer, server)
@@ -73,7 +73,7 @@ async def served(servicer: Server, address: str = "127.0.0.1:0") -> AsyncIterato
 
 @asynccontextmanager
 async def stranger(content: bytes, role: int = model_pb2.ROLE_BOTH, sha256: str = "") -> AsyncIterator[str]:
-    """The address of a server with that tokenizer."""
+    """Yields the address of a server with that tokenizer."""
     async with served(Server(content, role, sha256)) as address:
         yield address
 
@@ -94,7 +94,7 @@ def test_the_table_of_every_tokenizer_passes_the_self_test(name: str) -> None:
 
 
 def _fused(step: decoders.Decoder) -> bytes:
-    """A tokenizer whose decoder does something to the whole text, not to a token."""
+    """Returns a tokenizer whose decoder changes the whole text instead of each token."""
     tokenizer = Tokenizer.from_str(tokenizer_json("sentencepiece").decode())
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), step])
     return tokenizer.to_str().encode()
@@ -102,7 +102,7 @@ def _fused(step: decoders.Decoder) -> bytes:
 
 @pytest.mark.parametrize(("pattern", "content"), [(" ,", ","), ("wo", "WO"), (" '", "'")])
 def test_a_decoder_that_changes_the_whole_text_is_for_drafts_only(pattern: str, content: str) -> None:
-    # Whether a text of the self-test meets it depends on where its tokens end.
+    # Whether the self-test finds it depends on where the tokens of its texts end.
     try:
         assert self_test(Vocabulary(_fused(decoders.Replace(pattern, content))))
     except TokenizerNotUnderstood as error:
@@ -141,7 +141,7 @@ async def test_a_component_that_is_not_understood_is_named_with_its_model() -> N
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that were refused are asked again at once."""
+    """Makes the bridge ask refused drafts again at once."""
     monkeypatch.setattr(connection, "_RETRY_SECONDS", 0.01)
 
 
@@ -231,7 +231,7 @@ async def test_services_that_hang_are_asked_side_by_side() -> None:
 
         for address in addresses:
             host, port = address.split(":")
-            # The system accepts connections for it, and nobody ever reads them.
+            # The system accepts connections for it, but nothing ever reads from them.
             stack.enter_context(socket.create_server((host, int(port))))
         started = perf_counter()
         answers = await BridgeServicer(Gateway(known)).GetStatus(bridge_pb2.GetStatusRequest(), None)
@@ -258,7 +258,7 @@ async def test_a_tokenizer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatc
     [
         b"",
         b"\x00" * 1000,
-        b"[" * 200_000,  # deeper than any parser likes
+        b"[" * 200_000,  # deeper than any parser accepts
         b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}',
         b'{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 4000000000}, "unk_token": "a"}}',
     ],
@@ -283,7 +283,7 @@ def test_dropout_of_a_training_run_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"normalizer": {"type": "Sequence", "normalizers": [
             {"type": "Replace", "pattern": {"String": "z"}, "content": "z" * 1000}] * 3}}, "normalizer can turn"),
@@ -293,9 +293,9 @@ def test_dropout_of_a_training_run_is_left_out() -> None:
     ],
     ids=["growth", "lengths"],
 )  # fmt: skip
-async def test_a_tokenizer_that_would_take_the_bridge_down_later_is_refused_now(change: dict, said: str) -> None:
+async def test_a_tokenizer_that_would_take_the_bridge_down_later_is_refused_now(change: dict, message: str) -> None:
     spec = json.loads(tokenizer_json("byte_level")) | change
-    with pytest.raises(TokenizerNotUnderstood, match=said):
+    with pytest.raises(TokenizerNotUnderstood, match=message):
         await find_flaw(json.dumps(spec).encode())
 
 

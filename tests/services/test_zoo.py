@@ -1,4 +1,4 @@
-"""A zoo of unrelated models: every pair exact, models that come, go and change, and refusals that name the reason."""
+"""Tests a zoo of unrelated models: every pair is exact, models come, go and change, and refusals name the reason."""
 
 import asyncio
 from collections.abc import AsyncIterator

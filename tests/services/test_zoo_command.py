@@ -1,4 +1,4 @@
-"""`draftbridge zoo` and `draftbridge doctor` over running services."""
+"""Tests `draftbridge zoo` and `draftbridge doctor` over running services."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def run(*arguments: str) -> str:
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A terminal in which no cell is cut."""
+    """Makes the terminal so wide that no cell is cut."""
     monkeypatch.setattr(terminal.out, "_width", 200)
     monkeypatch.setattr(terminal.out, "_height", 50)
 
@@ -37,8 +37,8 @@ def test_measure_predicts_runs_resumes_and_reports(tiny_fleet: Fleet, tmp_path: 
     output = tmp_path / "zoo"
     command = ("zoo", "measure", "--server", tiny_fleet.bridge, "--prompts", str(prompts), "--count", "1")
     command += ("--tokens", "12", "--temperatures", "0,0.5", "--output", str(output))
-    told = run(*command)
-    assert "tiny-target" in told and "tiny-draft" in told and "95% interval" in told and "predicted" in told
+    text = run(*command)
+    assert "tiny-target" in text and "tiny-draft" in text and "95% interval" in text and "predicted" in text
     figures = json.loads((output / "zoo.json").read_text())
     (pair,) = figures["pairs"]
     assert (pair["target"], pair["draft"], pair["gain"]["count"]) == ("tiny-target", "tiny-draft", 2)
@@ -55,8 +55,8 @@ def test_measure_predicts_runs_resumes_and_reports(tiny_fleet: Fleet, tmp_path: 
 def test_predict_and_show_print_every_pair(tiny_fleet: Fleet, tmp_path: Path, prompts: Path) -> None:
     command = ("zoo", "predict", "--server", tiny_fleet.bridge, "--prompts", str(prompts), "--count", "1")
     assert "tiny-draft" in run(*command, "--output", str(tmp_path / "zoo"))
-    told = run("zoo", "show", "--server", tiny_fleet.bridge)
-    assert "available" in told and "best" in told and tiny_fleet.target in told
+    text = run("zoo", "show", "--server", tiny_fleet.bridge)
+    assert "available" in text and "best" in text and tiny_fleet.target in text
 
 
 def test_names_that_the_bridge_does_not_have_are_refused(tiny_fleet: Fleet, tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_names_that_the_bridge_does_not_have_are_refused(tiny_fleet: Fleet, tmp_
 
 
 def test_the_doctor_prints_findings_and_ends_with_their_status(tiny_fleet: Fleet) -> None:
-    told = run("doctor", "--server", tiny_fleet.bridge, "--verbose")
-    assert "findings are in order" in told and "accepts connections" in told and "tiny-draft beside tiny-target" in told
+    text = run("doctor", "--server", tiny_fleet.bridge, "--verbose")
+    assert "findings are in order" in text and "accepts connections" in text and "tiny-draft beside tiny-target" in text
     result = CliRunner().invoke(app, ["doctor", "--server", tiny_fleet.target])
     assert result.exit_code == 1 and "give the address of the bridge" in result.output

@@ -1,4 +1,4 @@
-"""The zoo's report: its arithmetic, resuming, and the page in a headless browser. Skipped there without Chromium."""
+"""Tests the zoo's report: its arithmetic, resuming, and the page in headless Chromium (skipped without it)."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ MODEL: dict[str, Any] = {
 
 
 def sample(target: str, draft: str, way: str, prompt: int, temperature: float = 0.0) -> Sample:
-    """A text of 40 tokens after the first pass, whose speed follows `SPEEDS` with a little noise for each prompt."""
+    """Returns a sample of 40 tokens whose speed follows `SPEEDS` with a little variation for each prompt."""
     gain = SPEEDS.get(draft, 1.0) * (1 + 0.02 * (prompt % 3) if draft else 1)
     taken, passes = (0, 0) if way == ALONE else (30, 20)
     proposed, compute_ns = (80, 20_000_000) if draft else (0, 0)
@@ -221,7 +221,7 @@ def test_nothing_depends_on_colour_alone_and_names_are_text(page: Page) -> None:
             return (b + 0.05) / (a + 0.05); })"""
     )
     assert min(contrasts) >= 4.5
-    assert page.locator("th b").count() == 0, "a hostile name is no markup"
+    assert page.locator("th b").count() == 0, "a hostile name is not markup"
     assert page.locator("th", has_text="<b>hostile</b>").count() > 0
     assert page.locator(".example script").count() == 0
     dashes = page.evaluate(

@@ -138,7 +138,7 @@ class Reciter:
 
 
 def recite(client: CandidateClient, *engines: Reciter, deadline: float = 1.0, forward_seconds: float = 0.01) -> None:
-    """Runs engines, in one forward at a time, to the end of their texts. Says that each took `forward_seconds`."""
+    """Runs engines, in one forward at a time, to the end of their texts. Reports `forward_seconds` for each."""
     while live := [one for one in engines if not one.done]:
         ended = [one.sequence_id for one in engines if one.done]
         found = client.step(

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
-# Names that a request may want to know, and texts that are special somewhere.
+# Names that requests may refer to, and texts that are special somewhere.
 _TEXTS = ["", "tiny-byte_level", "draft", "suffix", "user", "the quick", "\0", "<eos>", "é🎉", "\n" * 9]
 _BITS = {
     FieldDescriptor.TYPE_UINT32: 32,

@@ -42,7 +42,7 @@ class Observed:
 
 
 def value(samples: Samples, name: str, **labels: str) -> float:
-    """Returns a sample of ours, 0 if there is none."""
+    """Returns one of our samples, 0 if there is none."""
     return samples.get((f"draftbridge_{name}", tuple(sorted(labels.items()))), 0.0)
 
 

@@ -12,7 +12,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Proxy:
-    """Forwards connections to `upstream`, HOST:PORT, from `address`, in a thread of its own.
+    """Forwards connections to `upstream`, HOST:PORT, from `address`, in its own thread.
 
     `upstream` may change: new connections go to the new one. `delay` is the time in seconds that each piece of data
     waits in either direction. Faults hit connections in the middle of what they carry; `heal` ends all of them.
@@ -76,7 +76,7 @@ class Proxy:
         self._corrupt_after = byte_count
 
     def heal(self) -> None:
-        """Ends all faults. Connections that were halved are reset, as by a peer that gave them up."""
+        """Ends all faults. Connections that were halved are reset, as by a peer that has dropped them."""
         self._refuses, self.delay, self._truncate_after, self._corrupt_after = False, 0.0, None, None
         if not self._flows.is_set():
             self.cut()

@@ -31,7 +31,7 @@ def continued(prompt: list[int], count: int) -> list[int]:
 
 
 class ScriptedBridge(candidate_pb2_grpc.CandidateServiceServicer):
-    """Proposes what the engine's model will say, with a wrong token now and then."""
+    """Proposes what the engine's model will generate, with a wrong token now and then."""
 
     def __init__(self, wrong: float = 0.3) -> None:
         """`wrong`: how often a token is wrong."""

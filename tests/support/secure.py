@@ -1,4 +1,4 @@
-"""Keys, and a model server that starts fast, for tests of security."""
+"""Provides keys and a model server that starts fast, for tests of security."""
 
 import contextlib
 import hashlib
@@ -29,7 +29,7 @@ tokens-per-minute = 10
 
 
 def describe(address: str, credentials: Credentials) -> model_pb2.Model:
-    """Returns what a model server says of its model."""
+    """Returns a model server's description of its model."""
     with open_channel(address, credentials, ()) as channel:
         return model_pb2_grpc.ModelServiceStub(channel).GetModel(model_pb2.GetModelRequest(), timeout=10).model
 

@@ -1,4 +1,4 @@
-"""A request whose target and draft behave as they are told, so that the planner can be tested without either."""
+"""A simulated request with parameters for its target and draft, so that the planner can be tested without either."""
 
 import random
 
@@ -10,7 +10,7 @@ from bridge.sources.suffix import SuffixSource
 from bridge.sources.suffix_index import SuffixMatcher
 
 MS = 1_000_000
-# What forwards take by their number of tokens, in milliseconds.
+# Milliseconds of a forward, by its number of tokens.
 FLAT = {width: 9.7 + 0.3 * width for width in range(1, 65)}
 STEEP = {1: 5.5} | {width: 7.0 + 0.8 * width for width in range(2, 65)}
 HOPELESS = {width: 10.0 * width for width in range(1, 65)}
@@ -21,7 +21,7 @@ def measured(times: dict[int, float]) -> list[tuple[int, int]]:
 
 
 class Draft:
-    """A source that takes time, of which the planner only knows where it stands."""
+    """A source that takes time, of which the planner knows only the state."""
 
     name = "draft"
     evidence_edges = (0.3, 0.5, 0.7, 0.9, 0.97)
@@ -30,10 +30,10 @@ class Draft:
 
 
 class Simulated:
-    """A request whose target and draft behave as they are told, in place of the loop.
+    """Takes the place of the loop; its target and draft follow the parameters.
 
-    `right`: the chance of a candidate; `draft_ms`: of a token of the draft; `slowdown`: of the target meanwhile.
-    `match`: the length of the suffix match that there always is, or None.
+    `right`: the chance that a candidate is right; `draft_ms`: per draft token; `slowdown`: of the target meanwhile.
+    `match`: the length of the suffix match of every pass, or None.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Simulated:
         self.tokens, self.candidates, self.ns, self.names = 0, 0, 0.0, []
 
     def run(self, passes: int) -> float:
-        """Tokens in a millisecond over so many passes."""
+        """Returns the tokens per millisecond over the given number of passes."""
         before = self.tokens, self.ns
         for _ in range(passes):
             self._pass()

@@ -10,7 +10,7 @@ from tests.support.observed import Observed, observed, value
 from tests.support.proxy import Proxy
 
 SCRIPTED = "benchmarks.scripted_service"
-# A bridge notices within one and a half times this that a service does not answer. On a busy machine a service may
+# A bridge notices within 1.5 times this period that a service does not answer. On a busy machine a service may
 # take a good part of a second to answer.
 KEEPALIVE_SECONDS = 2.0
 
@@ -18,7 +18,7 @@ KEEPALIVE_SECONDS = 2.0
 class World:
     """A bridge, two replicas of a target and a draft, each service behind a proxy.
 
-    Each target has four slots and a queue of two, the draft three slots and no queue, unless `slots` says otherwise.
+    Each target has four slots and a queue of two, the draft three slots and no queue, unless `slots` is given.
     """
 
     def __init__(self, directory: Path, slots: int | None = None, forward_ms: float = 2.0) -> None:
@@ -37,7 +37,7 @@ class World:
         self._stack.close()
 
     def start_service(self, name: str, *options: str) -> Observed:
-        """Starts a service; `name` says in which role."""
+        """Starts a service; its role follows from `name`."""
         role = "draft" if name == "draft" else "target"
         slots, queue = (self._slots, 0) if self._slots else (3, 0) if role == "draft" else (4, 2)
         words = ["--role", role, "--slots", str(slots), "--queue", str(queue), *self._tls, *options]

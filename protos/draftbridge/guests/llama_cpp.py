@@ -16,7 +16,7 @@ from draftbridge.machine import compute_units
 from draftbridge.security import Credentials
 from draftbridge.v1 import model_pb2
 
-# Long enough for a draft to propose several tokens where that pays. The bridge waits only then.
+# Long enough for a draft to propose several tokens. The bridge waits only where it predicts a gain.
 _DEADLINE_SECONDS = 0.25
 
 

@@ -72,7 +72,7 @@ class NoCorpus:
 
 
 class Asker:
-    """Asks the bridge for the requests of a batch. Under tensor parallelism one rank asks and tells the others."""
+    """Asks the bridge for the requests of a batch. Under tensor parallelism one rank asks and broadcasts the answer."""
 
     def __init__(self, target_worker: Any, server_args: Any, width: int) -> None:
         self._log = log_like("sglang")

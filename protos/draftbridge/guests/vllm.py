@@ -96,7 +96,7 @@ def _client(settings: GuestSettings, vllm_config: Any) -> CandidateClient:
     from vllm.tokenizers import cached_tokenizer_from_config
 
     model_config, device = vllm_config.model_config, str(vllm_config.device_config.device_type)
-    # vLLM tells its workers for CPUs by this variable how many threads they compute with.
+    # This variable holds the number of threads of vLLM's CPU workers.
     threads = os.environ.get("OMP_NUM_THREADS", "")
     units, unit_count = compute_units(device, int(threads) if threads.isdecimal() else None)
     tokenizer = cached_tokenizer_from_config(model_config)

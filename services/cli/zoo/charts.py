@@ -26,7 +26,7 @@ def heat(gain: float) -> tuple[str, str]:
         part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in (one / 255 for one in parts)
     ]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    # Whichever of white and black has the higher contrast, at least 4.5 for any background.
+    # The colour, white or black, with the higher contrast: at least 4.5 for any background.
     text = "#ffffff" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "#000000"
     return "#" + "".join(f"{part:02x}" for part in parts), text
 
@@ -137,7 +137,7 @@ def _series(
 
 
 def _mark(place: tuple[float, float], number: int) -> str:
-    """Returns a mark whose shape, not only its colour, tells the series."""
+    """Returns a mark that identifies the series by its shape as well as its colour."""
     (x, y), colour, shape = place, COLOURS[number % len(COLOURS)], number % 4
     if shape == 0:
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'

@@ -166,7 +166,7 @@ def sample_of(events: Iterable[Event], key: Key, category: str) -> Sample:
 class SampleFile:
     """A file with one sample in each line, written as they are taken.
 
-    The first line says which models they are of. A file of other models, or of the same on another machine, is refused.
+    The first line names their models. A file of other models, or of the same on another machine, is refused.
     """
 
     def __init__(self, path: Path, models: Mapping[str, Any]) -> None:

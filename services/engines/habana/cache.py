@@ -129,7 +129,7 @@ class SlotCache(torch.nn.Module):
 
 
 class Past(tuple[tuple[int, int, int, int], ...]):
-    """Given to optimum-habana as one layer's past: tells attention that tables of positions have `capacity` rows.
+    """Passed to optimum-habana as one layer's past, so that attention makes tables of positions with `capacity` rows.
 
     Some classes ask for a shape's last but one number, others for the length that the past has for new tokens.
     """

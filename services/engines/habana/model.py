@@ -102,7 +102,7 @@ def _scope_sums(model: torch.nn.Module) -> None:
 
 
 def quantize(model: Any, quant_config: Path) -> Any:
-    """Measures or quantizes a model in FP8 with Intel Neural Compressor, as the file's `mode` tells.
+    """Measures or quantizes a model in FP8 with Intel Neural Compressor, as the file's `mode` requires.
 
     Measurements are written when the process ends. Raises `UnusableModel` if the library is not installed.
     """

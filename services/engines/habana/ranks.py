@@ -1,6 +1,6 @@
 """Keeps the processes of a sharded model together: the first one sends each message before it executes it.
 
-A launcher (DeepSpeed, torchrun, mpirun) starts one process per Gaudi and tells each its place in the environment.
+A launcher (DeepSpeed, torchrun, mpirun) starts one process per Gaudi and sets each one's rank in its environment.
 """
 
 import logging
@@ -56,5 +56,5 @@ class Ranks:
             execute(message)
 
     def stop_with(self, owner: object) -> None:
-        """Makes the others stop when `owner` is no longer used, or when this process ends."""
+        """Makes the other processes stop when `owner` is no longer used, or when this process ends."""
         weakref.finalize(owner, self.send, stopping())

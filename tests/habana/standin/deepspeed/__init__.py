@@ -19,14 +19,14 @@ from deepspeed.module_inject.layers import LinearAllreduce
 
 
 def init_distributed(dist_backend: str) -> None:
-    """Connects the processes that the environment tells of."""
+    """Connects the processes that the environment describes."""
     assert dist_backend == "hccl"
     dist.init_process_group("gloo")
 
 
 @contextmanager
 def OnDevice(dtype: torch.dtype, device: str) -> Iterator[None]:  # noqa: N802, as in the library
-    """On "meta", weights that are made have no data. Tables that are computed do."""
+    """On "meta", new weights have no data, but computed tables do."""
     if device == "meta":
         with init_empty_weights(include_buffers=False):
             yield
@@ -45,7 +45,7 @@ def init_inference(
 ) -> SimpleNamespace:
     """Reads the weights if the model has none, and keeps this process's part of each layer.
 
-    `injection_policy`: the linear layers of each kind of layer whose inputs are divided; the outputs of others are.
+    `injection_policy`: the linear layers of each kind of layer whose inputs are divided; others' outputs are.
     """
     assert tensor_parallel == {"tp_size": dist.get_world_size()}
     if checkpoint:

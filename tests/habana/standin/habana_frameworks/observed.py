@@ -1,4 +1,4 @@
-"""What the stand-in does in earnest, and what it has seen: graphs, steps, shapes, and waits for the device."""
+"""Implements the stand-in's working parts, and records graphs, steps, shapes, and waits for the device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
