@@ -159,7 +159,7 @@ def test_nobody_there_is_said_so() -> None:
 def test_a_bridge_refuses_a_server_in_the_wrong_role(tiny_fleet: Fleet) -> None:
     message = refused(command("bridge", "--target", tiny_fleet.draft, "--listen", "127.0.0.1:0"))
     assert "--role target" in message
-    message = refused(command("bridge", "--target", tiny_fleet.target, "--draft", "nowhere"))
+    message = refused(command("bridge", "--target", tiny_fleet.target, "--draft", "nowhere", "--listen", "127.0.0.1:0"))
     assert "HOST:PORT" in message
 
 

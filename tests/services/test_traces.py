@@ -180,5 +180,5 @@ def test_without_opentelemetry_the_option_names_the_extra(monkeypatch: pytest.Mo
     from services.traces import Traces, TracingNotInstalled
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(TracingNotInstalled, match=r"draftbridge\[otel\]"):
+    with pytest.raises(TracingNotInstalled, match=r"pip install .*\[otel\]"):
         Traces("http://127.0.0.1:1", "x")

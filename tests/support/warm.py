@@ -23,13 +23,24 @@ from typing import IO, Any
 from services.cli import processes
 
 _MAX_MESSAGE_BYTES = 1 << 20
-# The modules that the processes would import. None of them starts threads or reads the environment.
+# Libraries that the processes would import. Our own modules are not among them: some read the environment.
 _IMPORTED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
-    "services.cli.app",
-    "services.model.server",
-    "services.bridge.server",
+    "draftbridge",
+    "google.rpc.error_details_pb2",
+    "grpc.aio",
+    "grpc_channelz.v1.channelz",
+    "grpc_health.v1.health",
+    "grpc_reflection.v1alpha.reflection",
+    "jinja2.sandbox",
+    "llguidance",
+    "prometheus_client.core",
+    "pydantic.main",
+    "pydantic.types",
+    "rich.progress",
+    "tokenizers",
+    "typer",
 )
 cold_start = processes._start
 
