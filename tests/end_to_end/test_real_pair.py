@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -110,21 +111,23 @@ def setups() -> Iterator[dict[str, Setup]]:
     """Both pairs behind one bridge: each model is a target and a draft."""
     # Half of the cores each: threads that wait for one another by spinning do not share a core well.
     options = ("--dtype", "float32", "--threads", str(max(1, (os.cpu_count() or 1) // 2)))
-    servers, arguments = {}, []
-    with ExitStack() as stack:
-        for name in MODELS:
-            resolve(name)
-            address, servers[name] = stack.enter_context(serve(name, *options))
-            arguments += ["--target", address, "--draft", address]
-        bridge = launched("bridge", "bridge", *arguments, "--listen", "127.0.0.1:0", "--until-stdin-closes")
+    directories = {name: resolve(name) for name in MODELS}
+    with ExitStack() as stack, ThreadPoolExecutor() as pool:
+        starting = pool.map(lambda name: stack.enter_context(serve(name, *options)), MODELS)
+        models = {
+            name: AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+            for name, directory in directories.items()
+        }
+        servers = dict(zip(MODELS, starting, strict=True))
+        both = [word for address, _ in servers.values() for word in ("--target", address, "--draft", address)]
+        bridge = launched("bridge", "bridge", *both, "--listen", "127.0.0.1:0", "--until-stdin-closes")
         client = stack.enter_context(Client(stack.enter_context(bridge)[0]))
         found = {}
         for pair in PAIRS:
             target, draft = pair.split("<-")
-            directory = resolve(target)
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+            directory, process = directories[target], servers[draft][1]
             tokenizer = AutoTokenizer.from_pretrained(directory)
-            found[pair] = Setup(target, draft, servers[draft], client, model, tokenizer, read_model_files(directory))
+            found[pair] = Setup(target, draft, process, client, models[target], tokenizer, read_model_files(directory))
         yield found
 
 
@@ -171,7 +174,7 @@ def test_greedy_text_is_that_of_transformers(setup: Setup, index: int, mode: str
 def test_the_draft_helps(setup: Setup) -> None:
     # By itself lockstep takes as many tokens as pay on this machine.
     options = {"speculation": "lockstep", "num_assistant_tokens": 4}
-    results = [ask(setup, prompt, **options).finished for prompt in PROMPTS[2:8:2]]
+    results = [ask(setup, prompt, **options).finished for prompt in PROMPTS[2:8:3]]
     accepted = sum(result.speculation.num_accepted_tokens for result in results)
     passes = sum(result.speculation.target_pass_count for result in results)
     print(f"{accepted} tokens accepted in {passes} passes")
