@@ -28,8 +28,8 @@ class Continuation:
     """The bytes that a source proposes after the end of the tape.
 
     `evidence` is the source's own measure of its certainty about the first byte, such as the length of a match; each
-    byte that is right adds `gain` to it. A source with its own tokens also gives the offset in `data` where each of
-    them starts, and its probability: `starts`, `confidences`.
+    byte that is right adds `gain` to it, and the first one `first_gain` as well. A source with its own tokens also
+    gives the offset in `data` where each of them starts, and its probability: `starts`, `confidences`.
     `closes`: the source proposes that the text ends after `data`. `cut`: the source has more bytes than `data`, which
     may end in the middle of a word.
     """
@@ -38,6 +38,7 @@ class Continuation:
     data: bytes
     evidence: float = 1.0
     gain: float = 0.0
+    first_gain: float = 0.0
     starts: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
     closes: bool = False
@@ -46,7 +47,8 @@ class Continuation:
     def evidence_of(self, begin: int, end: int) -> float:
         """Returns the evidence for `data[begin:end]`, times the probabilities of the tokens that start there."""
         tokens = slice(bisect_left(self.starts, begin), bisect_left(self.starts, end))
-        return (self.evidence + self.gain * begin) * prod(self.confidences[tokens])
+        gained = self.gain * begin + (self.first_gain if begin else 0.0)
+        return (self.evidence + gained) * prod(self.confidences[tokens])
 
 
 @dataclass(frozen=True)

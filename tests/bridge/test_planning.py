@@ -262,7 +262,7 @@ def test_predictions_are_corrected_by_what_came_of_them() -> None:
     """Half of the candidates come too late, which acceptance chances cannot predict."""
     shared = TargetEstimates(measured(FLAT))
     planner = Planner(SpeculationParameters(), RequestEstimates(shared, [SuffixSource(SuffixMatcher())]))
-    offer = Offer((1,) * 8, ("suffix",) * 8, (64.0,) * 8)
+    offer = Offer((1,) * 8, ("suffix",) * 8, (64.0, *[164.0] * 7))
     before = planner.plan([offer], None)
     for number in range(100):
         plan = planner.plan([offer], None)

@@ -243,10 +243,10 @@ def test_a_candidate_is_as_sure_as_the_draft_tokens_that_start_in_it() -> None:
     assert [one.evidence_of(*span) for span in ((0, 3), (3, 6))] == [pytest.approx(0.72), 0.5]
 
 
-def test_a_match_is_surer_the_longer_it_has_been_right() -> None:
-    offer = offer_of(WORDS, [Continuation("suffix", b"use on the hill", 20.0, gain=1.0)])
+def test_evidence_grows_with_the_bytes_that_are_right() -> None:
+    offer = offer_of(WORDS, [Continuation("suffix", b"use on the hill", 20.0, gain=1.0, first_gain=50.0)])
     begins = [len(WORDS.spell(offer.token_ids[:count])) for count in range(len(offer.token_ids))]
-    assert list(offer.evidence) == [20.0 + begin for begin in begins]
+    assert list(offer.evidence) == [20.0] + [70.0 + begin for begin in begins[1:]]
 
 
 def test_what_is_cut_off_is_no_candidate() -> None:

@@ -67,8 +67,10 @@ class Simulated:
 
     def _pass(self) -> None:
         ids = tuple(range(6 * MAX_CANDIDATES))
-        suffix = Offer(ids, ("suffix",) * len(ids), (float(self._match),) * len(ids)) if self._match else Offer()
-        offers = [suffix] if self._match else []
+        offers = []
+        if self._match:
+            evidence = (float(self._match), *[100.0 + self._match] * (len(ids) - 1))
+            offers.append(Offer(ids, ("suffix",) * len(ids), evidence))
         state = SourceState(runs_ahead=self._runs_ahead) if self._draft else None
         plan = self.planner.plan(offers, state)
         self._runs_ahead = plan.runs_ahead
