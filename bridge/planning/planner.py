@@ -45,8 +45,6 @@ _MIN_GAIN, _MIN_CHANGE = 1.05, 1.03
 # After this many passes for each running request that do not use an available source, plain decoding, or the draft, it
 # is tried, because what is never tried is never measured.
 _IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES, _IDLE_DRAFT_PASSES = 100, 100, 500
-# Candidates of a lower chance are not tried: if they are right after all, a longer match soon follows.
-_MIN_TRIAL_CHANCE = 0.2
 # A draft is tried only in these first passes of a request: the target reads the prompt, is told to wait, and verifies.
 # Reading the prompt must not cost the draft more than this share of the time since it was last used.
 _TRIAL_PASSES, _TRIAL_SHARE = 3, 0.01
@@ -180,8 +178,7 @@ class Planner:
             return replace(alone, is_trial=True)
         at_hand = [offer for offer in offers if offer.sources[0] != estimates.drafting_source]
         for offer in at_hand:
-            is_likely = self._chances(offer, 1)[0] >= _MIN_TRIAL_CHANCE
-            if is_likely and idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load:
+            if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load:
                 # The number of candidates that are all right with a chance of one half.
                 width = min(max(int(log(0.5) / log(self._chances(offer, 1)[0])), 1), MAX_CANDIDATES)
                 return replace(self._at_hand(offer, width, costs, 0.0), is_trial=True, trial_width=width)

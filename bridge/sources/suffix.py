@@ -10,8 +10,8 @@ from bridge.tape import Tape
 # A match that continues another source's bytes, perhaps in the middle of a word, has at least this many bytes: shorter
 # matches are too often wrong about the rest of the word.
 _MIN_BYTES_AFTER = 8
-# The lengths of matches that are counted apart, in bytes, and a number greater than the length of any match.
-_LENGTHS, _CONFIRMED = (4.0, 8.0, 16.0, 32.0), 100.0
+# More than the length of any match.
+_CONFIRMED = 100.0
 
 
 class SuffixSource(CandidateSource):
@@ -22,8 +22,8 @@ class SuffixSource(CandidateSource):
     """
 
     name: ClassVar[str] = "suffix"
-    evidence_edges: ClassVar[tuple[float, ...]] = (*_LENGTHS, *(_CONFIRMED + length for length in (0, *_LENGTHS)))
-    prior_chances: ClassVar[tuple[float, ...]] = (0.15, 0.35, 0.4, 0.7, 0.85, 0.5, 0.75, 0.65, 0.85, 0.95)
+    evidence_edges: ClassVar[tuple[float, ...]] = (8, 16, 32, *(_CONFIRMED + length for length in (0, 8, 16, 32)))
+    prior_chances: ClassVar[tuple[float, ...]] = (0.35, 0.4, 0.7, 0.85, 0.75, 0.65, 0.85, 0.95)
 
     def __init__(self, drafter: SuffixMatcher) -> None:
         self._drafter = drafter
@@ -35,10 +35,7 @@ class SuffixSource(CandidateSource):
 
     def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
         match = self._drafter.match(after)
-        if after and (match is None or match.length < _MIN_BYTES_AFTER):
-            return None
-        match = match or self._drafter.recent()
-        if match is None:
+        if match is None or (after and match.length < _MIN_BYTES_AFTER):
             return None
         cut = len(match.data) >= MAX_PROPOSAL_BYTES
         return Continuation(self.name, match.data, float(match.length), first_gain=_CONFIRMED, cut=cut)

@@ -16,8 +16,6 @@ import numpy as np
 MIN_MATCH_BYTES = 4
 MAX_MATCH_BYTES = 64
 MAX_PROPOSAL_BYTES = 256
-# Where no match is that long, the last occurrence of this many bytes is looked for, in this many bytes of text.
-MIN_RECENT_BYTES, _RECENT_TEXT_BYTES = 2, 1 << 16
 # The entries of the smallest table. Larger tables have one to two entries for each byte of text.
 _MIN_TABLE_ENTRIES = 4096
 # The most earlier places that are compared for one match.
@@ -39,14 +37,6 @@ class Match:
 def max_memory_bytes(length: int) -> int:
     """Returns the most memory that a drafter takes for a text of `length` bytes."""
     return 15 * length + (20 << 10)
-
-
-def _repeated(match: Match, ahead: bytes) -> Match:
-    """Returns a match whose text ends soon after it with its data repeated."""
-    if len(match.data) == MAX_PROPOSAL_BYTES:
-        return match
-    data = match.data + ahead
-    return Match(match.length, (data * (MAX_PROPOSAL_BYTES // len(data) + 1))[:MAX_PROPOSAL_BYTES])
 
 
 class SuffixMatcher:
@@ -98,20 +88,10 @@ class SuffixMatcher:
         own, other = self.match_of(end), self._elsewhere(end)
         if other and (own is None or other.length > own.length):
             return other
-        return own and _repeated(own, ahead)
-
-    def recent(self) -> Match | None:
-        """Returns the last occurrence of the text's last two or three bytes, for when `match` finds nothing."""
-        text = self._text
-        start = max(self._starts[-1], len(text) - _RECENT_TEXT_BYTES)
-        # At least one byte follows the match.
-        found = text.rfind(text[-MIN_RECENT_BYTES:], start, len(text) - 1)
-        if found < 0 or len(text) - start <= MIN_RECENT_BYTES:
-            return None
-        longer = found > start and text[found - 1] == text[-MIN_RECENT_BYTES - 1]
-        place = found + MIN_RECENT_BYTES
-        data = bytes(text[place : place + MAX_PROPOSAL_BYTES])
-        return _repeated(Match(MIN_RECENT_BYTES + longer, data), b"")
+        if own is None or len(own.data) == MAX_PROPOSAL_BYTES:
+            return own
+        data = own.data + ahead
+        return Match(own.length, (data * (MAX_PROPOSAL_BYTES // len(data) + 1))[:MAX_PROPOSAL_BYTES])
 
     def match_of(self, end: bytes) -> Match | None:
         """Returns the longest match of the bytes `end`, with data up to the end of the text that contains it."""

@@ -67,23 +67,6 @@ def test_a_match_behind_what_may_come_is_that_of_a_text_where_it_came(parts: lis
         assert match.data in whole
 
 
-@given(text=st.text("abcdefgh", max_size=40).map(str.encode), parted=st.booleans())
-def test_the_last_occurrence_of_two_bytes_is_found_where_no_longer_match_is(text: bytes, parted: bool) -> None:
-    drafter = SuffixMatcher(b"gh" * parted)
-    if parted:
-        drafter.start_text()
-    drafter.append(text)
-    places = [end for end in range(2, len(text)) if text[end - 2 : end] == text[-2:]]
-    found = drafter.recent()
-    if not places:
-        assert found is None
-        return
-    assert found is not None
-    place = places[-1]
-    assert found.length == 2 + (text[max(place - 3, 0) : place] == text[-3:])
-    assert found.data.startswith(text[place:]) and len(found.data) == suffix.MAX_PROPOSAL_BYTES
-
-
 def test_a_repetition_goes_on() -> None:
     match = SuffixMatcher(b"one two, one two, one two, one").match()
     assert match is not None
