@@ -28,6 +28,7 @@ import numpy as np
 from bridge.sampling.grammar import Grammar, GrammarKind
 from draftbridge import Client
 from services.cli.processes import fleet
+from services.grammars.byte_matcher import byte_tokenizer
 from services.grammars.compiler import compile_grammar
 from services.grammars.token_matcher import TokenMatcher
 from services.grammars.tokenizer import GrammarTokenizer
@@ -162,7 +163,8 @@ def time_masks(model: str, chosen: Sequence[Task], clock: Callable[[], int] = ti
     times = []
     for task in chosen:
         grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(task.schema))
-        matcher = TokenMatcher(compile_grammar(tokenizer.library, grammar), grammar, tokenizer, frozenset({0}), model)
+        matchers = compile_grammar(tokenizer.library, grammar), compile_grammar(byte_tokenizer(), grammar)
+        matcher = TokenMatcher(*matchers, grammar, tokenizer, frozenset({0}), model)
         while True:
             started = clock()
             allowed = matcher.allowed()

@@ -14,7 +14,15 @@ from time import perf_counter_ns
 import grpc
 from cachetools import LRUCache
 
-from bridge.errors import DraftBridgeError, EngineFailure, ModelChanged, ModelNotFound, SlotsExhausted, Unreachable
+from bridge.errors import (
+    DraftBridgeError,
+    EngineFailure,
+    ModelChanged,
+    ModelNotFound,
+    SandboxBusy,
+    SlotsExhausted,
+    Unreachable,
+)
 from bridge.ports import Candidates, Grant, Pass, Run
 from bridge.request import Request
 from bridge.text.chat import Chat
@@ -30,7 +38,9 @@ _AFFINITY_REQUESTS = 1
 _PAUSE_NS, _MAX_PAUSE_NS = 500_000_000, 30_000_000_000
 # What another replica may do better. Other errors are the request's own.
 _LOST_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-_MOVED_REASONS = (SlotsExhausted.reason, EngineFailure.reason, ModelChanged.reason, ModelNotFound.reason)
+_MOVED_REASONS = tuple(
+    error.reason for error in (SlotsExhausted, SandboxBusy, EngineFailure, ModelChanged, ModelNotFound)
+)
 
 
 @dataclass

@@ -20,6 +20,24 @@ def allowed_bytes(matcher: LLMatcher) -> list[int]:
     return [] if matcher.is_error() else [byte for byte in range(256) if bits[byte >> 3] >> (byte & 7) & 1]
 
 
+def forced_bytes(matcher: LLMatcher, limit: int) -> tuple[bytes, bool]:
+    """Returns the bytes that must follow, at most `limit`, and whether the text must end after them.
+
+    The library's own `compute_ff_bytes` has no limit: a short grammar may force millions of bytes.
+    """
+    found, ends = bytearray(), False
+    while len(found) < limit and not matcher.is_stopped():
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        if bits == 0 or bits & (bits - 1) or (ends := bits == 1 << _END):
+            break
+        found.append(bits.bit_length() - 1)
+        matcher.consume_token(found[-1])
+    ends = ends or (not matcher.is_error() and bool(matcher.is_stopped()))
+    if found and not matcher.is_error():
+        matcher.rollback(len(found))
+    return bytes(found), ends
+
+
 class ByteMatcher:
     """Implements `bridge.ports.TextGrammar` for one text.
 
@@ -52,9 +70,7 @@ class ByteMatcher:
             if not self._lost:
                 self._rollback(count)
             return b"", False
-        data = bytes(self._matcher.compute_ff_bytes())[:limit]
-        count += self._consume(data)
-        ends = bool(self._matcher.is_stopped())
+        data, ends = forced_bytes(self._matcher, limit)
         self._rollback(count)
         return (b"", False) if self._lost else (data, ends)
 

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from cachetools import LRUCache
 from llguidance import LLMatcher
@@ -18,10 +18,15 @@ from services.grammars.token_matcher import TextMatcher, TokenMatcher
 from services.grammars.tokenizer import GrammarTokenizer
 from services.grammars.trial import GrammarTrial, grammar_busy
 
-# A compiled grammar takes about its text's size; refused ones are kept, too, with their error.
-_KEPT_GRAMMARS = 128
+# The memory that compiled grammars may take. Refused ones are kept, too, with their error.
+_KEPT_BYTES = 256 << 20
+# A compiled grammar takes about 64 KiB, and 200 bytes for each byte of its text.
+_GRAMMAR_BYTES, _BYTES_PER_BYTE = 1 << 16, 200
 # Grammars that may wait until the one before them is compiled.
 _MAX_WAITING = 32
+
+# A grammar compiled for bytes and, by a model's server, for its tokens.
+_Compiled = tuple[LLMatcher, ...]
 
 
 class _Store:
@@ -30,52 +35,55 @@ class _Store:
     A thread of its own compiles one grammar after the other, so that hostile ones delay no other work.
     """
 
-    def __init__(self, compile_one: Callable[[Grammar], LLMatcher], trial: GrammarTrial) -> None:
+    def __init__(self, compile_one: Callable[[Grammar], _Compiled], trial: GrammarTrial) -> None:
         self._compile_one, self._trial = compile_one, trial
-        self._kept: LRUCache[Grammar, LLMatcher | InvalidGrammar] = LRUCache(_KEPT_GRAMMARS)
+        self._kept: LRUCache[Grammar, tuple[_Compiled | InvalidGrammar, int]] = LRUCache(
+            _KEPT_BYTES, getsizeof=lambda kept: kept[1]
+        )
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._waiting = 0
+        self._waiting: dict[Grammar, Future[object]] = {}
 
     async def prepare(self, grammar: Grammar) -> None:
-        """Compiles a grammar in a thread, unless it is kept. Raises `SandboxBusy`."""
+        """Compiles a grammar in a thread, unless it is kept or another request does. Raises `SandboxBusy`."""
         if self._found(grammar):
             return
-        if self._waiting >= _MAX_WAITING:
-            raise grammar_busy(f"{self._waiting} others are waiting")
-        self._waiting += 1
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
-        finally:
-            self._waiting -= 1
+        if (future := self._waiting.get(grammar)) is None:
+            if len(self._waiting) >= _MAX_WAITING:
+                raise grammar_busy(f"{len(self._waiting)} others are waiting")
+            self._waiting[grammar] = future = self._thread.submit(self._compile, grammar)
+            future.add_done_callback(lambda _: self._waiting.pop(grammar))
+        await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it when this request is cancelled
 
-    def matcher(self, grammar: Grammar) -> LLMatcher:
-        """Returns a new matcher at the start of a prepared grammar. Raises `InvalidGrammar`."""
+    def matchers(self, grammar: Grammar) -> list[LLMatcher]:
+        """Returns new matchers at the start of a prepared grammar. Raises `InvalidGrammar`."""
         kept = self._found(grammar) or self._compile(grammar)
         if isinstance(kept, InvalidGrammar):
             raise InvalidGrammar(grammar.field, str(kept).partition(" ")[2])
-        return kept.deep_copy()
+        return [matcher.deep_copy() for matcher in kept]
 
     def close(self) -> None:
         """Ends the thread and the trial's process."""
         self._thread.shutdown(wait=False)
         self._trial.close()
 
-    def _found(self, grammar: Grammar) -> LLMatcher | InvalidGrammar | None:
+    def _found(self, grammar: Grammar) -> _Compiled | InvalidGrammar | None:
         with self._lock:
-            return self._kept.get(grammar)
+            return self._kept.get(grammar, (None, 0))[0]
 
-    def _compile(self, grammar: Grammar) -> LLMatcher | InvalidGrammar:
+    def _compile(self, grammar: Grammar) -> _Compiled | InvalidGrammar:
         if found := self._found(grammar):
             return found
-        result: LLMatcher | InvalidGrammar
+        result: _Compiled | InvalidGrammar
+        text_size = len(grammar.text.encode())
         try:
             self._trial.check(grammar)
             result = self._compile_one(grammar)
+            size = len(result) * (_GRAMMAR_BYTES + _BYTES_PER_BYTE * text_size)
         except InvalidGrammar as error:
-            result = error
+            result, size = error, text_size + 1000
         with self._lock:
-            self._kept[grammar] = result
+            self._kept[grammar] = result, size
         return result
 
 
@@ -87,6 +95,7 @@ class TokenGrammars:
         self._store = _Store(self._compile, trial or GrammarTrial())
         self._lock = threading.Lock()
         self._tokenizer: GrammarTokenizer | None = None
+        self._byte_tokenizer = byte_tokenizer()
 
     async def prepare(self, sampling: SamplingParameters) -> None:
         """Compiles the grammar of the parameters, if they have one. Raises `SandboxBusy`."""
@@ -101,26 +110,27 @@ class TokenGrammars:
         known = frozenset(id_ for id_ in ends if self._model.has(id_))
         if not known:
             raise InvalidField("sampling.stop_token_ids", "set, because this model has no end-of-text token", "none")
-        return TokenMatcher(*self._opened(grammar), known, self._model.name)
+        matcher, byte_matcher = self._store.matchers(grammar)
+        return TokenMatcher(matcher, byte_matcher, grammar, self._made_tokenizer(), known, self._model.name)
 
     def open_draft(self, grammar: Grammar) -> TextMatcher:
         """Returns a matcher for a draft. Raises `InvalidGrammar`."""
         ends = frozenset(id_ for id_ in self._model.special_ids.eos if self._model.has(id_))
-        return TextMatcher(*self._opened(grammar), ends, self._model.name)
+        matcher, _ = self._store.matchers(grammar)
+        return TextMatcher(matcher, grammar, self._made_tokenizer(), ends, self._model.name)
 
     def close(self) -> None:
         """Ends the thread and the process that compile grammars."""
         self._store.close()
 
-    def _opened(self, grammar: Grammar) -> tuple[LLMatcher, Grammar, GrammarTokenizer]:
-        matcher = self._store.matcher(grammar)
-        assert self._tokenizer is not None
-        return matcher, grammar, self._tokenizer
-
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _made_tokenizer(self) -> GrammarTokenizer:
         with self._lock:  # a large vocabulary takes about a second
             self._tokenizer = self._tokenizer or GrammarTokenizer(self._model.vocabulary)
-        return compile_grammar(self._tokenizer.library, grammar, forcing=self._tokenizer.forcing)
+        return self._tokenizer
+
+    def _compile(self, grammar: Grammar) -> _Compiled:
+        library = self._made_tokenizer().library
+        return compile_grammar(library, grammar), compile_grammar(self._byte_tokenizer, grammar)
 
 
 class ByteGrammars:
@@ -128,12 +138,12 @@ class ByteGrammars:
 
     def __init__(self) -> None:
         tokenizer = byte_tokenizer()
-        self._store = _Store(lambda grammar: compile_grammar(tokenizer, grammar), GrammarTrial())
+        self._store = _Store(lambda grammar: (compile_grammar(tokenizer, grammar),), GrammarTrial())
 
     async def open(self, grammar: Grammar) -> ByteMatcher:
         """Returns a matcher at the start of a text. Raises `InvalidGrammar` or `SandboxBusy`."""
         await self._store.prepare(grammar)
-        return ByteMatcher(self._store.matcher(grammar))
+        return ByteMatcher(*self._store.matchers(grammar))
 
     def close(self) -> None:
         """Ends the thread and the process that compile grammars."""

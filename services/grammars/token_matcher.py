@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLMatcher
@@ -10,11 +11,14 @@ from numpy.typing import NDArray
 from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar
 from bridge.text.common_prefix import common_prefix_length
+from services.grammars.byte_matcher import forced_bytes
 from services.grammars.compiler import invalid, refused
 from services.grammars.tokenizer import GrammarTokenizer
 
 # The end of the text that an error quotes.
 _QUOTED_BYTES = 40
+# The forced bytes that decide about the next token. Few tokens are longer.
+_FORCED_BYTES = 64
 
 
 class GrammarPosition:
@@ -48,7 +52,7 @@ class GrammarPosition:
 
     def _byte_ids(self, bytes_: NDArray[np.uint8]) -> list[int]:
         """Returns the single-byte tokens that may follow where no other does: `stop_token_ids` may forbid a token."""
-        wanted = bytes(np.flatnonzero(bytes_).astype(np.uint8)) or bytes(self._matcher.compute_ff_bytes()[:1])
+        wanted = bytes(np.flatnonzero(bytes_).astype(np.uint8))
         known = self._tokenizer.vocabulary.byte_ids
         if ids := [known[byte] for byte in wanted if byte in known and known[byte] not in self._ends]:
             return ids
@@ -66,19 +70,38 @@ class GrammarPosition:
         return refused(self._grammar, self._matcher.get_error(), self._place)
 
 
+@dataclass(frozen=True)
+class _Forced:
+    """The token of bytes that must follow. Those in `longer` go on after these bytes, and may be allowed, too."""
+
+    token_id: int
+    longer: list[int]
+
+
 class TokenMatcher(GrammarPosition):
-    """Follows a sequence token by token, with a way back."""
+    """Follows a sequence token by token, with a way back.
+
+    Bytes without an alternative are written in the tokenizer's own tokens, if its vocabulary has all common bytes.
+    """
 
     def __init__(
-        self, matcher: LLMatcher, grammar: Grammar, tokenizer: GrammarTokenizer, ends: frozenset[int], name: str
+        self,
+        matcher: LLMatcher,
+        byte_matcher: LLMatcher,
+        grammar: Grammar,
+        tokenizer: GrammarTokenizer,
+        ends: frozenset[int],
+        name: str,
     ) -> None:
         super().__init__(matcher, grammar, tokenizer, ends, name)
+        self._byte_matcher = byte_matcher
         # The number of bytes of each token so far.
         self._lengths: list[int] = []
 
     def restart(self, token_ids: Sequence[int]) -> None:
         """Moves to the position after `token_ids` from the start. Raises `InvalidGrammar` if they do not follow it."""
         self._matcher.reset()
+        self._byte_matcher.reset()
         self._text.clear()
         self._lengths.clear()
         self.advance(token_ids)
@@ -89,6 +112,8 @@ class TokenMatcher(GrammarPosition):
             if not self._matcher.consume_token(id_):
                 raise self._failed()
             data = self._tokenizer.vocabulary.token_bytes(id_)
+            if not self._byte_matcher.consume_tokens(list(data)):
+                raise self._failed()
             self._text += data
             self._lengths.append(len(data))
 
@@ -99,9 +124,21 @@ class TokenMatcher(GrammarPosition):
         try:
             yield
         finally:
-            if (passed := len(self._lengths) - count) and not self._matcher.rollback(passed):
+            if (passed := len(self._lengths) - count) and not (
+                self._matcher.rollback(passed) and self._byte_matcher.rollback(sum(self._lengths[count:]))
+            ):
                 raise self._failed()
             del self._text[len(self._text) - sum(self._lengths[count:]) :], self._lengths[count:]
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Returns which ids may follow, as `GrammarPosition` does; only one within bytes that must follow."""
+        forced = self._forced()
+        own = None if forced and not forced.longer else super().allowed()
+        if forced and (own is None or not own[forced.longer].any()):
+            own = np.zeros(self._tokenizer.size, np.bool_)
+            own[forced.token_id] = True
+        assert own is not None
+        return own
 
     def accepted(self, token_ids: Sequence[int]) -> int:
         """Returns how many of the ids may follow, of which only the last may be one that ends the text."""
@@ -112,15 +149,30 @@ class TokenMatcher(GrammarPosition):
             raise self._failed()
         return found + bool(may_end)
 
-    def certain(self, token_ids: Sequence[int]) -> int:
-        """Returns how many of the ids must follow, because the grammar allows no other. It stops before an end."""
+    def certain(self, token_ids: Sequence[int]) -> tuple[int, bool]:
+        """Returns how many of the ids must follow, because the grammar allows no other, and whether the rest may.
+
+        The rest may not follow if another id must. It computes no masks, so it may miss ids that must follow.
+        """
         with self.excursion():
             for place, id_ in enumerate(token_ids):
-                allowed = self.allowed()
-                if id_ in self._ends or not allowed[id_] or np.count_nonzero(allowed) > 1:
-                    return place
+                forced = self._forced()
+                if not forced or forced.longer:
+                    return place, True
+                if id_ != forced.token_id:
+                    return place, False
                 self.advance((id_,))
-        return len(token_ids)
+        return len(token_ids), True
+
+    def _forced(self) -> _Forced | None:
+        """Returns the first token of the bytes that must follow; None if no bytes must, or no token can be written."""
+        if not self._tokenizer.forcing:
+            return None
+        data, ends = forced_bytes(self._byte_matcher, _FORCED_BYTES)
+        if not data or self._byte_matcher.is_error():
+            return None
+        id_ = self._tokenizer.first_id(data)
+        return None if id_ is None or id_ in self._ends else _Forced(id_, [] if ends else self._tokenizer.longer(data))
 
 
 class TextMatcher(GrammarPosition):

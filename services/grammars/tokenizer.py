@@ -1,5 +1,6 @@
 """Makes a model's tokens known to `llguidance`."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from llguidance import LLTokenizer
@@ -46,15 +47,20 @@ class GrammarTokenizer:
         self.end = self.size + 256
         self.forcing = vocabulary.byte_ids.keys() >= _COMMON_BYTES
         tokens = [data or b"" for data in vocabulary.tokens] + [bytes([byte]) for byte in range(256)]
-        self.library = library_tokenizer(Tokens(tokens, self.end, self._encode))
+        self.library = library_tokenizer(Tokens(tokens, self.end, lambda data: segment(vocabulary, data)))
+        self._sorted = sorted((data, id_) for id_, data in enumerate(vocabulary.tokens) if data)
 
     def byte_id(self, byte: int) -> int:
         """Returns the further id of a byte."""
         return self.size + byte
 
-    def _encode(self, data: bytes) -> list[int]:
+    def first_id(self, data: bytes) -> int | None:
+        """Returns the first token of `data` in the tokenizer's own tokens; None if they do not spell `data`."""
         ids = segment(self.vocabulary, data)
-        if self.vocabulary.spell(ids) == data:
-            return ids
-        # A normalizer has changed the text.
-        return [self.vocabulary.byte_ids.get(byte, self.byte_id(byte)) for byte in data]
+        return ids[0] if self.vocabulary.spell(ids) == data and self.vocabulary.token_bytes(ids[0]) else None
+
+    def longer(self, data: bytes) -> list[int]:
+        """Returns the ids of the tokens that begin with `data` and go on."""
+        first = bisect_right(self._sorted, (data, self.size))
+        end = bisect_right(self._sorted, data, first, key=lambda token: token[0][: len(data)])
+        return [id_ for _, id_ in self._sorted[first:end]]

@@ -25,7 +25,9 @@ from bridge.sampling.sampler import History, Sampler, SamplingParameters
 from draftbridge import Client, Generation
 from draftbridge.v1 import bridge_pb2
 from services.cli.processes import launched, serve
+from services.grammars.byte_matcher import byte_tokenizer
 from services.grammars.compiler import compile_grammar
+from services.grammars.token_matcher import TokenMatcher
 from services.grammars.tokenizer import GrammarTokenizer
 from services.store.files import ModelFiles, read_model_files
 from services.store.resolve import resolve
@@ -74,12 +76,13 @@ class Setup:
         """Returns the ids that the noise chooses from transformers' logits after `ids`, and whether a near tie came.
 
         They end where they differ from `generated`, or before a near tie, because transformers' logits are those after
-        the generated ids. With a grammar, masks come from `llguidance` itself.
+        the generated ids. With a grammar, a matcher that only moves forward gives the masks.
         """
         ends = list(self.files.special_ids.eos)
         if grammar:
             tokenizer = GrammarTokenizer(self.files.vocabulary)
-            matcher = compile_grammar(tokenizer.library, grammar, forcing=tokenizer.forcing)
+            matchers = compile_grammar(tokenizer.library, grammar), compile_grammar(byte_tokenizer(), grammar)
+            matcher = TokenMatcher(*matchers, grammar, tokenizer, frozenset(ends), self.target)
         words = self.files.vocabulary
         known = {field.name for field in fields(SamplingParameters)}
         parameters = SamplingParameters(**{key: value for key, value in options.items() if key in known})
@@ -91,10 +94,7 @@ class Setup:
         for logits, id_ in zip(self.logits(ids, generated), generated, strict=True):
             mask = None
             if grammar:
-                bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-                allowed = np.unpackbits(bits, bitorder="little").astype(bool)
-                mask = allowed[: words.size].copy()
-                mask[ends] = allowed[tokenizer.end]
+                mask = matcher.allowed()
             choice = sampler.choose(logits, len(words.spell(chosen)), 0, history, mask)
             if choice.near_tie:
                 return chosen, True
@@ -102,7 +102,8 @@ class Setup:
             history.extend((choice.token_id,))
             if choice.token_id != id_:
                 break
-            assert not grammar or id_ in ends or matcher.consume_token(id_)
+            if grammar and id_ not in ends:
+                matcher.advance([id_])
         return chosen, False
 
 

@@ -152,13 +152,17 @@ async def test_forced_bytes_are_candidates_and_named() -> None:
     assert finished.statistics.target_pass_count < 0.7 * len(ids)
 
 
-async def test_what_the_grammar_refuses_costs_no_width() -> None:
+@pytest.mark.parametrize("cut_otherwise", [False, True])
+async def test_what_the_grammar_refuses_costs_no_width(cut_otherwise: bool) -> None:
     target = tiny.model("byte_level")
     scheduler, sampler = tiny.scheduler(tiny.HashEngine(target)), tiny.sampler(target)
     matcher = support.grammars(target).open(Grammar.choice(["the quick brown fox"]), sampler.ends)
     prompt = render(Request(PROMPT), target, target).ids
     right = target.vocabulary.pieces(b"the quick brown fox").ids
-    wrong = target.vocabulary.pieces(b"zzz").ids
+    # The right bytes in other tokens than the tokenizer's own cannot be chosen, either.
+    rest = target.vocabulary.spell(right[2:])
+    wrong = target.vocabulary.single_bytes(rest).ids if cut_otherwise else target.vocabulary.pieces(b"zzz").ids
+    assert wrong[0] != right[2]
     try:
         with closing(TargetSession(target, scheduler, sampler, matcher=matcher)) as session:
             await session.run(Run(0, tuple(prompt), 0, 0, 20, 0))

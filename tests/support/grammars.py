@@ -1,17 +1,13 @@
-"""Grammars for tests, and the slow oracle: the target alone, with masks straight from `llguidance`."""
+"""Grammars for tests, and the slow oracle: the target alone, with a new matcher at every position."""
 
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import numpy as np
-
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import History, Sampler
 from bridge.text.models import Model
-from services.grammars.compiler import compile_grammar
 from services.grammars.store import TokenGrammars
-from services.grammars.tokenizer import GrammarTokenizer
 from services.grammars.trial import GrammarTrial
 from tests.support import tiny
 
@@ -66,20 +62,16 @@ def tried() -> Iterator[GrammarTrial]:
 def decode_alone(
     of: Model, engine: tiny.HashEngine, choose: Sampler, prompt: Sequence[int], count: int, grammar: Grammar
 ) -> list[int]:
-    """Returns the generated ids by plain decoding with masks of a matcher that only ever moves forward."""
-    tokenizer = GrammarTokenizer(of.vocabulary)
-    matcher = compile_grammar(tokenizer.library, grammar, forcing=tokenizer.forcing)
+    """Returns the generated ids by plain decoding with masks of a matcher that is new at every position."""
+    store = grammars(of)
     ids, offset, history = list(prompt), 0, History(prompt)
     while len(ids) - len(prompt) < count and len(ids) < of.context_length:
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-        allowed = np.unpackbits(bits, bitorder="little").astype(bool)
-        mask = allowed[: of.vocabulary.size].copy()
-        mask[list(choose.ends)] = allowed[tokenizer.end]
-        id_ = choose.choose(engine.logits(ids), offset, 0, history, mask).token_id
+        matcher = store.open(grammar, choose.ends)
+        matcher.advance(ids[len(prompt) :])
+        id_ = choose.choose(engine.logits(ids), offset, 0, history, matcher.allowed()).token_id
         ids.append(id_)
         history.extend((id_,))
         if id_ in choose.ends:
             break
-        assert matcher.consume_token(id_), matcher.get_error()
         offset += len(of.vocabulary.token_bytes(id_))
     return ids[len(prompt) :]

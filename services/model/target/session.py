@@ -203,8 +203,13 @@ class TargetSession:
             if accepted < len(extra):
                 extra, self._pending = extra[:accepted], self._pending[:accepted]
         offset, empty, history = self._offset, self._empty_tokens, self._history.copy()
-        # Nothing but these may follow, so their logits are not needed, unless they are to be reported.
-        certain = self._matcher.certain(extra[:_MAX_CERTAIN]) if self._matcher and self._sampler.logprobs is None else 0
+        certain = 0
+        if self._matcher and extra:
+            certain, rest_may = self._matcher.certain(extra[:_MAX_CERTAIN])
+            if not rest_may:  # another token must follow
+                extra, self._pending = extra[:certain], self._pending[:certain]
+            # Nothing but these may follow, so their logits are not needed, unless they are to be reported.
+            certain = 0 if self._sampler.logprobs is not None else certain
         done = await sequence.forward(
             extra[certain:],
             lambda logits: self._verify(logits, extra, certain, offset, empty, history),

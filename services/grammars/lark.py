@@ -1,0 +1,117 @@
+"""Refuses, with their place, the parts of a Lark grammar that the library reads otherwise or cannot finish."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.grammars.schema import UnsupportedPart, check_schema
+
+_TOKEN = re.compile(
+    r'(?P<terminal>"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\])+/[imslux]*)|(?P<skip>(?://|#)[^\n]*|\s+)'
+    r"|(?P<name>[A-Za-z_][A-Za-z0-9_-]*)|(?P<special><[^<>\s]+>)|(?P<directive>%[a-z]+)"
+    r"|(?P<optional>[?*]|\{\s*0*\s*(?:,[^}]*)?\}|~\s*0+\b)|(?P<many>\{[^}]*\}|~\s*\d+)|->\s*[a-z_][a-z0-9_-]*|::|.",
+    re.DOTALL,
+)
+_INLINE = ("%json", "%regex")
+_REFUSED_DIRECTIVES = {"%lark": "write its rules in the grammar itself", "%if": "write the rules out"}
+_REFUSED_OPTIONS = {"temperature": "leave it out", "max_tokens": "use {0,N}", "stop": "use suffix or lazy"}
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str
+    text: str
+    place: str
+
+
+def check_lark(text: str) -> None:
+    """Raises `UnsupportedPart` for a construct that is not supported, or a rule whose text never ends."""
+    tokens = list(_tokens(text))
+    for one, following in zip(tokens, [*tokens[1:], None], strict=True):
+        refused = ""
+        if one.kind == "special":
+            refused = "tokens by name or number differ between models: leave it out"
+        elif one.text == "::":
+            refused = "parameters of rules are not supported: write the rules out"
+        elif one.text in _REFUSED_DIRECTIVES:
+            refused = f"it is not supported: {_REFUSED_DIRECTIVES[one.text]}"
+        elif one.text in _REFUSED_OPTIONS and following and following.text == "=":
+            refused = f"the option is not supported: {_REFUSED_OPTIONS[one.text]}"
+        if refused:
+            raise UnsupportedPart(f"at {one.place}: {one.text}: {refused}")
+    rules = _rules(tokens)
+    finite: set[str] = set()
+    while found := {name for name in rules.keys() - finite if _is_finite(rules[name][1], rules, finite)}:
+        finite |= found
+    for name, (place, _) in rules.items():
+        if name not in finite:
+            raise UnsupportedPart(f"at {place}: no text matches {name}, because each one contains another one")
+
+
+def _tokens(text: str) -> Iterator[_Token]:
+    """Yields the tokens of a grammar, without white space and comments. The library reports what is not one."""
+    position, line, line_start = 0, 1, 0
+    while found := _TOKEN.match(text, position):
+        token = _Token(found.lastgroup or "", found[0], f"{line}({position - line_start + 1})")
+        end = found.end()
+        if token.text in _INLINE:
+            begin = len(text) - len(text[end:].lstrip())
+            try:
+                value, end = json.JSONDecoder().raw_decode(text, begin)
+                if token.text == "%json":
+                    check_schema(value)
+            except UnsupportedPart as error:
+                raise UnsupportedPart(f"at {token.place}: %json: {error}") from None
+            except (json.JSONDecodeError, RecursionError):
+                raise UnsupportedPart(f"at {token.place}: {token.text} is not followed by JSON") from None
+            token = _Token("terminal", token.text, token.place)
+        if token.kind != "skip":
+            yield token
+        line += text.count("\n", position, end)
+        line_start = max(line_start, text.rfind("\n", position, end) + 1)
+        position = end
+
+
+def _rules(tokens: list[_Token]) -> dict[str, tuple[str, list[_Token]]]:
+    """Returns the place and the body of each rule by its name."""
+    rules: dict[str, tuple[str, list[_Token]]] = {}
+    body: list[_Token] = []
+    for one in tokens:
+        if one.text == ":":
+            if body and body[-1].text == "]":  # options stand between the name and the colon
+                while body and body.pop().text != "[":
+                    pass
+            if body and body[-1].kind == "name":
+                name = body.pop()
+                while body and body[-1].text in ("?", "!"):  # modifiers in front of the name
+                    body.pop()
+                body = []
+                rules[name.text] = name.place, body
+        elif one.kind == "directive":
+            body = []
+        else:
+            body.append(one)
+    return rules
+
+
+def _is_finite(body: list[_Token], rules: dict[str, tuple[str, list[_Token]]], finite: set[str]) -> bool:
+    """Returns whether a body has a text that ends, as far as known: the rules in `finite` have one."""
+    # For each open group: whether an alternative ends, whether the present one does up to its last part, and that part.
+    groups = [[False, True, True]]
+    for one in body:
+        any_ends, before, last = groups[-1]
+        if one.text in ("(", "["):
+            groups[-1] = [any_ends, before and last, True]
+            groups.append([False, True, True])
+        elif one.text in (")", "]") and len(groups) > 1:
+            groups.pop()
+            groups[-1][2] = one.text == "]" or any_ends or (before and last)
+        elif one.text == "|":
+            groups[-1] = [any_ends or (before and last), True, True]
+        elif one.kind == "optional":
+            groups[-1][2] = True
+        elif one.kind in ("name", "terminal"):
+            groups[-1] = [any_ends, before and last, one.text in finite or one.text not in rules]
+    any_ends, before, last = groups[0]
+    return any_ends or (before and last)

@@ -1,0 +1,129 @@
+"""Refuses, with their place, the parts of a JSON Schema that the library ignores, rounds or cannot finish."""
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+_TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)  # fmt: skip
+_BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"))
+_COUNTS = frozenset(("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"))
+# Keywords whose value is a mapping of schemas, a list of schemas, and one schema (or, for `items`, a list).
+_MAPPINGS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_CHOICES = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
+_SINGLE = frozenset(("items", "additionalItems", "additionalProperties"))
+_OTHERS = frozenset(("$ref", "const", "enum", "type", "required", "pattern", "format"))
+# The types of values, with their names.
+_SHAPES: tuple[tuple[frozenset[str], type | tuple[type, ...], str], ...] = (
+    (_MAPPINGS, dict, "an object"),
+    (_CHOICES | {"required", "enum"}, list, "an array"),
+    (_COUNTS, (int, float), "a number"),
+    (frozenset(("$ref", "pattern", "format")), str, "a string"),
+    (frozenset(("type",)), (str, list), "a type"),
+)
+_ANNOTATIONS = frozenset(
+    (
+        "$anchor", "$id", "id", "$comment", "title", "description", "default", "readOnly", "writeOnly", "deprecated",
+        "examples", "example", "contentMediaType", "contentEncoding", "discriminator", "externalDocs", "xml",
+    )
+)  # fmt: skip
+_KEYWORDS = _BOUNDS | _COUNTS | _MAPPINGS | _CHOICES | _SINGLE | _OTHERS | _ANNOTATIONS
+# The library computes with floating-point numbers, which round integers above this.
+_MAX_INTEGER = 1 << 53
+
+
+class UnsupportedPart(ValueError):
+    """A part of a schema or a Lark grammar is not supported. The message begins with its place."""
+
+
+def check_schema(schema: Any) -> None:
+    """Raises `UnsupportedPart` for a schema that the library would not follow exactly, or could not finish."""
+    parts, targets = dict(_parts(schema, "#")), {}
+    for path, part in parts.items():
+        if isinstance(part, dict):
+            _check_part(path, part)
+            if (pointer := part.get("$ref")) is None:
+                continue
+            if pointer != "#" and not pointer.startswith("#/"):
+                raise UnsupportedPart(f"at {path}/$ref: only #/... is supported: the server does not fetch resources")
+            if unquote(pointer) not in parts:
+                raise UnsupportedPart(f"at {path}/$ref: there is no schema at {pointer}")
+            targets[pointer] = parts[unquote(pointer)]
+    finite: set[str] = set()
+    while found := {one for one in targets.keys() - finite if _is_finite(targets[one], finite)}:
+        finite |= found
+    if endless := sorted(targets.keys() - finite):
+        raise UnsupportedPart(f"at {endless[0]}: no text matches it, because each value contains another one")
+
+
+def _check_part(path: str, part: dict[str, Any]) -> None:
+    for key, value in part.items():
+        if key == "$schema" and path == "#":
+            if not str(value).partition("://")[2].startswith("json-schema.org/"):
+                raise UnsupportedPart(f"at #/$schema: Unknown dialect: {value}")
+        elif (key not in _KEYWORDS and not key.startswith("x-")) or (key == "$id" and path != "#"):
+            raise UnsupportedPart(f'at {path}: the keyword "{key}" is not supported')
+        elif key in _BOUNDS and isinstance(value, int) and abs(value) > _MAX_INTEGER:
+            raise UnsupportedPart(f"at {path}/{key}: the integer exceeds 2^53")
+        for keys, shape, name in _SHAPES:
+            if key in keys and not isinstance(value, shape):
+                raise UnsupportedPart(f"at {path}/{key}: it is not {name}")
+    if not all(isinstance(name, str) for name in part.get("required", [])):
+        raise UnsupportedPart(f"at {path}/required: it contains something else than strings")
+    for one in _list(part.get("type", [])):
+        if not isinstance(one, str) or one not in _TYPES:
+            raise UnsupportedPart(f"at {path}/type: Invalid type: {one}")
+    if "format" in part and part["format"] not in _FORMATS:
+        raise UnsupportedPart(f"at {path}/format: Unknown format: {part['format']}")
+    if "prefixItems" in part and "additionalItems" in part:
+        raise UnsupportedPart(f'at {path}: "additionalItems" beside "prefixItems" is not supported, unlike "items"')
+    # The library counts keys, and a key that `properties` does not list may come twice.
+    listed = part.get("additionalProperties") is False and not part.get("patternProperties")
+    if not listed and part.get("minProperties", 0) > max(1, len(part.get("required", []))):
+        raise UnsupportedPart(f"at {path}/minProperties: above 1, it needs additionalProperties false")
+
+
+def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yields all schemas in a schema with their JSON pointers."""
+    yield path, value
+    if not isinstance(value, dict):
+        return
+    for key, nested in value.items():
+        if key in _MAPPINGS and isinstance(nested, dict):
+            for name, one in nested.items():
+                yield from _parts(one, f"{path}/{key}/{name.replace('~', '~0').replace('/', '~1')}")
+        elif key in _CHOICES | _SINGLE and isinstance(nested, list):
+            for index, one in enumerate(nested):
+                yield from _parts(one, f"{path}/{key}/{index}")
+        elif key in _SINGLE:
+            yield from _parts(nested, f"{path}/{key}")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_finite(schema: Any, finite: set[str]) -> bool:
+    """Returns whether a schema is known to have a value that ends: the references in `finite` have one."""
+
+    def ends(one: Any) -> bool:
+        return _is_finite(one, finite)
+
+    if not isinstance(schema, dict):
+        return True
+    if "$ref" in schema and schema["$ref"] not in finite:
+        return False
+    if not all(map(ends, schema.get("allOf", []))):
+        return False
+    if any(key in schema and not any(map(ends, schema[key])) for key in ("anyOf", "oneOf")):
+        return False
+    types = set(_list(schema.get("type", "null")))
+    if types - {"object", "array"} or "const" in schema or "enum" in schema:
+        return True
+    if "object" in types and all(ends(schema.get("properties", {}).get(name)) for name in schema.get("required", [])):
+        return True
+    items, count = schema.get("items"), schema.get("minItems", 0)
+    first = schema.get("prefixItems", items if isinstance(items, list) else [])
+    return "array" in types and all(map(ends, first[: int(count)])) and (count <= len(first) or ends(items))
