@@ -30,6 +30,9 @@ _MEMORY_LIMIT_BYTES = 1 << 30
 # On a busy machine, the process gets its time later. Starting it takes longest.
 _WAIT_SECONDS = 20.0
 _ENDING_SECONDS = 2.0
+# How a process ends whose grammar exceeds the limits of time, memory and stack.
+_NO_MEMORY_STATUS = 77
+_CAUSED_BY_GRAMMAR = (-signal.SIGPROF, -signal.SIGXCPU, -signal.SIGABRT, -signal.SIGSEGV, _NO_MEMORY_STATUS)
 # The walks through a grammar, each of which always takes another one of the allowed bytes, and their length in bytes.
 _WALKS, _WALK_BYTES = 4, 64
 
@@ -83,9 +86,10 @@ class GrammarTrial:
         except (OSError, EOFError):  # the process is ending; its status gives the reason
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_ENDING_SECONDS)
-        if (status := self._discard()) == -signal.SIGKILL:  # by the system or an operator, or for want of an answer
-            raise grammar_busy("its process was killed, or had no processor time")
-        _log.info("a grammar ended the process that tried it, with status %s", status)
+        status = self._discard()
+        _log.info("the process that tried a grammar ended with status %s", status)
+        if status not in _CAUSED_BY_GRAMMAR:  # an operator or the system ended it, it gave no answer, or cannot run
+            raise grammar_busy(f"its process had no processor time, or ended with status {status}")
         limits = f"{self._cpu_limit:g} s or {_MEMORY_LIMIT_BYTES >> 20} MiB"
         return str(invalid(grammar, f"is too complex: compiling it takes more than {limits}")).partition(" ")[2]
 
@@ -145,6 +149,10 @@ def _main(cpu_limit: float) -> None:
                 problem = ""
             except InvalidGrammar as error:
                 problem = str(error).partition(" ")[2]
+            except MemoryError:
+                os._exit(_NO_MEMORY_STATUS)
+            except BaseException as error:  # the library's panics are not an Exception
+                problem = f"cannot be used: the compiler fails with {type(error).__name__}"
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(problem.encode())
 

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import re
+import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from threading import Event
@@ -117,16 +119,23 @@ def test_a_process_that_ends_between_two_grammars_is_replaced() -> None:
         trial.check(support.GRAMMARS["regex"])
 
 
-def test_a_trial_that_is_killed_says_nothing_of_its_grammar() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_trial_that_is_killed_says_nothing_of_its_grammar(number: int) -> None:
     hangs = Grammar(GrammarKind.LARK, "start: A\nA: ~/(.*a.{30}b.*)/ & /[ab]{100}/")
     trial = GrammarTrial(cpu_limit=60)
     with closing(trial), ThreadPoolExecutor(1) as thread:
         tried = thread.submit(trial.check, hangs)
         eventually(lambda: trial._process is not None)
         assert trial._process is not None
-        trial._process.kill()
+        trial._process.send_signal(number)
         with pytest.raises(SandboxBusy, match="try the grammar now"):
             tried.result()
+        trial.check(support.GRAMMARS["regex"])
+
+
+def test_a_trial_that_cannot_start_says_nothing_of_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.grammars.trial.command", lambda *_: [sys.executable, "-c", "import no_such_module"])
+    with support.tried() as trial, pytest.raises(SandboxBusy, match="ended with status 1"):
         trial.check(support.GRAMMARS["regex"])
 
 
