@@ -149,6 +149,10 @@ def measure_llamacpp(path: str, chosen: Sequence[Task]) -> list[Sample]:
             seconds = time.perf_counter() - first
             if not plain:
                 limit = count
+                try:  # its grammars leave out some keywords
+                    check(task, text)
+                except (ValueError, jsonschema.ValidationError) as error:
+                    report(f"{task.name}: the text does not satisfy the schema: {str(error).splitlines()[0]}")
             if place:
                 samples.append(Sample(task.name, way, text, count, seconds))
         report(f"{place}/{len(chosen)} {task.name}: {', '.join(f'{w} {s:.1f}' for w, s in speeds(samples).items())}")

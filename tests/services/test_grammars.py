@@ -19,6 +19,7 @@ from bridge.request import Request, render
 from bridge.sampling.grammar import Grammar, GrammarKind
 from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
+from services.grammars.token_matcher import GrammarPosition
 from services.model.draft.session import DraftSession
 from services.model.target.session import TargetSession
 from tests.support import grammars as support
@@ -26,6 +27,7 @@ from tests.support import tiny
 from tests.support.alone import PROMPT, did
 
 BYTES = byte_tokenizer()
+FLEXIBLE = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
 # WordPiece writes no spaces and no capitals.
 WORDS_ONLY = ("wordpiece",)
 
@@ -49,7 +51,9 @@ async def together(
     """Generates with real sessions, the draft model's among them."""
     target = tiny.model(target_kind)
     engine = tiny.HashEngine(target, engine_seed)
+    logprobs = options.pop("logprobs", None)
     scheduler, sampler = tiny.scheduler(engine), tiny.sampler(target, temperature, **options)
+    sampler = replace(sampler, logprobs=logprobs)
     matcher = support.grammars(target).open(grammar, sampler.ends)
     draft = tiny.model(draft_kind) if draft_kind else None
     drafting = tiny.scheduler(tiny.HashEngine(draft, 1)) if draft else None
@@ -80,6 +84,7 @@ async def together(
 def alone(kind: str, grammar: Grammar, temperature: float, seed: int, count: int, **options: object) -> list[int]:
     target = tiny.model(kind)
     prompt = render(Request(PROMPT), target, target).ids
+    options.pop("logprobs", None)
     sampler, engine = tiny.sampler(target, temperature, **options), tiny.HashEngine(target, seed)
     return support.decode_alone(target, engine, sampler, prompt, count, grammar)
 
@@ -97,10 +102,13 @@ def alone(kind: str, grammar: Grammar, temperature: float, seed: int, count: int
             {"min_tokens": 7},
             {"top_k": 3, "repetition_penalty": 1.3},
             {"top_p": 0.8, "stop_token_ids": (70, 71), "min_tokens": 3},
+            {"logit_bias": {70: 5.0, 71: -1e9, 80: -1e9}, "presence_penalty": 1.0, "frequency_penalty": -0.5},
+            {"logprobs": 2},
         ]
     ),
     engine_seed=st.integers(0, 3),
     count=st.integers(1, 60),
+    stop=st.sampled_from([None, None, 0.3, 0.7]),
 )
 def test_the_text_is_that_of_the_target_alone_with_the_grammar(
     target_kind: str,
@@ -111,12 +119,18 @@ def test_the_text_is_that_of_the_target_alone_with_the_grammar(
     options: dict[str, object],
     engine_seed: int,
     count: int,
+    stop: float | None,
 ) -> None:
     grammar = support.GRAMMARS["words" if target_kind in WORDS_ONLY else name]
     expected = alone(target_kind, grammar, temperature, engine_seed, count, **options)
+    whole = tiny.vocabulary(target_kind).spell(expected).decode(errors="replace")
+    stops = (whole[int(len(whole) * stop) :][:2],) if stop is not None and "\ufffd" not in whole else ()
     text, ids, finished = asyncio.run(
-        together(target_kind, draft_kind, grammar, mode, temperature, engine_seed, count, **options)
+        together(target_kind, draft_kind, grammar, mode, temperature, engine_seed, count, stop=stops, **options)
     )
+    if finished.finish_reason is FinishReason.STOP and stops and stops[0] in whole:
+        assert ids == expected[: len(ids)] and text == whole[: whole.index(stops[0])]
+        return
     assert ids == expected
     if "\ufffd" not in text:  # else the limit has cut a character
         count_, ends = follow(grammar).accepted(b"", text.encode())
@@ -225,6 +239,21 @@ def test_control_tokens_and_ids_without_bytes_are_never_allowed(kind: str) -> No
     empty = [id_ for id_, data in enumerate(model.vocabulary.tokens) if not data]
     assert [id_ for id_ in empty if allowed[id_]] == [2]
     assert allowed.sum() > 0.5 * model.vocabulary.size
+
+
+def test_what_must_follow_is_found_without_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model("byte_level")
+    matcher = support.grammars(model).open(support.GRAMMARS["schema"], frozenset({2}))
+    ids = model.vocabulary.pieces(b'{"name": ').ids
+    monkeypatch.setattr(GrammarPosition, "allowed", None)
+    assert matcher.certain(ids)[0] >= len(ids) - 1
+
+
+def test_white_space_may_be_flexible() -> None:
+    matcher = follow(support.schema({**support.PERSON, "x-guidance": FLEXIBLE}))
+    text = b'{\n  "name" : "x" ,\t"tags":[ ],"age": 5\n}'
+    assert matcher.accepted(b"", text) == (len(text), True)
+    assert matcher.forced(b"", 512) == (b"{", False)
 
 
 def test_an_excursion_comes_back() -> None:
