@@ -65,14 +65,14 @@ def run(page: Page, number: int, **values: str) -> str:
 
 
 def test_the_text_is_the_server_s_and_its_colours_add_up(page: Page, tiny_fleet: Fleet) -> None:
-    values = {"kind": "text", "prompt": "The quick brown", "max_tokens": "60", "temperature": "1", "seed": "3"}
+    values = {"kind": "text", "prompt": "The quick brown", "max_tokens": "150", "temperature": "1", "seed": "3"}
     with page.expect_response("**/v1/completions") as response:
         text = run(page, 1, mode="lockstep", draft="tiny-draft", **values)
     (usage,) = [line for line in response.value.text().split("\n") if '"usage":{' in line]
     sources = json.loads(usage.removeprefix("data: "))["usage"]["draftbridge"][0]["sources"]
     accepted = {one["name"]: one["accepted_byte_count"] for one in sources}
     assert sum(accepted.values()) > 0, "the page shows candidates of a draft"
-    body = {"prompt": "The quick brown", "max_tokens": 60, "temperature": 1, "seed": 3}
+    body = {"prompt": "The quick brown", "max_tokens": 150, "temperature": 1, "seed": 3}
     answer = httpx.post(f"{tiny_fleet.http}/v1/completions", json=body).json()
     assert text == answer["choices"][0]["text"]
     legend = page.locator("#legend li")
