@@ -280,6 +280,21 @@ async def test_bodies_in_arrival_are_bounded_together(tiny_fleet: Fleet, monkeyp
         assert 200 in [(await status("a")).status_code for _ in range(5)]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/segmentations"])
+async def test_a_client_that_leaves_in_its_body_is_no_error(
+    tiny_fleet: Fleet, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    caplog.set_level("INFO", "services.http.insight")
+    async with door(tiny_fleet) as (url, _):
+        _, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode())
+        writer.write(b"Content-Length: 50\r\n\r\n{")
+        await writer.drain()
+        writer.close()
+        await asyncio.to_thread(eventually, lambda: f"POST {path} ended with 499" in caplog.text)
+    assert not [one for one in caplog.records if one.levelname in ("WARNING", "ERROR")]
+
+
 async def test_bugs_and_unknown_hosts_have_openai_s_form(
     tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
