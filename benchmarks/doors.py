@@ -3,9 +3,10 @@
     python -m benchmarks.doors [--streams 1 64] [--events 200] [--pace-ms 20] [--json FILE]
 
 One process serves both doors over a gateway whose generations are scripted: each event's text is the time at which the
-gateway yielded it. The client, in another process of the same machine, subtracts that from the time at which it has the
-text. The HTTP client reads the socket itself; the gRPC client is `draftbridge.AsyncClient`. A first run of each is left
-out. "longest gap" is the longest time between two events of one stream, which is near the pace if none stalls.
+gateway yielded it. "remote http" is `draftbridge http`, in a process in front of the gRPC door. The client, in another
+process of the same machine, subtracts that time from the time at which it has the text. The HTTP client reads the
+socket itself; the gRPC client is `draftbridge.AsyncClient`. A first run of each is left out. "longest gap" is the
+longest time between two events of one stream, which is near the pace if none stalls.
 """
 
 import argparse
@@ -13,7 +14,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -29,7 +30,7 @@ from bridge.ports import FinishReason
 from bridge.request import Request
 from bridge.statistics import Statistics
 from draftbridge import AsyncClient
-from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.bridge.backend import Opened
 from services.bridge.gateway import Gateway
 from services.bridge.servicer import BridgeServicer
@@ -61,12 +62,24 @@ class _TimedGateway(Gateway):
         yield Finished(FinishReason.LENGTH, 1, count, 0, 0, 0, Mode.OFF, Statistics())
 
 
+class _Servicer(BridgeServicer):
+    """Lists the scripted model, as `draftbridge http` asks for it."""
+
+    async def ListModels(self, request: object, context: object) -> bridge_pb2.ListModelsResponse:  # noqa: N802
+        """See the contract."""
+        model = model_pb2.Model(name="scripted", context_length=scripted.CONTEXT)
+        state = bridge_pb2.ServiceState.STATE_AVAILABLE
+        return bridge_pb2.ListModelsResponse(
+            services=[bridge_pb2.ServiceState(role=model_pb2.ROLE_TARGET, state=state, model=model)]
+        )
+
+
 async def serve(pace_seconds: float) -> None:
     """Serves both doors and prints their addresses."""
     gateway = _TimedGateway(pace_seconds)
     server, stop = Server("127.0.0.1:0"), stop_event(True)
     add = bridge_pb2_grpc.add_BridgeServiceServicer_to_server
-    server.register(add, BridgeServicer(gateway), bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"])
+    server.register(add, _Servicer(gateway), bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"])
     config = BridgeServerConfig(target=("none:1",), http="127.0.0.1:0")
     async with http_door(config, gateway, stop) as url:
         await server.run_until(stop, lambda address: print(f"{READY}{address} and {url}", flush=True))
@@ -103,18 +116,19 @@ def summary(streams: list[list[tuple[int, int]]]) -> dict[str, float]:
     return {"median": median(latencies), "p99": quantiles(latencies, n=100)[98], "longest gap": gap}
 
 
-async def measure(addresses: str, streams: list[int], events: int) -> dict[str, Any]:
+async def measure(address: str, url: str, remote_url: str, streams: list[int], events: int) -> dict[str, Any]:
     """Returns a summary for each door and each number of streams."""
-    address, _, url = addresses.partition(" and ")
     results: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(AsyncClient(address))
-        await asyncio.gather(over_grpc(client, 20), over_http(url, 20))
+        await asyncio.gather(over_grpc(client, 20), over_http(url, 20), over_http(remote_url, 20))
         for number in streams:
             grpc = await asyncio.gather(*(over_grpc(client, events) for _ in range(number)))
             http = await asyncio.gather(*(over_http(url, events) for _ in range(number)))
-            assert all(len(times) == events for times in (*grpc, *http)), "an event was lost"
-            results[str(number)] = {"grpc": summary(grpc), "http": summary(http)}
+            remote = await asyncio.gather(*(over_http(remote_url, events) for _ in range(number)))
+            assert all(len(times) == events for times in (*grpc, *http, *remote)), "an event was lost"
+            doors = {"grpc": grpc, "http": http, "remote http": remote}
+            results[str(number)] = {name: summary(times) for name, times in doors.items()}
     return results
 
 
@@ -131,8 +145,12 @@ def main() -> None:
         asyncio.run(serve(options.pace_ms / 1000))
         return
     pace = ("--pace-ms", str(options.pace_ms))
-    with launched("doors", "--serve", *pace, module="benchmarks.doors") as (addresses, _):
-        results = asyncio.run(measure(addresses, options.streams, options.events))
+    with ExitStack() as stack:
+        addresses, _ = stack.enter_context(launched("doors", "--serve", *pace, module="benchmarks.doors"))
+        address, _, url = addresses.partition(" and ")
+        front = ("--bridge", address, "--listen", "127.0.0.1:0", "--until-stdin-closes")
+        remote_url, _ = stack.enter_context(launched("http", "http", *front))
+        results = asyncio.run(measure(address, url, remote_url, options.streams, options.events))
     print(f"milliseconds, {options.events} events a stream, one each {options.pace_ms:g} ms")
     print("| streams | door | median | p99 | longest gap |\n|---|---|---|---|---|")
     for number, doors in results.items():

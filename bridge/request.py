@@ -10,7 +10,7 @@ from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTo
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources import SOURCES
-from bridge.text.chat import Chat, render_chat, render_ids_for, render_text_for
+from bridge.text.chat import Chat, check_tools, render_chat, render_ids_for, render_text_for
 from bridge.text.models import Model
 from bridge.text.vocabulary import Rendering
 
@@ -96,7 +96,10 @@ def render(request: Request, model: Model, source: Model) -> Rendering:
         case str(text):
             return render_text_for(model, text, source)
         case Chat():
-            return render_chat(model, request.input)
+            rendering = render_chat(model, request.input)
+            if model is source:
+                check_tools(model, request.input, rendering)
+            return rendering
         case ids:
             return render_ids_for(model, ids, source)
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -52,6 +52,20 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
     text, marks = _rendered(model, chat, add_generation_prompt=True)
     # A template writes the initial control tokens itself; for a plain transcript the tokenizer adds them.
     return model.vocabulary.prompt(text, marks, framed=not model.chat_template)
+
+
+def check_tools(model: Model, chat: Chat, rendering: Rendering) -> None:
+    """Raises `InvalidField` if `rendering`, that of the chat, would be the same without its tools."""
+    if not chat.variables.get("tools"):
+        return
+    others = {name: value for name, value in chat.variables.items() if name != "tools"}
+    try:
+        without = render_chat(model, replace(chat, variables=others))
+    except (InvalidRequest, UnusableModel):  # the template needs the tools
+        return
+    if without == rendering:
+        allowed = f"left out, because the chat template of {model.name} has no place for them"
+        raise InvalidField("chat.template_variables.tools", allowed, "them")
 
 
 def rendered_text(model: Model, chat: Chat) -> str:

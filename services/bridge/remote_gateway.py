@@ -128,7 +128,7 @@ class RemoteGateway:
             else:
                 message.drafts.extend(wish.drafts)
             message.workload = wish.workload
-        except ValueError as error:  # such as a lone surrogate in a variable of the chat template
+        except (ValueError, OverflowError) as error:  # a lone surrogate or a huge number in a template's variable
             raise InvalidField("the request", "made of Unicode text and JSON values", type(error).__name__) from None
         call = self._stub.Generate(message, metadata=outgoing_metadata())
         target = ""

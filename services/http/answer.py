@@ -1,13 +1,12 @@
 """Answers one request that generates: as a whole, or as a stream of server-sent events."""
 
 import json
-import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from sse_starlette.sse import EventSourceResponse, SendTimeoutError
+from sse_starlette.sse import EventSourceResponse
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,14 +16,12 @@ from services.http.generation import Event, while_connected
 from services.http.requests import GenerationRequest
 from services.http.responses import Choice, Format, Json, usage
 
-_log = logging.getLogger(__name__)
-
 _DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may use: bytes of a body, choices at once, seconds for a head, a body, and for taking an event.
+    """What clients may use: bytes of a body, choices at once, seconds for a head, a body, and without reading.
 
     `connections`: open at once; None: the number that the limit on open files allows.
     """
@@ -46,14 +43,14 @@ class Answer:
     events: AsyncGenerator[Event]
 
 
-async def respond(answer: Answer, body: GenerationRequest, limits: Limits, receive: Receive) -> Response | None:
+async def respond(answer: Answer, body: GenerationRequest, receive: Receive) -> Response | None:
     """Returns the response, or None if the client has left. Raises an error that occurs before the first text."""
     if not body.stream:
         whole = await while_connected(receive, _whole(answer, body))
         return None if whole is None else JSONResponse(whole)
     # The status is sent with the first text, so that an error before it, such as a full queue, has its own status.
     begun = await while_connected(receive, _begin(answer))
-    return None if begun is None else _EventStream(_stream(answer, body, begun), limits.send_seconds)
+    return None if begun is None else _EventStream(_stream(answer, body, begun))
 
 
 async def _whole(answer: Answer, body: GenerationRequest) -> Json:
@@ -98,7 +95,7 @@ async def _stream(answer: Answer, body: GenerationRequest, begun: list[Event]) -
             for part in parts(index, event):
                 yield _event(form.event([part], **further))
     except Exception as error:
-        _, failed, _ = errors.report(error)
+        _, failed, _ = errors.report(error, names=body.names)
         yield _event(failed)
         return
     if body.include_usage:
@@ -112,16 +109,12 @@ def _event(value: Json) -> bytes:
 
 
 class _EventStream(EventSourceResponse):
-    """Ends the stream of a client that has stopped reading, and in any case closes the iterator."""
+    """Closes the iterator when the stream ends or the client leaves."""
 
-    def __init__(self, events: AsyncGenerator[bytes], send_seconds: float) -> None:
-        super().__init__(events, send_timeout=send_seconds, headers={"Cache-Control": "no-cache"})
+    def __init__(self, events: AsyncGenerator[bytes]) -> None:
+        super().__init__(events, headers={"Cache-Control": "no-cache"})
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
-            try:
-                await super().__call__(scope, receive, send)
-            except SendTimeoutError:
-                # The server closes a connection whose response is left incomplete.
-                _log.warning("a client has stopped reading its stream, which was ended")
+            await super().__call__(scope, receive, send)

@@ -8,8 +8,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, nullcontext
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -21,14 +21,13 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bridge.errors import DraftBridgeError, EmptyPrompt, ModelNotFound
+from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField, ModelNotFound, Unauthenticated
 from bridge.generation import Delta
 from bridge.request import Request
 from services.bridge.backend import Backend, ServedModel
@@ -38,12 +37,15 @@ from services.http.generation import Event, Sequences, generate
 from services.http.insight import Insight
 from services.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, SegmentationRequest
 from services.http.responses import ChatFormat, Choice, CompletionFormat, Format, Json
+from services.http.tools import Call
 from services.logs import REQUEST_ID_KEY
 from services.rpc.keys import Key, Keys
 
 R = TypeVar("R", bound=GenerationRequest)
 B = TypeVar("B", bound=BaseModel)
 
+# Bodies of the largest size that may be in arrival at once.
+_MAX_BODIES = 64
 _STATIC = Path(__file__).parent / "static"
 # The page loads from this server only, and no other page may frame it.
 _PAGE_HEADERS = {
@@ -69,7 +71,7 @@ def application(
     door = _Door(backend, limits, keys)
     middleware = [
         Middleware(Insight, metrics=backend.metrics, traces=backend.traces),
-        Middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False),
+        Middleware(_Hosts, names=list(hosts)),
     ]
     if origins:
         methods, exposed = ["GET", "POST"], ["Retry-After", REQUEST_ID_KEY]
@@ -94,12 +96,9 @@ def application(
         assert isinstance(error, HTTPException)
         return errors.answer_to_http_error(error)
 
-    async def on_bug(request: HttpRequest, error: Exception) -> Response:
-        return errors.answer(DraftBridgeError("an internal error occurred; see the server's log"))
-
     static = _Static(directory=_STATIC)
-    completions = _Endpoint(door, CompletionRequest, CompletionFormat, "prompt")
-    chats = _Endpoint(door, ChatCompletionRequest, ChatFormat, "messages")
+    completions = _Endpoint(door, CompletionRequest, CompletionFormat)
+    chats = _Endpoint(door, ChatCompletionRequest, ChatFormat)
     return Starlette(
         routes=[
             Route("/v1/completions", completions, methods=["POST"]),
@@ -113,8 +112,30 @@ def application(
             Mount("/static", static),
         ],
         middleware=middleware,
-        exception_handlers={DraftBridgeError: on_error, HTTPException: on_http_error, Exception: on_bug},
+        exception_handlers={DraftBridgeError: on_error, HTTPException: on_http_error},
     )
+
+
+class _Hosts:
+    """Refuses requests that address the server by a name that is not one of `names`."""
+
+    def __init__(self, app: ASGIApp, names: list[str]) -> None:
+        self._app, self._names = app, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
+
+        async def refuse(message: Message) -> None:
+            nonlocal app
+            app = errors.answer_to_http_error(
+                HTTPException(400, "the server does not know the name in the Host header: add it with --http-host")
+            )
+
+        async def accept(*given: object) -> None:
+            pass
+
+        await TrustedHostMiddleware(accept, self._names, www_redirect=False)(scope, receive, refuse)
+        await app(scope, receive, send)
 
 
 class _Static(StaticFiles):
@@ -130,12 +151,30 @@ class _Door:
 
     def __init__(self, backend: Backend, limits: Limits, keys: Keys | None) -> None:
         self.backend, self.limits, self._keys = backend, limits, keys
-        self.sequences = Sequences(limits.sequences)
+        self._sequences = Sequences(limits.sequences)
+        self._reading_bytes = 0
         self._created = int(time.time())
 
     def key_of(self, request: HttpRequest) -> Key | None:
         """Returns the key of a request, None if the server has no keys. Raises `Unauthenticated`."""
         return self._keys.find(request.headers.get("authorization")) if self._keys else None
+
+    @contextmanager
+    def room(self, count: int, key: Key | None) -> Iterator[None]:
+        """Takes room for `count` generations during the block. Raises `TooManySequences` or `KeyLimitReached`."""
+        with self._sequences.take(count), key.request(count) if key else nullcontext():
+            yield
+
+    def check_count(self, body: GenerationRequest, key: Key | None) -> None:
+        """Raises `EmptyPrompt` or `InvalidField` for a number of choices that can never be generated at once."""
+        count, limit = body.choice_count, self.limits.sequences
+        if key and (allowed := key.settings.concurrent_requests):
+            limit = min(limit, allowed)
+        if not count:
+            raise EmptyPrompt
+        if count > limit:
+            allowed_count = f"so small that this server may generate all choices at once, at most {limit}"
+            raise InvalidField("n" if (body.n or 1) > 1 else "prompt", allowed_count, f"{count} choices")
 
     async def read(self, request: HttpRequest, kind: type[B]) -> B:
         """Returns the request. Raises `InvalidBody`, or `HTTPException` for a body that is not read."""
@@ -151,10 +190,15 @@ class _Door:
             async with asyncio.timeout(limits.body_seconds):
                 async for piece in request.stream():
                     body += piece
+                    self._reading_bytes += len(piece)
                     if len(body) > limits.body_bytes:
                         raise too_large
+                    if self._reading_bytes > _MAX_BODIES * limits.body_bytes:
+                        raise HTTPException(503, "too many large bodies are arriving: try again", {"Retry-After": "1"})
         except TimeoutError:
             raise HTTPException(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+        finally:
+            self._reading_bytes -= len(body)
         try:
             return kind.model_validate_json(bytes(body))
         except ValidationError as error:
@@ -170,33 +214,30 @@ class _Door:
     async def model(self, request: HttpRequest) -> Response:
         """Describes one target."""
         self.key_of(request)
-        return JSONResponse(self._listed(await self.backend.served_target(request.path_params["name"])))
+        if not (name := request.path_params["name"]):
+            raise HTTPException(404)
+        return JSONResponse(self._listed(await self.backend.served_target(name)))
 
     async def segmentation(self, request: HttpRequest) -> Response:
         """Returns the tokens that one or two models make of a text, each with its bytes as far as they are text."""
-        self.key_of(request)
+        key = self.key_of(request)
         body = await self.read(request, SegmentationRequest)
         try:
-            rows = zip(body.models, await self.backend.segment(body.text, body.models), strict=True)
+            with self.room(1, key):
+                rows = await self.backend.segment(body.text, body.models)
+                return await asyncio.to_thread(_segmented, body.models, rows)
         except ModelNotFound as error:
             return errors.answer(error, model=error.metadata.get("model", ""))
-        data = [
-            {
-                "model": name,
-                "tokens": [
-                    {"id": id_, "text": data.decode(errors="replace"), "byte_count": len(data)} for id_, data in tokens
-                ],
-            }
-            for name, tokens in rows
-        ]
-        return JSONResponse({"object": "list", "data": data})
 
     async def health(self, request: HttpRequest) -> Response:
-        """Asks every model service. 503 if a target cannot be used."""
+        """Asks every model service. 503 if a target cannot be used. Without a key that it needs, only the status."""
         found = await self.backend.check()
         failed = any(one.is_target and one.problem for one in found)
-        services = [{"address": one.address, "problem": one.problem or None} for one in found]
-        return JSONResponse({"status": "error" if failed else "ok", "services": services}, 503 if failed else 200)
+        health: Json = {"status": "error" if failed else "ok"}
+        with suppress(Unauthenticated):
+            self.key_of(request)
+            health["services"] = [{"address": one.address, "problem": one.problem or None} for one in found]
+        return JSONResponse(health, 503 if failed else 200)
 
     async def metrics(self, request: HttpRequest) -> Response:
         """Serves the Prometheus metrics of this process, to holders of a key if the server has keys."""
@@ -217,10 +258,10 @@ class _Door:
 
 
 class _Endpoint(Generic[R]):
-    """One of the two endpoints that generate, as an ASGI application. `prompt` names the field with the input."""
+    """One of the two endpoints that generate, as an ASGI application."""
 
-    def __init__(self, door: _Door, kind: type[R], form: type[Format], prompt: str) -> None:
-        self._door, self._kind, self._form, self._prompt = door, kind, form, prompt
+    def __init__(self, door: _Door, kind: type[R], form: type[Format]) -> None:
+        self._door, self._kind, self._form = door, kind, form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body: R | None = None
@@ -228,24 +269,41 @@ class _Endpoint(Generic[R]):
             request = HttpRequest(scope, receive)
             key = self._door.key_of(request)
             body = await self._door.read(request, self._kind)
-            if not body.choice_count:
-                raise EmptyPrompt
-            with self._door.sequences.take(body.choice_count), key.request() if key else nullcontext():
+            self._door.check_count(body, key)
+            with self._door.room(body.choice_count, key):
+                target, ours = body.model or "", body.extension
                 requests = [_owned(one, key) for one in body.requests()]
-                model = await self._door.backend.served_target(body.model)
-                choices = [Choice(index, request, model) for index, request in enumerate(requests)]
-                form = self._form(model, spans=body.draftbridge.spans)
-                events = _spending(generate(self._door.backend, requests, body.model, body.draftbridge.wish), key)
+                model = await self._door.backend.served_target(target)
+                calls = isinstance(body, ChatCompletionRequest) and body.demands_call
+                choices = [
+                    Choice(index, request, model, Call() if calls else None) for index, request in enumerate(requests)
+                ]
+                form = self._form(model, spans=bool(ours.spans))
+                events = _spending(generate(self._door.backend, requests, target, ours.wish), key)
                 async with aclosing(events):
-                    response = await respond(Answer(form, choices, events), body, self._door.limits, receive)
+                    response = await respond(Answer(form, choices, events), body, receive)
                     if response:
                         await response(scope, receive, send)
-        except (ClientDisconnect, asyncio.CancelledError):
+        except asyncio.CancelledError:
             # Only a server that stops cancels a request. Its connection is closed, because the response is incomplete.
             pass
         except DraftBridgeError as error:
-            response = errors.answer(error, model=body.model if body else "", prompt=self._prompt)
+            names = body.names if body else {}
+            response = errors.answer(error, model=(body and body.model) or "", names=names)
             await response(scope, receive, send)
+
+
+def _segmented(models: Sequence[str], rows: list[list[tuple[int, bytes]]]) -> Response:
+    data = [
+        {
+            "model": name,
+            "tokens": [
+                {"id": id_, "text": data.decode(errors="replace"), "byte_count": len(data)} for id_, data in tokens
+            ],
+        }
+        for name, tokens in zip(models, rows, strict=True)
+    ]
+    return JSONResponse({"object": "list", "data": data})
 
 
 def _owned(request: Request, key: Key | None) -> Request:

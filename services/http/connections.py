@@ -18,6 +18,8 @@ _MAX_CONNECTIONS = 100_000
 # Files that the process needs besides: channels to services, models, logs.
 _OTHER_FILES = 512
 _MAX_HEAD_BYTES = 64 << 10
+# Read and ignored, so that a client that sends its whole body first receives the refusal.
+_MAX_REFUSED_BODY_BYTES = 16 << 20
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
@@ -40,43 +42,80 @@ def connection_limit() -> int:
 class Connection(HttpToolsProtocol):
     """A connection that must send the head of a request in time. Between requests, uvicorn's own timeout holds."""
 
-    def __init__(self, *given: Any, max_connections: int, head_seconds: float, **named: Any) -> None:
+    def __init__(
+        self, *given: Any, max_connections: int, head_seconds: float, send_seconds: float, **named: Any
+    ) -> None:
         super().__init__(*given, **named)
-        self._max_connections, self._head_seconds = max_connections, head_seconds
+        self._max_connections, self._head_seconds, self._send_seconds = max_connections, head_seconds, send_seconds
         self._head_timer: TimerHandle | None = None
-        self._head_byte_count = 0
+        self._send_timer: TimerHandle | None = None
+        # Since the last message or piece of a body that the application receives.
+        self._byte_count = 0
+        self._expects_body = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Closes the connection at once if there are too many."""
         super().connection_made(transport)
+        # Writing pauses as long as anything waits to be sent, so that the time limit applies to short answers too.
+        transport.set_write_buffer_limits(high=1, low=0)
         if len(self.connections) > self._max_connections:
             transport.abort()
         else:
             self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the timer."""
+        """Ends the timers."""
         self._end_head()
+        self.resume_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Closes the connection if a head does not end."""
-        if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
+        """Closes the connection if a head, trailers or the body of a refused request do not end."""
+        answered = self.cycle is None or self.cycle.response_complete
+        if self._head_timer is None and answered:
             self._begin_head()
+        self._byte_count += len(data)
         super().data_received(data)
-        if self._head_timer is not None:
-            self._head_byte_count += len(data)
-            if self._head_byte_count > _MAX_HEAD_BYTES and not self.transport.is_closing():
+        refused = self._expects_body and answered
+        if self._byte_count > (_MAX_REFUSED_BODY_BYTES if refused else _MAX_HEAD_BYTES):
+            if answered and not refused and not self.transport.is_closing():
                 self.transport.write(_TOO_LARGE)
-                self.transport.close()
+            self.transport.close()
 
     def on_headers_complete(self) -> None:
         """Ends the timer."""
         self._end_head()
+        self._expects_body = True
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        """Leaves the size of the body to the application, unless that has already refused the request."""
+        if not self.cycle.response_complete:
+            self._byte_count = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Begins to count the next head."""
+        self._byte_count, self._expects_body = 0, False
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        """Ends the connection if the client does not read for a time."""
+        super().pause_writing()
+        self._send_timer = self.loop.call_later(self._send_seconds, self._abort)
+
+    def resume_writing(self) -> None:
+        """Ends the timer."""
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
+        super().resume_writing()
+
+    def _abort(self) -> None:
+        _log.warning("a client has stopped reading its answer: the connection is closed")
+        self.transport.abort()
+
     def _begin_head(self) -> None:
-        self._head_byte_count = 0
         self._head_timer = self.loop.call_later(self._head_seconds, self.timeout_keep_alive_handler)
 
     def _end_head(self) -> None:

@@ -45,7 +45,9 @@ _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "MAX_TOKENS_TOO_LARGE": 
 # The names of the bridge's fields in this protocol. A name that is not here stays.
 _PREFIXES = {"sampling.": "", "speculation.": "draftbridge.", "open.": ""}
 _NAMES = {
+    "the prompt": "prompt",
     "tenant": "draftbridge.tenant",
+    "chat.template_variables.tools": "tools",
     "chat.template_variables": "chat_template_kwargs",
     "sampling.json_schema": "response_format.json_schema",
     "sampling.json_object": "response_format.type",
@@ -53,8 +55,11 @@ _NAMES = {
     "sampling.choice": "draftbridge.choice",
     "sampling.grammar": "draftbridge.grammar",
 }
+_NO_NAMES: dict[str, str] = {}
 # Elements of a validation error's place that name an alternative of a union instead of a field.
-_ALTERNATIVE = re.compile(r"str|int|float|bool|none|tuple\[.*|literal\[.*|constrained-.*|function-.*|TextPart|\[key\]")
+_ALTERNATIVE = re.compile(
+    r"str|int|float|bool|none|(tuple|dict|literal)\[.*|(constrained|function)-.*|NamedTool|\[key\]"
+)
 _MAX_NAME_CHARACTERS = 100
 # With more errors in one body, the first one is not worth the memory of all.
 _MAX_ERRORS = 1000
@@ -90,7 +95,12 @@ def invalid_body(error: ValidationError) -> InvalidBody:
             f"the body has {error.error_count()} unsupported fields or invalid values: leave them out", None
         )
     found = error.errors(include_url=False)
-    first, param = found[0], _param(found[0]["loc"])
+    # A field of several types has an error for each. Those that are deepest in it belong to the type that was meant.
+    place = _path(found[0]["loc"])
+    paths = [path for one in found if (path := _path(one["loc"]))[: len(place)] == place]
+    place = max(paths, key=_depth)
+    same = [one for one in found if _path(one["loc"]) == place]
+    first, param = same[0], _name(place)
     match first["type"]:
         case "json_invalid":
             text = f"the body is not JSON ({first['ctx']['error']}): send one JSON object"
@@ -98,34 +108,39 @@ def invalid_body(error: ValidationError) -> InvalidBody:
             text = f"{param} is not a supported parameter: leave it out"
         case "missing":
             text = f"{param} is missing: give it"
-        case "literal_error" | "none_required":
+        case "literal_error" | "enum" | "none_required":
             expected = first.get("ctx", {}).get("expected", "null").replace("False", "false").replace("True", "true")
-            text = f"{param} must be {expected} or left out: other values are not supported"
+            text = f"{param} must be {expected}: other values are not supported"
         case _:
-            # A field of several types has an error for each.
-            same = [one for one in found if _param(one["loc"]) == param and one["type"] != "missing"]
-            allowed = {_allowed(one["msg"]): None for one in same}
+            allowed = {_allowed(one["msg"]): None for one in same if one["type"] != "missing"}
             text = f"{param or 'the body'} must be {' or '.join(allowed)}, got {reprlib.repr(first['input'])}"
     return InvalidBody(text, param)
 
 
-def _param(place: Sequence[int | str]) -> str | None:
+def _path(place: Sequence[int | str]) -> tuple[int | str, ...]:
+    """Returns the names and indices of a validation error's place in the body."""
+    return tuple(one for one in place if not (isinstance(one, str) and _ALTERNATIVE.fullmatch(one)))
+
+
+def _depth(path: Sequence[int | str]) -> tuple[int, int]:
+    """Orders the places that the types of one field reached before their errors."""
+    last = path[-1] if path else ""
+    return len(path), last if isinstance(last, int) else -1
+
+
+def _name(path: Sequence[int | str]) -> str | None:
     """Returns the name of a place in the body, as `messages[0].role`; None for the body itself."""
-    names = ""
-    for element in place:
-        if isinstance(element, str) and _ALTERNATIVE.fullmatch(element):
-            break
-        names += f"[{element}]" if isinstance(element, int) else f".{element}"
+    names = "".join(f"[{element}]" if isinstance(element, int) else f".{element}" for element in path)
     return names.removeprefix(".")[:_MAX_NAME_CHARACTERS] or None
 
 
 def _allowed(message: str) -> str:
-    return message.removeprefix("Input should be ").removeprefix("Input should ").partition(", ")[0]
+    return message.removeprefix("Input should be ").removeprefix("Input should ").partition(", unable")[0]
 
 
-def answer(error: DraftBridgeError, *, model: str = "", prompt: str = "prompt") -> JSONResponse:
+def answer(error: Exception, *, model: str = "", names: dict[str, str] = _NO_NAMES) -> JSONResponse:
     """Returns the response to a failed request. See `report`."""
-    status, body, headers = report(error, model=model, prompt=prompt)
+    status, body, headers = report(error, model=model, names=names)
     return JSONResponse(body, status, headers)
 
 
@@ -136,12 +151,12 @@ def answer_to_http_error(error: HTTPException) -> JSONResponse:
 
 
 def report(
-    error: Exception, *, model: str = "", prompt: str = "prompt"
+    error: Exception, *, model: str = "", names: dict[str, str] = _NO_NAMES
 ) -> tuple[int, dict[str, dict[str, Any]], dict[str, str]]:
     """Returns the status, the body and further headers for an error of a request.
 
-    `model` is the request's, `prompt` the name of the field with its input. An error that is not a `DraftBridgeError`
-    is logged and reported with a fixed text.
+    `model` is the request's, `names` has its own names of the bridge's fields. An error that is not a
+    `DraftBridgeError` is logged and reported with a fixed text.
     """
     if not isinstance(error, DraftBridgeError):
         _log.error("unexpected error in a request", exc_info=error)
@@ -150,7 +165,9 @@ def report(
     headers = {}
     if seconds := _retry_seconds(error.metadata):
         headers["Retry-After"] = str(seconds)
-    field, param = _fields(error, model, prompt)
+    if status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    field, param = _fields(error, model, _NAMES | names)
     text = str(error)
     if param and field and text.startswith(field):
         text = param + text.removeprefix(field)
@@ -162,24 +179,24 @@ def _body(status: int, message: str, param: str | None, code: str | None) -> dic
     return {"error": {"message": message, "type": type_, "param": param, "code": code}}
 
 
-def _fields(error: DraftBridgeError, model: str, prompt: str) -> tuple[str | None, str | None]:
+def _fields(error: DraftBridgeError, model: str, names: dict[str, str]) -> tuple[str | None, str | None]:
     """Returns the bridge's name of the field that is wrong and its name in this protocol, or None."""
     match error.reason:
         case "EMPTY_PROMPT" | "PROMPT_TOO_LONG" | "TOKEN_OUT_OF_RANGE":
-            return None, prompt
+            return None, names["the prompt"]
         case "MAX_TOKENS_TOO_LARGE":
-            return None, "max_tokens"
+            return "max_tokens", names.get("max_tokens", "max_tokens")
         case "MODEL_NOT_FOUND" if not isinstance(error, RemoteError):
             return None, "model" if error.metadata.get("model") == model else "draftbridge.draft"
         case "DRAFT_AWAY":
             return None, "draftbridge.draft"
     field = error.metadata.get("field") if isinstance(error, _WITH_FIELD) else None
-    if not field or field == "the prompt":
-        return field, prompt if field else None
+    if not field:
+        return None, None
     for prefix, replacement in _PREFIXES.items():
-        if field.startswith(prefix) and field not in _NAMES:
+        if field.startswith(prefix) and field not in names:
             return field, replacement + field.removeprefix(prefix)
-    return field, _NAMES.get(field, field)
+    return field, names.get(field, field)
 
 
 def _retry_seconds(metadata: Mapping[str, str]) -> int:

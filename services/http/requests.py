@@ -8,57 +8,44 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field
+from pydantic import Field
 
 from bridge.errors import InvalidField
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
-from bridge.text.chat import Chat, Message
+from bridge.text.chat import Chat
 from services.bridge.pairing import Wish
-from services.http.tools import call_grammar
+from services.http.fields import MAX_TOKEN_IDS, Count, JsonObject, List, Strict, TokenId
+from services.http.messages import ChatMessage
+from services.http.tools import NamedTool, Tool, call_grammar
 
 # OpenAI's default for `max_tokens` of completions. Chats have no limit but the context.
 _COMPLETION_TOKENS = 16
+# OpenAI's limit for chats. Completions have the bridge's own.
+_MAX_CHAT_TOP_LOGPROBS = 20
+_MAX_SEGMENTED_CHARACTERS = 64 << 10
 # Seeds that the server draws are exact in JavaScript, whose numbers have 53 bits.
 _DRAWN_SEED_BITS = 53
 
-T = TypeVar("T")
 
+class Extension(Strict):
+    """The field `draftbridge` of a request: how to speculate, and the form of the text."""
 
-class _FirstErrorOnly(FailFast):
-    """Checks a list up to its first error: a body can hold millions. Hashable, as alternatives of a type have to be."""
-
-    def __hash__(self) -> int:
-        return hash(type(self))
-
-
-List = Annotated[tuple[T, ...], _FirstErrorOnly()]
-TokenId = Annotated[int, Field(ge=0, lt=1 << 32)]
-Count = Annotated[int, Field(ge=0, lt=1 << 32)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Extension(_Strict):
-    """The field `draftbridge` of a request: how to speculate. It never changes the text."""
-
-    mode: Mode = Mode.AUTO
-    draft: str = ""
-    drafts: List[str] = ()
-    workload: str = ""
-    sources: List[str] = ()
+    mode: Mode | None = None
+    draft: str | None = None
+    drafts: List[str] | None = None
+    workload: str | None = None
+    sources: List[str] | None = None
     num_assistant_tokens: int | None = None
-    assistant_confidence_threshold: float = 0.0
+    assistant_confidence_threshold: float | None = None
     draft_temperature: float | None = None
-    tenant: str = ""
-    spans: bool = False
-    progress: bool = False
+    tenant: str | None = None
+    spans: bool | None = None
+    progress: bool | None = None
     regex: str | None = None
     choice: List[str] | None = None
     grammar: str | None = None
@@ -79,31 +66,31 @@ class Extension(_Strict):
     @property
     def wish(self) -> Wish:
         """The draft that the request asks for. Raises `InvalidField`."""
-        return Wish.of(self.draft, self.drafts, self.workload)
+        return Wish.of(self.draft or "", self.drafts or (), self.workload or "")
 
     @property
     def speculation(self) -> SpeculationParameters:
         """The parameters in the bridge's form."""
         return SpeculationParameters(
-            mode=self.mode,
+            mode=self.mode or Mode.AUTO,
             num_assistant_tokens=self.num_assistant_tokens,
-            assistant_confidence_threshold=self.assistant_confidence_threshold,
+            assistant_confidence_threshold=self.assistant_confidence_threshold or 0.0,
             draft_temperature=self.draft_temperature,
-            sources=self.sources,
+            sources=self.sources or (),
         )
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class GenerationRequest(_Strict, ABC):
-    """The fields that both kinds of requests have. Null is the same as leaving a field out."""
+class GenerationRequest(Strict, ABC):
+    """The fields that both kinds of requests have."""
 
-    model: str = ""
+    model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Count | None = None
@@ -111,10 +98,10 @@ class GenerationRequest(_Strict, ABC):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: Annotated[dict[TokenId, float], Field(max_length=MAX_TOKEN_IDS)] | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: List[TokenId] | None = None
+    stop_token_ids: Annotated[List[TokenId], Field(max_length=MAX_TOKEN_IDS)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     stop: str | List[str] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -125,7 +112,12 @@ class GenerationRequest(_Strict, ABC):
     user: str | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-    draftbridge: Extension = Extension()
+    draftbridge: Extension | None = None
+
+    @property
+    def extension(self) -> Extension:
+        """The field `draftbridge`, also if it is left out."""
+        return self.draftbridge or Extension()
 
     @property
     def include_usage(self) -> bool:
@@ -139,8 +131,15 @@ class GenerationRequest(_Strict, ABC):
 
     def requests(self) -> list[Request]:
         """Returns a request for each choice: `n` for each prompt, with consecutive seeds. Raises `InvalidField`."""
-        if self.stream_options and not self.stream:
-            raise InvalidField("stream_options", "left out unless stream is true", "it")
+        ours = self.extension
+        streamed = {
+            "stream_options": self.stream_options,
+            "draftbridge.spans": ours.spans,
+            "draftbridge.progress": ours.progress,
+        }
+        for name, value in streamed.items():
+            if value and not self.stream:
+                raise InvalidField(name, "left out unless stream is true", "it")
         seed = secrets.randbits(_DRAWN_SEED_BITS) if self.seed is None else self.seed
         base = Request(
             input="",
@@ -161,9 +160,9 @@ class GenerationRequest(_Strict, ABC):
             max_tokens=self._max_tokens(),
             stop=(self.stop,) if isinstance(self.stop, str) else self.stop or (),
             logprobs=self._logprob_count(),
-            speculation=self.draftbridge.speculation,
-            tenant=self.draftbridge.tenant,
-            reports_progress=bool(self.stream) and self.draftbridge.progress,
+            speculation=ours.speculation,
+            tenant=ours.tenant or "",
+            reports_progress=bool(ours.progress),
         )
         count = self.n or 1
         return [
@@ -175,8 +174,13 @@ class GenerationRequest(_Strict, ABC):
     @abstractmethod
     def _inputs(self) -> Sequence[str | Chat | tuple[int, ...]]: ...
 
+    @property
+    @abstractmethod
+    def names(self) -> dict[str, str]:
+        """The names in this request of the bridge's fields that it may refuse."""
+
     def _grammar(self) -> Grammar | None:
-        return self.draftbridge.constraint
+        return self.extension.constraint
 
     @abstractmethod
     def _max_tokens(self) -> int | None: ...
@@ -194,6 +198,11 @@ class CompletionRequest(GenerationRequest):
     echo: Literal[False] | None = None
     suffix: None = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """See `GenerationRequest`."""
+        return {"the prompt": "prompt"}
+
     def _inputs(self) -> Sequence[str | Chat | tuple[int, ...]]:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidField("best_of", "the same as n or left out", self.best_of)
@@ -208,45 +217,23 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
 
-class SegmentationRequest(_Strict):
+class SegmentationRequest(Strict):
     """Body of `/v1/segmentations`: a text, and the names of one or two models."""
 
-    text: str
+    text: Annotated[str, Field(max_length=_MAX_SEGMENTED_CHARACTERS)]
     models: Annotated[tuple[str, ...], Field(min_length=1, max_length=2)]
 
 
-class TextPart(_Strict):
-    """A part of a message's content. Only text is supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(BaseModel):
-    """A message. Its further fields, such as `tool_calls`, go to the chat template."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
-
-    role: str
-    content: str | List[TextPart] | None = None
-
-    def message(self) -> Message:
-        """Returns the message in the bridge's form; its parts of text become lines."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return Message(self.role, text, self.model_extra or {})
-
-
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     """A named schema, which is obeyed strictly even if `strict` is false. `name` and `description` have no effect."""
 
     name: str
     description: str | None = None
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    json_schema: Annotated[JsonObject | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     """What the text must be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -258,21 +245,8 @@ class ResponseFormat(_Strict):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidField("response_format.json_schema", "given with type json_schema only", self.type)
         if self.json_schema:
-            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(self.json_schema.json_schema))
+            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(self.json_schema.json_schema or {}))
         return Grammar(GrammarKind.JSON_OBJECT) if self.type == "json_object" else None
-
-
-class ToolName(_Strict):
-    """The function that must be called."""
-
-    name: str
-
-
-class NamedTool(_Strict):
-    """Chooses a function that must be called."""
-
-    type: Literal["function"]
-    function: ToolName
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -281,21 +255,35 @@ class ChatCompletionRequest(GenerationRequest):
     messages: List[ChatMessage]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Count | None = None
-    tools: List[dict[str, Any]] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_CHAT_TOP_LOGPROBS)] | None = None
+    tools: List[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: ResponseFormat | None = None
     modalities: List[Literal["text"]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
+
+    @property
+    def demands_call(self) -> bool:
+        """Whether the text must be the call of a tool."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """See `GenerationRequest`."""
+        return {
+            "the prompt": "messages",
+            "max_tokens": "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
+            "sampling.json_schema": "tools" if self.demands_call else "response_format.json_schema",
+        }
 
     def _inputs(self) -> Sequence[str | Chat | tuple[int, ...]]:
         variables = dict(self.chat_template_kwargs or {})
         if self.tools and self.tool_choice != "none":
             if "tools" in variables:
                 raise InvalidField("chat_template_kwargs", "without tools, which have a field of their own", "tools")
-            variables["tools"] = list(self.tools)
-        return (Chat(tuple(one.message() for one in self.messages), variables),)
+            variables["tools"] = [one.model_dump(mode="json", exclude_none=True) for one in self.tools]
+        return (Chat(tuple(one.message(f"messages[{place}]") for place, one in enumerate(self.messages)), variables),)
 
     def _grammar(self) -> Grammar | None:
         choice, tools = self.tool_choice, self.tools or ()
@@ -303,12 +291,12 @@ class ChatCompletionRequest(GenerationRequest):
         if formatted and extended:
             raise InvalidField("response_format", "text if draftbridge has a grammar", "JSON")
         formatted = formatted or extended
-        if choice == "required" or isinstance(choice, NamedTool):
+        if self.demands_call:
             if formatted:
                 raise InvalidField("response_format", "text if a tool must be called", "JSON")
             return call_grammar(tools, choice.function.name if isinstance(choice, NamedTool) else None)
         for place, tool in enumerate(tools if choice != "none" else ()):
-            if isinstance(function := tool.get("function"), dict) and function.get("strict"):
+            if tool.function.strict:
                 allowed = 'false unless tool_choice is "required" or names a function'
                 raise InvalidField(f"tools[{place}].function.strict", allowed, "true")
         return formatted
@@ -316,7 +304,9 @@ class ChatCompletionRequest(GenerationRequest):
     def _max_tokens(self) -> int | None:
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
-            raise InvalidField("max_tokens", "left out where max_completion_tokens is given", self.max_tokens)
+            raise InvalidField(
+                "max_completion_tokens", "left out where max_tokens is given", self.max_completion_tokens
+            )
         return next(iter(limits), None)
 
     def _logprob_count(self) -> int | None:

@@ -11,6 +11,7 @@ from bridge.ports import FinishReason
 from bridge.request import Request
 from bridge.statistics import Statistics
 from services.bridge.backend import Opened, ServedModel
+from services.http.tools import Call
 
 Json = dict[str, Any]
 
@@ -18,10 +19,10 @@ _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReaso
 
 
 class Choice:
-    """One choice of an answer: collects its events. `ends` are the ids that end its text, which are not shown."""
+    """One choice of an answer: collects its events. `call`: the call of a tool that its text spells, if it must."""
 
-    def __init__(self, index: int, request: Request, model: ServedModel) -> None:
-        self.index = index
+    def __init__(self, index: int, request: Request, model: ServedModel, call: Call | None = None) -> None:
+        self.index, self.call = index, call
         self.opened: Opened | None = None
         self.finished: Finished | None = None
         self._spelling = model.spelling
@@ -39,6 +40,8 @@ class Choice:
     @property
     def finish_reason(self) -> str | None:
         """Why the choice ended, if it has ended."""
+        if self.finished and self.call and self.call.is_whole:
+            return "tool_calls"
         return _FINISH[self.finished.finish_reason] if self.finished else None
 
     def tokens(self, delta: Delta) -> list[Json]:
@@ -54,8 +57,14 @@ class Choice:
 
     def _token(self, id_: int, logprob: float) -> Json:
         data = self._spelling.token_bytes(id_)
-        name = data.decode(errors="replace") if data else self._spelling.name(id_)
-        return {"token": name, "logprob": logprob, "bytes": list(data)}
+        return {"token": self._token_name(id_, data), "logprob": logprob, "bytes": list(data)}
+
+    def _token_name(self, id_: int, data: bytes) -> str:
+        """Returns a token's text, or its bytes in OpenAI's form, as `bytes:\\xe2`, if they are not a text."""
+        try:
+            return data.decode() or self._spelling.name(id_)
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def statistics(self) -> Json:
         """Returns the choice's entry in `usage.draftbridge`; names are those of SpeculationStatistics in the contract.
@@ -209,22 +218,32 @@ class ChatFormat(Format):
 
     def first(self, choice: Choice) -> Json | None:
         """See `Format`."""
-        return self._part(choice, {"role": "assistant", "content": ""}, [])
+        return self._part(choice, {"role": "assistant", "content": None if choice.call else ""}, [])
 
     def last(self, choice: Choice) -> Json:
         """See `Format`."""
-        return self._part(choice, {}, [])
+        return self._part(choice, choice.call.take("", ended=True) if choice.call else {}, [])
 
     def complete(self, choice: Choice, deltas: Sequence[Delta]) -> Json:
         """See `Format`."""
         tokens = [token for delta in deltas for token in choice.tokens(delta)]
-        content = "".join(delta.text for delta in deltas)
-        part = self._part(choice, {"role": "assistant", "content": content, "refusal": None, "annotations": []}, tokens)
+        text = "".join(delta.text for delta in deltas)
+        message: Json = {
+            "role": "assistant",
+            "content": None if choice.call else text,
+            "refusal": None,
+            "annotations": [],
+        }
+        if choice.call:
+            message |= choice.call.take(text, ended=True)
+            for one in message.get("tool_calls", ()):
+                del one["index"]  # only pieces of a stream have it
+        part = self._part(choice, message, tokens)
         part["message"] = part.pop("delta")
         return part
 
     def _chunk(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
-        return self._part(choice, {"content": text}, tokens)
+        return self._part(choice, choice.call.take(text, ended=False) if choice.call else {"content": text}, tokens)
 
     @staticmethod
     def _part(choice: Choice, delta: Json, tokens: list[Json]) -> Json:

@@ -108,6 +108,7 @@ async def serving(
         Connection,
         max_connections=where.limits.connections or connection_limit(),
         head_seconds=where.limits.head_seconds,
+        send_seconds=where.limits.send_seconds,
     )
     server = _Server(
         uvicorn.Config(

@@ -1,28 +1,63 @@
-"""The grammar of a call that a request demands: a tool's name, and arguments that satisfy its parameters."""
+"""Tools: their definitions, the grammar of a call that a request demands, and the call in the answer."""
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from bridge.errors import InvalidField
 from bridge.sampling.grammar import Grammar, GrammarKind
+from services.http.fields import JsonObject, Strict
+
+# How the text of a call begins, by its grammar.
+_CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
 
 
-def call_grammar(tools: Sequence[Mapping[str, Any]], name: str | None) -> Grammar:
+class Function(Strict):
+    """A function that a model may call. `parameters` is the JSON Schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool, which is always a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ToolName(Strict):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """Chooses a function that must be called."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
+def call_grammar(tools: Sequence[Tool], name: str | None) -> Grammar:
     """Returns the grammar of `{"name": ..., "arguments": {...}}` for any of the tools, or for the one with this name.
 
     Raises `InvalidField`.
     """
-    functions = [tool.get("function") for tool in tools]
-    known = [one for one in functions if isinstance(one, Mapping) and isinstance(one.get("name"), str)]
-    called = [one for one in known if name in (None, one["name"])]
+    functions = [tool.function for tool in tools]
+    called = [one for one in functions if name in (None, one.name)]
     if not called:
-        names = ", ".join(one["name"] for one in known) or "none is given"
+        names = ", ".join(one.name for one in functions) or "none is given"
         raise InvalidField("tool_choice", f"a function of tools ({names})", name or "required")
     calls, definitions = [], {}
     for one in called:
-        # Arguments are an object, also where a schema only lists properties and would allow a string, too.
-        parameters = {"type": "object"} | dict(one.get("parameters") or {})
+        # Arguments are an object, also where a schema only lists properties or would allow a string.
+        parameters = {**(one.parameters or {}), "type": "object"}
         for key in ("$defs", "definitions"):
             if len(called) > 1 and key in parameters:
                 raise InvalidField("tools", f"without {key} if one of several must be called", key)
@@ -31,10 +66,42 @@ def call_grammar(tools: Sequence[Mapping[str, Any]], name: str | None) -> Gramma
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": one["name"]}, "arguments": parameters},
+                "properties": {"name": {"const": one.name}, "arguments": parameters},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
         )
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | definitions))
+
+
+@dataclass
+class Call:
+    """The call that a text of `call_grammar` spells, read while the text grows."""
+
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    _text: str = ""
+    _sent: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the text is complete."""
+        try:
+            json.loads(self._text)
+        except ValueError:
+            return False
+        return True
+
+    def take(self, text: str, *, ended: bool) -> dict[str, Any]:
+        """Returns what `text` adds to a message: its `tool_calls`, or nothing before the function's name is known."""
+        self._text += text
+        # The last character may be the brace that ends the call, and so is not one of the arguments.
+        end = len(self._text) - (self.is_whole if ended else 1)
+        if self._sent:
+            arguments, self._sent = self._text[self._sent : end], max(self._sent, end)
+            return {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]} if arguments else {}
+        if not (begun := _CALL.match(self._text)):
+            return {}
+        self._sent = max(begun.end(), end)
+        function = {"name": json.loads(begun[1]), "arguments": self._text[begun.end() : end]}
+        return {"tool_calls": [{"index": 0, "id": self.id, "type": "function", "function": function}]}

@@ -72,21 +72,21 @@ class Key:
     usage: Usage
 
     @contextmanager
-    def request(self) -> Iterator[None]:
-        """Counts the block as one request of this key. Raises `KeyLimitReached`.
+    def request(self, count: int = 1) -> Iterator[None]:
+        """Counts the block as `count` requests of this key that run at once. Raises `KeyLimitReached`.
 
         A request begins while tokens are left and is not interrupted when it uses more: the next ones wait for it.
         """
         allowed, rate = self.settings.concurrent_requests, self.settings.tokens_per_minute
-        if allowed is not None and self.usage.running >= allowed:
+        if allowed is not None and self.usage.running + count > allowed:
             raise KeyLimitReached(self.name, f"{allowed} concurrent requests", 1.0)
         if rate is not None and (balance := self.usage.refill(rate)) <= 0:
             raise KeyLimitReached(self.name, f"{rate} tokens a minute", (1 - balance) * 60 / rate)
-        self.usage.running += 1
+        self.usage.running += count
         try:
             yield
         finally:
-            self.usage.running -= 1
+            self.usage.running -= count
 
     def spend(self, token_count: int) -> None:
         """Counts generated tokens."""

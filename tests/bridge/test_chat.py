@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 
+from bridge import request as request_module
 from bridge.errors import InvalidField, UnusableModel
+from bridge.request import Request
 from bridge.text.chat import (
     Chat,
     Message,
@@ -41,6 +43,18 @@ def model(kind: str, template: str) -> Model:
 
 def render(kind: str, template: str, *messages: Message, **variables: object) -> Rendering:
     return render_chat(model(kind, template), Chat(messages, variables))
+
+
+def test_tools_without_a_place_in_the_target_s_template_are_refused() -> None:
+    request = Request(Chat((Message("user", "a"),), {"tools": [{"name": "look"}]}))
+    target, draft = model(EXACT_KINDS[0], TEMPLATE), model(EXACT_KINDS[0], "")
+    for without in (target, draft):
+        with pytest.raises(InvalidField, match=r"the chat template of .* has no place for them"):
+            request_module.render(request, without, without)
+    able = model(EXACT_KINDS[0], "{{ tools | tojson }}" + TEMPLATE)
+    assert request_module.render(request, able, able).ids
+    # A draft gets the chat in the form that it knows.
+    assert request_module.render(request, draft, able).ids
 
 
 @pytest.mark.parametrize("kind", EXACT_KINDS)

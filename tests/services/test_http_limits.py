@@ -24,6 +24,7 @@ from services.config import BridgeServerConfig
 from services.http.answer import Limits
 from services.http.server import http_door
 from services.rpc.server import PortTaken
+from tests.support.doors import refused
 from tests.support.waiting import eventually
 
 LONG: dict[str, Any] = {
@@ -86,10 +87,19 @@ def test_a_full_queue_is_429_with_retry_after(tiny_fleet: Fleet, client: Client)
 
 
 async def test_the_door_s_own_limit_is_429_too(tiny_fleet: Fleet) -> None:
-    async with door(tiny_fleet, Limits(sequences=1)) as (url, gateway), httpx.AsyncClient(base_url=url) as http:
-        answer = await http.post("/v1/completions", json=LONG | {"n": 2})
-        assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-        assert answer.json()["error"]["code"] == "too_many_sequences" and gateway.counts.failed == 0
+    async with AsyncExitStack() as stack:
+        url, gateway = await stack.enter_async_context(door(tiny_fleet, Limits(sequences=1)))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
+        for body in ({"n": 2}, {"prompt": ["a", "b"]}):  # never possible
+            refused(await http.post("/v1/completions", json=LONG | body), 400, next(iter(body)))
+        running = asyncio.create_task(http.post("/v1/completions", json=LONG))
+        await asyncio.to_thread(eventually, lambda: gateway.counts.active == 1)
+        segmentation = {"text": "a", "models": ["tiny-target"]}
+        for path, body in (("/v1/completions", LONG), ("/v1/segmentations", segmentation)):
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["code"] == "too_many_sequences" and gateway.counts.failed == 0
+        assert (await running).status_code == 200
         assert (await http.post("/v1/completions", json=LONG | {"max_tokens": 1})).status_code == 200
 
 
@@ -106,7 +116,7 @@ def test_a_body_with_a_million_mistakes_or_prompts_costs_little(tiny_fleet: Flee
     answer = httpx.post(f"{tiny_fleet.http}/v1/completions", json={"prompt": "a"} | many, timeout=10)
     assert answer.status_code in (400, 429) and len(answer.text) < 500
     wrong = httpx.post(f"{tiny_fleet.http}/v1/completions", json={"prompt": [{}] * 500_000}, timeout=10)
-    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt"
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt[0]"
 
 
 def test_a_body_of_another_type_is_415(tiny_fleet: Fleet) -> None:
@@ -143,6 +153,20 @@ async def test_a_slow_reader_disturbs_nobody_and_is_ended(tiny_fleet: Fleet) -> 
         assert answer.status_code == 200
         await asyncio.to_thread(eventually, lambda: gateway.counts.active == 0, 20)
         assert gateway.counts.cancelled == 2
+        await asyncio.to_thread(eventually, lambda: not open_connections(url, connection))
+
+
+async def test_a_reader_that_never_takes_a_whole_answer_loses_its_connection(tiny_fleet: Fleet) -> None:
+    async with door(tiny_fleet, Limits(send_seconds=0.5)) as (url, gateway):
+        with raw(url, json.dumps(LONG).encode(), receive_bytes=4096) as connection:
+            await asyncio.to_thread(eventually, lambda: gateway.counts.finished == 1, 30)
+            await asyncio.to_thread(eventually, lambda: not open_connections(url, connection))
+
+
+def open_connections(url: str, client: socket.socket) -> list[int]:
+    """Returns the sockets of this process that are still connected to the client."""
+    port = client.getsockname()[1]
+    return [one.fd for one in psutil.Process().net_connections() if one.raddr and one.raddr.port == port]
 
 
 def test_ten_thousand_idle_connections_disturb_nobody(tiny_fleet: Fleet) -> None:
@@ -194,6 +218,96 @@ async def test_connections_are_bounded_in_number_time_and_head(tiny_fleet: Fleet
         endless = await connect(b"GET / HTTP/1.1\r\n" + b"X-Long: " + b"y" * 200_000)
         assert (await asyncio.wait_for(endless.readline(), 5)).startswith(b"HTTP/1.1 431")
         assert (await http.post("/v1/completions", json=LONG | {"max_tokens": 60})).status_code == 200
+
+
+@pytest.mark.parametrize("rest", [b"\r\nGET / HTTP/1.1\r\nX-Long: ", b"X-Long: "], ids=["pipelined head", "trailers"])
+async def test_a_head_or_trailers_during_a_request_are_bounded(tiny_fleet: Fleet, rest: bytes) -> None:
+    """Sends more after the last chunk of a body, whose request still runs or waits for the end of the trailers."""
+    async with door(tiny_fleet) as (url, _):
+        reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        body = json.dumps(LONG).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+        writer.write(b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(body), body) + rest)
+        await writer.drain()
+        with suppress(ConnectionError):
+            for _ in range(64):
+                writer.write(b"y" * 16_384)
+                await writer.drain()
+                await asyncio.sleep(0)
+            assert await asyncio.wait_for(reader.read(), 5) == b"", "closed without an answer"
+        writer.close()
+
+
+@pytest.mark.parametrize("head", [b"Content-Type: text/plain\r\n", b"Content-Type: application/json\r\n"])
+async def test_the_rest_of_a_refused_body_is_read_and_ignored(tiny_fleet: Fleet, head: bytes) -> None:
+    async with door(tiny_fleet, Limits(body_bytes=1000)) as (url, _):
+        reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3000000\r\n" + head + b"\r\n"
+        )
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert answer.split()[1] in (b"413", b"415")
+        length = int(answer.lower().partition(b"content-length: ")[2].split()[0])
+        await reader.readexactly(length)
+        writer.write(b" " * 3_000_000 + b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 5)).split()[1] == b"200"
+        writer.close()
+
+
+async def test_bodies_in_arrival_are_bounded_together(tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.http.app._MAX_BODIES", 2)
+    async with AsyncExitStack() as stack:
+        url, _ = await stack.enter_async_context(door(tiny_fleet, Limits(body_bytes=10_000)))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
+        writers = []
+        for _ in range(3):
+            _, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+            stack.callback(writer.close)
+            writers.append(writer)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            writer.write(b"Content-Length: 9500\r\n\r\n" + b" " * 6600)
+            await writer.drain()
+
+        async def status(prompt: str) -> httpx.Response:
+            return await http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+
+        # Until the server has read what was sent.
+        answers = [await status("a" * 7000) for _ in range(5)]
+        answer = next(one for one in answers if one.status_code == 503)
+        assert answer.headers["retry-after"] == "1"
+        for writer in writers:
+            writer.close()
+        assert 200 in [(await status("a")).status_code for _ in range(5)]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/segmentations"])
+async def test_a_client_that_leaves_in_its_body_is_no_error(
+    tiny_fleet: Fleet, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    caplog.set_level("INFO", "services.http.insight")
+    async with door(tiny_fleet) as (url, _):
+        _, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n".encode())
+        writer.write(b"Content-Length: 50\r\n\r\n{")
+        await writer.drain()
+        writer.close()
+        await asyncio.to_thread(eventually, lambda: f"POST {path} ended with 499" in caplog.text)
+    assert not [one for one in caplog.records if one.levelname in ("WARNING", "ERROR")]
+
+
+async def test_bugs_and_unknown_hosts_have_openai_s_form(
+    tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fail(*given: object) -> None:
+        raise ValueError("a bug")
+
+    async with door(tiny_fleet) as (url, gateway), httpx.AsyncClient(base_url=url) as http:
+        monkeypatch.setattr(gateway, "served", fail)
+        caplog.set_level("INFO", "services.http.insight")
+        broken = await http.get("/v1/models")
+        assert "internal error" in refused(broken, 500, None) and broken.headers["x-request-id"]
+        assert "GET /v1/models ended with 500" in caplog.text
+        assert "--http-host" in refused(await http.get("/health", headers={"host": "evil.example"}), 400, None)
 
 
 async def test_other_origins_and_hosts_are_refused_unless_configured(tiny_fleet: Fleet) -> None:

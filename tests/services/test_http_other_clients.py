@@ -16,13 +16,14 @@ import pytest
 from draftbridge import Client
 from services.cli.processes import Fleet
 
-# Its other cases need images, reasoning, calls of tools as `tool_calls`, or a refusal without `model`.
+# Its other cases need images, reasoning, or a refusal without `model`.
 CONFORMANCE = (
     "chat-basic-response",
     "chat-system-prompt",
     "chat-multi-turn",
     "chat-streaming-response",
     "chat-streaming-usage",
+    "chat-tool-calling",
 )
 
 

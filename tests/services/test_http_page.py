@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from services.cli.processes import Fleet, launched
+from tests.support.waiting import eventually
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next((path for name in _NAMES if (path := shutil.which(name))), "")
@@ -64,14 +65,20 @@ def run(page: Page, number: int, **values: str) -> str:
 
 
 def test_the_text_is_the_server_s_and_its_colours_add_up(page: Page, tiny_fleet: Fleet) -> None:
-    values = {"kind": "text", "prompt": "The quick brown", "max_tokens": "60", "temperature": "1", "seed": "3"}
-    text = run(page, 1, mode="lockstep", **values)
-    body = {"prompt": "The quick brown", "max_tokens": 60, "temperature": 1, "seed": 3}
+    values = {"kind": "text", "prompt": "The quick brown", "max_tokens": "150", "temperature": "1", "seed": "3"}
+    with page.expect_response("**/v1/completions") as response:
+        text = run(page, 1, mode="lockstep", draft="tiny-draft", **values)
+    (usage,) = [line for line in response.value.text().split("\n") if '"usage":{' in line]
+    sources = json.loads(usage.removeprefix("data: "))["usage"]["draftbridge"][0]["sources"]
+    accepted = {one["name"]: one["accepted_byte_count"] for one in sources}
+    assert sum(accepted.values()) > 0, "the page shows candidates of a draft"
+    body = {"prompt": "The quick brown", "max_tokens": 150, "temperature": 1, "seed": 3}
     answer = httpx.post(f"{tiny_fleet.http}/v1/completions", json=body).json()
     assert text == answer["choices"][0]["text"]
     legend = page.locator("#legend li")
     counts = {one.get_attribute("data-source"): int(one.get_attribute("data-bytes") or 0) for one in legend.all()}
     assert sum(counts.values()) == len(text.encode())
+    assert {name: counts.get(name, 0) for name in accepted} == accepted
     pieces = page.locator("#text .piece")
     assert "".join(pieces.all_text_contents()) == text
     assert {one.get_attribute("data-source") for one in pieces.all()} <= set(counts)
@@ -140,6 +147,10 @@ def test_the_tokens_of_both_models_stand_above_each_other(page: Page, tiny_fleet
         seen.add(page.locator("#tokens .here").first.get_attribute("style"))
         seen.add(page.locator("#tokens .here").first.text_content())
     assert len(seen) > 2
+    spoken = page.locator("#tokens-spoken")
+    expect(spoken).to_have_attribute("role", "status")
+    expect(spoken).to_have_text(re.compile(r"^tiny-target: .+; tiny-draft: .+; proposed by: .+$"))
+    assert page.locator("#tokens [role]").count() == 0
     run(page, 1, **(values | {"seed": "4"}))
     assert page.locator("#tokens .token").count() == 0
 
@@ -149,10 +160,17 @@ def test_a_server_with_keys_asks_for_one(browser: Browser, tiny_fleet: Fleet, tm
     keys.write_text(f'[ann]\ntoken = "{"a" * 32}"\n')
     options = ("--bridge", tiny_fleet.bridge, "--listen", "127.0.0.1:0", "--keys", str(keys), "--until-stdin-closes")
     with launched("http", "http", *options) as (url, _):
-        page = browser.new_page()
+        page, old = browser.new_page(), {"Authorization": f"Bearer {'a' * 32}"}
         page.goto(url)
         expect(page.get_by_role("alert")).to_contain_text("no token")
         page.fill("#key", "a" * 32)
+        page.keyboard.press("Tab")
+        expect(page.locator("#key-field")).to_be_hidden()
+        keys.write_text(f'[ann]\ntoken = "{"b" * 32}"\n')
+        eventually(lambda: httpx.get(f"{url}/v1/models", headers=old).status_code == 401)
+        page.click("#run")
+        expect(page.locator("#key-field")).to_be_visible()
+        page.fill("#key", "b" * 32)
         page.keyboard.press("Tab")
         expect(page.locator("#model")).to_have_value("tiny-target")
         expect(page.get_by_role("alert")).to_be_hidden()
@@ -178,6 +196,34 @@ def test_comparing_runs_both_ways(page: Page) -> None:
     page.click("#compare")
     expect(page.locator("#runs td:first-child")).to_have_text(["off", "auto"], timeout=WAIT_MS)
     expect(page.locator("#runs td:last-child")).to_have_text(["first run", "identical"])
+
+
+def test_a_newer_run_keeps_its_status(page: Page) -> None:
+    page.route("**/v1/completions", lambda route: None)
+    fill(page, kind="text", max_tokens="5")
+    page.click("#run")
+    page.click("#run")
+    settle(page)
+    expect(page.locator("#status")).to_have_text("Generating…")
+    page.click("#stop")
+    expect(page.locator("#status")).to_have_text("Stopped.")
+
+
+def test_stopping_while_the_text_is_split_ends_the_comparison(page: Page) -> None:
+    page.route("**/v1/segmentations", lambda route: None)
+    fill(page, kind="text", max_tokens="5")
+    page.click("#compare")
+    expect(page.locator("#runs tr")).to_have_count(1, timeout=WAIT_MS)
+    expect(page.locator("#tokens-hint")).to_contain_text("Splitting")
+    page.click("#stop")
+    settle(page)
+    expect(page.locator("#stop")).to_be_disabled()
+    expect(page.locator("#status")).to_contain_text("Finished")
+
+
+def settle(page: Page) -> None:
+    """Lets everything run that the last action has started."""
+    page.evaluate("new Promise((go) => setTimeout(go, 50))")
 
 
 def test_errors_are_shown(page: Page) -> None:
@@ -219,6 +265,8 @@ def test_keyboard_and_a_small_screen(page: Page) -> None:
         ".filter(one => !(one.labels?.length || one.textContent.trim())).length"
     )
     assert unnamed == 0
+    sizes = "[...document.querySelectorAll('input, select, textarea')].map(one => getComputedStyle(one).fontSize)"
+    assert set(page.evaluate(sizes)) == {"16px"}, "smaller fields make phones zoom in"
 
 
 def test_the_policy_forbids_everything_else(tiny_fleet: Fleet) -> None:

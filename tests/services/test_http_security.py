@@ -15,7 +15,7 @@ from services.cli.processes import Fleet, launched
 from tests.services.test_http_limits import door
 from tests.support.certificates import Pair, authority, issue
 
-TOKENS = {"ann": "a" * 32, "bob": "b" * 32}
+TOKENS = {"ann": "a" * 32, "bob": "b" * 32, "cid": "d" * 32}
 BODY = {"model": "tiny-target", "prompt": "The quick brown", "max_tokens": 20}
 
 
@@ -26,7 +26,10 @@ def secured(tiny_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iter
     ca = directory / "ca.pem"
     pair = issue(authority(ca), directory, "bridge")
     keys = directory / "keys.toml"
-    keys.write_text(f'[ann]\ntoken = "{TOKENS["ann"]}"\n[bob]\ntoken = "{TOKENS["bob"]}"\ntokens-per-minute = 10\n')
+    keys.write_text(
+        f'[ann]\ntoken = "{TOKENS["ann"]}"\n[bob]\ntoken = "{TOKENS["bob"]}"\ntokens-per-minute = 10\n'
+        f'[cid]\ntoken = "{TOKENS["cid"]}"\nconcurrent-requests = 2\n'
+    )
     options = (
         "--target",
         tiny_fleet.target,
@@ -69,9 +72,11 @@ def test_without_a_known_token_it_generates_and_lists_nothing(secured: tuple[str
             http.post("/v1/completions", json=BODY),
             http.post("/v1/completions", content=b"{", headers={"content-type": "application/json"}),
         ):
-            assert response.status_code == 401
+            assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
             assert "tiny-target" not in response.text
-        assert http.get("/health").status_code == 200
+        assert http.get("/health").json() == {"status": "ok"}
+    with client(secured, "ann") as http:
+        assert http.get("/health").json()["services"]
 
 
 def test_a_key_has_one_limit_for_both_doors(secured: tuple[str, str, Path]) -> None:
@@ -87,6 +92,21 @@ def test_a_key_has_one_limit_for_both_doors(secured: tuple[str, str, Path]) -> N
         pytest.raises(CallError, match="10 tokens a minute"),
     ):
         talking.generate("The quick", max_tokens=2)
+
+
+def test_each_choice_counts_as_a_request_of_the_key(secured: tuple[str, str, Path]) -> None:
+    several = BODY | {"n": 2, "max_tokens": 230, "ignore_eos": True, "stream": True}
+    with client(secured, "cid") as http:
+        never = http.post("/v1/completions", json=BODY | {"n": 3})
+        assert never.status_code == 400 and never.json()["error"]["param"] == "n"
+        with http.stream("POST", "/v1/completions", json=several) as running:
+            assert running.status_code == 200
+            for path, body in (
+                ("/v1/completions", BODY),
+                ("/v1/segmentations", {"text": "a", "models": ["tiny-target"]}),
+            ):
+                beyond = http.post(path, json=body)
+                assert beyond.status_code == 429 and "2 concurrent requests" in beyond.json()["error"]["message"]
 
 
 def test_a_client_that_does_not_trust_the_authority_does_not_connect(secured: tuple[str, str, Path]) -> None:

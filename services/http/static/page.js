@@ -26,6 +26,12 @@ function showError(message) {
   $("error").hidden = !message;
 }
 
+// Shows why a request failed, and asks for a key if the server wants one.
+function showFailure(error) {
+  if (error.status === 401) $("key-field").hidden = false;
+  showError(error.message);
+}
+
 function options(select, names) {
   const chosen = select.value;
   for (const name of names) {
@@ -207,10 +213,11 @@ async function run(mode) {
       `Finished: ${usage.completion_tokens} tokens, ${bytes.length} bytes, in ${seconds} s, the first after ${first}; ${verdict}.`;
     const draft = statistics.draft || $("draft").value || drafts[0];
     await tokens.load(text, draft ? [body.model, draft] : [body.model], controller.signal);
-    return true;
+    return !controller.signal.aborted;
   } catch (error) {
+    if (running !== controller) return false; // a newer run owns the page
     const stopped = controller.signal.aborted;
-    if (!stopped) showError(error.message);
+    if (!stopped) showFailure(error);
     $("status").textContent = stopped ? "Stopped." : "Failed.";
     return false;
   } finally {
@@ -251,8 +258,7 @@ async function start() {
     describe();
     $("key-field").hidden = true;
   } catch (error) {
-    if (error.status === 401) $("key-field").hidden = false;
-    showError(error.message);
+    showFailure(error);
   }
 }
 

@@ -12,6 +12,7 @@ let shown = null; // { bytes, rows: [{ model, ends }], place } of the text on th
 export function clear(hint = HINT) {
   shown = null;
   $("tokens").replaceChildren();
+  $("tokens-spoken").textContent = "";
   $("tokens-hint").textContent = hint;
   mark(0, 0);
 }
@@ -58,7 +59,6 @@ function show(place) {
   const cells = rows.flatMap(({ model }, row) => {
     const name = cell(model, "model", row, 1, 2);
     name.title = model;
-    name.setAttribute("role", "rowheader");
     const tokens = within[row].map(([start, end]) => {
       const index = spans[row].findIndex((one) => one[0] === start && one[1] === end);
       const kind = `token ${index % 2 ? "odd" : "even"}${index === here[row] ? " here" : ""}`;
@@ -72,6 +72,17 @@ function show(place) {
   const [middle, scroller] = [cells.find((one) => one.classList.contains("here")), grid.parentElement];
   scroller.scrollLeft = middle.offsetLeft + middle.offsetWidth / 2 - scroller.clientWidth / 2;
   mark(...spans[0][here[0]]);
+}
+
+// Tells screen readers the tokens of both models at the place, and who proposed its first byte.
+function speak() {
+  const { bytes, rows, here, place } = shown;
+  const tokens = rows.map(({ model, ends }, row) => {
+    const index = here[row];
+    return `${model}: ${visible(bytes.slice(ends[index - 1] ?? 0, ends[index]))}`;
+  });
+  const [node] = positionOf(place);
+  $("tokens-spoken").textContent = [...tokens, `proposed by: ${node.parentElement.title}`].join("; ");
 }
 
 function cell(text, kind, row, from, to) {
@@ -159,4 +170,5 @@ $("text").addEventListener("keydown", (event) => {
   const now = shown.place < 0 ? -1 : ends.findIndex((end) => end > shown.place);
   const next = Math.min(Math.max(now + (event.key === "ArrowRight" ? 1 : -1), 0), ends.length - 1);
   show(ends[next - 1] ?? 0);
+  speak();
 });

@@ -1,0 +1,59 @@
+"""Messages of a chat, as clients send them and send answers back."""
+
+from typing import Any, Literal
+
+from bridge.errors import InvalidField
+from bridge.text.chat import Message
+from services.http.fields import JsonObject, List, Strict
+
+
+class TextPart(Strict):
+    """A part of a message's content. Only text is supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """A function that the assistant has called. Some chat templates expect `arguments` as an object."""
+
+    name: str
+    arguments: str | JsonObject
+
+
+class EarlierCall(Strict):
+    """A call in a message of the assistant."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Strict):
+    """A message. The chat template receives its fields; those that only answers of others have must be empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | List[TextPart] | None = None
+    name: str | None = None
+    tool_calls: List[EarlierCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: tuple[()] | None = None
+
+    def message(self, place: str) -> Message:
+        """Returns the message in the bridge's form; its parts of text become lines. `place`: its name in the request.
+
+        Raises `InvalidField`.
+        """
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidField(f"{place}.tool_calls", "left out unless the role is assistant", "them")
+        if self.content is None and not self.tool_calls:
+            raise InvalidField(f"{place}.content", "a text unless the message has tool_calls", "none")
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        names = {"name", "tool_calls", "tool_call_id", "reasoning_content"}
+        fields: dict[str, Any] = self.model_dump(mode="json", include=names, exclude_none=True)
+        return Message(self.role, text, fields)

@@ -1,0 +1,167 @@
+"""The HTTP door refuses what it does not support by its name, in both of its forms."""
+
+from dataclasses import replace
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from services.cli.processes import Fleet
+from tests.services.test_http_limits import door
+from tests.support.doors import CHAT, chat, complete, refused, tool
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Returns `depth` objects inside each other."""
+    return {"a": nested(depth - 1)} if depth > 1 else {}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"best_of": 3}, "best_of"),
+        ({"colour": "red"}, "colour"),
+        ({"draft": "tiny-draft"}, "draft"),
+        ({"draftbridge": {"speed": 1}}, "draftbridge.speed"),
+        ({"draftbridge": {"mode": "fast"}}, "draftbridge.mode"),
+        ({"draftbridge": {"spans": True}}, "draftbridge.spans"),
+        ({"draftbridge": {"progress": True}}, "draftbridge.progress"),
+        ({"draftbridge": {"num_assistant_tokens": 65}}, "draftbridge.num_assistant_tokens"),
+        ({"draftbridge": {"sources": ["oracle"]}}, "draftbridge.sources"),
+        ({"draftbridge": {"tenant": "x" * 257}}, "draftbridge.tenant"),
+        ({"echo": True}, "echo"),
+        ({"frequency_penalty": 101}, "frequency_penalty"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+        ({"logit_bias": {str(id_): 1 for id_ in range(1001)}}, "logit_bias"),
+        ({"logprobs": 101}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10_000}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 10_000}, "n"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": ["a", 5]}, "prompt[1]"),
+        ({"prompt": [999_999]}, "prompt"),
+        ({"prompt": "word " * 400}, "prompt"),
+        ({"seed": 2**64}, "seed"),
+        ({"service_tier": "flex"}, "service_tier"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": ["a", 5]}, "stop[1]"),
+        ({"stop_token_ids": [1] * 1001}, "stop_token_ids"),
+        ({"store": True}, "store"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"suffix": "end"}, "suffix"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+    ],
+)
+def test_a_completion_with_a_bad_parameter_is_refused_by_its_name(
+    http: httpx.Client, body: dict[str, object], param: str
+) -> None:
+    assert param in refused(complete(http, **body), 400, param) or param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"audio": {}}, "audio"),
+        ({"functions": []}, "functions"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
+        ({"max_completion_tokens": 10_000, "max_tokens": None}, "max_completion_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+        ({"modalities": ["audio"]}, "modalities[0]"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "text": "hi"}]}, "messages[0].text"),
+        ({"messages": [{"role": "user", "content": "a", "audio": {"id": "b"}}]}, "messages[0].audio"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"n": 1}]}]}, "messages[0].tool_calls[0].id"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"prompt": "a"}, "prompt"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"top_logprobs": 5}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tools": "look"}, "tools"),
+        ({"tools": [{}]}, "tools[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [tool("a", parameters="abc")]}, "tools[0].function.parameters"),
+        ({"tools": [tool("a", parameters=5)], "tool_choice": "required"}, "tools[0].function.parameters"),
+        ({"tools": [tool("a", parameters=nested(24))]}, "tools[0].function.parameters"),
+        ({"tools": [tool("a", parameters={"maximum": 10**400})]}, "tools[0].function.parameters"),
+        ({"tools": [tool("a", parameters={"properties": {"b": {"not": {}}}})], "tool_choice": "required"}, "tools"),
+        ({"tools": [tool("a")], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"chat_template_kwargs": nested(24)}, "chat_template_kwargs"),
+    ],
+)
+def test_a_chat_with_a_bad_parameter_is_refused_by_its_name(
+    http: httpx.Client, body: dict[str, object], param: str
+) -> None:
+    refused(chat(http, **body), 400, param)
+
+
+def test_an_unknown_model_or_draft_is_not_found(http: httpx.Client) -> None:
+    assert "tiny-target" in refused(complete(http, model="nobody"), 404, "model")
+    assert "tiny-draft" in refused(chat(http, draftbridge={"draft": "nobody"}), 404, "draftbridge.draft")
+
+
+def test_errors_before_the_first_text_of_a_stream_have_their_status(http: httpx.Client) -> None:
+    refused(complete(http, stream=True, prompt="word " * 400), 400, "prompt")
+    refused(chat(http, stream=True, top_p=2), 400, "top_p")
+
+
+def test_messages_name_what_is_allowed(http: httpx.Client) -> None:
+    assert "'opportunistic'" in refused(complete(http, draftbridge={"mode": "fast"}), 400, "draftbridge.mode")
+    assert "stop[1] must be a valid string, got 5" in refused(complete(http, stop=["a", 5]), 400, "stop[1]")
+    beyond = chat(http, max_completion_tokens=10_000, max_tokens=None)
+    assert refused(beyond, 400, "max_completion_tokens").startswith("max_completion_tokens 10000 does not fit")
+
+
+async def test_tools_that_the_template_has_no_place_for_are_refused(
+    tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"messages": CHAT, "max_tokens": 1, "draftbridge": {"mode": "off"}, "tools": [tool("look")]}
+    async with door(tiny_fleet) as (url, gateway), httpx.AsyncClient(base_url=url) as http:
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+        endpoint = gateway.zoo.target("")
+        without = replace(endpoint, model=replace(endpoint.model, chat_template=""))
+        monkeypatch.setattr(gateway.zoo, "replicas", lambda _: [without])
+        answer = await http.post("/v1/chat/completions", json=body)
+        assert "has no place for them" in refused(answer, 400, "tools")
+        assert (await http.post("/v1/chat/completions", json=body | {"tool_choice": "none"})).status_code == 200
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1" + "0" * 400])
+def test_numbers_beyond_floats_are_refused(http: httpx.Client, number: str) -> None:
+    body = (
+        '{"model": "tiny-target", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": [N]}}'
+    )
+    json_ = {"content-type": "application/json"}
+    answer = http.post("/v1/chat/completions", content=body.replace("N", number), headers=json_)
+    refused(answer, 400, "chat_template_kwargs")
+
+
+def test_free_json_may_be_as_deep_as_the_bridge_receives_it(http: httpx.Client) -> None:
+    assert chat(
+        http, chat_template_kwargs=nested(23), tools=[tool("a", parameters=nested(23))], max_tokens=1
+    ).is_success
+    earlier = {**CALL, "function": {"name": "a", "arguments": nested(23)}}
+    messages = [*CHAT, {"role": "assistant", "tool_calls": [earlier]}]
+    assert chat(http, messages=messages, max_tokens=1).is_success
+
+
+def test_paths_and_methods_that_do_not_exist(http: httpx.Client) -> None:
+    refused(http.get("/v1/embeddings"), 404, None)
+    refused(http.post("/v1/embeddings", json={}), 404, None)
+    refused(http.get("/v1/completions"), 405, None)
