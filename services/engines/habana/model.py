@@ -8,6 +8,7 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.llama import modeling_llama as llama
 
 from bridge.errors import UnusableModel
@@ -54,6 +55,10 @@ def _adapt() -> None:
     from optimum.habana.transformers.models.llama.modeling_llama import GaudiLlamaDecoderLayer
 
     adapt_transformers_to_gaudi()
+    # The call replaces classes in the modules of models only. Their packages keep those that the self-test has loaded.
+    for package in MODEL_FOR_CAUSAL_LM_MAPPING._modules.values():
+        for name in [one for one in vars(package) if one.endswith("ForCausalLM")]:
+            delattr(package, name)
     # optimum-habana 1.21 normalizes before it adds the residual, which gives other logits. Gemma adds first, as Llama.
     GaudiGemmaDecoderLayer.post_attn_pre_mlp = GaudiLlamaDecoderLayer.post_attn_pre_mlp
 
