@@ -13,8 +13,8 @@ _FLAG = "--cpu-affinity"
 def pin(text: str, system: Path = _SYSTEM) -> frozenset[int]:
     """Restricts all threads of this process, present and future, to the cores that `text` names, and returns them.
 
-    `text`: numbers as 0-7,16, or numa:0 for the physical cores of a NUMA node that it may use. Linux gives memory from the node of the
-    core that first writes to it. Raises `InvalidField`.
+    `text`: numbers as 0-7,16, or numa:0 for those physical cores of a NUMA node that the process may use. Linux gives
+    memory from the node of the core that first writes to it. Raises `InvalidField`.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise InvalidField(_FLAG, "left out: this system does not pin processes to cores", text)
@@ -29,7 +29,7 @@ def pin(text: str, system: Path = _SYSTEM) -> frozenset[int]:
 
 
 def _physical_cores(text: str, allowed: set[int], system: Path) -> frozenset[int]:
-    """Returns the allowed cores of a node, one for each set of hyper-threads: two on one core share its matrix units."""
+    """Returns the allowed cores of a node, one of each set of hyper-threads: two on one core share its matrix units."""
     path = system / "node" / f"node{text.removeprefix('numa:')}" / "cpulist"
     if not path.is_file():
         nodes = sorted(one.name.removeprefix("node") for one in (system / "node").glob("node[0-9]*"))
