@@ -69,9 +69,9 @@ class HabanaEngine:
         config = read_config(source, trusted)
         sharded = rank_count() > 1
         test = None if sharded or gaudi.quant_config else self_test(source, self._dtype, trusted)
-        prepare_process(gaudi, rank_count())
+        prepare_process(gaudi)
         if sharded:
-            self._model = load_sharded(source, config, self._dtype, rank_count())
+            self._model = load_sharded(source, config, self._dtype, trusted)
         else:
             self._check_device()
             self._model = load_model(source, self._dtype, trusted).eval()
