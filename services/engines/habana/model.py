@@ -1,9 +1,11 @@
 """Loads optimum-habana's models as its text-generation example does: one device or DeepSpeed, bfloat16 or FP8."""
 
-import atexit
 import inspect
 import json
 import os
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO, Any
@@ -25,7 +27,6 @@ _SCOPED_SUMS = ("llama", "falcon", "qwen2", "starcoder2", "gemma")
 
 def prepare_process(gaudi: GaudiOptions) -> None:
     """Sets what the libraries read when they are first used, and replaces transformers' models by optimum-habana's."""
-    # HPU graphs exist in lazy mode only.
     os.environ.setdefault("PT_HPU_LAZY_MODE", "1")
     os.environ.setdefault("EXPERIMENTAL_WEIGHT_SHARING", "FALSE")
     if rank_count() > 1:
@@ -38,6 +39,18 @@ def prepare_process(gaudi: GaudiOptions) -> None:
         import habana_frameworks.torch.core as htcore
 
         htcore.hpu_set_env()
+
+
+def check_lazy_mode(gaudi: GaudiOptions) -> None:
+    """Raises `UnusableModel` if Gaudi's library runs in eager mode, in which HPU graphs do not exist.
+
+    The library reads the variable when torch imports it, so setting the variable later has no effect.
+    """
+    default = "0" if "habana_frameworks.torch" in sys.modules else "1"
+    if gaudi.use_hpu_graphs and os.environ.get("PT_HPU_LAZY_MODE", default) == "0":
+        raise UnusableModel(
+            "HPU graphs need lazy mode: export PT_HPU_LAZY_MODE=1 before the start, or use --no-use-hpu-graphs"
+        )
 
 
 def self_test(source: Path, dtype: torch.dtype, trusted: bool) -> SelfTest | None:
@@ -130,10 +143,11 @@ def _scope_sums(model: torch.nn.Module) -> None:
             _scope_sums(module)
 
 
-def quantize(model: Any, quant_config: Path) -> Any:
+def quantize(model: Any, quant_config: Path) -> tuple[Any, Callable[[], None] | None]:
     """Measures or quantizes a model in FP8 with Intel Neural Compressor, as the file's `mode` requires.
 
-    Measurements are written when the process ends. Raises `UnusableModel` if the library is not installed.
+    Returns the model and, if it measures, a function that writes this process's measurements before the process ends.
+    Raises `UnusableModel` if the library is not installed.
     """
     try:
         from neural_compressor.torch.quantization import FP8Config, convert, finalize_calibration, prepare
@@ -144,8 +158,8 @@ def quantize(model: Any, quant_config: Path) -> Any:
     config = FP8Config.from_json_file(str(quant_config))
     if config.measure:
         model = prepare(model, config)
-        atexit.register(finalize_calibration, model)
-    return convert(model, config) if config.quantize else model
+        return model, partial(finalize_calibration, model)
+    return convert(model, config) if config.quantize else model, None
 
 
 def mark_constants(model: Any) -> None:
