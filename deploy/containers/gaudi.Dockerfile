@@ -1,5 +1,7 @@
 # Targets and drafts on Gaudi. The host needs Intel's driver and container runtime. Build from the root:
 #   docker build --file deploy/containers/gaudi.Dockerfile --tag draftbridge:gaudi .
+# FP8 needs Intel Neural Compressor, a model on several Gaudis needs Intel's DeepSpeed. To add both:
+#   --build-arg EXTRA_PACKAGES="neural-compressor-pt git+https://github.com/HabanaAI/DeepSpeed.git@1.24.0"
 # The base image has PyTorch for Gaudi, which pip must not replace. Its version is the one that optimum-habana 1.21.2
 # was validated with.
 ARG GAUDI=1.24.0
@@ -8,13 +10,15 @@ ARG GAUDI_PYTORCH=2.10.0
 # Intel names a release in the path, and tags its builds.
 # hadolint ignore=DL3007
 FROM vault.habana.ai/gaudi-docker/${GAUDI}/ubuntu24.04/habanalabs/pytorch-installer-${GAUDI_PYTORCH}:latest AS build
+ARG EXTRA_PACKAGES=""
 WORKDIR /source
 COPY . .
 # The constraints file is for environments without Gaudi, whose transformers is newer. pip keeps the installed torch.
 RUN --mount=type=cache,target=/root/.cache/pip \
     python3 -m venv --system-site-packages /opt/draftbridge \
     && python3 -c 'import torch; print("torch==" + torch.__version__)' > /tmp/installed.txt \
-    && /opt/draftbridge/bin/pip install --disable-pip-version-check --constraint /tmp/installed.txt '.[habana,otel]'
+    && /opt/draftbridge/bin/pip install --disable-pip-version-check --constraint /tmp/installed.txt '.[habana,otel]' \
+        ${EXTRA_PACKAGES}
 
 # Intel names a release in the path, and tags its builds.
 # hadolint ignore=DL3007

@@ -16,6 +16,13 @@ def compute_units(device: str, threads: int | None) -> tuple[frozenset[str], int
     machine = hashlib.sha256(identity.encode()).hexdigest()[:16]
     if device.lower() != "cpu":
         # Engines have different names for the same accelerator.
-        return frozenset({f"{machine}/{device.lower().replace('cuda', 'gpu').removesuffix(':0')}"}), 1
+        name = device.lower().replace("cuda", "gpu").removesuffix(":0")
+        return frozenset({f"{machine}/{name}{one}" for one in (_gaudis() if name == "hpu" else ("",))}), 1
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return frozenset(f"{machine}/cpu{core}" for core in cores), min(threads or len(cores), len(cores))
+
+
+def _gaudis() -> list[str]:
+    """Returns the Gaudis that this process may use, as its environment names them. Each process calls its own "hpu"."""
+    named = os.environ.get("HABANA_VISIBLE_MODULES") or os.environ.get("HABANA_VISIBLE_DEVICES") or "all"
+    return [""] if named == "all" else [one.strip() for one in named.split(",")]

@@ -13,13 +13,13 @@ _FLAG = "--cpu-affinity"
 def pin(text: str, system: Path = _SYSTEM) -> frozenset[int]:
     """Restricts all threads of this process, present and future, to the cores that `text` names, and returns them.
 
-    `text`: numbers as 0-7,16, or numa:0 for the physical cores of a NUMA node. Linux gives memory from the node of the
-    core that first writes to it. Raises `InvalidField`.
+    `text`: numbers as 0-7,16, or numa:0 for those physical cores of a NUMA node that the process may use. Linux gives
+    memory from the node of the core that first writes to it. Raises `InvalidField`.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise InvalidField(_FLAG, "left out: this system does not pin processes to cores", text)
     allowed = os.sched_getaffinity(0)
-    cores = _physical_cores(text, system) if text.startswith("numa:") else _numbers(text)
+    cores = _physical_cores(text, allowed, system) if text.startswith("numa:") else _numbers(text)
     if not cores or not cores <= allowed:
         raise InvalidField(_FLAG, f"some of the cores {_text(allowed)} that this process may use", text)
     for task in Path("/proc/self/task").iterdir():
@@ -28,16 +28,16 @@ def pin(text: str, system: Path = _SYSTEM) -> frozenset[int]:
     return cores
 
 
-def _physical_cores(text: str, system: Path) -> frozenset[int]:
-    """Returns the cores of a node, one for each set of hyper-threads: two on one core share its matrix units."""
+def _physical_cores(text: str, allowed: set[int], system: Path) -> frozenset[int]:
+    """Returns the allowed cores of a node, one of each set of hyper-threads: two on one core share its matrix units."""
     path = system / "node" / f"node{text.removeprefix('numa:')}" / "cpulist"
     if not path.is_file():
         nodes = sorted(one.name.removeprefix("node") for one in (system / "node").glob("node[0-9]*"))
         raise InvalidField(_FLAG, f"numa: and the number of a node ({', '.join(nodes) or 'none is known here'})", text)
     found = set()
-    for core in _numbers(path.read_text().strip()):
+    for core in _numbers(path.read_text().strip()) & allowed:
         siblings = system / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list"
-        found.add(min(_numbers(siblings.read_text().strip())) if siblings.is_file() else core)
+        found.add(min(_numbers(siblings.read_text().strip()) & allowed) if siblings.is_file() else core)
     return frozenset(found)
 
 

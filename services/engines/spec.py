@@ -119,6 +119,10 @@ class EngineSpec:
         if set_ and not self.for_gaudi:
             flag = f"--{set_[0].replace('_', '-')}"
             raise InvalidField(flag, f"left out {by}: it is for --engine habana", flag)
+        for name in ("flash_attention_recompute", "flash_attention_fast_softmax"):
+            if getattr(options.gaudi, name) and not options.gaudi.use_flash_attention:
+                flag = f"--{name.replace('_', '-')}"
+                raise InvalidField(flag, "left out, or set together with --use-flash-attention", flag)
         if not self.installed:
             raise UnusableModel(
                 f"the {self.name} engine is not installed: {self.install}, or use --engine torch", engine=self.name

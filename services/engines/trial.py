@@ -26,7 +26,7 @@ from bridge.errors import DraftBridgeError
 from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.engine import measure, warm
 from services.engines.fixed_width import FixedWidthEngine
-from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
+from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.store.cache import Report, cache_directory
 
 _log = logging.getLogger(__name__)
@@ -112,8 +112,7 @@ def _weights(spec: EngineSpec, options: EngineOptions) -> Weights:
 
 def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> Costs:
     """Measures an engine in another process. Raises `_TrialFailed`."""
-    given = json.dumps(asdict(options) | {"deterministic": deterministic})
-    command = [sys.executable, "-m", __name__, name, str(path), given]
+    command = [sys.executable, "-m", __name__, name, str(path), _encoded(options, deterministic)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -126,6 +125,23 @@ def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool)
         reason = (done.stderr.strip().splitlines() or [""])[-1][:300]
         raise _TrialFailed(f"its trial ended with {how} ({reason})")
     return [(width, taken_ns) for width, taken_ns in json.loads(last)]
+
+
+def _encoded(options: EngineOptions, deterministic: bool) -> str:
+    return json.dumps(asdict(options) | {"deterministic": deterministic}, default=str)
+
+
+def _decoded(text: str) -> tuple[EngineOptions, bool]:
+    given = json.loads(text)
+    deterministic = given.pop("deterministic")
+    gaudi = given["gaudi"]
+    file = gaudi["quant_config"]
+    given |= {
+        "dtype": Dtype(given["dtype"]),
+        "weights": Weights(given["weights"]),
+        "gaudi": GaudiOptions(**gaudi | {"quant_config": Path(file) if file else None}),
+    }
+    return EngineOptions(**given), deterministic
 
 
 def _size(path: Path) -> int:
@@ -174,12 +190,10 @@ def main() -> None:
     """Prints the measured costs of one engine, or why it refuses the model."""
     from services.engines.registry import engine_spec
 
-    name, path, given = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    deterministic = given.pop("deterministic")
-    given |= {"dtype": Dtype(given["dtype"]), "weights": Weights(given["weights"])}
-    given |= {"slot_count": 1, "cache_byte_limit": _CACHE_BYTES}
+    name, path = sys.argv[1], Path(sys.argv[2])
+    options, deterministic = _decoded(sys.argv[3])
     try:
-        engine = engine_spec(name).open(path, EngineOptions(**given))
+        engine = engine_spec(name).open(path, replace(options, slot_count=1, cache_byte_limit=_CACHE_BYTES))
     except DraftBridgeError as error:
         print(" ".join(str(error).split()))
         sys.exit(_REFUSED)

@@ -112,6 +112,11 @@ def test_a_model_that_auto_converts_keeps_its_weights(tiny_models: tuple[Path, P
             EngineOptions(gaudi=GaudiOptions(bucket_size=64)),
             "--bucket-size must be left out with --engine torch",
         ),
+        (
+            "habana",
+            EngineOptions(gaudi=GaudiOptions(flash_attention_recompute=True)),
+            "--flash-attention-recompute must be left out, or set together with --use-flash-attention",
+        ),
     ],
 )
 def test_options_that_an_engine_does_not_have_are_refused(name: str, options: EngineOptions, words: str) -> None:

@@ -10,7 +10,7 @@ from services.engines import trial
 from services.engines.ik_llama.spec import IK_LLAMA
 from services.engines.llamacpp.spec import LLAMACPP
 from services.engines.registry import choose_engine
-from services.engines.spec import EngineOptions, EngineSpec, Weights
+from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.engines.trial import Costs, fastest, speed
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
@@ -97,6 +97,12 @@ def test_an_engine_that_fails_is_not_taken(big: Path) -> None:
     attempts = Attempts(a="x", b="y")
     os.utime(big, ns=(2, 2))
     assert fastest(rivals, "model", OPTIONS, report=str, attempt=attempts).name == "a", "whose own error is shown"
+
+
+def test_all_options_reach_the_process_of_a_trial() -> None:
+    gaudi = GaudiOptions(max_graphs=3, quant_config=Path("maxabs.json"))
+    for options in (OPTIONS, replace(OPTIONS, weights=Weights.INT8, dtype=Dtype.BFLOAT16, gaudi=gaudi)):
+        assert trial._decoded(trial._encoded(options, True)) == (options, True)
 
 
 def test_a_small_model_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ collect_ignore_glob = [] if find_spec("habana_frameworks") else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
-def cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starts each process with the Python that a test chooses."""
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts each process with the Python that a test chooses, in lazy mode."""
     monkeypatch.setattr(processes, "_start", cold_start)
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")

@@ -13,7 +13,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": LLAMA_LIKE | {"model_type": "mistral", "sliding_window": 8},
     "gemma": LLAMA_LIKE | {"model_type": "gemma", "head_dim": 8},
     "qwen3": LLAMA_LIKE | {"model_type": "qwen3", "head_dim": 8},
-    "gemma2": LLAMA_LIKE | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    "gemma2": LLAMA_LIKE
+    | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "num_hidden_layers": 2},
 }
 
 
@@ -30,8 +31,8 @@ def fix_mistral() -> None:
     mistral.apply_customized_rope = rope
 
 
-def opened(directory: Path, **options: Any) -> HabanaEngine:
-    """Returns the engine with three slots, in float32. `options`: those of `GaudiOptions`."""
+def opened(directory: Path, dtype: str = "float32", **options: Any) -> HabanaEngine:
+    """Returns the engine with three slots. `options`: those of `GaudiOptions`."""
     fix_mistral()
     gaudi = GaudiOptions(bucket_size=64, **options)
-    return HabanaEngine(directory, device="cpu", dtype="float32", threads=1, slot_count=3, gaudi=gaudi)
+    return HabanaEngine(directory, device="cpu", dtype=dtype, threads=1, slot_count=3, gaudi=gaudi)

@@ -1,6 +1,5 @@
 """transformers' own models, in a process where optimum-habana has not replaced them."""
 
-import multiprocessing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,16 +7,18 @@ from typing import Any
 
 import torch
 
+from tests.habana.fresh import CONTEXT
+
 
 class Oracle:
     """A model of transformers, used like one: `oracle(ids).logits` and `oracle.generate(ids, ...)`."""
 
     def __init__(self, config: dict[str, Any], directory: Path) -> None:
         """Makes a random model of a configuration and saves its files in the directory."""
-        context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=_answer, args=(other, config, directory), daemon=True)
+        self._connection, other = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_answer, args=(other, config, directory), daemon=True)
         self._process.start()
+        other.close()
         self._connection.recv()
 
     def __call__(self, ids: torch.Tensor, **options: Any) -> SimpleNamespace:

@@ -1,7 +1,9 @@
 """A target on "Gaudi" and a draft on a CPU with another tokenizer: two environments, three processes, one text."""
 
 import os
+import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,12 @@ OTHER_PYTHON = os.environ.get("DRAFTBRIDGE_OTHER_PYTHON", "")
 def test_a_target_on_gaudi_and_a_draft_on_a_cpu(
     tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    command = [OTHER_PYTHON, "-c", "from importlib.metadata import version; print(version('transformers'))"]
+    other = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert other.split(".")[0] != version("transformers").split(".")[0]
     target, draft = map(str, tiny_models)
     options = ("--dtype", "float32", "--threads", "1", "--slots", "3")
-    gaudi = ("--engine", "habana", "--device", "cpu", "--bucket-size", "32", "--bucket-internal")
+    gaudi = ("--engine", "habana", "--device", "cpu", "--bucket-size", "64")
     with serve(target, "--role", "target", *gaudi, *options) as (target_address, _):
         monkeypatch.setattr(sys, "executable", OTHER_PYTHON)
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "protos")]))

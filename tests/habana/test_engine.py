@@ -1,8 +1,6 @@
 """Tests the habana engine with optimum-habana's own classes on a CPU: static shapes, waits, options, refusals."""
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from habana_frameworks import observed
 from bridge.errors import UnusableModel
 from services.engines.engine import Row, measure, warm
 from services.engines.habana.engine import HabanaEngine
+from tests.habana.fresh import in_fresh_process
 from tests.habana.models import FAMILIES, opened
 from tests.habana.oracle import Oracle
 from tests.support.engine_contract import expected, random_ids
@@ -22,7 +21,7 @@ from tests.support.engine_contract import expected, random_ids
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Oracle, Path]]:
     directory = tmp_path_factory.mktemp("llama")
-    oracle = Oracle(FAMILIES["llama"], directory)
+    oracle = Oracle(FAMILIES["llama"] | {"num_hidden_layers": 1}, directory)  # recording a layer takes long
     yield oracle, directory
     oracle.close()
 
@@ -61,6 +60,15 @@ def test_no_text_has_a_shape_that_was_not_warmed_up(llama: tuple[Oracle, Path], 
     assert observed.graph_count == graphs
 
 
+def test_warm_up_replays_each_graph(llama: tuple[Oracle, Path]) -> None:
+    """The copies of inputs to a graph's own, which a replay makes, are small graphs that a Gaudi compiles too."""
+    with observed.operations() as before:
+        engine = opened(llama[1])
+    with observed.operations() as after:
+        work(engine, seed=1, count=10)
+    assert {one for one in after - before if "copy_" in one[0]} == set()
+
+
 def test_the_host_waits_only_for_the_result(llama: tuple[Oracle, Path]) -> None:
     engine = opened(llama[1])
     steps = observed.mark_step_count
@@ -90,8 +98,6 @@ def test_the_observer_sees_waits_and_new_shapes() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"use_flash_attention": True, "flash_attention_recompute": True, "flash_attention_fast_softmax": True},
-        {"attn_softmax_bf16": True},
         {"limit_hpu_graphs": True},
         {"max_graphs": 2},
         {"use_hpu_graphs": False},
@@ -115,13 +121,48 @@ def test_options_of_the_example_keep_the_logits(llama: tuple[Oracle, Path], opti
         assert observed.graph_count <= graphs + 4  # two of passes, two of copies
 
 
+RECOMPUTE = {"flash_attention_recompute": True}
+FAST = {"flash_attention_fast_softmax": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "modes"),
+    [
+        ("llama", {}, ("None", False)),
+        ("llama", RECOMPUTE | FAST, ("fast", True)),
+        ("qwen2", RECOMPUTE, ("fp32", True)),
+        ("mistral", RECOMPUTE, ("None", True)),
+        ("gemma", RECOMPUTE, ("None", True)),
+        ("gemma2", {}, ("None", False)),
+    ],
+    ids=str,
+)
+def test_fused_attention_runs_in_the_chosen_modes(family: str, options: dict, modes: tuple, tmp_path: Path) -> None:
+    oracle = Oracle(FAMILIES[family] | {"attn_logit_softcapping": None}, tmp_path)
+    engine = opened(tmp_path, use_hpu_graphs=False, use_flash_attention=True, **options)
+    observed.fused_calls.clear()
+    ids = random_ids(3, 40)
+    np.testing.assert_allclose(engine.forward([Row(0, 0, tuple(ids), 0)])[0], expected(oracle, ids), atol=1e-4)
+    assert observed.fused_calls == [modes] * FAMILIES[family]["num_hidden_layers"]
+    oracle.close()
+
+
+@pytest.mark.parametrize(("options", "dtype"), [({}, "torch.float32"), ({"attn_softmax_bf16": True}, "torch.bfloat16")])
+def test_the_softmax_of_attention_has_the_chosen_dtype(llama: tuple[Oracle, Path], options: dict, dtype: str) -> None:
+    """On a CPU, both give the same bits: the kernel for bfloat16 computes in float32."""
+    engine = opened(llama[1], "bfloat16", use_hpu_graphs=False, **options)
+    with observed.operations() as seen:
+        engine.forward([Row(0, 0, (1, 2, 3), 0)])
+    assert {one[-1] for one in seen if "softmax" in one[0]} == {dtype}
+
+
 def test_bfloat16_is_the_default_and_close(llama: tuple[Oracle, Path]) -> None:
     oracle, directory = llama
     engine = HabanaEngine(directory, device="cpu", threads=1, slot_count=1)
     logits = engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])[0]
     np.testing.assert_allclose(logits, expected(oracle, [1, 2, 3, 4]), atol=0.05)
     assert engine.dtype == "bfloat16"
-    assert engine.cache_byte_count == 256 * 2 * 3 * 2 * 8 * 2  # tokens, keys and values, layers, heads, size, bytes
+    assert engine.cache_byte_count == 256 * 2 * 2 * 8 * 2  # tokens, keys and values, heads, size, bytes
 
 
 def test_a_missing_gaudi_is_named(llama: tuple[Oracle, Path]) -> None:
@@ -139,19 +180,33 @@ def test_a_window_that_a_class_ignores_limits_the_context(tmp_path: Path) -> Non
     oracle.close()
 
 
+def opened_with_a_wrong_class(directory: Path) -> str:
+    """Returns why a model is refused whose class in optimum-habana computes something else."""
+    from optimum.habana.transformers.models.llama.modeling_llama import GaudiLlamaMLP
+
+    GaudiLlamaMLP.post_mlp_forward = lambda self, given: given * 1.1
+    with pytest.raises(UnusableModel) as raised:
+        opened(directory, use_hpu_graphs=False)
+    return str(raised.value)
+
+
 def test_a_class_that_computes_something_else_is_refused(llama: tuple[Oracle, Path]) -> None:
-    """In a process where transformers' own classes have not been replaced yet, as when a server starts."""
-    script = f"""
-from pathlib import Path
-from optimum.habana.transformers.models.llama import modeling_llama
-from services.engines.spec import GaudiOptions
-modeling_llama.GaudiLlamaMLP.post_mlp_forward = lambda self, given: given * 1.1
-from services.engines.habana.engine import HabanaEngine
-gaudi = GaudiOptions(use_hpu_graphs=False)
-HabanaEngine(Path({str(llama[1])!r}), device="cpu", dtype="float32", threads=1, slot_count=2, gaudi=gaudi)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
-    assert "from the model's own" in done.stderr
+    assert "from the model's own" in in_fresh_process(opened_with_a_wrong_class, llama[1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_has_static_shapes_and_waits_for_results_only(family: str, tmp_path: Path) -> None:
+    """Without graphs, which hide the operations of the model's class."""
+    Oracle(FAMILIES[family], tmp_path).close()
+    with observed.operations() as before:
+        engine = opened(tmp_path, use_hpu_graphs=False)
+        warm(engine, range(1, 26))
+        measure(engine, all_logits=True)
+    with observed.operations() as after, observed.waits() as waits:
+        work(engine, seed=0, count=15)
+    assert after - before == set()
+    # `to` changes dtypes here.
+    assert set(waits) - {"to"} == {"cpu"}
 
 
 @pytest.mark.parametrize(

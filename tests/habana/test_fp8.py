@@ -1,5 +1,6 @@
 """Tests FP8 through the calls that optimum-habana's example makes to Intel Neural Compressor."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from habana_frameworks import observed
 from services.engines.engine import Row
 from services.engines.habana.engine import HabanaEngine
 from services.engines.spec import GaudiOptions
+from tests.habana.fresh import in_two_ranks
 from tests.habana.models import FAMILIES
 from tests.habana.oracle import Oracle
 from tests.support.engine_contract import expected
@@ -34,20 +36,27 @@ def test_weights_are_rounded_and_logits_close(tmp_path: Path, monkeypatch: pytes
     assert observed.inference_calls[-2:] == ["hpu_set_env", "hpu_initialize"]
 
 
+def measuring(directory: Path) -> None:
+    """Opens a model with a file that asks for measurements, and runs a prompt."""
+    sys.path.insert(0, str(STANDIN))
+    gaudi = GaudiOptions(bucket_size=64, use_hpu_graphs=False, quant_config=directory / "measure.json")
+    engine = HabanaEngine(directory, device="cpu", dtype="float32", threads=1, slot_count=1, gaudi=gaudi)
+    engine.forward([Row(0, 0, (1, 2, 3, 4), 0)])
+
+
 def test_measurements_are_written_when_the_process_ends(tmp_path: Path) -> None:
     Oracle(FAMILIES["llama"], tmp_path).close()
-    (tmp_path / "measure.json").write_text('{"mode": "MEASURE"}')
-    script = f"""
-import atexit, sys
-sys.path.insert(0, {str(STANDIN)!r})
-from pathlib import Path
-from neural_compressor.torch import quantization
-atexit.register(lambda: print("measured", len(quantization.measured) > 100, len(quantization.finalized)))
-from services.engines.habana.engine import HabanaEngine
-from services.engines.spec import GaudiOptions
-path = Path({str(tmp_path)!r})
-gaudi = GaudiOptions(bucket_size=64, use_hpu_graphs=False, quant_config=path / "measure.json")
-HabanaEngine(path, device="cpu", dtype="float32", threads=1, slot_count=1, gaudi=gaudi)
-"""
+    statistics = tmp_path / "measured"
+    (tmp_path / "measure.json").write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(statistics)}))
+    script = f"from tests.habana.test_fp8 import Path, measuring; measuring(Path({str(tmp_path)!r}))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
-    assert done.stdout.splitlines()[-1:] == ["measured True 1"], done.stderr
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads((tmp_path / "measured_0.json").read_text())) > 20
+
+
+def test_each_process_of_a_model_writes_its_measurements(tmp_path: Path) -> None:
+    Oracle(FAMILIES["llama"], tmp_path).close()
+    statistics = tmp_path / "measured"
+    (tmp_path / "measure.json").write_text(json.dumps({"mode": "MEASURE", "dump_stats_path": str(statistics)}))
+    in_two_ranks(measuring, tmp_path)
+    assert len(json.loads((tmp_path / "measured_1.json").read_text())) > 10

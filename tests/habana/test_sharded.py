@@ -1,8 +1,6 @@
 """A model on two "Gaudis": two processes, through the calls that optimum-habana's example makes to DeepSpeed."""
 
-import json
 import os
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -10,39 +8,40 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig
 
+from bridge.errors import UnusableModel
 from draftbridge import Client
 from services.cli.processes import serve
-from tests.habana.models import FAMILIES
+from services.engines.engine import Row
+from services.engines.habana.engine import HabanaEngine
+from services.engines.habana.model import load_sharded, prepare_process
+from services.engines.spec import GaudiOptions
+from tests.habana.fresh import free_port, in_fresh_process, in_two_ranks, place
+from tests.habana.models import FAMILIES, fix_mistral
 from tests.habana.oracle import Oracle
 from tests.habana.test_end_to_end import bridged
 from tests.support.engine_contract import expected
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+def logits_of_rows(directory: Path) -> list[np.ndarray]:
+    """Runs a prompt, a copy, a rollback, and rows of two slots."""
+    fix_mistral()
+    # Sums over processes cannot be recorded here.
+    gaudi = GaudiOptions(bucket_size=64, use_hpu_graphs=False)
+    engine = HabanaEngine(directory, device="cpu", dtype="float32", threads=1, slot_count=2, gaudi=gaudi)
+    first = engine.forward([Row(0, 0, tuple(range(1, 41)), 39)])
+    engine.copy(0, 1, 20)
+    return first + engine.forward([Row(0, 30, (7, 8), 0), Row(1, 20, (9,), 0)])
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])  # loaded without weights first, and with them
 def test_two_processes_give_the_logits_of_one(family: str, tmp_path: Path) -> None:
     oracle = Oracle(FAMILIES[family], tmp_path)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "tests.habana.sharded_process", str(tmp_path)]
-    processes = [
-        subprocess.Popen(
-            command,
-            env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], [error[-2000:] for _, error in outputs]
-    first, one, other = (np.array(table) for table in json.loads(outputs[0][0].splitlines()[-1]))
+    # Must not be read: unpickling can run code.
+    (tmp_path / "pytorch_model.bin").write_bytes(b"unsafe")
+    first, one, other = in_two_ranks(logits_of_rows, tmp_path)
     ids = list(range(1, 41))
     np.testing.assert_allclose(first, expected(oracle, ids)[-1:], atol=1e-4)
     np.testing.assert_allclose(one, expected(oracle, [*ids[:30], 7, 8])[-2:], atol=1e-4)
@@ -50,19 +49,42 @@ def test_two_processes_give_the_logits_of_one(family: str, tmp_path: Path) -> No
     oracle.close()
 
 
+def refusal(directory: Path, without_deepspeed: bool = False) -> str:
+    """Returns why a model is not loaded, in a process without others."""
+    os.environ.update(place(0, 1, free_port()))
+    if without_deepspeed:
+        sys.modules["deepspeed"] = None  # type: ignore[assignment]
+    prepare_process(GaudiOptions())
+    with pytest.raises(UnusableModel) as raised:
+        load_sharded(directory, AutoConfig.from_pretrained(directory), torch.float32, False)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_weights_that_could_run_code_are_refused(family: str, tmp_path: Path) -> None:
+    Oracle(FAMILIES[family], tmp_path).close()
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    assert "safetensors" in in_fresh_process(refusal, tmp_path)
+
+
+def test_a_missing_deepspeed_is_named(tmp_path: Path) -> None:
+    Oracle(FAMILIES["llama"], tmp_path).close()
+    assert "need Intel's DeepSpeed" in in_fresh_process(refusal, tmp_path, without_deepspeed=True)
+
+
 def test_the_first_process_serves_and_ends_the_other(
     tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    port = free_port()
     options = ("--engine", "habana", "--device", "cpu", "--dtype", "float32", "--threads", "1", "--slots", "2")
     arguments = (str(tiny_models[0]), "--role", "target", *options, "--no-use-hpu-graphs")
-    for name, value in place.items():
+    for name, value in place(0, 2, port).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("RANK", "0")
     with ExitStack() as stack:
         follower = subprocess.Popen(
             [sys.executable, "-m", "services.cli", "serve", *arguments, "--listen", "127.0.0.1:0"],
-            env=os.environ | {"RANK": "1", "LOCAL_RANK": "1"},
+            env=os.environ | place(1, 2, port),
         )
         stack.callback(follower.kill)
         with serve(*arguments) as (target, _), bridged(target) as (bridge, _), Client(bridge) as client:

@@ -57,6 +57,17 @@ def test_a_node_is_its_physical_cores(system: Path) -> None:
     assert os.sched_getaffinity(0) == {first}
 
 
+def test_a_part_of_a_node_is_enough(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may have a part of a node, of which some cores have only their second hyper-thread."""
+    first = min(os.sched_getaffinity(0))
+    (system / "node" / "node0" / "cpulist").write_text(f"{first},{first + 1},{first + 1000}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda task: {first + 1000})
+    pinned = []
+    monkeypatch.setattr(os, "sched_setaffinity", lambda task, cores: pinned.append(cores))
+    assert pin("numa:0", system) == {first + 1000}
+    assert set(pinned) == {frozenset({first + 1000})}
+
+
 def test_a_pinned_server_computes_with_a_thread_for_each_core() -> None:
     first = str(min(os.sched_getaffinity(0)))
     assert pinned_options(ModelServerConfig(model="any", cpu_affinity=first)).threads == 1

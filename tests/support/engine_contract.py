@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from draftbridge import Client
 from services.cli.processes import fleet
 from services.engines.engine import Row
-from tests.support.depth import DEEP
+from tests.support.depth import DEEP, examples
 
 SMALL = {"vocab_size": 120, "max_position_embeddings": 256}
 
@@ -134,7 +134,7 @@ class EngineContract:
 
     tolerance: ClassVar[float] = 1e-4
 
-    @settings(max_examples=15)
+    @settings(max_examples=examples(24))
     @given(steps=STEPS)
     def test_any_appends_keeps_and_batches_give_the_models_own_logits(self, pair: tuple, steps: list) -> None:
         model, engine = pair
@@ -150,7 +150,7 @@ class EngineContract:
                 assert logits.shape == reference.shape
                 np.testing.assert_allclose(logits, reference, atol=self.tolerance)
 
-    @settings(max_examples=10)
+    @settings(max_examples=examples(18))
     @given(ids=IDS, count=st.floats(0, 1), more=IDS, others=IDS)
     def test_a_copied_slot_goes_its_own_way(
         self, pair: tuple, ids: list[int], count: float, more: list[int], others: list[int]

@@ -3,10 +3,11 @@
 Rolling back is a smaller `keep`: cells after it are overwritten later, and no mask shows them before.
 """
 
+import atexit
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from bridge.sampling.sampler import Logits
 from services.engines.engine import Row, by_row, check, check_copy, slot_room
 from services.engines.habana.cache import Probe, attending, install
 from services.engines.habana.model import (
+    check_lazy_mode,
     load_sharded,
     mark_constants,
     model_options,
@@ -66,12 +68,13 @@ class HabanaEngine:
         self.device = "hpu" if device == "auto" else device
         self._dtype, self._gaudi = _DTYPES[dtype], gaudi
         self.slot_count = slot_count
+        check_lazy_mode(gaudi)
         config = read_config(source, trusted)
         sharded = rank_count() > 1
         test = None if sharded or gaudi.quant_config else self_test(source, self._dtype, trusted)
-        prepare_process(gaudi, rank_count())
+        prepare_process(gaudi)
         if sharded:
-            self._model = load_sharded(source, config, self._dtype, rank_count())
+            self._model = load_sharded(source, config, self._dtype, trusted)
         else:
             self._check_device()
             self._model = load_model(source, self._dtype, trusted).eval()
@@ -132,8 +135,9 @@ class HabanaEngine:
         caches = install(self._model)
         if not caches:
             raise ValueError("optimum-habana's class has no replaceable cache or mask")
+        finish: Callable[[], None] | None = None
         if self._gaudi.quant_config:
-            self._model = quantize(self._model, self._gaudi.quant_config)
+            self._model, finish = quantize(self._model, self._gaudi.quant_config)
         self._model = self._model.to(self.device)
         windows = self._probe(options)
         token_bytes = sum(cache.token_byte_count for cache in caches)
@@ -147,7 +151,12 @@ class HabanaEngine:
             mark_constants(self._model)
         self._ranks = Ranks()
         if rank():
-            os._exit(self._ranks.follow(self._worker.execute))
+            status = self._ranks.follow(self._worker.execute)
+            if finish:
+                finish()
+            os._exit(status)
+        if finish:
+            atexit.register(finish)
         self._ranks.stop_with(self)
 
     @torch.inference_mode()
@@ -172,11 +181,14 @@ class HabanaEngine:
         return limit
 
     def _warm_up(self) -> None:
-        """Runs every shape once, because a Gaudi compiles it then, for seconds or minutes in total."""
+        """Runs every shape twice, because a Gaudi compiles then, for seconds or minutes in total.
+
+        The first run records a graph, the second one replays it, which copies its inputs to those of the recording.
+        """
         shapes = self._shapes.all()
         _log.info("%d shapes: %s tokens, %s cached", len(shapes), self._shapes.widths, self._shapes.lengths)
         for shape in track(
-            shapes,
+            shapes * 2,
             f"warming up {len(shapes)} shapes",
             console=Console(stderr=True),
             transient=True,
@@ -184,7 +196,7 @@ class HabanaEngine:
         ):
             self.forward(self._shapes.example(shape))
         if self.slot_count > 1:
-            for length in self._shapes.lengths:
+            for length in self._shapes.lengths * 2:
                 self.copy(0, 1, length)
 
     def _unusable(self, reason: object) -> UnusableModel:

@@ -1,16 +1,22 @@
 """Loads optimum-habana's models as its text-generation example does: one device or DeepSpeed, bfloat16 or FP8."""
 
-import atexit
 import inspect
+import json
 import os
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import IO, Any
 
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.llama import modeling_llama as llama
 
 from bridge.errors import UnusableModel
+from services.engines.habana.ranks import rank_count
 from services.engines.selftest import SelfTest
 from services.engines.spec import GaudiOptions
 from services.engines.torch.model import load_model
@@ -19,12 +25,11 @@ from services.engines.torch.model import load_model
 _SCOPED_SUMS = ("llama", "falcon", "qwen2", "starcoder2", "gemma")
 
 
-def prepare_process(gaudi: GaudiOptions, ranks: int) -> None:
+def prepare_process(gaudi: GaudiOptions) -> None:
     """Sets what the libraries read when they are first used, and replaces transformers' models by optimum-habana's."""
-    # HPU graphs exist in lazy mode only.
     os.environ.setdefault("PT_HPU_LAZY_MODE", "1")
     os.environ.setdefault("EXPERIMENTAL_WEIGHT_SHARING", "FALSE")
-    if ranks > 1:
+    if rank_count() > 1:
         os.environ.setdefault("PT_HPU_ENABLE_LAZY_COLLECTIVES", "true")
     if gaudi.quant_config:
         # optimum-habana's attention reads this variable too.
@@ -34,6 +39,18 @@ def prepare_process(gaudi: GaudiOptions, ranks: int) -> None:
         import habana_frameworks.torch.core as htcore
 
         htcore.hpu_set_env()
+
+
+def check_lazy_mode(gaudi: GaudiOptions) -> None:
+    """Raises `UnusableModel` if Gaudi's library runs in eager mode, in which HPU graphs do not exist.
+
+    The library reads the variable when torch imports it, so setting the variable later has no effect.
+    """
+    default = "0" if "habana_frameworks.torch" in sys.modules else "1"
+    if gaudi.use_hpu_graphs and os.environ.get("PT_HPU_LAZY_MODE", default) == "0":
+        raise UnusableModel(
+            "HPU graphs need lazy mode: export PT_HPU_LAZY_MODE=1 before the start, or use --no-use-hpu-graphs"
+        )
 
 
 def self_test(source: Path, dtype: torch.dtype, trusted: bool) -> SelfTest | None:
@@ -54,23 +71,32 @@ def _adapt() -> None:
     from optimum.habana.transformers.models.llama.modeling_llama import GaudiLlamaDecoderLayer
 
     adapt_transformers_to_gaudi()
+    # The call replaces classes in the modules of models only. Their packages keep those that the self-test has loaded.
+    for package in MODEL_FOR_CAUSAL_LM_MAPPING._modules.values():
+        for name in [one for one in vars(package) if one.endswith("ForCausalLM")]:
+            delattr(package, name)
     # optimum-habana 1.21 normalizes before it adds the residual, which gives other logits. Gemma adds first, as Llama.
     GaudiGemmaDecoderLayer.post_attn_pre_mlp = GaudiLlamaDecoderLayer.post_attn_pre_mlp
 
 
-def load_sharded(source: Path, config: Any, dtype: torch.dtype, ranks: int) -> Any:
-    """Loads this process's part of a model that DeepSpeed divides among `ranks` processes (tensor parallelism).
+def load_sharded(source: Path, config: Any, dtype: torch.dtype, trusted: bool) -> Any:
+    """Loads this process's part of a model that DeepSpeed divides among processes (tensor parallelism).
 
-    The part is on the process's device afterwards.
+    The part is on the process's device afterwards. Raises `UnusableModel` without DeepSpeed or safetensors files.
     """
-    import deepspeed
-    from optimum.habana.checkpoint_utils import get_ds_injection_policy, model_on_meta, write_checkpoints_json
-    from transformers import AutoModelForCausalLM
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UnusableModel(
+            "several Gaudis need Intel's DeepSpeed: install the release of this Gaudi software in this environment, "
+            "see docs/guides/gaudi.md"
+        ) from error
+    from optimum.habana.checkpoint_utils import get_ds_injection_policy, model_on_meta
 
     deepspeed.init_distributed(dist_backend="hccl")
     arguments: dict[str, Any] = {
         "dtype": dtype,
-        "tensor_parallel": {"tp_size": ranks},
+        "tensor_parallel": {"tp_size": rank_count()},
         # The engine wraps its whole pass, not only the model.
         "enable_cuda_graph": False,
         "injection_policy": get_ds_injection_policy(config),
@@ -78,16 +104,32 @@ def load_sharded(source: Path, config: Any, dtype: torch.dtype, ranks: int) -> A
     with NamedTemporaryFile(suffix=".json", mode="w+") as checkpoints:
         if model_on_meta(config):
             with deepspeed.OnDevice(dtype=dtype, device="meta"):
-                model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
-            write_checkpoints_json(str(source), int(os.environ.get("LOCAL_RANK", "0")), checkpoints, token=None)
+                model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype, attn_implementation="eager")
+            _write_checkpoints(source, checkpoints)
             arguments["checkpoint"] = checkpoints.name
         else:
             with deepspeed.OnDevice(dtype=dtype, device="cpu"):
-                model = AutoModelForCausalLM.from_pretrained(source, torch_dtype=dtype, local_files_only=True)
+                model = load_model(source, dtype, trusted)
         model = deepspeed.init_inference(model.eval(), **arguments).module
     if config.model_type in _SCOPED_SUMS:
         _scope_sums(model)
     return model
+
+
+def _write_checkpoints(source: Path, file: IO[str]) -> None:
+    """Lists the files with weights for DeepSpeed.
+
+    optimum-habana's own function prefers `pytorch_model*.bin`, and reading such files can run code in them.
+    """
+    weights = sorted(map(str, source.glob("model*.safetensors")))
+    if not weights:
+        raise UnusableModel(
+            f"the model in {source} has no model*.safetensors, which several Gaudis need: save it again with "
+            "save_pretrained(safe_serialization=True)",
+            model=source,
+        )
+    json.dump({"type": "ds_model", "checkpoints": weights, "version": 1.0}, file)
+    file.flush()
 
 
 def _scope_sums(model: torch.nn.Module) -> None:
@@ -101,10 +143,11 @@ def _scope_sums(model: torch.nn.Module) -> None:
             _scope_sums(module)
 
 
-def quantize(model: Any, quant_config: Path) -> Any:
+def quantize(model: Any, quant_config: Path) -> tuple[Any, Callable[[], None] | None]:
     """Measures or quantizes a model in FP8 with Intel Neural Compressor, as the file's `mode` requires.
 
-    Measurements are written when the process ends. Raises `UnusableModel` if the library is not installed.
+    Returns the model and, if it measures, a function that writes this process's measurements before the process ends.
+    Raises `UnusableModel` if the library is not installed.
     """
     try:
         from neural_compressor.torch.quantization import FP8Config, convert, finalize_calibration, prepare
@@ -115,8 +158,8 @@ def quantize(model: Any, quant_config: Path) -> Any:
     config = FP8Config.from_json_file(str(quant_config))
     if config.measure:
         model = prepare(model, config)
-        atexit.register(finalize_calibration, model)
-    return convert(model, config) if config.quantize else model
+        return model, partial(finalize_calibration, model)
+    return convert(model, config) if config.quantize else model, None
 
 
 def mark_constants(model: Any) -> None:

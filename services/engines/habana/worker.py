@@ -77,18 +77,19 @@ class Worker:
     @torch.inference_mode()
     def execute(self, message: Message) -> torch.Tensor | None:
         """Runs a pass and returns its logits [logit_count, vocabulary size] on the device, or copies a slot."""
-        slots = self._sent(slots_of(message))
+        slots = slots_of(message)
         if message[0] == Kind.COPY:
-            self._copy(slots, int(message[2]))
+            self._copy(self._sent(slots), int(message[2]))
             self._mark_step()
             return None
         shape = shape_of(message)
-        inputs, wanted = (self._sent(part) for part in inputs_of(message, shape))
+        # A tensor for each part: in lazy mode, a view that is taken later would become part of the graph of the pass.
+        inputs, wanted, slot = (self._sent(part) for part in (*inputs_of(message, shape), slots[:1]))
         # In lazy mode, what was sent must not become part of the graph of the pass.
         self._mark_step()
         bypass = self._gaudi.limit_hpu_graphs and self._shapes.is_prompt(shape)
         options = {"bypass_hpu_graphs": bypass} if self._gaudi.use_hpu_graphs else {}
-        logits: torch.Tensor = self._pass(inputs, wanted, slots[:1], shape.length, shape.alone, **options)
+        logits: torch.Tensor = self._pass(inputs, wanted, slot, shape.length, shape.alone, **options)
         self._mark_step()
         return logits
 

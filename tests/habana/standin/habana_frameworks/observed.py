@@ -29,28 +29,51 @@ def wrap_in_hpu_graph(module: Any, max_graphs: int | None = None) -> Any:
     """Records the module's forward once for each set of shapes and other arguments, and replays the record.
 
     As on a Gaudi, a replay runs no Python: whatever the forward reads besides tensors in place is that of the record.
+    The tensors of the first call are the record's inputs, to which a replay copies its own. All replays return the same
+    output.
     """
     own = module.forward
-    graphs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+    graphs: dict[tuple[Any, ...], tuple[Callable[..., Any], list[torch.Tensor], Any]] = {}
 
     def forward(*given: Any, bypass_hpu_graphs: bool = False) -> Any:
         global graph_count, bypass_count
         bypass_count += bypass_hpu_graphs
+        tensors = [one for one in given if isinstance(one, torch.Tensor)]
         key = tuple((one.shape, one.dtype) if isinstance(one, torch.Tensor) else one for one in given)
-        if key not in graphs:
-            if bypass_hpu_graphs or len(graphs) == max_graphs:
-                return own(*given)
+        if key in graphs:
+            graph, inputs, output = graphs[key]
+            for kept, new in zip(inputs, tensors, strict=True):
+                kept.copy_(new)
+            found = graph(*inputs)
+            return output if output is None else output.copy_(found)
+        if bypass_hpu_graphs or len(graphs) == max_graphs:
+            return own(*given)
 
-            def record(*tensors: torch.Tensor) -> Any:
-                left = iter(tensors)
-                return own(*(next(left) if isinstance(one, torch.Tensor) else one for one in given))
+        def record(*tensors: torch.Tensor) -> Any:
+            left = iter(tensors)
+            return own(*(next(left) if isinstance(one, torch.Tensor) else one for one in given))
 
-            graphs[key] = make_fx(record)(*(one for one in given if isinstance(one, torch.Tensor)))
-            graph_count += 1
-        return graphs[key](*(one for one in given if isinstance(one, torch.Tensor)))
+        graph = make_fx(record)(*tensors)
+        graphs[key] = graph, tensors, graph(*tensors)
+        graph_count += 1
+        return graphs[key][2]
 
     module.forward = forward
     return module
+
+
+# The modes of each call of the fused attention kernel: softmax, and whether it recomputes.
+fused_calls: list[tuple[str, bool]] = []
+_recompute = False
+
+
+@contextmanager
+def sdp_kernel(enable_recompute: bool) -> Iterator[None]:
+    """Sets whether the fused attention kernel recomputes."""
+    global _recompute
+    _recompute = enable_recompute
+    yield
+    _recompute = False
 
 
 class FusedSDPA:
@@ -58,10 +81,20 @@ class FusedSDPA:
 
     @staticmethod
     def apply(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout: float, causal: bool, *_: Any
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        dropout: float,
+        causal: bool,
+        scale: float | None,
+        softmax: str = "None",
+        recompute: bool | None = None,
+        *_: Any,
     ) -> torch.Tensor:
-        """Takes further arguments that change only speed."""
-        return scaled_dot_product_attention(query, key, value, mask, dropout, causal, enable_gqa=True)
+        """Records the modes, which change only speed."""
+        fused_calls.append((softmax, _recompute if recompute is None else recompute))
+        return scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=True)
 
 
 class _Operations(TorchDispatchMode):
@@ -120,5 +153,6 @@ PROVIDED = {
     "habana_frameworks.torch.core.hpu_initialize": lambda model, **_: inference_calls.append("hpu_initialize"),
     "habana_frameworks.torch.core.mark_step": mark_step,
     "habana_frameworks.torch.hpu.wrap_in_hpu_graph": wrap_in_hpu_graph,
+    "habana_frameworks.torch.hpu.sdp_kernel": sdp_kernel,
     "habana_frameworks.torch.hpex.kernels.FusedSDPA": FusedSDPA,
 }

@@ -1,14 +1,16 @@
-"""Quantizes linear layers to FP8, and counts what was measured."""
+"""Quantizes linear layers to FP8, and writes the names of those that were measured."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.module_inject.layers import LinearAllreduce
 
-measured: list[tuple[Any, str]] = []
-finalized: list[Any] = []
+_configs: dict[Any, "FP8Config"] = {}
+_measured: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class FP8Config:
     """What a file asks for."""
 
     mode: str
+    dump_stats_path: str = ""
 
     @property
     def measure(self) -> bool:
@@ -27,14 +30,15 @@ class FP8Config:
 
     @classmethod
     def from_json_file(cls, path: str) -> "FP8Config":
-        return cls(json.loads(Path(path).read_text())["mode"])
+        return cls(**json.loads(Path(path).read_text()))
 
 
 def prepare(model: Any, config: FP8Config) -> Any:
     """Measures the inputs of all linear layers from now on."""
+    _configs[model] = config
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda *_, name=name: measured.append((model, name)))
+        if isinstance(module, torch.nn.Linear | LinearAllreduce):
+            module.register_forward_hook(lambda *_, name=name: _measured.add(name))
     return model
 
 
@@ -49,5 +53,6 @@ def convert(model: Any, config: FP8Config) -> Any:
 
 
 def finalize_calibration(model: Any) -> None:
-    """Writes what was measured."""
-    finalized.append(model)
+    """Writes what was measured to a file of this process."""
+    rank = os.environ.get("RANK", "0")
+    Path(f"{_configs[model].dump_stats_path}_{rank}.json").write_text(json.dumps(sorted(_measured)))
