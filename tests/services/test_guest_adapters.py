@@ -169,6 +169,10 @@ def test_llama_cpp_python_itself(loaded: tuple[Any, Any], bridge: Bridge, tmp_pa
 
     plain = generated_by(None)
     draft = BridgeDraftModel(bridge.address, tiny.tokenizer_json("sentencepiece"), context_length=256)
-    assert generated_by(draft) == plain
+    # On a busy machine the first measured forwards may rule candidates out.
+    for _ in range(5):
+        assert generated_by(draft) == plain
+        if draft.client.counts.candidate_count:
+            break
     assert draft.client.counts.candidate_count > 0
     draft.close()
