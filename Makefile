@@ -19,14 +19,14 @@ export PROMPT TARGET DRAFT
 
 # Real models after the tiny ones, because they need the memory and the cores.
 test: .venv/dev ## Run all tests. PYTEST_ARGS="..." goes to pytest.
-	$(BIN)/pytest -n auto --dist loadfile -m "not models and not guests and not zoo" $(PYTEST_ARGS)
+	$(BIN)/pytest -n logical --dist loadfile -m "not models and not guests and not zoo" $(PYTEST_ARGS)
 	$(BIN)/pytest -n 2 --dist loadfile -m models $(PYTEST_ARGS)
 
 test-deep: .venv/dev ## Run all tests with every case and example: about half an hour.
 	DRAFTBRIDGE_TEST_DEEP=1 $(MAKE) test
 
 test-quick: .venv/dev ## Run the tests of the algorithm, without processes: for the edit loop.
-	$(BIN)/pytest -n auto -m "not models" -k "not families" tests/bridge tests/services/test_config.py
+	$(BIN)/pytest -n logical -m "not models" -k "not families" tests/bridge tests/services/test_config.py
 
 soak: .venv/dev ## Run 20,000 requests with random cancels and faults: several minutes.
 	DRAFTBRIDGE_SOAK_REQUESTS=20000 $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_soak.py
@@ -60,7 +60,7 @@ HABANA_TESTS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
 test-habana: .venv/dev .venv/habana/ready ## Run the tests of the habana engine, with stand-ins for Gaudi's libraries.
 	PATH="$(CURDIR)/.venv/habana/bin:$$PATH" PYTHONPATH=tests/habana/standin \
 		DRAFTBRIDGE_OTHER_PYTHON="$(CURDIR)/$(BIN)/python" \
-		pytest -p no:cacheprovider -n auto --dist loadfile tests/habana $(PYTEST_ARGS)
+		pytest -p no:cacheprovider -n logical --dist loadfile tests/habana $(PYTEST_ARGS)
 
 .venv/habana/ready: .venv/bin/python pyproject.toml constraints-habana.txt
 	$(PYTHON) -m venv .venv/habana

@@ -252,7 +252,9 @@ async def test_it_is_no_target(suffix_fleet: Fleet) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=10).read()
     assert CallError.from_rpc(caught.value, "").reason == "ROLE_NOT_SERVED"
-    assert "does not serve suffix as a target" in refused(command("bridge", "--target", suffix_fleet.draft))
+    assert "does not serve suffix as a target" in refused(
+        command("bridge", "--target", suffix_fleet.draft, "--listen", "127.0.0.1:0")
+    )
     for role in ("target", "both"):
         assert "--role must be draft with suffix" in refused(command("serve", "suffix", "--role", role))
     assert "serve it with --role draft" in refused(command("up", "--target", "suffix", "--draft", "none"))

@@ -278,8 +278,8 @@ def nothing_is_left(house: House) -> Iterator[None]:
     finally:
         logging.getLogger().removeHandler(errors)
     assert errors.lines == []
-    eventually(lambda: house.quiet, 5)
-    eventually(lambda: len(asyncio.all_tasks(house.loop)) <= tasks + 4, 5)  # channels keep a few
+    eventually(lambda: house.quiet, 30)
+    eventually(lambda: len(asyncio.all_tasks(house.loop)) <= tasks + 4, 30)  # channels keep a few
     eventually(lambda: threading.active_count() <= threads + 10, 5)  # so do pools of threads
 
 
