@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from draftbridge import Client
 from services.cli.processes import Fleet, fleet
 from tests.support import warm
+from tests.support.depth import DEEP
 
 # Parallel tests share the cores, so that each test and each process that it starts computes with one thread.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -23,7 +24,10 @@ warm.install()
 
 # One contract is inherited by the test classes of several engines.
 _SUPPRESSED = [HealthCheck.too_slow, HealthCheck.differing_executors]
-settings.register_profile("here", deadline=None, suppress_health_check=_SUPPRESSED, print_blob=True)
+# Examples are the same in each run, so that a change fails only by what it changed; a deep run draws others.
+settings.register_profile(
+    "here", deadline=None, suppress_health_check=_SUPPRESSED, print_blob=True, derandomize=not DEEP
+)
 settings.load_profile("here")
 
 
