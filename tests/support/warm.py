@@ -115,6 +115,9 @@ class _Server:
                 ended.set()
 
 
+_starting = threading.Lock()
+
+
 @functools.cache
 def _server() -> _Server:
     return _Server()
@@ -138,10 +141,12 @@ def start(
         "directory": os.getcwd(),
         "cores": sorted(os.sched_getaffinity(0)),
     }
-    pid = _server().start(request, [child_in, child_out, stderr])
+    with _starting:  # two threads must not make two servers
+        server = _server()
+    pid = server.start(request, [child_in, child_out, stderr])
     os.close(child_in)
     os.close(child_out)
-    return WarmProcess(_server(), pid, os.fdopen(stdin, "w"), os.fdopen(stdout))
+    return WarmProcess(server, pid, os.fdopen(stdin, "w"), os.fdopen(stdout))
 
 
 def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
