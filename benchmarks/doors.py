@@ -1,24 +1,28 @@
 """Measures what the HTTP door adds to the latency of a streamed event over the gRPC door.
 
-    python -m benchmarks.doors [--streams 1 64] [--events 200] [--pace-ms 20] [--json FILE]
+    python -m benchmarks.doors [--streams 1 64] [--events 200] [--pace-ms 20] [--together] [--json FILE]
 
 One process serves both doors over a gateway whose generations are scripted: each event's text is the time at which the
-gateway yielded it. "remote http" is `draftbridge http`, in a process in front of the gRPC door. The client, in another
-process of the same machine, subtracts that time from the time at which it has the text. The HTTP client reads the
-socket itself; the gRPC client is `draftbridge.AsyncClient`. A first run of each is left out. "longest gap" is the
-longest time between two events of one stream, which is near the pace if none stalls.
+gateway was to yield it, so that waiting behind the events of other streams counts. The streams' times are spread evenly
+over the pace, or the same for all with `--together`, as after one pass for all of them. "remote http" is
+`draftbridge http`, in a process in front of the gRPC door. The client, in another process of the same machine,
+subtracts the time in the text from the time at which it has the text, without a garbage collection of its own. The HTTP
+client reads the socket itself; the gRPC client is `draftbridge.AsyncClient`. A first run of each is left out. "longest
+gap" is the longest time between two events of one stream, which is near the pace if none stalls.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
-from time import perf_counter_ns
+from time import monotonic_ns
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,14 +38,17 @@ from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.bridge.backend import Opened
 from services.bridge.gateway import Gateway
 from services.bridge.servicer import BridgeServicer
-from services.cli.processes import READY, launched
+from services.cli.processes import announce, launched
 from services.config import BridgeServerConfig
 from services.http.server import http_door
 from services.rpc.server import Server, stop_event
 
 
 class _TimedGateway(Gateway):
-    """Yields one delta each `pace_seconds`, whose text is the time."""
+    """Yields one delta each `pace_seconds`, whose text is the time at which it was due.
+
+    The request's seed is the part of the pace, in percent, by which its times differ from the multiples of the pace.
+    """
 
     def __init__(self, pace_seconds: float) -> None:
         model = SimpleNamespace(model=scripted.model())
@@ -54,11 +61,12 @@ class _TimedGateway(Gateway):
         """See `Gateway`."""
         count = request.max_tokens or 0
         yield Opened("scripted", "", request.seed, 1)
-        loop, due = asyncio.get_running_loop(), asyncio.get_running_loop().time()
-        for _ in range(count):
-            due += self._pace
+        loop = asyncio.get_running_loop()
+        first = loop.time() // self._pace + 1 + request.seed / 100
+        for number in range(count):
+            due = (first + number) * self._pace
             await asyncio.sleep(due - loop.time())
-            yield Delta(f"{perf_counter_ns()} ", (1,))
+            yield Delta(f"{int(due * 1e9)} ", (1,))
         yield Finished(FinishReason.LENGTH, 1, count, 0, 0, 0, Mode.OFF, Statistics())
 
 
@@ -82,53 +90,63 @@ async def serve(pace_seconds: float) -> None:
     server.register(add, _Servicer(gateway), bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"])
     config = BridgeServerConfig(target=("none:1",), http="127.0.0.1:0")
     async with http_door(config, gateway, stop) as url:
-        await server.run_until(stop, lambda address: print(f"{READY}{address} and {url}", flush=True))
+        await server.run_until(stop, lambda address: announce(f"{address} and {url}"))
 
 
-async def over_grpc(client: AsyncClient, count: int) -> list[tuple[int, int]]:
-    """Returns when each event of a stream was sent and received, in nanoseconds."""
+async def over_grpc(client: AsyncClient, count: int, phase: int) -> list[tuple[int, int]]:
+    """Returns when each event of a stream was due and received, in nanoseconds. `phase`: see `_TimedGateway`."""
     times = []
-    async for event in client.stream("a", max_tokens=count):
+    async for event in client.stream("a", max_tokens=count, seed=phase):
         if isinstance(event, bridge_pb2.GenerateDelta):
-            times.append((int(event.text), perf_counter_ns()))
+            times.append((int(event.text), monotonic_ns()))
     return times
 
 
-async def over_http(url: str, count: int) -> list[tuple[int, int]]:
+async def over_http(url: str, count: int, phase: int) -> list[tuple[int, int]]:
     """See `over_grpc`."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    body = json.dumps({"prompt": "a", "max_tokens": count, "stream": True})
+    body = json.dumps({"prompt": "a", "max_tokens": count, "seed": phase, "stream": True})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
     writer.write(f"{head}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}".encode())
     times = []
     while line := await reader.readline():
         if line.startswith(b"data: {") and (text := json.loads(line[6:])["choices"][0]["text"]):
-            times.append((int(text), perf_counter_ns()))
+            times.append((int(text), monotonic_ns()))
     writer.close()
     return times
 
 
 def summary(streams: list[list[tuple[int, int]]]) -> dict[str, float]:
     """Returns the latency of all events and the longest gap in any stream, in milliseconds."""
-    latencies = [(got - sent) / 1e6 for times in streams for sent, got in times]
+    latencies = [(got - due) / 1e6 for times in streams for due, got in times]
     gap = max((after[1] - before[1]) / 1e6 for times in streams for before, after in pairwise(times))
     return {"median": median(latencies), "p99": quantiles(latencies, n=100)[98], "longest gap": gap}
 
 
-async def measure(address: str, url: str, remote_url: str, streams: list[int], events: int) -> dict[str, Any]:
+async def measure(
+    address: str, url: str, remote_url: str, streams: list[int], events: int, together: bool
+) -> dict[str, Any]:
     """Returns a summary for each door and each number of streams."""
     results: dict[str, Any] = {}
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(AsyncClient(address))
-        await asyncio.gather(over_grpc(client, 20), over_http(url, 20), over_http(remote_url, 20))
+        doors: dict[str, Callable[[int, int], Coroutine[Any, Any, list[tuple[int, int]]]]] = {
+            "grpc": partial(over_grpc, client),
+            "http": partial(over_http, url),
+            "remote http": partial(over_http, remote_url),
+        }
+        await asyncio.gather(*(door(20, 0) for door in doors.values()))
         for number in streams:
-            grpc = await asyncio.gather(*(over_grpc(client, events) for _ in range(number)))
-            http = await asyncio.gather(*(over_http(url, events) for _ in range(number)))
-            remote = await asyncio.gather(*(over_http(remote_url, events) for _ in range(number)))
-            assert all(len(times) == events for times in (*grpc, *http, *remote)), "an event was lost"
-            doors = {"grpc": grpc, "http": http, "remote http": remote}
-            results[str(number)] = {name: summary(times) for name, times in doors.items()}
+            phases = [0 if together else index * 100 // number for index in range(number)]
+            results[str(number)] = {}
+            for name, door in doors.items():
+                gc.collect()
+                gc.disable()
+                found = await asyncio.gather(*(door(events, phase) for phase in phases))
+                gc.enable()
+                assert all(len(times) == events for times in found), "an event was lost"
+                results[str(number)][name] = summary(found)
     return results
 
 
@@ -138,6 +156,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--pace-ms", type=float, default=20.0)
+    parser.add_argument("--together", action="store_true", help="all streams have their events at the same times")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -150,7 +169,7 @@ def main() -> None:
         address, _, url = addresses.partition(" and ")
         front = ("--bridge", address, "--listen", "127.0.0.1:0", "--until-stdin-closes")
         remote_url, _ = stack.enter_context(launched("http", "http", *front))
-        results = asyncio.run(measure(address, url, remote_url, options.streams, options.events))
+        results = asyncio.run(measure(address, url, remote_url, options.streams, options.events, options.together))
     print(f"milliseconds, {options.events} events a stream, one each {options.pace_ms:g} ms")
     print("| streams | door | median | p99 | longest gap |\n|---|---|---|---|---|")
     for number, doors in results.items():

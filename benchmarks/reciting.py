@@ -18,7 +18,7 @@ from benchmarks.scripted import is_right
 from bridge.sampling.sampler import Logits
 from bridge.text.models import Model, SpecialIds
 from bridge.text.vocabulary import Vocabulary
-from services.cli.processes import READY
+from services.cli.processes import announce
 from services.config import Role
 from services.engines.engine import Row
 from services.engines.scheduler import Scheduler
@@ -93,7 +93,7 @@ def main() -> None:
     async def serve() -> None:
         server = Server("127.0.0.1:0")
         register(server, loaded, arguments.role)
-        await server.run_until(stop_event(True), lambda address: print(READY + address, flush=True))
+        await server.run_until(stop_event(True), announce)
         loaded.scheduler.close()
 
     asyncio.run(serve())

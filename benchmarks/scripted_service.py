@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks import scripted
 from bridge.sampling.sampler import Logits
-from services.cli.processes import READY
+from services.cli.processes import announce
 from services.config import Role, ServerConfig
 from services.engines.engine import Row
 from services.engines.observer import SchedulerObserver
@@ -131,7 +131,7 @@ def main() -> None:
         health = ModelHealth(loaded.scheduler)
         with serving_metrics(ServerConfig(metrics=arguments.metrics), metrics.registry) as url:
             print(f"metrics at {url}", flush=True)
-            await server.run_until(stop_event(True), lambda address: print(READY + address, flush=True), health)
+            await server.run_until(stop_event(True), announce, health)
         grammars.close()
         loaded.scheduler.close()
 

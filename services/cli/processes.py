@@ -1,6 +1,7 @@
 """Starts model servers and bridges as child processes, and stops them. They also end if this process dies."""
 
 import contextlib
+import gc
 import os
 import queue
 import signal
@@ -21,6 +22,17 @@ class ProcessFailed(DraftBridgeError):
     """A child process ended before it was ready. It has printed its own error message."""
 
     reason = "PROCESS_FAILED"
+
+
+def announce(address: str) -> None:
+    """Prints where this process listens, once it serves.
+
+    What is loaded by then stays until the process ends. It is left out of garbage collections, which would otherwise
+    delay all streams by tens of milliseconds.
+    """
+    gc.collect()
+    gc.freeze()
+    print(f"{READY}{address}", flush=True)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from services.cli.options import CONFIG_HELP
+from services.cli.processes import announce
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, fail, report
 from services.config import (
     DEFAULT_BRIDGE,
@@ -36,7 +37,7 @@ def serve(config: ModelServerConfig, until_stdin_closes: bool) -> None:
     from services.model.server import run
 
     with _observed(config, metrics := ModelMetrics(), f"draftbridge-{config.role.value}") as traces:
-        run(config, report, _announce, until_stdin_closes, metrics, traces)
+        run(config, report, announce, until_stdin_closes, metrics, traces)
 
 
 def bridge(config: BridgeServerConfig, until_stdin_closes: bool) -> None:
@@ -45,7 +46,7 @@ def bridge(config: BridgeServerConfig, until_stdin_closes: bool) -> None:
         from services.cli.workers import run_workers
 
         configure(config.log_format, config.log_level)
-        run_workers(config, until_stdin_closes, _announce)
+        run_workers(config, until_stdin_closes, announce)
         return
     from services.bridge.server import Door, run
     from services.metrics import BridgeMetrics
@@ -56,7 +57,7 @@ def bridge(config: BridgeServerConfig, until_stdin_closes: bool) -> None:
 
         door = http_door
     with _observed(config, metrics := BridgeMetrics(), "draftbridge-bridge") as traces:
-        run(config, _announce, until_stdin_closes, door, metrics, traces)
+        run(config, announce, until_stdin_closes, door, metrics, traces)
 
 
 def http(config: HttpServerConfig, until_stdin_closes: bool) -> None:
@@ -66,7 +67,7 @@ def http(config: HttpServerConfig, until_stdin_closes: bool) -> None:
     from services.metrics import HttpMetrics
 
     with _observed(config, metrics := HttpMetrics(), "draftbridge-http") as traces:
-        run(config, RemoteGateway(config.bridge, config.credentials, metrics, traces), _announce, until_stdin_closes)
+        run(config, RemoteGateway(config.bridge, config.credentials, metrics, traces), announce, until_stdin_closes)
 
 
 @contextmanager
@@ -82,12 +83,6 @@ def _observed(config: ProcessConfig, metrics: "ServerMetrics", service: str) -> 
         if config.metrics:
             print(f"metrics at {stack.enter_context(serving_metrics(config, metrics.registry))}", flush=True)
         yield traces
-
-
-def _announce(address: str) -> None:
-    from services.cli.processes import READY
-
-    print(f"{READY}{address}", flush=True)
 
 
 def up(
@@ -127,7 +122,7 @@ def up(
             print(f"target  {target} at {running.target}")
             if drafted:
                 print(f"draft   {draft} at {running.draft}")
-            _announce(running.bridge)
+            announce(running.bridge)
             if running.http:
                 report(f"page and OpenAI's protocol: {running.http}")
             report(f'try: draftbridge generate "Once upon a time" --server {running.bridge}    stop: Ctrl-C')
