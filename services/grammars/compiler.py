@@ -5,13 +5,14 @@ The limits bound every step of a compiled grammar, but not the first: see `trial
 
 import json
 import re
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar, GrammarKind
 from services.grammars.lark import check_lark
-from services.grammars.schema import UnsupportedPart, check_schema
+from services.grammars.schema import UnsupportedPart, check_schema, refused_part
 
 # JSON is written on one line, like most JSON in training data. So nearly all of it except the values is forced.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -50,8 +51,21 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         raise invalid(grammar, f"is not a JSON Schema ({error})") from None
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
-        raise refused(grammar, matcher.get_error())
+        raise refused(grammar, matcher.get_error(), _place(tokenizer, grammar))
     return matcher
+
+
+def _place(tokenizer: LLTokenizer, grammar: Grammar) -> str:
+    """Returns the place in a JSON Schema of what the library refuses, which does not tell it."""
+    if grammar.kind is not GrammarKind.JSON_SCHEMA:
+        return ""
+
+    def refusal(schema: Any) -> str:
+        matcher = LLMatcher(tokenizer, _lark_of(schema), log_level=0, limits=_LIMITS)
+        return _OUTER_PLACE.sub("", matcher.get_error()) if matcher.is_error() else ""
+
+    place = refused_part(json.loads(grammar.text), refusal)
+    return f" at {place}" if place else ""
 
 
 def refused(grammar: Grammar, reason: str, place: str = "") -> InvalidGrammar:
@@ -92,5 +106,9 @@ def _source(grammar: Grammar) -> str:
             value = json.loads(source)["grammars"][0]["json_schema"]
             check_schema(value)
             value.pop("$schema", None)  # under older ones, the library ignores some keywords
-            lark = f"start: %json {json.dumps(value)}"
+            return _lark_of(value)
     return LLMatcher.grammar_from_lark(lark + _UNFORCED)
+
+
+def _lark_of(schema: Any) -> str:
+    return LLMatcher.grammar_from_lark(f"start: %json {json.dumps(schema)}{_UNFORCED}")

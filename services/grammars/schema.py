@@ -1,6 +1,7 @@
 """Refuses, with their place, the parts of a JSON Schema that the library ignores, rounds or cannot finish."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 from urllib.parse import unquote
 
@@ -32,6 +33,8 @@ _ANNOTATIONS = frozenset(
 _KEYWORDS = _BOUNDS | _COUNTS | _MAPPINGS | _CHOICES | _SINGLE | _OTHERS | _ANNOTATIONS
 # The library computes with floating-point numbers, which round integers above this.
 _MAX_INTEGER = 1 << 53
+# Parts of a schema that are tried alone, to find the one that is refused.
+_MAX_TRIED_PARTS = 100
 
 
 class UnsupportedPart(ValueError):
@@ -56,6 +59,38 @@ def check_schema(schema: Any) -> None:
         finite |= found
     if endless := sorted(targets.keys() - finite):
         raise UnsupportedPart(f"at {endless[0]}: no text matches it, because each value contains another one")
+
+
+def refused_part(schema: Any, refusal: Callable[[Any], str]) -> str:
+    """Returns the JSON pointer of the innermost part of a schema that is refused alone for the same reason.
+
+    `refusal` returns the reason for which a schema is refused, "" if it is not. "" if no part is refused alone. Only the
+    first 100 parts are tried.
+    """
+    root, parts = deepcopy(schema), dict(_parts(schema, "#"))
+    for _, part in list(_parts(root, "#")):
+        if isinstance(part, dict) and isinstance(part.get("$ref"), str):
+            part["$ref"] = _moved(part["$ref"])
+    # Another reason is none: a part that has no values, for instance, may be allowed where it is.
+    reason = _kind(refusal(schema))
+    tried = [path for path in parts if path != "#" and isinstance(parts[path], dict)][:_MAX_TRIED_PARTS]
+    refused = [path for path in tried if _kind(refusal({"$defs": {"root": root}, "$ref": _moved(path)})) == reason]
+
+    def is_innermost(path: str) -> bool:
+        within = [one for one in parts if one.startswith(f"{path}/")]
+        named = {parts[one].get("$ref") for one in (path, *within) if isinstance(parts[one], dict)}
+        return not any(one in named or one in within for one in refused if one != path)
+
+    return next(filter(is_innermost, refused), refused[-1] if refused else "")
+
+
+def _kind(reason: str) -> str:
+    """Returns what precedes the details of a reason, such as names."""
+    return reason.partition("\n")[0].partition(":")[0]
+
+
+def _moved(path: str) -> str:
+    return path.replace("#", "#/$defs/root", 1)
 
 
 def _check_part(path: str, part: dict[str, Any]) -> None:

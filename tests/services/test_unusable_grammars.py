@@ -25,7 +25,8 @@ from tests.support.waiting import eventually
 
 NEVER_ENDS = {"$defs": {"n": {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}}, "required": ["c"]}}}
 LINKED = {"type": "object", "properties": {"v": {"type": "integer"}, "c": {"$ref": "#"}}, "required": ["v", "c"]}
-# What the library ignores, rounds or counts wrongly, in a schema, with the place.
+IMPOSSIBLE = {"type": "string", "minLength": 3, "maxLength": 2}
+# What the library refuses without a place, ignores, rounds or counts wrongly, in a schema, with the place.
 SCHEMAS = [
     ({"type": "integer", "divisibleBy": 2}, r'at #: the keyword "divisibleBy"'),
     ({"items": {"maxlength": 2}}, r'at #/items: the keyword "maxlength"'),
@@ -46,6 +47,10 @@ SCHEMAS = [
     (LINKED, r"at #: no text matches it"),
     ({"type": "array", "minItems": 1, "items": {"allOf": [{"$ref": "#"}]}}, r"at #: no text matches it"),
     ({"anyOf": [{"oneOf": [{"$ref": "#"}]}, {"$ref": "#/anyOf/0"}]}, r"at #: no text matches it"),
+    ({"properties": {"a": IMPOSSIBLE, "b": {"items": {"pattern": "("}}}}, r"at #/properties/b/items: .*unclosed group"),
+    ({"properties": {"a": IMPOSSIBLE, "b/c": {"oneOf": [{}, {}]}}}, r"at #/properties/b~1c: oneOf .*not supported"),
+    ({"items": {"$ref": "#/$defs/n"}, "$defs": {"n": {"items": {"pattern": "["}}}}, r"at #/\$defs/n/items: regex"),
+    ({"type": "array", "items": {"enum": [1], "type": "string"}, "minItems": 1}, r"at #/items: Unsatisfiable"),
 ]
 BAD = [
     (GrammarKind.JSON_SCHEMA, "{", r"is not a JSON Schema .*line 1 column 1"),
