@@ -64,8 +64,8 @@ def check_schema(schema: Any) -> None:
 def refused_part(schema: Any, refusal: Callable[[Any], str]) -> str:
     """Returns the JSON pointer of the innermost part of a schema that is refused alone for the same reason.
 
-    `refusal` returns the reason for which a schema is refused, "" if it is not. "" if no part is refused alone. Only the
-    first 100 parts are tried.
+    `refusal` returns the reason for which a schema is refused, "" if it is not. Returns "" if no part is refused alone.
+    Only the first 100 parts are tried.
     """
     root, parts = deepcopy(schema), dict(_parts(schema, "#"))
     for _, part in list(_parts(root, "#")):
