@@ -53,19 +53,21 @@ test-clients: .venv/clients ## Run the tests of the HTTP door with LangChain and
 	$(PYTHON) -m venv $@
 	$@/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) 'langchain-openai>=1.7,<2' 'litellm>=1.100,<2'
 
-# An environment of its own: optimum-habana needs an older transformers. Without byte code it is made in half the time.
-# The stand-ins are on the path instead of Gaudi's libraries. The other environment runs the draft and the bridge.
+# An environment of its own, because optimum-habana needs an older transformers. What has the same version in both, such
+# as torch, it takes from .venv. The stand-ins are on the path instead of Gaudi's libraries. The other environment runs
+# the draft and the bridge.
 .PHONY: test-habana
-HABANA_TESTS := pytest pytest-asyncio pytest-timeout pytest-xdist hypothesis
 test-habana: .venv/dev .venv/habana/ready ## Run the tests of the habana engine, with stand-ins for Gaudi's libraries.
 	PATH="$(CURDIR)/.venv/habana/bin:$$PATH" PYTHONPATH=tests/habana/standin \
 		DRAFTBRIDGE_OTHER_PYTHON="$(CURDIR)/$(BIN)/python" \
-		pytest -p no:cacheprovider -n logical --dist loadfile tests/habana $(PYTEST_ARGS)
+		.venv/habana/bin/python -m pytest -p no:cacheprovider -n logical --dist loadfile tests/habana $(PYTEST_ARGS)
 
-.venv/habana/ready: .venv/bin/python pyproject.toml constraints-habana.txt
+.venv/habana/ready: .venv/dev constraints-habana.txt
 	$(PYTHON) -m venv .venv/habana
+	site="import sysconfig; print(sysconfig.get_path('purelib'))"; \
+		$(BIN)/python -c "$$site" >"$$(.venv/habana/bin/python -c "$$site")/shared.pth"
 	.venv/habana/bin/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS) \
-		--constraint constraints-habana.txt --editable '.[habana]' $(HABANA_TESTS)
+		--constraint constraints-habana.txt --editable '.[habana]'
 	@touch $@
 
 lint: .venv/dev ## Check code style and the contract's style.
