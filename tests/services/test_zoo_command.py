@@ -41,11 +41,14 @@ def test_measure_predicts_runs_resumes_and_reports(tiny_fleet: Fleet, tmp_path: 
     assert "tiny-target" in text and "tiny-draft" in text and "95% interval" in text and "predicted" in text
     figures = json.loads((output / "zoo.json").read_text())
     (pair,) = figures["pairs"]
-    assert (pair["target"], pair["draft"], pair["gain"]["count"]) == ("tiny-target", "tiny-draft", 2)
+    assert (pair["target"], pair["draft"], pair["gain"]["count"]) == ("tiny-target", "tiny-draft", 1)
+    assert pair["texts"] == {"count": 4, "equal": 4, "near_ties": 0}
+    assert [one["temperature"] for one in figures["predictions"]] == [0.0, 0.5] and figures["failures"] == []
     assert 0 < pair["vocabulary_overlap"] < 1 and figures["models"]["tiny-target"]["costs"]
     samples = (output / "samples.jsonl").read_text().splitlines()
-    assert len(samples) == 1 + 2 * 3, "alone, auto and turns at two temperatures"
-    texts = {(one["temperature"], one["text"]) for one in map(json.loads, samples[1:])}
+    found = [one["sample"] for one in map(json.loads, samples) if "sample" in one]
+    assert len(found) == 2 * 3, "alone, auto and turns at two temperatures"
+    texts = {(one["temperature"], one["text"]) for one in found}
     assert len(texts) == 2, "a text depends on the temperature, not on the way"
     assert "tiny-draft" in (output / "report.html").read_text()
     run(*command)

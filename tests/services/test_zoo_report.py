@@ -13,8 +13,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from services.cli.zoo import figures
 from services.cli.zoo.command import as_json
 from services.cli.zoo.predict import Prediction, Times, chances, predict
-from services.cli.zoo.report import Report, pieces, write
-from services.cli.zoo.samples import ALONE, AUTO, TURNS, InvalidSamples, Plan, Sample, SampleFile, measure
+from services.cli.zoo.report import Report, comparisons, pieces, write
+from services.cli.zoo.samples import ALONE, AUTO, TURNS, Key, Sample
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
@@ -61,7 +61,10 @@ def report() -> Report:
     some = [one for one in samples() if (one.target, one.draft) not in refused]
     pairs = [(target, draft) for target in TARGETS for draft in DRAFTS if (target, draft) not in refused]
     times = Times(((1, 10_000_000), (8, 12_000_000)))
-    predictions = [found for pair in pairs if (found := predict(*pair, some, times, Times(((1, 500_000),))))]
+    draft = Times(((1, 500_000),))
+    predictions = [
+        found for pair in pairs for value in (0.0, 1.0) if (found := predict(*pair, value, some, times, draft))
+    ]
     return Report(
         "A zoo", "somewhere", dict.fromkeys((*TARGETS, *DRAFTS), MODEL), TARGETS, DRAFTS, some,
         [figures.pair_figures(some, *pair) for pair in pairs], predictions, dict.fromkeys(pairs, 0.4), refused,
@@ -72,12 +75,39 @@ def test_gains_are_geometric_means_over_prompts_with_intervals() -> None:
     pair = figures.pair_figures(samples(), "large", "small")
     assert pair.gain.mean == pytest.approx(1.6 * (1 * 1.02 * 1.04 * 1) ** 0.25, rel=1e-3)
     assert pair.gain.low < pair.gain.mean < pair.gain.high
-    assert (pair.gain.count, pair.acceptance, pair.tokens_per_pass) == (8, 0.5, 2.0)
+    assert (pair.gain.count, pair.acceptance, pair.tokens_per_pass) == (4, 0.5, 2.0), "temperatures are averaged"
     assert pair.by_position == [0.75, 0.5, 0.25]
     assert set(pair.by_category) == {"code", "chat"} and set(pair.by_temperature) == {0.0, 1.0}
     alone = [sample("t", "", ALONE, 0)]
     assert figures.gain_of([sample("t", "small", AUTO, 0)], alone).low == pytest.approx(1.6, rel=1e-6)
     assert figures.gain_of([], alone).count == 0
+
+
+def test_a_pair_whose_texts_differ_without_a_near_tie_is_not_recommended() -> None:
+    alone = [sample("t", "", ALONE, prompt) for prompt in range(4)]
+    fast, slow = ([sample("t", draft, AUTO, prompt) for prompt in range(4)] for draft in ("small", "suffix"))
+    fast[1] = replace(fast[1], text="another", near_ties=1)
+    rounded = figures.pair_figures([*alone, *fast], "t", "small")
+    assert (rounded.texts, rounded.texts.unexplained) == (figures.Texts(4, 3, 1), 0)
+    assert figures.advice("t", [rounded]).startswith("Put small beside t")
+    fast[2] = replace(fast[2], text="another")
+    lossy = figures.pair_figures([*alone, *fast], "t", "small")
+    assert lossy.texts.unexplained == 1
+    found = figures.advice("t", [lossy, figures.pair_figures([*alone, *slow], "t", "suffix")])
+    assert found.startswith("Put suffix beside t") and "Do not use small beside t: 1 of 4" in found
+    assert figures.advice("t", [lossy]).startswith("Do not use small")
+
+
+def test_a_prediction_is_compared_with_the_measurement_at_its_temperature() -> None:
+    hot = [one for one in samples() if one.temperature or not one.draft]
+    cold = [replace(one, elapsed_ns=one.elapsed_ns // 2) for one in samples() if one.draft and not one.temperature]
+    predictions = [Prediction("large", "small", value, 1.6, "turns", 10.0, 40) for value in (0.0, 1.0, 2.0)]
+    found = figures.pair_figures([*hot, *cold], "large", "small")
+    one = replace(report(), samples=[*hot, *cold], figures=[found], predictions=predictions)
+    at = {one.prediction.temperature: one for one in comparisons(one)}
+    assert at[0.0].error == pytest.approx(-0.5, abs=0.03) and at[1.0].error == pytest.approx(0.0, abs=0.03)
+    assert at[2.0].error is None and as_json(one)["predictions"][2]["error"] is None
+    assert predict("large", "small", 0.5, samples(), Times(((1, 10),)), Times(((1, 5),))) is None
 
 
 def test_the_advice_names_the_best_draft_or_none() -> None:
@@ -97,42 +127,13 @@ def test_predictions_follow_acceptance_and_costs() -> None:
     assert chances([one for one in some if one.way == TURNS])[:3] == pytest.approx([0.75, 2 / 3, 0.5], abs=0.02)
     times = Times(((1, 10_000_000), (8, 12_000_000)))
     slow = [replace(one, compute_ns=80 * 50_000_000) for one in some]
-    fast, lost = (predict("large", "small", one, times, times) for one in (some, slow))
+    fast, lost = (predict("large", "small", 0.0, one, times, times) for one in (some, slow))
     assert fast and lost
     assert (1.2 < fast.gain < 2.0 and "turns" in fast.plan) or "ahead" in fast.plan
     assert (lost.gain, lost.plan) == (1.0, "the target alone")
-    assert predict("large", "nobody", some, times, times) is None
-    far = predict("large", "small", [replace(one, waited_ns=300_000_000) for one in some], times, times)
+    assert predict("large", "nobody", 0.0, some, times, times) is None
+    far = predict("large", "small", 0.0, [replace(one, waited_ns=300_000_000) for one in some], times, times)
     assert far and 1.0 < far.gain < fast.gain, "a turn that takes longer than its forwards"
-
-
-def test_a_stopped_measurement_resumes_after_the_last_whole_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts = [{"prompt": f"p{number}", "category": ""} for number in range(3)]
-    plan = Plan(("t",), ("d", "e"), prompts, [0.0], 48, refused=frozenset({("t", "e")}))
-    taken = []
-
-    def take(client: object, key: Any, prompt: Any) -> Sample:
-        taken.append(key)
-        return replace(sample("t", "d", AUTO, 0), **key._asdict())
-
-    monkeypatch.setattr("services.cli.zoo.samples.take", take)
-    path, models = tmp_path / "zoo" / "samples.jsonl", {"t": {"revision": "1"}}
-    steps = measure(None, plan, SampleFile(path, models))  # type: ignore[arg-type]
-    for _ in range(4):
-        next(steps)
-    with path.open("a") as file:
-        file.write('{"target": "t", "dra')  # killed while it wrote
-    assert len(list(measure(None, plan, SampleFile(path, models)))) == 9  # type: ignore[arg-type]
-    assert len(taken) == len(set(taken)) == 9
-    assert not any(key.draft == "e" for key in taken)
-    assert [key.way for key in taken[:3]] == [ALONE, AUTO, TURNS] and taken[3].way == AUTO, "the order rotates"
-    with pytest.raises(InvalidSamples, match="other models"):
-        SampleFile(path, {"t": {"revision": "2"}})
-    path.write_text("nonsense\n")
-    with pytest.raises(InvalidSamples, match="cannot be read"):
-        SampleFile(path, models)
 
 
 def test_a_character_of_several_tokens_belongs_to_the_piece_that_completes_it() -> None:
@@ -146,6 +147,20 @@ def test_the_json_has_every_pair_and_no_sample() -> None:
     assert len(found["pairs"]) == 5 and len(found["refused"]) == 1 and len(found["advice"]) == 2
     assert found["predictions"] and found["pairs"][0]["vocabulary_overlap"] == 0.4
     assert "alert" not in json.dumps(found)
+
+
+def test_what_failed_or_cannot_run_is_shown_with_its_reason(tmp_path: Path) -> None:
+    failed = {Key("large", "lost", AUTO, "0", 0.0, 48): "the draft was lost"}
+    failed[Key("large", "small", AUTO, "9", 0.0, 48)] = "the context is full"
+    away = {(TARGETS[1], ""): "it is away", (TARGETS[1], "lost"): "it is away"}
+    one = replace(report(), drafts=(*DRAFTS, "lost"), failures=failed, refused=away)
+    write(one, tmp_path / "report.html")
+    text = (tmp_path / "report.html").read_text()
+    assert "–</strong>failed<" in text and "1 of 1 samples failed: the draft was lost" in text
+    assert "1 of 17 samples failed: the context is full" in text
+    found = as_json(one)
+    assert {"target": TARGETS[1], "draft": "", "refusal": "it is away"} in found["refused"]
+    assert found["failures"][0]["error"] == "the draft was lost" and found["advice"][1].endswith("it is away.")
 
 
 @pytest.fixture(scope="module")

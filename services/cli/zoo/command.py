@@ -1,9 +1,8 @@
 """Commands of a zoo: `zoo show`, `zoo predict`, `zoo measure`."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,46 +17,52 @@ from draftbridge import Client
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.cli import bench
 from services.cli.connection import Connect, connecting
-from services.cli.processes import launched, serve
 from services.cli.terminal import err, out, report
 from services.cli.zoo import figures
-from services.cli.zoo.predict import Prediction, Times, predict
-from services.cli.zoo.report import Report, write
+from services.cli.zoo.predict import Prediction, predict
+from services.cli.zoo.report import Report, comparisons, write
+from services.cli.zoo.running import DEFAULT_MODELS, Zoo, running
 from services.cli.zoo.samples import TURNS, Plan, SampleFile, measure
 from services.config import DEFAULT_BRIDGE, MODEL_HELP
-from services.store.resolve import SUFFIX, resolve
 
 app = typer.Typer(no_args_is_help=True, help="Measure and predict which pairs of many models pay.")
 
-_DEFAULT_MODELS = "gemma-3-270m,smollm2-135m-instruct"
-_Models = Annotated[str, typer.Option(help=f"Models, separated by commas. {MODEL_HELP}")]
-_Drafts = Annotated[str, typer.Option(help="Models, as for --targets; suffix is prompt lookup. Unset: the targets.")]
+# Prompts and tokens of a prediction, a few hundred tokens for each pair with the target alone.
+_PROBES, _PROBE_TOKENS = 2, 64
+# How many of the built-in prompts are measured by default.
+_COUNT = 4
+_MAX_TEMPERATURE = 100.0
+# An error of a prediction that is no more than this is good enough to choose a draft by.
+_CLOSE = 0.15
+_Models = Annotated[
+    str,
+    typer.Option(
+        help=f"Models, separated by commas. {MODEL_HELP}", show_default=f"{DEFAULT_MODELS}; with --server: all of them"
+    ),
+]
+_Drafts = Annotated[
+    str,
+    typer.Option(
+        help="Models, as for --targets; suffix is prompt lookup.",
+        show_default="the targets; with --server: all of them",
+    ),
+]
 _Server = Annotated[str, typer.Option(help="HOST:PORT of a running bridge, whose models are measured instead.")]
 _Prompts = Annotated[
-    Path, typer.Option(help="Prompts, as for `bench --prompts`.", show_default="built-in prompts of six kinds")
+    Path | None, typer.Option(help="Prompts, as for `bench --prompts`.", show_default="built-in prompts of six kinds")
 ]
-_Count = Annotated[int, typer.Option(min=1, help="Number of prompts, evenly over their categories.")]
+_Count = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="Number of prompts, evenly over their categories.",
+        show_default=f"all of --prompts, {_COUNT} of the built-in ones",
+    ),
+]
 _Tokens = Annotated[int, typer.Option(min=8, max=2**31, help="Tokens to generate for each prompt.")]
 _Engine = Annotated[str, typer.Option(help="Engine of all models; see `draftbridge engines`.")]
 _Output = Annotated[Path, typer.Option(help="Directory for samples, figures and report; a stopped run resumes there.")]
-# Prompts and tokens of a prediction, a few hundred tokens for each pair with the target alone.
-_PROBES, _PROBE_TOKENS = 2, 64
-
-
-@dataclass(frozen=True)
-class Zoo:
-    """A running zoo: a client of its bridge, its models by name, and its pairs."""
-
-    client: Client
-    models: Mapping[str, Mapping[str, Any]]
-    times: Mapping[str, Times]
-    targets: Sequence[str]
-    drafts: Sequence[str]
-    pairs: Sequence[bridge_pb2.Pair]
-
-    @property
-    def refused(self) -> dict[tuple[str, str], str]:
-        return {(pair.target, pair.draft): pair.refusal for pair in self.pairs if pair.refusal}
+_Temperatures = Annotated[str, typer.Option(help="Temperatures, separated by commas; 0 is greedy.")]
 
 
 @connecting
@@ -94,65 +99,72 @@ def show(
 @connecting
 def predict_pairs(
     connect: Connect,
-    targets: _Models = _DEFAULT_MODELS,
+    targets: _Models = "",
     drafts: _Drafts = "",
     server: _Server = "",
-    prompts: _Prompts = bench.OWN_PROMPTS,
-    count: _Count = 4,
+    prompts: _Prompts = None,
+    count: _Count = None,
+    temperatures: _Temperatures = "0,1",
     engine: _Engine = "auto",
     output: _Output = Path("zoo"),
 ) -> None:
     """Predict the gain of every pair from the models' times and a few hundred tokens each."""
-    _, probes = _split(prompts, count)
-    with _zoo(connect, server, targets, drafts, engine) as zoo:
-        _print_predictions(_predictions(zoo, probes, output))
+    _, probes, _ = _split(prompts, count)
+    values = _numbers(temperatures)
+    with running(connect, server, targets, drafts, engine) as zoo:
+        _print_predictions(_predictions(zoo, probes, values, output))
 
 
 @connecting
 def measure_pairs(
     connect: Connect,
-    targets: _Models = _DEFAULT_MODELS,
+    targets: _Models = "",
     drafts: _Drafts = "",
     server: _Server = "",
-    prompts: _Prompts = bench.OWN_PROMPTS,
-    count: _Count = 4,
+    prompts: _Prompts = None,
+    count: _Count = None,
     tokens: _Tokens = 32,
-    temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas; 0 is greedy.")] = "0,1",
+    temperatures: _Temperatures = "0,1",
     engine: _Engine = "auto",
     output: _Output = Path("zoo"),
 ) -> None:
     """Measure all ordered pairs, predict them before, and write an HTML report. A stopped run resumes."""
-    measured, probes = _split(prompts, count)
-    with _zoo(connect, server, targets, drafts, engine) as zoo:
-        values = [_number(one) for one in temperatures.split(",")]
-        predictions = _predictions(zoo, probes, output)
+    measured, probes, setting = _split(prompts, count)
+    values = _numbers(temperatures)
+    with running(connect, server, targets, drafts, engine) as zoo:
+        predictions = _predictions(zoo, probes, values, output)
         plan = Plan(zoo.targets, zoo.drafts, measured, values, tokens, refused=frozenset(zoo.refused))
-        file = SampleFile(output / "samples.jsonl", zoo.models)
+        file = SampleFile(output / "samples.jsonl", zoo.models, bench.processor())
         _run(zoo.client, plan, file, "measuring")
-    wanted = {key for key, _ in plan.keys()}
-    samples = [one for key, one in file.samples.items() if key in wanted]
-    found = [figures.pair_figures(samples, *pair) for pair in plan.pairs()]
     setting = (
-        f"{bench.processor()}; {len(measured)} prompts of {tokens} tokens, temperatures {temperatures}; "
+        f"{bench.processor()}; {setting}, {tokens} tokens each, temperatures {temperatures}; "
         f"{datetime.now(UTC):%Y-%m-%d}; draftbridge zoo measure"
     )
-    overlaps = {(pair.target, pair.draft): pair.vocabulary_overlap for pair in zoo.pairs}
-    result = Report(
+    result = _result(zoo, plan, file, predictions, setting)
+    write(result, output / "report.html")
+    (output / "zoo.json").write_text(json.dumps(as_json(result), indent=1))
+    _print(result)
+    report(f"report: {output / 'report.html'}    figures: {output / 'zoo.json'}")
+
+
+def _result(zoo: Zoo, plan: Plan, file: SampleFile, predictions: Sequence[Prediction], setting: str) -> Report:
+    # Earlier samples of a pair that cannot run now are shown, too.
+    wanted = {key for key, _ in replace(plan, refused=frozenset()).keys()}
+    samples = [one for key, one in file.samples.items() if key in wanted]
+    pairs = dict.fromkeys([*plan.pairs(), *((one.target, one.draft) for one in samples if one.draft)])
+    return Report(
         "Which draft beside which target",
         setting,
         zoo.models,
         zoo.targets,
         zoo.drafts,
         samples,
-        found,
+        [figures.pair_figures(samples, *pair) for pair in pairs],
         predictions,
-        overlaps,
+        zoo.overlaps,
         zoo.refused,
+        {key: error for key, error in file.failures.items() if key in wanted},
     )
-    write(result, output / "report.html")
-    (output / "zoo.json").write_text(json.dumps(as_json(result), indent=1))
-    _print(result)
-    report(f"report: {output / 'report.html'}    figures: {output / 'zoo.json'}")
 
 
 def as_json(result: Report) -> dict[str, Any]:
@@ -160,13 +172,16 @@ def as_json(result: Report) -> dict[str, Any]:
     return {
         "setting": result.setting,
         "models": result.models,
-        "advice": [figures.advice(target, result.figures) for target in result.targets],
+        "advice": result.advice,
         "plain_tokens_per_second": {one: figures.plain_speed(result.samples, one) for one in result.targets},
         "pairs": [
             asdict(one) | {"vocabulary_overlap": result.overlaps.get((one.target, one.draft))} for one in result.figures
         ],
         "refused": [{"target": a, "draft": b, "refusal": reason} for (a, b), reason in result.refused.items()],
-        "predictions": [asdict(one) for one in result.predictions],
+        "failures": [key._asdict() | {"error": error} for key, error in result.failures.items()],
+        "predictions": [
+            asdict(one.prediction) | {"measured_gain": one.measured, "error": one.error} for one in comparisons(result)
+        ],
     }
 
 
@@ -175,70 +190,34 @@ app.command("predict")(predict_pairs)
 app.command("measure")(measure_pairs)
 
 
-def _split(path: Path, count: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the prompts to measure, and others for the prediction; the last ones of them if there are no others."""
-    found = bench.read_prompts(path)
-    return found[:count], (found[count : count + _PROBES] or found[-_PROBES:])
+def _split(path: Path | None, count: int | None) -> tuple[list[dict[str, Any]], list[dict[str, Any]], str]:
+    """Returns the prompts to measure, others for the prediction, and a description of both.
+
+    Without others, the last ones are predicted from and measured.
+    """
+    found = bench.read_prompts(path or bench.OWN_PROMPTS)
+    measured = found[: count or (len(found) if path else _COUNT)]
+    others = found[len(measured) : len(measured) + _PROBES]
+    text = f"{len(measured)} of {len(found)} prompts" + ("" if others else ", predicted from the last of them")
+    return measured, others or found[-_PROBES:], text
 
 
-@contextmanager
-def _zoo(connect: Connect, server: str, targets: str, drafts: str, engine: str) -> Iterator[Zoo]:
-    """Starts all models and a bridge, or connects to a running one."""
-    wanted, proposing = _names(targets), _names(drafts) or _names(targets)
-    with ExitStack() as stack:
-        if server:
-            client = stack.enter_context(connect(server))
-        else:
-            address = stack.enter_context(_fleet(wanted, proposing, engine))
-            client = stack.enter_context(Client(address))
-        services = [one for one in client.services() if one.state == bridge_pb2.ServiceState.STATE_AVAILABLE]
-        of_role = {
-            role: list(dict.fromkeys(one.model.name for one in services if one.role == role))
-            for role in (model_pb2.ROLE_TARGET, model_pb2.ROLE_DRAFT)
-        }
-        if server and targets != _DEFAULT_MODELS:
-            of_role[model_pb2.ROLE_TARGET] = _known(wanted, of_role[model_pb2.ROLE_TARGET], "--targets")
-        if server and drafts:
-            of_role[model_pb2.ROLE_DRAFT] = _known(proposing, of_role[model_pb2.ROLE_DRAFT], "--drafts")
-        models = {one.model.name: one.model for one in services}
-        yield Zoo(
-            client,
-            {name: _described(model) for name, model in models.items()},
-            {name: _times(model) for name, model in models.items()},
-            of_role[model_pb2.ROLE_TARGET],
-            of_role[model_pb2.ROLE_DRAFT],
-            client.pairs(),
-        )
-
-
-@contextmanager
-def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str) -> Iterator[str]:
-    """Runs a server for each model, in the roles that it needs, and a bridge. Yields the bridge's address."""
-    models = list(dict.fromkeys((*targets, *drafts)))
-    if SUFFIX in targets:
-        raise InvalidField("--targets", f"models with a text of their own, not {SUFFIX}", ", ".join(targets))
-    for model in models:
-        if model != SUFFIX:
-            resolve(model, report)
-    with ExitStack() as stack:
-        options: list[str] = []
-        for number, model in enumerate(models, start=1):
-            report(f"starting {model} ({number} of {len(models)})")
-            role = "both" if model in targets and model in drafts else "target" if model in targets else "draft"
-            engines = () if model == SUFFIX else ("--engine", engine)
-            address, _ = stack.enter_context(serve(model, "--role", role, *engines))
-            options += ["--target", address] if model in targets else []
-            options += ["--draft", address] if model in drafts else []
-        common = ("--listen", "127.0.0.1:0", "--until-stdin-closes")
-        yield stack.enter_context(launched("bridge", "bridge", *options, *common))[0]
-
-
-def _predictions(zoo: Zoo, probes: Sequence[Mapping[str, Any]], output: Path) -> list[Prediction]:
-    plan = Plan(zoo.targets, zoo.drafts, probes, [0.0], _PROBE_TOKENS, (TURNS,), frozenset(zoo.refused))
-    file = SampleFile(output / "probes.jsonl", zoo.models)
+def _predictions(
+    zoo: Zoo, probes: Sequence[Mapping[str, Any]], temperatures: Sequence[float], output: Path
+) -> list[Prediction]:
+    plan = Plan(zoo.targets, zoo.drafts, probes, temperatures, _PROBE_TOKENS, (TURNS,), frozenset(zoo.refused))
+    file = SampleFile(output / "probes.jsonl", zoo.models, bench.processor())
     _run(zoo.client, plan, file, "predicting")
-    samples, times = list(file.samples.values()), zoo.times
-    found = (predict(target, draft, samples, times[target], times[draft]) for target, draft in plan.pairs())
+    keys = [key for key, _ in plan.keys()]
+    for key in keys:
+        if key in file.failures:
+            report(f"{key.target} ← {key.draft or 'alone'}, temperature {key.temperature:g}: {file.failures[key]}")
+    samples, times = [file.samples[key] for key in keys if key in file.samples], zoo.times
+    found = (
+        predict(target, draft, temperature, samples, times[target], times[draft])
+        for target, draft in plan.pairs()
+        for temperature in temperatures
+    )
     return [one for one in found if one]
 
 
@@ -246,68 +225,53 @@ def _run(client: Client, plan: Plan, file: SampleFile, text: str) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err) as progress:
         task = progress.add_task(text, total=len(plan.keys()))
-        for sample in measure(client, plan, file):
-            progress.advance(task)
-            if sample:
-                progress.update(task, description=f"{text} {sample.target} ← {sample.draft or 'alone'}")
+        for key in measure(client, plan, file):
+            progress.update(
+                task, advance=1, description=f"{text} {escape(key.target)} ← {escape(key.draft or 'alone')}"
+            )
 
 
 def _print_predictions(predictions: Sequence[Prediction]) -> None:
-    table = Table("target", "draft", "predicted", "tokens/s", "by", "from tokens")
-    for one in sorted(predictions, key=lambda one: (one.target, -one.gain)):
+    table = Table("target", "draft", "temperature", "predicted", "tokens/s", "by", "from tokens")
+    for one in sorted(predictions, key=lambda one: (one.target, one.temperature, -one.gain)):
         table.add_row(
-            escape(one.target), escape(one.draft), f"{one.gain:.2f}x", f"{one.tokens_per_second:.1f}", one.plan,
-            str(one.token_count),
+            escape(one.target), escape(one.draft), f"{one.temperature:g}", f"{one.gain:.2f}x",
+            f"{one.tokens_per_second:.1f}", one.plan, str(one.token_count),
         )  # fmt: skip
     out.print(table)
 
 
 def _print(result: Report) -> None:
-    predicted = {(one.target, one.draft): one.gain for one in result.predictions}
-    table = Table("target", "draft", "gain", "95% interval", "in turns", "accepted", "tokens/s", "predicted")
+    compared = comparisons(result)
+    columns = ("target", "draft", "gain", "95% interval", "in turns", "accepted", "tokens/s", "texts", "predicted")
+    table = Table(*columns)
     for one in figures.ranking(result.figures):
-        gain = predicted.get((one.target, one.draft))
-        interval = f"{one.gain.low:.2f} to {one.gain.high:.2f}"
+        own = [
+            found for found in compared if (found.prediction.target, found.prediction.draft) == (one.target, one.draft)
+        ]
         table.add_row(
-            escape(one.target), escape(one.draft), f"{one.gain.mean:.2f}x", interval,
-            f"{one.turns.mean:.2f}x", f"{one.acceptance:.0%}", f"{one.tokens_per_second:.1f}",
-            f"{gain:.2f}x ({gain / one.gain.mean - 1:+.0%})" if gain else "",
+            escape(one.target), escape(one.draft), f"{one.gain.mean:.2f}x",
+            f"{one.gain.low:.2f} to {one.gain.high:.2f}", f"{one.turns.mean:.2f}x", f"{one.acceptance:.0%}",
+            f"{one.tokens_per_second:.1f}", str(one.texts), "\n".join(map(str, own)),
         )  # fmt: skip
     out.print(table)
-    for target in result.targets:
-        out.print(figures.advice(target, result.figures), style="bold", markup=False, highlight=False, soft_wrap=True)
+    for sentence in result.advice:
+        out.print(sentence, style="bold", markup=False, highlight=False, soft_wrap=True)
+    if errors := [abs(one.error) for one in compared if one.error is not None]:
+        close = sum(one <= _CLOSE for one in errors)
+        report(f"{close} of {len(errors)} predictions are within {_CLOSE:.0%}; the largest error is {max(errors):.0%}")
+    for (target, draft), problem in result.problems.items():
+        report(f"{target} ← {draft or 'alone'}: {problem}")
+    if result.failures:
+        report("the same command repeats what failed")
 
 
-def _described(model: model_pb2.Model) -> dict[str, Any]:
-    return {
-        "revision": model.revision,
-        "engine": model.engine,
-        "device": model.device,
-        "dtype": model.dtype,
-        "context_length": model.context_length,
-        "vocabulary_size": model.vocabulary_size,
-        "costs": [[one.token_count, one.forward_ns] for one in model.forward_costs],
-    }
-
-
-def _times(model: model_pb2.Model) -> Times:
-    costs = tuple((one.token_count, one.forward_ns) for one in model.forward_costs)
-    return Times(costs, frozenset(model.compute_units), model.compute_unit_count)
-
-
-def _names(text: str) -> list[str]:
-    return [one.strip() for one in text.split(",") if one.strip()]
-
-
-def _known(wanted: Sequence[str], known: Sequence[str], option: str) -> list[str]:
-    for name in wanted:
-        if name not in known:
-            raise InvalidField(option, f"names that the bridge has ({', '.join(known)})", name)
-    return list(wanted)
-
-
-def _number(text: str) -> float:
+def _numbers(text: str) -> list[float]:
+    """Returns the temperatures of an option, each once. Raises `InvalidField`."""
     try:
-        return float(text)
+        found = [float(one) for one in text.split(",")]
     except ValueError:
-        raise InvalidField("--temperatures", "numbers separated by commas", text) from None
+        found = []
+    if not found or not all(0 <= one <= _MAX_TEMPERATURE for one in found):
+        raise InvalidField("--temperatures", f"numbers from 0 to {_MAX_TEMPERATURE:g}, separated by commas", text)
+    return list(dict.fromkeys(found))

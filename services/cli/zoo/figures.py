@@ -18,13 +18,33 @@ _T_MANY = 1.96 + 0.12
 class Gain:
     """The geometric mean of the ratios of a way's speed to that of the target alone, with a 95% interval of the mean.
 
-    The interval is unknown (equal to the mean) with a single prompt.
+    `count`: number of prompts; the temperatures of one are averaged first. The interval is unknown (equal to the mean)
+    with a single prompt.
     """
 
     mean: float
     low: float
     high: float
     count: int
+
+
+@dataclass(frozen=True)
+class Texts:
+    """How many texts of a pair are equal to those of the target alone.
+
+    `near_ties`: different ones in which rounding may have decided. `unexplained`: the others, which show a bug.
+    """
+
+    count: int
+    equal: int
+    near_ties: int
+
+    @property
+    def unexplained(self) -> int:
+        return self.count - self.equal - self.near_ties
+
+    def __str__(self) -> str:
+        return f"{self.equal} of {self.count} texts equal, {self.near_ties} near ties"
 
 
 @dataclass(frozen=True)
@@ -44,16 +64,18 @@ class PairFigures:
     by_temperature: dict[float, float]
     gain_by_category: dict[str, Gain]
     gain_by_temperature: dict[float, Gain]
+    texts: Texts
 
 
 def gain_of(samples: Sequence[Sample], alone: Sequence[Sample]) -> Gain:
     """Returns the gain of samples over those of the target alone, prompt by prompt."""
     plain = {(one.prompt, one.temperature): one.tokens_per_second for one in alone}
-    logs = []
+    by_prompt: dict[str, list[float]] = {}
     for one in samples:
         base = plain.get((one.prompt, one.temperature), 0.0)
         if base and one.tokens_per_second:
-            logs.append(log(one.tokens_per_second / base))
+            by_prompt.setdefault(one.prompt, []).append(log(one.tokens_per_second / base))
+    logs = [fmean(one) for one in by_prompt.values()]
     if not logs:
         return Gain(0.0, 0.0, 0.0, 0)
     mean, margin = fmean(logs), 0.0
@@ -61,6 +83,15 @@ def gain_of(samples: Sequence[Sample], alone: Sequence[Sample]) -> Gain:
         quantile = _T[len(logs) - 2] if len(logs) - 2 < len(_T) else _T_MANY
         margin = quantile * stdev(logs) / sqrt(len(logs))
     return Gain(exp(mean), exp(mean - margin), exp(mean + margin), len(logs))
+
+
+def texts_of(samples: Sequence[Sample], alone: Sequence[Sample]) -> Texts:
+    """Compares the texts of samples with those of the target alone."""
+    plain = {(one.prompt, one.temperature): one for one in alone}
+    pairs = [(one, other) for one in samples if (other := plain.get((one.prompt, one.temperature)))]
+    different = [(one, other) for one, other in pairs if one.text != other.text]
+    near_ties = sum(bool(one.near_ties or other.near_ties) for one, other in different)
+    return Texts(len(pairs), len(pairs) - len(different), near_ties)
 
 
 def acceptance(samples: Iterable[Sample]) -> float:
@@ -110,6 +141,7 @@ def pair_figures(samples: Sequence[Sample], target: str, draft: str) -> PairFigu
         {value: acceptance(one for one in drafted if one.temperature == value) for value in temperatures},
         {name: gains(lambda one: one.category, name) for name in categories},
         {value: gains(lambda one: one.temperature, value) for value in temperatures},
+        texts_of(own, alone),
     )
 
 
@@ -126,16 +158,27 @@ def ranking(figures: Sequence[PairFigures]) -> list[PairFigures]:
 
 
 def advice(target: str, figures: Sequence[PairFigures]) -> str:
-    """Returns one sentence: which draft to put beside the target, and what to expect."""
-    ranked = ranking([one for one in figures if one.target == target])
+    """Returns one sentence: which draft to put beside the target, and what to expect; one more for each lossy pair."""
+    measured = ranking([one for one in figures if one.target == target])
+    warnings = [
+        f"Do not use {one.draft} beside {target}: {one.texts.unexplained} of {one.texts.count} texts differ from those "
+        "of the target alone without a near tie, which is a bug of an engine; serve the target with --deterministic."
+        for one in measured
+        if one.texts.unexplained
+    ]
+    exact = [one for one in measured if not one.texts.unexplained]
+    return " ".join([*([] if warnings and not exact else [_recommended(target, exact)]), *warnings])
+
+
+def _recommended(target: str, ranked: Sequence[PairFigures]) -> str:
     if not ranked:
         return f"{target}: no pair was measured."
     best = ranked[0]
     gain, others = best.gain, [one for one in ranked[1:] if one.gain.mean >= _WORTH_IT]
-    expected = f"{gain.mean:.2f}x (95% interval {gain.low:.2f} to {gain.high:.2f}, {gain.count} texts)"
+    expected = f"{gain.mean:.2f}x (95% interval {gain.low:.2f} to {gain.high:.2f}, {gain.count} prompts)"
     if gain.mean < _WORTH_IT:
         return f"Use {target} alone: the best draft, {best.draft}, reaches {expected}."
-    if gain.low < 1.0:
+    if gain.low < 1.0 or gain.count < 2:
         return f"Try {best.draft} beside {target}: {expected}; measure more texts before you rely on it."
     second = f", before {others[0].draft} with {others[0].gain.mean:.2f}x" if others else ""
     return f"Put {best.draft} beside {target}: expect {expected}{second}."

@@ -41,10 +41,11 @@ class Times:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted gain of a pair over the target alone, and the plan that reaches it."""
+    """The predicted gain of a pair over the target alone at a temperature, and the plan that reaches it."""
 
     target: str
     draft: str
+    temperature: float
     gain: float
     plan: str
     tokens_per_second: float
@@ -52,11 +53,15 @@ class Prediction:
 
 
 def predict(
-    target: str, draft: str, samples: Sequence[Sample], target_times: Times, draft_times: Times
+    target: str, draft: str, temperature: float, samples: Sequence[Sample], target_times: Times, draft_times: Times
 ) -> Prediction | None:
-    """Returns the prediction for a pair, or None if the samples show no pass of the target alone or of the pair."""
-    alone = [one for one in samples if one.target == target and one.way == ALONE and one.pass_count]
-    turns = [one for one in samples if (one.target, one.draft, one.way) == (target, draft, TURNS) and one.pass_count]
+    """Returns the prediction for a pair at a temperature, from the samples of this temperature.
+
+    Returns None if they show no pass of the target alone or of the pair.
+    """
+    own = [one for one in samples if (one.target, one.temperature) == (target, temperature) and one.pass_count]
+    alone = [one for one in own if one.way == ALONE]
+    turns = [one for one in own if (one.draft, one.way) == (draft, TURNS)]
     if not alone or not turns:
         return None
     single_ns = sum(one.elapsed_ns for one in alone) / sum(one.token_count for one in alone)
@@ -65,7 +70,7 @@ def predict(
     plans = [("the target alone", 1.0), *_gains(costs, drafted, single_ns)]
     plan, gain = max(plans, key=lambda one: one[1])
     count = sum(one.token_count for one in (*alone, *turns))
-    return Prediction(target, draft, gain, plan, gain * 1e9 / single_ns, count)
+    return Prediction(target, draft, temperature, gain, plan, gain * 1e9 / single_ns, count)
 
 
 def _gains(costs: TargetCosts, draft: DraftCosts, single_ns: float) -> Iterator[tuple[str, float]]:

@@ -1,7 +1,8 @@
 """Writes the report of a zoo: one HTML file that needs no network, with charts as inline SVG."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,17 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from services.cli.zoo import charts
 from services.cli.zoo.figures import PairFigures, advice, plain_speed, ranking
 from services.cli.zoo.predict import Prediction
-from services.cli.zoo.samples import AUTO, TURNS, Sample
+from services.cli.zoo.samples import AUTO, TURNS, Key, Sample
 
 _MAX_EXAMPLES_PER_TARGET = 2
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a report shows. `models`: descriptions by name; `refused`: reasons by pair."""
+    """Everything that a report shows. `models`: descriptions by name.
+
+    `refused`: reasons by pair, or with an empty draft, of a target. `failures`: errors of the samples that are missing.
+    """
 
     title: str
     setting: str
@@ -29,6 +33,54 @@ class Report:
     predictions: Sequence[Prediction]
     overlaps: Mapping[tuple[str, str], float]
     refused: Mapping[tuple[str, str], str]
+    failures: Mapping[Key, str] = field(default_factory=dict)
+
+    @property
+    def advice(self) -> list[str]:
+        """One sentence or more for each target."""
+        return [
+            f"{target}: {self.refused[target, '']}." if (target, "") in self.refused else advice(target, self.figures)
+            for target in self.targets
+        ]
+
+    @property
+    def problems(self) -> dict[tuple[str, str], str]:
+        """How many samples of a pair failed, and the first error; draft "" is the target alone."""
+        errors: dict[tuple[str, str], list[str]] = {}
+        for key, error in self.failures.items():
+            errors.setdefault((key.target, key.draft), []).append(error)
+        samples = Counter((one.target, one.draft) for one in self.samples)
+        return {
+            pair: f"{len(found)} of {len(found) + samples[pair]} samples failed: {found[0]}"
+            for pair, found in errors.items()
+        }
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A prediction and the gain that was measured at the same temperature, None if it was not."""
+
+    prediction: Prediction
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        return self.prediction.gain / self.measured - 1 if self.measured else None
+
+    def __str__(self) -> str:
+        error = "" if self.error is None else f" ({self.error:+.0%})"
+        return f"T={self.prediction.temperature:g}: {self.prediction.gain:.2f}x{error}"
+
+
+def comparisons(report: Report) -> list[Comparison]:
+    """Compares every prediction with the measurement at its temperature."""
+    figures = {(one.target, one.draft): one for one in report.figures}
+    found = []
+    for one in report.predictions:
+        pair = figures.get((one.target, one.draft))
+        gain = pair.gain_by_temperature.get(one.temperature) if pair else None
+        found.append(Comparison(one, gain.mean if gain and gain.count else None))
+    return found
 
 
 def write(report: Report, path: Path) -> None:
@@ -45,7 +97,9 @@ def write(report: Report, path: Path) -> None:
 
 def _values(report: Report) -> dict[str, Any]:
     figures = {(one.target, one.draft): one for one in report.figures}
-    predicted = {(one.target, one.draft): one for one in report.predictions}
+    compared: dict[tuple[str, str], list[Comparison]] = {}
+    for one in comparisons(report):
+        compared.setdefault((one.prediction.target, one.prediction.draft), []).append(one)
     ranked = ranking(report.figures)
     return {
         "report": report,
@@ -53,11 +107,11 @@ def _values(report: Report) -> dict[str, Any]:
             (
                 target,
                 f"{plain_speed(report.samples, target):.1f}",
-                [_cell(report, figures, predicted, target, draft) for draft in report.drafts],
+                [_cell(report, figures, compared, target, draft) for draft in report.drafts],
             )
             for target in report.targets
         ],
-        "advice": [advice(target, report.figures) for target in report.targets],
+        "advice": report.advice,
         "ranked": ranked,
         "ranking_chart": charts.intervals(
             [(f"{one.target} ← {one.draft}", one.gain.mean, one.gain.low, one.gain.high) for one in ranked],
@@ -102,9 +156,10 @@ def _values(report: Report) -> dict[str, Any]:
         "prediction_chart": charts.scatter(
             {
                 target: [
-                    (predicted[target, one.draft].gain, one.gain.mean)
-                    for one in report.figures
-                    if one.target == target and one.gain.count and (target, one.draft) in predicted
+                    (one.prediction.gain, one.measured)
+                    for pair, found in compared.items()
+                    for one in found
+                    if pair[0] == target and one.measured
                 ]
                 for target in report.targets
             },
@@ -112,7 +167,12 @@ def _values(report: Report) -> dict[str, Any]:
             "measured gain",
             diagonal=True,
         ),
-        "predicted": predicted,
+        "compared": [
+            (f"{target} ← {draft}", one)
+            for (target, draft), found in compared.items()
+            for one in found
+            if one.error is not None
+        ],
         "categories": list(dict.fromkeys(one.category for one in report.samples)),
         "temperatures": sorted({one.temperature for one in report.samples}),
         "examples": _examples(report, ranked),
@@ -122,17 +182,19 @@ def _values(report: Report) -> dict[str, Any]:
 def _cell(
     report: Report,
     figures: Mapping[tuple[str, str], PairFigures],
-    predicted: Mapping[tuple[str, str], Prediction],
+    compared: Mapping[tuple[str, str], Sequence[Comparison]],
     target: str,
     draft: str,
 ) -> dict[str, Any]:
     """Returns a cell of the map: its two figures, its colours, and the lines of its tooltip."""
-    found, prediction = figures.get((target, draft)), predicted.get((target, draft))
+    found, problems = figures.get((target, draft)), report.problems
+    problem = report.refused.get((target, draft)) or problems.get((target, draft)) or problems.get((target, ""), "")
     head = f"{draft} beside {target}"
     if found is None or not found.gain.count:
-        reason = report.refused.get((target, draft)) or "not measured"
         background, colour = charts.heat(0.0)
-        return {"gain": "–", "below": "", "background": background, "colour": colour, "lines": [head, reason]}
+        below = "failed" if (target, draft) not in report.refused and problem else ""
+        lines = [head, problem or "not measured"]
+        return {"gain": "–", "below": below, "background": background, "colour": colour, "lines": lines}
     background, colour = charts.heat(found.gain.mean)
     lines = [
         head,
@@ -141,8 +203,9 @@ def _cell(
         f"{found.acceptance:.0%} of candidates accepted, {found.tokens_per_pass:.2f} tokens and "
         f"{found.accepted_bytes_per_pass:.1f} accepted bytes per pass",
     ]
-    if prediction:
-        lines.append(f"predicted {prediction.gain:.2f}x, by {prediction.plan}")
+    lines.append(f"{found.texts} to that of the target alone")
+    lines += [f"predicted at {one}, by {one.prediction.plan}" for one in compared.get((target, draft), ())]
+    lines += [problem] if problem else []
     return {
         "gain": f"{found.gain.mean:.2f}x",
         "below": f"{found.acceptance:.0%}",

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bridge.errors import DraftBridgeError
-from draftbridge import Client, Event
+from draftbridge import CallError, Client, Event
 from draftbridge.v1 import bridge_pb2
 
 ALONE, AUTO, TURNS = "alone", "auto", "turns"
+# The version of a file of samples. One of another version is refused.
+_FORMAT = 2
 # Tokens of a turn in the way TURNS, which shows how often candidates are right even where AUTO uses none.
 TURN_TOKENS = 4
 _WAYS: dict[str, dict[str, Any]] = {
@@ -80,7 +82,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: names of models, prompts, temperatures, and the tokens of a text. `ways`: of each pair."""
+    """What to measure: names of models, prompts, temperatures, and the tokens of a text. `ways`: of each pair.
+
+    `refused`: pairs that cannot run; with an empty draft, a target that cannot.
+    """
 
     targets: Sequence[str]
     drafts: Sequence[str]
@@ -91,7 +96,7 @@ class Plan:
     refused: frozenset[tuple[str, str]] = frozenset()
 
     def pairs(self) -> list[tuple[str, str]]:
-        """Returns the pairs of a target and a draft that the bridge does not refuse."""
+        """Returns the pairs of a target and a draft that are not refused."""
         return [(a, b) for a in self.targets for b in self.drafts if (a, b) not in self.refused]
 
     def keys(self) -> list[tuple[Key, Mapping[str, Any]]]:
@@ -103,6 +108,8 @@ class Plan:
         found = []
         for target in self.targets:
             drafts = [draft for one, draft in self.pairs() if one == target]
+            if (target, "") in self.refused:
+                continue
             ways = [("", ALONE), *((draft, way) for draft in drafts for way in self.ways)]
             for temperature in self.temperatures:
                 for place, prompt in enumerate(self.prompts):
@@ -119,18 +126,26 @@ def prompt_id(prompt: Mapping[str, Any]) -> str:
     return sha256(json.dumps(prompt, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def take(client: Client, key: Key, prompt: Mapping[str, Any]) -> Sample:
-    """Generates one text. Before that, both models read the prompt, so that the time excludes it."""
+def take(client: Client, key: Key, prompt: Mapping[str, Any]) -> Sample | str:
+    """Generates one text, and returns its sample, or why there is none.
+
+    Before that, both models read the prompt, so that the time excludes it. Raises `CallError` if the bridge itself does
+    not answer.
+    """
     options: dict[str, Any] = {"target": key.target, "draft": key.draft, "messages": prompt.get("messages")}
     options |= {"temperature": key.temperature, "seed": int(key.prompt, 16)}
     text = prompt.get("prompt")
     way = _WAYS[key.way]
-    client.generate(text, **options, max_tokens=3, speculation="off" if key.way == ALONE else "lockstep")
-    return sample_of(client.stream(text, **options, max_tokens=key.tokens, **way), key, prompt.get("category", ""))
+    try:
+        client.generate(text, **options, max_tokens=3, speculation="off" if key.way == ALONE else "lockstep")
+        return sample_of(client.stream(text, **options, max_tokens=key.tokens, **way), key, prompt.get("category", ""))
+    except CallError as error:
+        client.models()
+        return str(error)
 
 
-def sample_of(events: Iterable[Event], key: Key, category: str) -> Sample:
-    """Returns what the events of one generation tell."""
+def sample_of(events: Iterable[Event], key: Key, category: str) -> Sample | str:
+    """Returns the sample that results from the events of one generation, or why the draft took no part in all of it."""
     text, token_count, first_count, spans = "", 0, 0, []
     for event in events:
         if isinstance(event, bridge_pb2.GenerateDelta):
@@ -139,6 +154,8 @@ def sample_of(events: Iterable[Event], key: Key, category: str) -> Sample:
             spans += [(span.byte_count, span.source) for span in event.spans]
         elif isinstance(event, bridge_pb2.GenerateFinished):
             did = event.speculation
+    if did.note:
+        return did.note
     drafted = next((one for one in did.sources if one.name == "draft"), bridge_pb2.SourceStatistics())
     return Sample(
         **key._asdict(),
@@ -164,50 +181,79 @@ def sample_of(events: Iterable[Event], key: Key, category: str) -> Sample:
 
 
 class SampleFile:
-    """A file with one sample in each line, written as they are taken.
+    """A file of samples and failures, one in each line, written as they are taken.
 
-    The first line names their models. A file of other models, or of the same on another machine, is refused.
+    `models`: descriptions of the models that are there now. A file with samples of other models of the same names, of
+    another processor, or in another format is refused with `InvalidSamples`.
     """
 
-    def __init__(self, path: Path, models: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, models: Mapping[str, Mapping[str, Any]], processor: str = "") -> None:
         self._path = path
         self.samples: dict[Key, Sample] = {}
-        # Times are measured anew at each start of a server.
-        known = {name: {key: one[key] for key in one if key != "costs"} for name, one in models.items()}
-        wanted = json.dumps({"models": known}, sort_keys=True)
-        if not path.exists():
+        self.failures: dict[Key, str] = {}
+        self._models: dict[str, Any] = {}
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]  # the process may have been killed while it wrote
+        if whole != text:
+            path.write_text(whole, encoding="utf-8")
+        if whole:
+            self._read(whole.splitlines(), processor)
+        else:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(wanted + "\n")
-            return
-        text = path.read_text(encoding="utf-8")
-        if not text.endswith("\n"):  # the process was killed while it wrote
-            text = text[: text.rfind("\n") + 1]
-            path.write_text(text, encoding="utf-8")
-        first, *lines = text.splitlines()
+            self._append({"format": _FORMAT, "processor": processor})
+        self._describe(models)
+
+    def add(self, key: Key, found: Sample | str) -> None:
+        """Appends a sample, or the error that it failed with."""
+        line = {"sample": asdict(found)} if isinstance(found, Sample) else {"failed": key, "error": found}
+        self._append(line)
+        self._remember(line)
+
+    def _read(self, lines: Sequence[str], processor: str) -> None:
         try:
-            if json.loads(first)["models"] != json.loads(wanted)["models"]:
-                raise InvalidSamples(
-                    f"{path} has samples of other models or of another machine: give another --output, or delete it"
-                )
-            for line in lines:
-                sample = Sample(**json.loads(line))
-                self.samples[sample.key] = sample
-        except (ValueError, TypeError, LookupError) as error:
-            raise InvalidSamples(f"{path} cannot be read ({error}): give another --output, or delete it") from error
+            head = json.loads(lines[0])
+            if head.get("format") != _FORMAT:
+                raise self._invalid("was written by another version of DraftBridge")
+            if head["processor"] != processor:
+                raise self._invalid(f"has samples of another machine ({head['processor']})")
+            for line in lines[1:]:
+                self._remember(json.loads(line))
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise self._invalid(f"cannot be read ({error})") from error
 
-    def add(self, sample: Sample) -> None:
-        """Appends a sample."""
-        self.samples[sample.key] = sample
+    def _remember(self, line: Mapping[str, Any]) -> None:
+        if "sample" in line:
+            sample = Sample(**line["sample"])
+            self.samples[sample.key] = sample
+            self.failures.pop(sample.key, None)
+        elif "failed" in line:
+            self.failures[Key(*line["failed"])] = line["error"]
+        else:
+            self._models[line["model"]] = line["description"]
+
+    def _describe(self, models: Mapping[str, Mapping[str, Any]]) -> None:
+        used = {name for key in self.samples for name in (key.target, key.draft)}
+        for name, model in models.items():
+            # Times are measured anew at each start of a server.
+            now = {key: value for key, value in model.items() if key != "costs"}
+            before = self._models.get(name)
+            if before == now:
+                continue
+            if name in used:
+                raise self._invalid(f"has samples of another {name}: {before} instead of {now}")
+            self._append({"model": name, "description": now})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(sample)) + "\n")
+            file.write(json.dumps(line) + "\n")
+
+    def _invalid(self, problem: str) -> InvalidSamples:
+        return InvalidSamples(f"{self._path} {problem}: give another --output, or delete the file")
 
 
-def measure(client: Client, plan: Plan, file: SampleFile) -> Iterator[Sample | None]:
-    """Yields once for each sample of the plan: the new sample, or None if the file had it."""
+def measure(client: Client, plan: Plan, file: SampleFile) -> Iterator[Key]:
+    """Yields each key of the plan when the file has its sample or failure. Repeats what failed in an earlier run."""
     for key, prompt in plan.keys():
-        if key in file.samples:
-            yield None
-            continue
-        sample = take(client, key, prompt)
-        file.add(sample)
-        yield sample
+        if key not in file.samples:
+            file.add(key, take(client, key, prompt))
+        yield key

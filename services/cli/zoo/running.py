@@ -1,0 +1,142 @@
+"""Starts the models of a zoo and a bridge, or reads those of a running bridge."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.errors import InvalidField
+from draftbridge import Client
+from draftbridge.v1 import model_pb2
+from services.cli.connection import Connect
+from services.cli.processes import launched, serve
+from services.cli.terminal import report
+from services.cli.zoo.predict import Times
+from services.store.resolve import SUFFIX, resolve
+
+DEFAULT_MODELS = "gemma-3-270m,smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """A running zoo: a client of its bridge, its usable models by name, and the names of all its targets and drafts.
+
+    `refused`: why a pair cannot run, or with an empty draft, why a target cannot.
+    """
+
+    client: Client
+    models: Mapping[str, Mapping[str, Any]]
+    times: Mapping[str, Times]
+    targets: Sequence[str]
+    drafts: Sequence[str]
+    overlaps: Mapping[tuple[str, str], float]
+    refused: Mapping[tuple[str, str], str]
+
+
+@contextmanager
+def running(connect: Connect, server: str, targets: str, drafts: str, engine: str) -> Iterator[Zoo]:
+    """Starts all models and a bridge, or connects to a running one, whose models are all taken if none are named.
+
+    Prints a line for each service that cannot be used.
+    """
+    with ExitStack() as stack:
+        if server:
+            client = stack.enter_context(connect(server))
+            yield _read(client, _names(targets), _names(drafts), {})
+            return
+        wanted = _names(targets) or _names(DEFAULT_MODELS)
+        address, served = stack.enter_context(_fleet(wanted, _names(drafts) or wanted, engine))
+        yield _read(stack.enter_context(Client(address)), [], [], served)
+
+
+def _read(client: Client, targets: Sequence[str], drafts: Sequence[str], served: Mapping[str, str]) -> Zoo:
+    """Reads the zoo of a bridge. `served`: the models of addresses as they were started."""
+    models, problems = {}, {}
+    names: dict[int, dict[str, None]] = {model_pb2.ROLE_TARGET: {}, model_pb2.ROLE_DRAFT: {}}
+    usable = set()
+    for one in client.services():
+        name = one.model.name or served.get(one.address, one.address)
+        names[one.role][name] = None
+        if one.state == one.STATE_AVAILABLE:
+            models[name] = one.model
+            usable.add((one.role, name))
+            continue
+        role = "target" if one.role == model_pb2.ROLE_TARGET else "draft"
+        problems[one.role, name] = f"the {role} at {one.address} cannot be used: {one.problem}"
+        report(f"{name}: {problems[one.role, name]}")
+    for place in usable:
+        problems.pop(place, None)
+    all_targets = _known(targets, list(names[model_pb2.ROLE_TARGET]), "--targets")
+    all_drafts = _known(drafts, list(names[model_pb2.ROLE_DRAFT]), "--drafts")
+    pairs = client.pairs()
+    refused = {(one.target, one.draft): one.refusal for one in pairs if one.refusal}
+    for target in all_targets:
+        problem = problems.get((model_pb2.ROLE_TARGET, target), "")
+        for draft in ("", *all_drafts):
+            if found := problem or problems.get((model_pb2.ROLE_DRAFT, draft), ""):
+                refused[target, draft] = found
+    return Zoo(
+        client,
+        {name: _described(model) for name, model in models.items()},
+        {name: _times(model) for name, model in models.items()},
+        all_targets,
+        all_drafts,
+        {(one.target, one.draft): one.vocabulary_overlap for one in pairs},
+        refused,
+    )
+
+
+@contextmanager
+def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Runs a server for each model, in the roles that it needs, and a bridge.
+
+    Yields the bridge's address, and the models by the addresses of their servers.
+    """
+    models = list(dict.fromkeys((*targets, *drafts)))
+    if SUFFIX in targets:
+        raise InvalidField("--targets", f"models with a text of their own, not {SUFFIX}", ", ".join(targets))
+    for model in models:
+        if model != SUFFIX:
+            resolve(model, report)
+    with ExitStack() as stack:
+        options: list[str] = []
+        served = {}
+        for number, model in enumerate(models, start=1):
+            report(f"starting {model} ({number} of {len(models)})")
+            role = "both" if model in targets and model in drafts else "target" if model in targets else "draft"
+            engines = () if model == SUFFIX else ("--engine", engine)
+            address, _ = stack.enter_context(serve(model, "--role", role, *engines))
+            served[address] = model
+            options += ["--target", address] if model in targets else []
+            options += ["--draft", address] if model in drafts else []
+        common = ("--listen", "127.0.0.1:0", "--until-stdin-closes")
+        yield stack.enter_context(launched("bridge", "bridge", *options, *common))[0], served
+
+
+def _described(model: model_pb2.Model) -> dict[str, Any]:
+    return {
+        "revision": model.revision,
+        "engine": model.engine,
+        "device": model.device,
+        "dtype": model.dtype,
+        "context_length": model.context_length,
+        "vocabulary_size": model.vocabulary_size,
+        "costs": [[one.token_count, one.forward_ns] for one in model.forward_costs],
+    }
+
+
+def _times(model: model_pb2.Model) -> Times:
+    costs = tuple((one.token_count, one.forward_ns) for one in model.forward_costs)
+    return Times(costs, frozenset(model.compute_units), model.compute_unit_count)
+
+
+def _names(text: str) -> list[str]:
+    return [one.strip() for one in text.split(",") if one.strip()]
+
+
+def _known(wanted: Sequence[str], known: Sequence[str], option: str) -> list[str]:
+    """Returns the names that are wanted, all known ones if that is none. Raises `InvalidField` for an unknown one."""
+    for name in wanted:
+        if name not in known:
+            raise InvalidField(option, f"names that the bridge has ({', '.join(known)})", name)
+    return list(wanted) or list(known)
