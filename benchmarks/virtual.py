@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from benchmarks.scripted import ScriptedEngine
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row
-from services.engines.scheduler import Timed
+from services.engines.job import Timed
 
 T = TypeVar("T")
 

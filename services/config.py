@@ -107,6 +107,9 @@ class ModelServerConfig(ServerConfig):
     slots: int = Field(8, ge=1, le=1024, description="Number of sequences in the KV cache at once.")
     kv_memory: float = Field(2.0, ge=0.001, le=1e6, description="GiB of memory for the KV cache, reserved at start.")
     queue: int = Field(64, ge=0, le=100_000, description="Number of requests that may wait for a slot.")
+    forward_limit: float = Field(
+        120.0, ge=1, description="Seconds after which a forward counts as hung; later if the model is slow."
+    )
     deterministic: bool = Field(
         False, description="Generate the same text in every speculation mode, bit for bit, in any dtype. Slower."
     )

@@ -12,15 +12,15 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextvars import Context, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from bridge.errors import EngineFailure, InvalidGrammar, SlotsExhausted
 from bridge.sampling.sampler import Logits
 from bridge.text.common_prefix import common_prefix_length
 from services.engines.engine import Engine, Row
+from services.engines.job import Job, Timed
 from services.engines.observer import UNOBSERVED, SchedulerObserver
 from services.engines.slots import MIN_COPIED_TOKENS, SlotChoice, Slots
 
@@ -39,47 +39,15 @@ _MAX_STEP_IDS = 16
 _LINGER_NS = 500_000, 2_000_000
 # A sequence without a job for this long loses its slot to one that waits. It then reads its text again.
 _IDLE_NS = 2_000_000_000
+_HANGS = "a forward of the model does not end: see the server's log, and restart the server if it stays NOT_SERVING"
 
 
 @dataclass(frozen=True)
-class Timed(Generic[T]):
-    """The result of a job, its time in the queue and in forwards.
+class Forward:
+    """A forward in progress. `token_count`: tokens of all its rows."""
 
-    `cached_token_count`: ids that a new sequence found in a cache. `extra_count`: candidates that were run.
-    """
-
-    value: T
-    queue_ns: int
-    forward_ns: int
-    cached_token_count: int
-    extra_count: int
-
-
-@dataclass(eq=False)
-class Job:
-    """The ids of a sequence, followed by `extra_count` candidates.
-
-    `agreed`: number of leading ids whose cache its slot holds. `finish` receives the logits of the sequence's last id
-    and of the candidates that were run. The model's thread calls it, and the logits are valid only during the call.
-    """
-
-    holder: object
-    ids: tuple[int, ...]
-    extra_count: int
-    agreed: int
-    finish: Callable[[Logits], Any]
-    loop: asyncio.AbstractEventLoop
-    future: "asyncio.Future[Timed[Any]]"
-    submitted_ns: int
-    forward_ns: int = 0
-    cached_token_count: int = 0
-    # The context of the request, which its log lines belong to.
-    context: Context = field(default_factory=copy_context)
-
-    @property
-    def lacks(self) -> int:
-        """The number of the sequence's ids that must still run: at least 1, the last id, for its logits."""
-        return len(self.ids) - self.extra_count - self.agreed
+    started_ns: int
+    token_count: int
 
 
 class Scheduler:
@@ -105,6 +73,12 @@ class Scheduler:
         self._closed = False
         # Sequences in a row whose forward failed though they ran alone.
         self.failure_count = 0
+        # The present forward, and the time of the slowest one that has ended.
+        self.present: Forward | None = None
+        self.slowest_ns = 0
+        # The forward whose jobs were failed because it does not end, and the jobs that `run` waits for.
+        self._hung: Forward | None = None
+        self._waiting: set[Job] = set()
         # Only the thread uses the fields below.
         self._jobs: list[Job] = []
         self._expected = self._linger_ns = 0
@@ -117,6 +91,12 @@ class Scheduler:
     def alive(self) -> bool:
         """Whether the model's thread still takes jobs."""
         return self._thread.is_alive()
+
+    @property
+    def hangs(self) -> bool:
+        """Whether the present forward was given up; see `give_up`."""
+        present = self.present
+        return present is not None and present is self._hung
 
     @property
     def free_slot_count(self) -> int:
@@ -146,6 +126,8 @@ class Scheduler:
         with self._lock:
             if self._closed:
                 raise EngineFailure("the model's thread has died: restart this server")
+            if self.hangs:
+                raise EngineFailure(_HANGS)
             # The limit does not apply to a sequence that lost its slot while idle: it is in the middle of a text.
             new = holder not in self._holders and holder not in self._evicted
             if new and len(self._holders) >= self.engine.slot_count + self.queue_limit:
@@ -153,7 +135,21 @@ class Scheduler:
             self._evicted.discard(holder)
             self._holders.add(holder)
             self._inbox.put(lambda: self._jobs.append(job))
-        return await future
+            self._waiting.add(job)
+        try:
+            return await future
+        finally:
+            with self._lock:
+                self._waiting.discard(job)
+
+    def give_up(self, forward: Forward) -> None:
+        """Fails all jobs, and refuses new ones until `forward` ends, which has not ended in time."""
+        with self._lock:
+            self._hung = forward
+            waiting = list(self._waiting)
+        self._observer.on_failure()
+        for job in waiting:
+            job.settle(EngineFailure(_HANGS))
 
     def release(self, holder: object) -> None:
         """Frees a sequence's slot, or takes it out of the queue for one."""
@@ -164,10 +160,14 @@ class Scheduler:
             self._holders.discard(holder)
         self._inbox.put(lambda: self._forget(holder))
 
-    def close(self) -> None:
-        """Ends the thread after its present forward. Unfinished jobs fail with `EngineFailure`."""
+    def close(self, seconds: float | None = None) -> bool:
+        """Ends the thread after its present forward. Unfinished jobs fail with `EngineFailure`.
+
+        Returns whether the thread has ended within `seconds`.
+        """
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def _forget(self, holder: object) -> None:
         self._jobs = [job for job in self._jobs if job.holder is not holder]
@@ -225,7 +225,7 @@ class Scheduler:
 
     def _plan(self) -> list[tuple[Job, Row]]:
         """Returns the jobs of the next forward with their rows, by the rules at the top of this file."""
-        self._jobs = [job for job in self._jobs if not job.future.cancelled()]
+        self._jobs = [job for job in self._jobs if not job.future.done()]
         begun: list[Job] = []
         for job in self._jobs:
             if self._slots.of(job.holder) or self._begin(job, begun):
@@ -285,9 +285,13 @@ class Scheduler:
     def _run(self, planned: Sequence[tuple[Job, Row]]) -> None:
         if not planned:
             return
-        started = perf_counter_ns()
+        token_count = sum(len(row.token_ids) for _, row in planned)
+        self.present = Forward(perf_counter_ns(), token_count)
         try:
             tables = self.engine.forward([row for _, row in planned])
+            forward_ns = perf_counter_ns() - self.present.started_ns
+            if not self.hangs:
+                self.slowest_ns = max(self.slowest_ns, forward_ns)
         except Exception as error:
             if len(planned) > 1:  # runs each job alone, so that only the one at fault fails
                 for one in planned:
@@ -302,9 +306,10 @@ class Scheduler:
             )
             self._hold(job, 0)
             return
+        finally:
+            self.present = None
         self.failure_count = 0
-        forward_ns = perf_counter_ns() - started
-        self._observer.on_forward(len(planned), sum(len(row.token_ids) for _, row in planned), forward_ns)
+        self._observer.on_forward(len(planned), token_count, forward_ns)
         self._expected, self._linger_ns = len(self._jobs), min(max(forward_ns // 10, _LINGER_NS[0]), _LINGER_NS[1])
         for (job, row), logits in zip(planned, tables, strict=True):
             job.forward_ns += forward_ns
@@ -332,17 +337,7 @@ class Scheduler:
 
     def _end(self, job: Job, result: Timed[Any] | EngineFailure | InvalidGrammar) -> None:
         self._jobs.remove(job)
-
-        def settle() -> None:
-            if job.future.done():
-                return
-            if isinstance(result, Exception):
-                job.future.set_exception(result)
-            else:
-                job.future.set_result(result)
-
-        if not job.loop.is_closed():
-            job.loop.call_soon_threadsafe(settle)
+        job.settle(result)
 
 
 def _shared(amount: int, wanted: Sequence[tuple[Job, int]]) -> list[tuple[Job, int]]:

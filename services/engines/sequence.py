@@ -7,7 +7,8 @@ from typing import TypeVar
 from bridge.errors import TokenOutOfRange
 from bridge.sampling.sampler import Logits
 from bridge.text.models import Model
-from services.engines.scheduler import Scheduler, Timed
+from services.engines.job import Timed
+from services.engines.scheduler import Scheduler
 
 T = TypeVar("T")
 

@@ -37,6 +37,8 @@ from services.store.resolve import SUFFIX, default_name, resolve
 from services.traces import NO_TRACES, Traces
 from services.version import VERSION
 
+# How long the present forward may take to end after the last call has ended.
+_CLOSE_SECONDS = 10.0
 # Widths of passes that a target runs once before it serves: as many candidates as a bridge sends, and one more.
 _WARMED_WIDTHS = range(1, 26)
 
@@ -75,11 +77,18 @@ def run(
             os._exit(0)
         metrics.watch(loaded.scheduler)
         grammars = register(server, loaded, config.role)
-        await server.run_until(stop, on_start, ModelHealth(loaded.scheduler))
+        await server.run_until(stop, on_start, _health(config, loaded))
         grammars.close()
-        loaded.scheduler.close()
+        if not loaded.scheduler.close(_CLOSE_SECONDS):
+            # A forward that hangs, perhaps in a driver, cannot be ended otherwise.
+            os._exit(1)
 
     asyncio.run(serve())
+
+
+def _health(config: ModelServerConfig, loaded: LoadedModel) -> ModelHealth:
+    width, taken_ns = loaded.model.forward_costs[-1] if loaded.model.forward_costs else (1, 0)
+    return ModelHealth(loaded.scheduler, config.forward_limit, taken_ns / width)
 
 
 def pinned_options(config: ModelServerConfig) -> EngineOptions:

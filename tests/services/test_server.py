@@ -1,6 +1,7 @@
 """Tests what all servers share: pings that detect vanished clients, and health that follows the model."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -11,12 +12,14 @@ from grpc import aio
 
 from bridge.errors import EngineFailure
 from bridge.sampling.sampler import Logits
+from bridge.text.models import Model
 from services.config import ServerConfig
 from services.engines.engine import Row
 from services.engines.scheduler import Scheduler
 from services.model.health import ModelHealth
 from services.rpc.server import Server, Stop
 from tests.support import tiny
+from tests.support.waiting import eventually
 
 METHOD = "/draftbridge.test.Service/Stream"
 
@@ -142,3 +145,63 @@ async def test_health_is_bad_while_every_forward_fails_and_good_when_one_works_a
     assert scheduler.free_slot_count == engine.slot_count, "the trial has freed its slot"
     scheduler.close()
     assert not health()
+
+
+class HangingEngine(tiny.HashEngine):
+    """Its forwards wait until `released` is set."""
+
+    def __init__(self, of: Model) -> None:
+        super().__init__(of)
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def forward(self, rows: Sequence[Row]) -> list[Logits]:
+        self.begun.set()
+        assert self.released.wait(60)
+        return super().forward(rows)
+
+
+async def test_a_forward_that_hangs_fails_its_sequences_and_the_health_until_it_ends() -> None:
+    engine = HangingEngine(tiny.model("byte_level"))
+    scheduler = Scheduler(lambda: engine)
+    health = ModelHealth(scheduler, limit_seconds=5)
+    one, other = object(), object()
+
+    async def run(holder: object) -> object:
+        async with asyncio.timeout(10):
+            return await scheduler.run(holder, (1, 2), (), 0, lambda logits: None)
+
+    waiting = [asyncio.create_task(run(one))]
+    assert await asyncio.to_thread(engine.begun.wait, 10)
+    waiting.append(asyncio.create_task(run(other)))
+    assert [health() for _ in range(6)] == [True] * 6
+    assert not any(task.done() for task in waiting)
+    assert [health() for _ in range(3)] == [False] * 3
+    for task in waiting:
+        with pytest.raises(EngineFailure, match="does not end"):
+            await task
+    with pytest.raises(EngineFailure, match="does not end"):
+        await run(object())
+    scheduler.release(one)
+    scheduler.release(other)
+    assert not scheduler.close(0.01), "a server that stops does not wait for it"
+    engine.released.set()
+    assert scheduler.close(10)
+
+
+async def test_a_forward_that_was_only_slow_makes_the_health_good_again() -> None:
+    engine = HangingEngine(tiny.model("byte_level"))
+    scheduler = Scheduler(lambda: engine)
+    health = ModelHealth(scheduler, limit_seconds=5, token_ns=1e9)
+    holder = object()
+    task = asyncio.create_task(scheduler.run(holder, tuple(range(1, 5)), (), 0, lambda logits: None))
+    assert await asyncio.to_thread(engine.begun.wait, 10)
+    assert all(health() for _ in range(41)), "four tokens, of a second each, may take ten times as long"
+    assert not health()
+    with pytest.raises(EngineFailure):
+        await task
+    scheduler.release(holder)
+    engine.released.set()
+    await asyncio.to_thread(eventually, health)
+    await scheduler.run(holder, (1, 2), (), 0, lambda logits: None)
+    scheduler.release(holder)
+    scheduler.close()

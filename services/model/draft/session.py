@@ -6,7 +6,8 @@ from bridge.errors import InvalidGrammar
 from bridge.ports import Proposal
 from bridge.sampling.sampler import Choice, Logits, Sampler
 from bridge.text.models import Model
-from services.engines.scheduler import Scheduler, Timed
+from services.engines.job import Timed
+from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence
 from services.grammars.token_matcher import TextMatcher
 from services.model.draft.credit import CreditedSession

@@ -1,0 +1,66 @@
+"""A job of the scheduler: what a sequence waits for, and the result that it gets."""
+
+import asyncio
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from bridge.sampling.sampler import Logits
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Timed(Generic[T]):
+    """The result of a job, its time in the queue and in forwards.
+
+    `cached_token_count`: ids that a new sequence found in a cache. `extra_count`: candidates that were run.
+    """
+
+    value: T
+    queue_ns: int
+    forward_ns: int
+    cached_token_count: int
+    extra_count: int
+
+
+@dataclass(eq=False)
+class Job:
+    """The ids of a sequence, followed by `extra_count` candidates.
+
+    `agreed`: number of leading ids whose cache its slot holds. `finish` receives the logits of the sequence's last id
+    and of the candidates that were run. The model's thread calls it, and the logits are valid only during the call.
+    """
+
+    holder: object
+    ids: tuple[int, ...]
+    extra_count: int
+    agreed: int
+    finish: Callable[[Logits], Any]
+    loop: asyncio.AbstractEventLoop
+    future: "asyncio.Future[Timed[Any]]"
+    submitted_ns: int
+    forward_ns: int = 0
+    cached_token_count: int = 0
+    # The context of the request, which its log lines belong to.
+    context: Context = field(default_factory=copy_context)
+
+    @property
+    def lacks(self) -> int:
+        """The number of the sequence's ids that must still run: at least 1, the last id, for its logits."""
+        return len(self.ids) - self.extra_count - self.agreed
+
+    def settle(self, result: "Timed[Any] | Exception") -> None:
+        """Gives the result to the sequence, unless it has one or has left. May be called in any thread."""
+
+        def settle() -> None:
+            if self.future.done():
+                return
+            if isinstance(result, Exception):
+                self.future.set_exception(result)
+            else:
+                self.future.set_result(result)
+
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(settle)
