@@ -8,7 +8,7 @@ from statistics import median
 from time import perf_counter_ns
 from typing import Any
 
-from draftbridge import CallError, Client
+from draftbridge import CallError, Client, Generation
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.version import VERSION
 
@@ -56,10 +56,11 @@ def _examine(address: str, connect: Callable[[str], Client]) -> Iterator[Finding
         with connect(address) as client:
             status = client.status()
             yield Finding(Level.GOOD, "connection", f"a bridge answers at {address}")
-            services = client.services()
+            services = [_checked(one, status) for one in client.services()]
             pairs = client.pairs()
             yield from _versions(status, services)
             yield from _services(services)
+            yield from _tokenizers(services)
             yield from _round_trips(client, services)
             yield from _costs(services)
             yield from _pairs(services, pairs)
@@ -110,17 +111,31 @@ def _versions(status: bridge_pb2.GetStatusResponse, services: Sequence[bridge_pb
     )
 
 
+def _checked(service: bridge_pb2.ServiceState, status: bridge_pb2.GetStatusResponse) -> bridge_pb2.ServiceState:
+    """Returns the service as it answered the bridge just now; the list of models may not know yet that it hangs."""
+    place = (service.address, service.role)
+    problem = next((one.problem for one in status.endpoints if (one.address, one.role) == place), "")
+    if not problem or service.state != service.STATE_AVAILABLE:
+        return service
+    away = bridge_pb2.ServiceState()
+    away.CopyFrom(service)
+    away.state, away.problem = service.STATE_AWAY, problem
+    return away
+
+
 def _services(services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
     states = bridge_pb2.ServiceState
+    # A service that has never answered has no name. It may be a replica of these.
+    targets = {one.name for one in _usable(services, model_pb2.ROLE_TARGET)}
+    targets |= {""} if targets else set()
     for one in services:
         role = model_pb2.Role.Name(one.role).removeprefix("ROLE_").lower()
         if one.state == states.STATE_AVAILABLE:
-            sha256 = one.model.tokenizer_sha256[:12]
-            text = f"the {role} {one.model.name} at {one.address} can be used; its tokenizer has checksum {sha256}..."
-            yield Finding(Level.GOOD, "services", text)
+            yield Finding(Level.GOOD, "services", f"the {role} {one.model.name} at {one.address} can be used")
             continue
         state = states.State.Name(one.state).removeprefix("STATE_").lower()
-        level = Level.BROKEN if one.role == model_pb2.ROLE_TARGET else Level.DEGRADED
+        needed = one.role == model_pb2.ROLE_TARGET and one.model.name not in targets
+        level = Level.BROKEN if needed else Level.DEGRADED
         remedy = "start it, and check that the bridge's machine reaches this address" if not one.model.name else ""
         yield Finding(
             level,
@@ -128,6 +143,20 @@ def _services(services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
             f"the {role} at {one.address} is {state}: {one.problem}",
             remedy or "see the problem's text",
         )
+
+
+def _tokenizers(services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
+    by_name: dict[str, dict[str, str]] = {}
+    for one in services:
+        if one.state == one.STATE_AVAILABLE:
+            by_name.setdefault(one.model.name, {})[one.model.tokenizer_sha256] = one.address
+    for name, found in by_name.items():
+        if len(found) == 1:
+            yield Finding(Level.GOOD, "tokenizers", f"{name}: the checksum is {next(iter(found))[:12]}... everywhere")
+            continue
+        checksums = ", ".join(f"{sha256[:12]}... at {address}" for sha256, address in found.items())
+        remedy = "serve the same files everywhere, or one of them under another --name"
+        yield Finding(Level.DEGRADED, "tokenizers", f"services named {name} have different ones: {checksums}", remedy)
 
 
 def _round_trips(client: Client, services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
@@ -177,9 +206,16 @@ def _pairs(services: Sequence[bridge_pb2.ServiceState], pairs: Sequence[bridge_p
     if not any(one.role == model_pb2.ROLE_DRAFT for one in services):
         remedy = "give the bridge a --draft; `draftbridge serve suffix --role draft` needs no model"
         yield Finding(Level.SLOW, "pairs", "no draft is configured: only prompt lookup proposes candidates", remedy)
+    served = {pair.target for pair in pairs if not pair.refusal}
+    usable = {one.name for one in _usable(services, model_pb2.ROLE_DRAFT)}
     for pair in pairs:
-        if pair.refusal:
-            yield Finding(Level.DEGRADED, "pairs", f"{pair.draft} is not used beside {pair.target}: {pair.refusal}")
+        if not pair.refusal or pair.draft not in usable:  # a draft that cannot be used is a finding by itself
+            continue
+        text = f"{pair.draft} is not used beside {pair.target}: {pair.refusal}"
+        if pair.target in served:
+            yield Finding(Level.GOOD, "pairs", f"{text}; {pair.target} has other drafts")
+        else:
+            yield Finding(Level.SLOW, "pairs", text, "give the bridge a --draft that another server runs")
 
 
 def _templates(client: Client, services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
@@ -208,24 +244,24 @@ def _gains(
     """Generates a small text with each target, alone and with every draft, and judges each pair."""
     for model in _usable(services, model_pb2.ROLE_TARGET):
         try:
-            plain, text = _speed(client, model.name, speculation="off")
+            alone = _run(client, model.name, speculation="off")
         except CallError as error:
             yield Finding(
                 Level.BROKEN, "generation", f"{model.name} cannot generate: {error}", "look at its server's log"
             )
             continue
-        yield Finding(Level.GOOD, "generation", f"{model.name} alone generates {plain:.1f} tokens/s")
+        yield Finding(Level.GOOD, "generation", f"{model.name} alone generates {_speed(alone):.1f} tokens/s")
         for pair in pairs:
             if pair.target == model.name and not pair.refusal:
-                yield from _judge(client, pair, plain, text)
+                yield from _judge(client, pair, alone)
 
 
-def _judge(client: Client, pair: bridge_pb2.Pair, plain: float, text: str) -> Iterator[Finding]:
+def _judge(client: Client, pair: bridge_pb2.Pair, alone: Generation) -> Iterator[Finding]:
     name = f"{pair.draft} beside {pair.target}"
     try:
         options: dict[str, Any] = {"draft": pair.draft, "sources": ["draft"]}
-        _speed(client, pair.target, **options)  # the bridge learns the costs of the pair
-        speed, same = _speed(client, pair.target, **options)
+        _run(client, pair.target, **options)  # the bridge learns the costs of the pair
+        drafted = _run(client, pair.target, **options)
         statistics = client.generate(
             _PROMPT, target=pair.target, draft=pair.draft, max_tokens=_TOKENS, speculation="lockstep",
             num_assistant_tokens=4,
@@ -233,14 +269,14 @@ def _judge(client: Client, pair: bridge_pb2.Pair, plain: float, text: str) -> It
     except CallError as error:
         yield Finding(Level.DEGRADED, "drafts", f"{name} fails: {error}", "look at the log of the draft's server")
         return
-    if same != text and not statistics.near_ties:
+    if drafted.text != alone.text and not any(one.finished.speculation.near_ties for one in (alone, drafted)):
         remedy = "this is a bug of an engine: serve the target with --deterministic and report it"
         yield Finding(Level.BROKEN, "losslessness", f"{name}: the text differs from that of the target alone", remedy)
     if statistics.note:
         yield Finding(Level.DEGRADED, "drafts", f"{name}: {statistics.note}", "look at the log of the draft's server")
     candidates = statistics.num_draft_tokens
     acceptance = statistics.num_accepted_tokens / candidates if candidates else 0.0
-    gain = speed / plain if plain else 0.0
+    gain = _speed(drafted) / _speed(alone) if _speed(alone) else 0.0
     found = f"{name}: {gain:.2f}x the target alone on a small text, {acceptance:.0%} of candidates accepted"
     if gain >= _WORTH_IT:
         yield Finding(Level.GOOD, "drafts", f"{found}: it is worth it")
@@ -252,10 +288,13 @@ def _judge(client: Client, pair: bridge_pb2.Pair, plain: float, text: str) -> It
         yield Finding(Level.SLOW, "drafts", f"{found}: it is not worth it, because it takes too long", remedy)
 
 
-def _speed(client: Client, target: str, **options: Any) -> tuple[float, str]:
-    """Returns tokens per second after the first pass, and the text."""
-    generation = client.generate(_PROMPT, target=target, max_tokens=_TOKENS, **options)
-    return generation.finished.speculation.measured_tokens_per_second, generation.text
+def _run(client: Client, target: str, **options: Any) -> Generation:
+    return client.generate(_PROMPT, target=target, max_tokens=_TOKENS, **options)
+
+
+def _speed(generation: Generation) -> float:
+    """Returns tokens per second after the first pass."""
+    return generation.finished.speculation.measured_tokens_per_second
 
 
 def _usable(services: Sequence[bridge_pb2.ServiceState], role: int) -> list[model_pb2.Model]:

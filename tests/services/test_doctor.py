@@ -34,11 +34,17 @@ def service(name: str, role: Any, state: Any = States.STATE_AVAILABLE, **fields:
 
 
 class Deployment:
-    """A client of a bridge whose answers a test chooses. `speeds`: tokens per second by draft, "" for none."""
+    """A client of a bridge whose answers a test chooses. `speeds`: tokens per second by draft, "" for none.
+
+    `near_ties`: by mode. `hanging`: addresses that do not answer the bridge. `refused`: drafts of refused pairs.
+    """
 
     def __init__(self, services: list[States], speeds: dict[str, float], accepted: int = 6) -> None:
         self._services, self._speeds, self._accepted = services, speeds, accepted
         self.text = "the same"
+        self.near_ties: dict[str, int] = {}
+        self.hanging: tuple[str, ...] = ()
+        self.refused: tuple[str, ...] = ()
 
     def __enter__(self) -> "Deployment":
         return self
@@ -47,7 +53,11 @@ class Deployment:
         pass
 
     def status(self) -> bridge_pb2.GetStatusResponse:
-        return bridge_pb2.GetStatusResponse(version=VERSION)
+        endpoints = [
+            bridge_pb2.Endpoint(address=one.address, role=one.role, problem="no answer" * (one.address in self.hanging))
+            for one in self._services
+        ]
+        return bridge_pb2.GetStatusResponse(version=VERSION, endpoints=endpoints)
 
     def models(self) -> list[model_pb2.Model]:
         return []
@@ -57,15 +67,21 @@ class Deployment:
 
     def pairs(self) -> list[bridge_pb2.Pair]:
         targets = [one.model.name for one in self._services if one.role == model_pb2.ROLE_TARGET]
-        return [bridge_pb2.Pair(target=one, draft=draft) for one in targets for draft in self._speeds if draft]
+        return [
+            bridge_pb2.Pair(target=one, draft=draft, refusal="the only replica" * (draft in self.refused))
+            for one in dict.fromkeys(targets)
+            for draft in (*self._speeds, *self.refused)
+            if draft
+        ]
 
     def generate(self, prompt: str = "", **options: Any) -> Any:
         if options.get("messages"):
             raise CallError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "the template refuses the chat", {})
         draft = options.get("draft", "")
         statistics = bridge_pb2.SpeculationStatistics(
-            measured_tokens_per_second=self._speeds[draft], num_draft_tokens=10, num_accepted_tokens=self._accepted
-        )
+            measured_tokens_per_second=self._speeds[draft], num_draft_tokens=10, num_accepted_tokens=self._accepted,
+            near_ties=self.near_ties.get(options.get("speculation", "auto"), 0),
+        )  # fmt: skip
 
         class Answer:
             text = "the same" if not draft else self.text
@@ -158,6 +174,51 @@ def test_a_changed_text_is_the_worst() -> None:
     deployment.text = "another"
     found = find(examined(deployment), "differs from that of the target alone")
     assert found.level is Level.BROKEN and "--deterministic" in found.remedy
+    for mode, excused in (("lockstep", False), ("auto", True), ("off", True)):
+        deployment.near_ties = {mode: 1}
+        assert any(one.check == "losslessness" for one in examined(deployment)) is not excused, mode
+
+
+def test_a_service_that_hangs_is_found_and_not_used() -> None:
+    deployment = Deployment([TARGET, service("small", model_pb2.ROLE_DRAFT)], {"": 10.0})
+    deployment.hanging = ("small:1",)
+    found = find(examined(deployment), "small:1 is away: no answer")
+    assert found.level is Level.DEGRADED
+    deployment.hanging = ("large:1",)
+    assert find(examined(deployment), "large:1 is away").level is Level.BROKEN
+
+
+def test_a_replica_that_is_away_is_not_a_failure() -> None:
+    away = States(address="b:1", role=model_pb2.ROLE_TARGET, state=States.STATE_AWAY, model=model("large"))
+    fresh = States(address="c:1", role=model_pb2.ROLE_TARGET, state=States.STATE_CONNECTING)
+    other = States(address="d:1", role=model_pb2.ROLE_TARGET, state=States.STATE_AWAY, model=model("other"))
+    found = examined(Deployment([TARGET, away, fresh, other], {"": 10.0}))
+    levels = {address: find(found, f"the target at {address}").level for address in ("b:1", "c:1", "d:1")}
+    assert levels == {"b:1": Level.DEGRADED, "c:1": Level.DEGRADED, "d:1": Level.BROKEN}
+
+
+def test_a_pair_that_cannot_be_is_a_finding_only_if_the_target_has_no_other_draft() -> None:
+    deployment = Deployment([TARGET, service("large", model_pb2.ROLE_DRAFT)], {"": 10.0, "small": 15.0})
+    deployment.refused = ("large", "away")
+    found = examined(deployment)
+    assert find(found, "large is not used beside large").level is Level.GOOD
+    assert not any("away is not used" in one.text for one in found)
+    alone = Deployment([TARGET, service("large", model_pb2.ROLE_DRAFT)], {"": 10.0})
+    alone.refused = ("large",)
+    only = find(examined(alone), "large is not used beside large")
+    assert only.level is Level.SLOW and "--draft" in only.remedy
+
+
+def test_services_of_one_name_with_different_tokenizers_are_named() -> None:
+    one, other = (model("large", tokenizer_sha256=letter * 64) for letter in "ab")
+    roles = (model_pb2.ROLE_TARGET, model_pb2.ROLE_DRAFT)
+    found = examined(
+        Deployment([service("large", roles[0], model=one), service("large", roles[1], model=one)], {"": 9})
+    )
+    assert find(found, "the checksum is aaaaaaaaaaaa").level is Level.GOOD
+    found = examined(Deployment([service("large", roles[0], model=one), service("s", roles[1], model=other)], {"": 9}))
+    different = find(found, "have different ones: aaaaaaaaaaaa... at large:1, bbbbbbbbbbbb... at s:1")
+    assert different.level is Level.DEGRADED and "--name" in different.remedy
 
 
 def test_without_a_bridge_it_says_how_to_start_one() -> None:
