@@ -230,6 +230,18 @@ class SandboxBusy(Exhausted, reason="SANDBOX_BUSY"):
         )
 
 
+class TokenizersFull(Exhausted, reason="TOKENIZERS_FULL"):
+    """The tokenizers of connected engines leave no room for another one."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"the tokenizers of the connected engines fill the {limit_bytes} bytes for them: try again in "
+            f"{self.retry_seconds} s, or start the bridge with a larger --guest-memory",
+            limit_bytes=limit_bytes,
+            retry_seconds=self.retry_seconds,
+        )
+
+
 class Overloaded(Exhausted, reason="OVERLOADED"):
     def __init__(self, limit: int) -> None:
         super().__init__(

@@ -114,8 +114,9 @@ class Held:
 class Guest:
     """The sequences of one engine. `open_sequence` prepares one, given its ids and the number of generated ones.
 
-    `on_held` is called when a sequence begins or grows, and `on_ended` when one ends, so that all guests together keep
-    to one limit; `on_outcome` receives each forward that verified candidates. The engine's `costs` outlive its stream.
+    `on_held` is called when a sequence begins or grows, and may end any of them, so that all guests together keep to
+    one limit. `on_ended` is called when one ends; `on_outcome` receives each forward that verified candidates. The
+    engine's `costs` outlive its stream.
     """
 
     def __init__(
@@ -191,6 +192,7 @@ class Guest:
         if not self._has_all(one.token_ids) or kept + len(one.token_ids) > self._model.context_length:
             self.end(one.id)
             self.held[one.id] = Held([], now, refused=True)
+            self._on_held(one.id, 0)
             answer.note = (
                 f"sequence {one.id} has ids outside the tokenizer's vocabulary, or more than the context's "
                 f"{self._model.context_length} tokens: describe the engine's own model and tokenizer"
@@ -209,6 +211,7 @@ class Guest:
         held.named_ns = now
         if not held.sequence:
             held.ids += one.token_ids
+            self._on_held(one.id, len(held.ids))
         return held
 
     def _has_all(self, ids: Sequence[int]) -> bool:
@@ -230,6 +233,8 @@ class Guest:
         held = self.held[one.id] = Held(ids, now)
         self._begun += 1
         self._on_held(one.id, len(ids))
+        if one.id not in self.held:  # it exceeds the limit alone
+            return None
 
         async def open_() -> None:
             known = len(held.ids)
@@ -265,13 +270,16 @@ class Guest:
 
     def _commit(self, one: SequenceUpdate, held: Held, engine_ns: int | None) -> GuestSequence | None:
         """Appends an update's tokens. Returns the sequence if it is open and the engine can verify candidates."""
-        if (sequence := held.sequence) is None:
+        sequence = held.sequence
+        if sequence is None or self.held.get(one.id) is not held:  # later sequences of the step may have ended it
             return None
         outcome = sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, engine_ns)
         if outcome and outcome.tried.token_ids:
             self._on_outcome(outcome)
         sequence.limit_room(one.room)
         self._on_held(one.id, len(sequence.tape.ids))
+        if one.id not in self.held:
+            return None
         self._choosing.append(sequence)
         return sequence if sequence.room else None
 

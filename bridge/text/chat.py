@@ -3,11 +3,10 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 from bridge.errors import InvalidField, InvalidRequest, UnusableModel
-from bridge.text.models import Model
+from bridge.text.models import Model, derived
 from bridge.text.vocabulary import Marks, Rendering, Vocabulary
 
 # The variables that the bridge sets for a template, and Jinja's own global functions.
@@ -112,7 +111,7 @@ def render_ids_for(model: Model, ids: Sequence[int], source: Model) -> Rendering
         return Rendering([*frame, *model.vocabulary.pieces(spelled, whole=True).ids], len(frame), spelled)
 
 
-@lru_cache(maxsize=256)
+@derived
 def end_of_turn(model: Model) -> int | None:
     """Returns the id that ends the assistant's turn in the model's template; None if the template shows none."""
     if not model.chat_template:

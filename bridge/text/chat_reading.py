@@ -7,11 +7,10 @@ the template makes exactly the same ids of it again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from bridge.errors import InvalidRequest, UnusableModel
 from bridge.text.chat import Chat, Message, render_chat, rendered_text
-from bridge.text.models import Model
+from bridge.text.models import Model, derived
 
 # Contents that no template writes itself, and that no template changes.
 _SYSTEM, _FIRST, _ANSWER, _SECOND = "qsysq", "qfirstq", "qanswerq", "qsecondq"
@@ -58,7 +57,7 @@ def _texts(model: Model, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-@lru_cache(maxsize=64)
+@derived
 def _frames(model: Model) -> tuple[tuple[_Frame, str], ...]:
     """Returns the frames with and without a system message; each with what ends the system message, or ""."""
     if not model.chat_template:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Protocol
+from functools import cached_property, wraps
+from typing import Any, Protocol, TypeVar
 
 from bridge.text.string_matcher import StringMatcher
 from bridge.text.vocabulary import Vocabulary
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,3 +91,18 @@ class Model:
         if id_ in there.eos and here.eos:
             return here.eos[0]
         return self.vocabulary.control_id(source.vocabulary.name(id_))
+
+
+def derived(function: Callable[[Model], T]) -> Callable[[Model], T]:
+    """Caches what a function derives from a model in the model itself: a cache elsewhere would keep its vocabulary."""
+    name = f"_{function.__name__}"
+
+    @wraps(function)
+    def cached(model: Model) -> T:
+        known = vars(model)
+        if name not in known:
+            known[name] = function(model)
+        found: T = known[name]
+        return found
+
+    return cached

@@ -29,6 +29,8 @@ CHECK_SECONDS = 2.0
 _TOKENIZER_LIMIT_BYTES = 256 << 20
 # Tokenizers to keep, so that a model that returns is connected at once. Models in use keep their own.
 _MAX_TOKENIZERS = 32
+# Chat templates of engines whose processes are kept.
+_MAX_GUEST_TEMPLATES = 8
 _MAX_NAME_LENGTH = 256
 # No tokenizer has more ids; logits of more columns would exhaust the memory of every process.
 _MAX_VOCABULARY_SIZE = 1 << 24
@@ -57,11 +59,14 @@ class ModelReader:
     def __init__(self) -> None:
         self._vocabularies: LRUCache[str, tuple[Vocabulary, str]] = LRUCache(_MAX_TOKENIZERS)
         self._sandbox = TemplateSandbox()
+        # Apart, so that templates that engines name cannot hold up those of services.
+        self._guest_sandbox = TemplateSandbox(max_templates=_MAX_GUEST_TEMPLATES)
         self._reading = asyncio.Lock()
 
     async def close(self) -> None:
         """Ends the processes of the sandbox."""
-        await asyncio.to_thread(self._sandbox.close)
+        for sandbox in (self._sandbox, self._guest_sandbox):
+            await asyncio.to_thread(sandbox.close)
 
     async def describe(
         self, channel: aio.Channel, address: str, seconds: float, *, wait: bool = False
@@ -111,22 +116,13 @@ class ModelReader:
         """Returns a described model, which runs its chat template in the sandbox."""
         return replace(codec.read_model(description, vocabulary), run_template=self._sandbox)
 
+    def guest_model(self, description: model_pb2.Model, vocabulary: Vocabulary) -> Model:
+        """Returns the model that an engine describes."""
+        return replace(codec.read_model(description, vocabulary), run_template=self._guest_sandbox)
+
     def vocabulary(self, sha256: str) -> Vocabulary | None:
         """Returns the tokenizer with this checksum, if it is known."""
         return self._vocabularies.get(sha256, (None, ""))[0]
-
-    async def learn_vocabulary(self, data: bytes, description: model_pb2.Model) -> Vocabulary:
-        """Returns the tokenizer that an engine has sent. Raises `ChecksumMismatch` or `TokenizerNotUnderstood`."""
-        if (got := hashlib.sha256(data).hexdigest()) != description.tokenizer_sha256:
-            raise ChecksumMismatch(
-                f"the engine sent a tokenizer with SHA-256 {got} and named {description.tokenizer_sha256}: send the "
-                "file that it uses, and name that",
-                expected=description.tokenizer_sha256,
-                got=got,
-            )
-        async with self._reading:
-            self._vocabularies[got] = await self._read_tokenizer(data, description, "the engine")
-        return self._vocabularies[got][0]
 
     async def _vocabulary(
         self, stub: "model_pb2_grpc.ModelServiceAsyncStub", description: model_pb2.Model, address: str
@@ -149,11 +145,12 @@ class ModelReader:
                 )
             async with self._reading:  # another service with the same tokenizer may be connecting at the same time
                 if sha256 not in self._vocabularies:
-                    self._vocabularies[sha256] = await self._read_tokenizer(bytes(data), description, address)
+                    self._vocabularies[sha256] = await self.read_tokenizer(bytes(data), description, address)
         return self._vocabularies[sha256]
 
     @staticmethod
-    async def _read_tokenizer(data: bytes, description: model_pb2.Model, address: str) -> tuple[Vocabulary, str]:
+    async def read_tokenizer(data: bytes, description: model_pb2.Model, address: str) -> tuple[Vocabulary, str]:
+        """Returns a tokenizer and why it cannot be a target's, or "". Raises `TokenizerNotUnderstood`."""
         try:
             flaw = await find_flaw(data)
             vocabulary = await asyncio.to_thread(Vocabulary, data)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from cachetools import LRUCache
 from grpc import aio
 
-from bridge.errors import ChecksumMismatch, DraftBridgeError, EngineNameTaken, InvalidField, ProtocolViolation
+from bridge.errors import DraftBridgeError, EngineNameTaken, InvalidField, ProtocolViolation
 from bridge.guest import Answer, Guest, SequenceUpdate, StepUpdate
 from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
 from bridge.planning.batch import BatchCosts
@@ -25,13 +25,13 @@ from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
 from services.bridge.endpoint import Endpoint
 from services.bridge.gateway import ZooDrafter
+from services.bridge.guest_tokenizers import GuestTokenizers
 from services.bridge.zoo import Zoo
 from services.metrics import BridgeMetrics
 from services.rpc.streams import first_message
 
 _log = logging.getLogger(__name__)
 
-_TOKENIZER_LIMIT_BYTES = 256 << 20
 _DEFAULT_DEADLINE_US, _MAX_DEADLINE_US = 2000, 10_000_000
 _MAX_NAME_LENGTH = 256
 # Upper bounds of the memory of a sequence: for itself, and for each token with its bytes and their index.
@@ -107,6 +107,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
     def __init__(self, zoo: Zoo, limits: GuestLimits, metrics: BridgeMetrics) -> None:
         self._zoo, self._limits = zoo, limits
         self._metrics, self._budget = metrics, _Budget(limits)
+        self._tokenizers = GuestTokenizers(zoo.reader, limits.memory_bytes)
         self._connections: dict[str, _Connection] = {}
         metrics.guest_engines.set_function(lambda: len(self._connections))
         metrics.guest_sequences.set_function(lambda: self._budget.count)
@@ -124,26 +125,23 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         _check(opening)
         self._zoo.draft(opening.draft)
         connection = self._connect(opening)
-        guest = None
+        stack = ExitStack()
         try:
-            vocabulary = self._zoo.reader.vocabulary(opening.model.tokenizer_sha256)
+            vocabulary = self._tokenizers.find(opening.model.tokenizer_sha256)
             if vocabulary is None:
                 yield _opened(candidate_pb2.ProposeOpened(wants_tokenizer=True))
-                data = await _tokenizer(requests)
-                vocabulary = await self._zoo.reader.learn_vocabulary(data, opening.model)
-            guest = self._guest(opening, vocabulary)
+                vocabulary = await self._tokenizers.receive(requests, opening.model)
+            stack.enter_context(self._tokenizers.using(vocabulary))
+            guest = stack.enter_context(closing(self._guest(opening, vocabulary)))
             endpoint = self._draft_of(opening)
             yield _opened(
                 candidate_pb2.ProposeOpened(
                     draft=endpoint.model.name if endpoint else "", max_sequence_count=self._limits.sequence_count
                 )
             )
-            sweeper = asyncio.create_task(self._sweep(guest))
-            try:
-                async for response in self._answers(requests, guest, opening.engine):
-                    yield response
-            finally:
-                sweeper.cancel()
+            stack.callback(asyncio.create_task(self._sweep(guest)).cancel)
+            async for response in self._answers(requests, guest, opening.engine):
+                yield response
         except asyncio.CancelledError:
             if not (connection.replaced or connection.ended):
                 raise
@@ -151,8 +149,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
             if connection.replaced:
                 raise EngineNameTaken(opening.engine) from None
         finally:
-            if guest:
-                guest.close()
+            stack.close()
             if self._connections.get(opening.engine) is connection:
                 del self._connections[opening.engine]
 
@@ -199,7 +196,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         return connection
 
     def _guest(self, opening: candidate_pb2.ProposeOpen, vocabulary: Vocabulary) -> Guest:
-        model = self._zoo.reader.model(opening.model, vocabulary)
+        model = self._zoo.reader.guest_model(opening.model, vocabulary)
         key = opening.engine, vocabulary.sha256
         if key not in self._estimates:
             self._estimates[key] = TargetEstimates(model.forward_costs), BatchCosts(model.forward_costs)
@@ -275,20 +272,6 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
 
     def _on_draft_closed(self) -> None:
         self._drafting -= 1
-
-
-async def _tokenizer(requests: AsyncIterator[candidate_pb2.ProposeRequest]) -> bytes:
-    """Returns the tokenizer that an engine sends in pieces. Raises `ProtocolViolation` or `ChecksumMismatch`."""
-    data = bytearray()
-    async for request in requests:
-        if request.WhichOneof("kind") != "tokenizer":
-            raise ProtocolViolation("the bridge asked for the tokenizer: send it before the first step")
-        data += request.tokenizer.chunk
-        if len(data) > _TOKENIZER_LIMIT_BYTES:
-            raise ChecksumMismatch(f"the engine sends a tokenizer of more than {_TOKENIZER_LIMIT_BYTES} bytes")
-        if request.tokenizer.last:
-            return bytes(data)
-    raise ProtocolViolation("the stream ended in the middle of the tokenizer")
 
 
 def _check(opening: candidate_pb2.ProposeOpen) -> None:

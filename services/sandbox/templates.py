@@ -22,6 +22,8 @@ TIME_LIMIT_SECONDS = 3.0
 _START_LIMIT_SECONDS = 30.0
 # The bridge enforces the time limit. A process ends itself this much later, in case the bridge has ended.
 _OWN_LIMIT_SECONDS = 1.0
+# Templates whose processes are kept. Clients and services can name new ones all the time.
+_MAX_TEMPLATES = 32
 # UTF-8 has up to 4 bytes per character.
 _MAX_MESSAGE_BYTES = 4 * MAX_TEXT_CHARACTERS + 1000
 
@@ -30,12 +32,13 @@ class TemplateSandbox:
     """Runs chat templates in processes with limits. Implements `bridge.text.models.TemplateRunner`. Thread-safe.
 
     Each template renders one chat at a time in its own process. So a template that hangs does not delay the others,
-    and delays its own chats by at most the time limit.
+    and delays its own chats by at most the time limit. The processes of the `max_templates` latest templates are kept.
     """
 
-    def __init__(self, time_limit: float = TIME_LIMIT_SECONDS) -> None:
-        self._time_limit = time_limit
+    def __init__(self, time_limit: float = TIME_LIMIT_SECONDS, max_templates: int = _MAX_TEMPLATES) -> None:
+        self._time_limit, self._max_templates = time_limit, max_templates
         self._lock = threading.Lock()
+        # The least recently used first.
         self._workers: dict[str, _Worker] = {}
         self._closed = False
 
@@ -48,10 +51,18 @@ class TemplateSandbox:
         with self._lock:
             if self._closed:
                 raise _stopping()
-            worker = self._workers.get(template)
-            if worker is None:
-                worker = self._workers[template] = _Worker(template, self._time_limit)
+            worker = self._workers.pop(template, None) or self._new(template)
+            self._workers[template] = worker
         return text_of(*worker.run(variables, marks, shield))
+
+    def _new(self, template: str) -> "_Worker":
+        """Returns the worker of a new template, in the place of an idle one if there are too many."""
+        if len(self._workers) >= self._max_templates:
+            idle = next((name for name, worker in self._workers.items() if not worker.busy), None)
+            if idle is None:
+                raise SandboxBusy(f"{self._max_templates} other templates are running")
+            self._workers.pop(idle).close()
+        return _Worker(template, self._time_limit)
 
     def close(self) -> None:
         """Kills all processes, even of running templates, and starts no more."""
@@ -69,6 +80,11 @@ class _Worker:
         self._turn = threading.Lock()
         self._process: _Process | None = None
         self._hung = self._closed = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether the template is running."""
+        return self._turn.locked()
 
     def run(self, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> tuple[Outcome, str]:
         """Returns how running the template ended, and its text or the reason. Raises as `TemplateSandbox` does."""
@@ -130,7 +146,7 @@ class _Worker:
 
 
 def _stopping() -> SandboxBusy:
-    return SandboxBusy("the bridge is stopping")
+    return SandboxBusy("its process was stopped")
 
 
 class _Process:

@@ -1,5 +1,6 @@
 """CandidateService over real streams: engines get candidates in their own ids, and cannot harm the bridge or others."""
 
+import hashlib
 import queue
 from collections.abc import Iterator
 
@@ -240,3 +241,72 @@ def test_sequences_end_with_their_stream_when_idle_and_at_the_limit() -> None:
         stream.ask(step(4, named(8, 0, ids)))
         stream.close()
         eventually(lambda: held.count == 0 and held._bytes == 0)
+
+
+def test_sequences_that_cannot_be_followed_count_too() -> None:
+    with running(GuestLimits(sequence_count=3)) as found:
+        stream = Raw(found.address, opening()).open()
+        stream.ask(step(1, *(named(number, 0, [2**32 - 1]) for number in range(500))))
+        assert found.servicer._budget.count == 3
+        stream.close()
+
+
+def test_a_step_that_ends_its_own_sequences_holds_up_nobody() -> None:
+    """New sequences of a step end an older one that the same step continues."""
+    ids = truth(REPETITIVE)[:60]
+    with running(GuestLimits(sequence_count=2)) as found:
+        stream = Raw(found.address, opening()).open()
+        stream.ask(step(1, named(1, 0, ids)))
+        eventually(lambda: opened(found, 1))
+        stream.ask(step(2, named(1, 60, ids[:1]), named(2, 0, ids), named(3, 0, ids)))
+        stream.ask(step(3, named(4, 0, ids), named(5, 0, ids), named(6, 0, ids)))
+        assert stream.ask(step(4, named(6, 60, []))).unknown_sequence_ids[:] == []
+        assert found.servicer._budget.count == 2
+        stream.close()
+        eventually(lambda: found.servicer._budget.count == 0)
+
+
+def opened(bridge: Bridge, id_: int) -> bool:
+    held = next((guest.held[one] for guest, one in bridge.servicer._budget._held if one == id_), None)
+    return held is not None and held.sequence is not None
+
+
+def piece(data: bytes, last: bool = True) -> candidate_pb2.ProposeRequest:
+    return candidate_pb2.ProposeRequest(tokenizer=candidate_pb2.ProposeTokenizer(chunk=data, last=last))
+
+
+def test_one_tokenizer_arrives_at_a_time_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.bridge.guest_tokenizers.ARRIVAL_SECONDS", 0.3)
+    with running() as found:
+        slow = Raw(found.address, opening(engine="slow", model=unknown("0" * 64)), piece(b"{", last=False))
+        assert next(slow.call).opened.wants_tokenizer
+        eventually(lambda: found.servicer._tokenizers._turn.locked())
+        honest = Raw(found.address, opening()).open()
+        assert slow.error()[1] == "PROTOCOL_VIOLATION"
+        assert honest.ask(step(1)).step == 1
+        slow.close()
+        honest.close()
+
+
+def unknown(sha256: str) -> model_pb2.Model:
+    model = description("sentencepiece")
+    model.tokenizer_sha256 = sha256
+    return model
+
+
+def test_tokenizers_share_a_limit_of_memory() -> None:
+    data = tiny.tokenizer_json("sentencepiece")
+    with running(GuestLimits(memory_bytes=16 * len(data) + 16_000)) as found:
+        first = Raw(found.address, opening()).open()
+        other = data + b" "
+        again = opening(engine="other", model=unknown(hashlib.sha256(other).hexdigest()))
+        refused = Raw(found.address, again, piece(other))
+        assert refused.error() == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOKENIZERS_FULL")
+        giant = Raw(found.address, opening(engine="giant", model=unknown("0" * 64)), piece(data * 2))
+        assert giant.error()[1] == "TOKENIZER_NOT_UNDERSTOOD"
+        first.close()
+        eventually(lambda: not found.servicer._connections)
+        second = Raw(found.address, again, piece(other))
+        assert [next(second.call).opened.wants_tokenizer for _ in range(2)] == [True, False]
+        for stream in (refused, giant, second):
+            stream.close()

@@ -375,3 +375,11 @@ def test_no_process_of_the_sandbox_outlives_its_bridge(hanging: str, content: st
             eventually(lambda: child.cpu_times().user > 0.5)
         process.kill()
         assert not psutil.wait_procs([child], timeout=10)[1]
+
+
+def test_old_templates_give_up_their_processes(workers: Workers) -> None:
+    with closing(TemplateSandbox(max_templates=2)) as sandbox:
+        for number in (1, 2, 1, 3):
+            assert run(sandbox, f"{number}") == str(number)
+        assert list(sandbox._workers) == ["1", "3"]
+        assert len(workers()) == 2
