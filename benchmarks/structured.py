@@ -3,11 +3,13 @@
     python -m benchmarks.structured --target qwen2.5-coder-1.5b-instruct [--engine ik_llama] [--tasks 20]
     python -m benchmarks.structured --target MODEL --masks                 # the time of a mask, without the model
     python -m benchmarks.structured --target MODEL --llamacpp FILE.gguf    # llama.cpp with its own grammars
+    python -m benchmarks.structured --target DIRECTORY --vllm PYTHON       # vLLM with its own structured output
 
 The ways take turns on each task, in chats, at temperature 0, after one task that is not counted: `plain`, the target
 alone without a grammar, up to as many tokens as with it; `alone`, with the grammar but no source; `grammar`, with
 forced bytes as candidates; `auto`, with prompt lookup too. Times are those of the bridge, from the first token to the
-last. Each text is parsed and validated. Speed is the sum of all tokens by the sum of all times.
+last. vLLM's are those of requests whose prompt it has cached. Each text is parsed and validated. Speed is the sum of
+all tokens by the sum of all times.
 """
 
 import argparse
@@ -20,11 +22,13 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jsonschema
 import numpy as np
 
+from benchmarks.vllm_server import vllm_server
 from bridge.sampling.grammar import Grammar, GrammarKind
 from draftbridge import Client
 from services.cli.processes import fleet
@@ -123,7 +127,7 @@ def measure(client: Client, chosen: Sequence[Task], ways: Sequence[str]) -> list
                         found.num_accepted_tokens,
                     )
                 )
-        report(f"{place}/{len(chosen)} {task.name}: {', '.join(f'{w} {s:.1f}' for w, s in speeds(samples).items())}")
+        report(_progress(place, chosen, task, samples))
     return samples
 
 
@@ -155,7 +159,27 @@ def measure_llamacpp(path: str, chosen: Sequence[Task]) -> list[Sample]:
                     report(f"{task.name}: the text does not satisfy the schema: {str(error).splitlines()[0]}")
             if place:
                 samples.append(Sample(task.name, way, text, count, seconds))
-        report(f"{place}/{len(chosen)} {task.name}: {', '.join(f'{w} {s:.1f}' for w, s in speeds(samples).items())}")
+        report(_progress(place, chosen, task, samples))
+    return samples
+
+
+def measure_vllm(python: Path, model: str, chosen: Sequence[Task]) -> list[Sample]:
+    """Runs vLLM of another Python environment in bfloat16, plain and with its own structured output."""
+    samples = []
+    with TemporaryDirectory() as folder:
+        options = ("--dtype", "bfloat16", "--max-model-len", "2048")
+        with vllm_server(python, model, Path(folder) / "vllm.log", *options) as server:
+            for place, task in enumerate([chosen[-1], *chosen]):
+                prompt = {"messages": task.messages}
+                form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": task.schema, "strict": True}}
+                server.complete(prompt, 1, response_format=form)
+                answer = server.complete(prompt, MAX_TOKENS, response_format=form)
+                check(task, answer.text)
+                plain = server.complete(prompt, len(answer.ids), ignore_eos=True)
+                if place:
+                    for way, one in (("vLLM grammar", answer), ("vLLM plain", plain)):
+                        samples.append(Sample(task.name, way, one.text, len(one.ids), one.seconds))
+                report(_progress(place, chosen, task, samples))
     return samples
 
 
@@ -186,6 +210,10 @@ def _pick(allowed: np.ndarray, place: int) -> int:
     return int(found[(place * 7919) % len(found)])
 
 
+def _progress(place: int, chosen: Sequence[Task], task: Task, samples: Sequence[Sample]) -> str:
+    return f"{place}/{len(chosen)} {task.name}: {', '.join(f'{w} {s:.1f}' for w, s in speeds(samples).items())}"
+
+
 def report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -212,6 +240,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--masks", action="store_true")
     parser.add_argument("--llamacpp", metavar="FILE")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="Python of an environment with vLLM")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     chosen = tasks(arguments.tasks)
@@ -219,7 +248,9 @@ def main() -> None:
         times = time_masks(arguments.target, chosen)
         print(f"{len(times)} masks: median {median(times):.3f} ms, 99% {np.percentile(times, 99):.3f} ms")
         return
-    if arguments.llamacpp:
+    if arguments.vllm:
+        samples, reference = measure_vllm(arguments.vllm, arguments.target, chosen), "vLLM plain"
+    elif arguments.llamacpp:
         samples, reference = measure_llamacpp(arguments.llamacpp, chosen), "llama.cpp plain"
     else:
         options = ["--engine", arguments.engine, *(["--weights", arguments.weights] if arguments.weights else [])]
