@@ -8,7 +8,7 @@ from grpc import aio
 
 from bridge.errors import DraftBridgeError, InvalidField, ModelNotFound
 from bridge.generation import Delta, Finished
-from bridge.request import Request, check
+from bridge.request import Request, check, check_size
 from draftbridge.security import Credentials, open_aio_channel
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.bridge.backend import Opened, ServedModel, ServiceState
@@ -20,6 +20,8 @@ from services.rpc.status import RemoteError, from_rpc_error
 from services.traces import Traces, outgoing_metadata
 
 _MAX_MESSAGE_BYTES = 64 << 20
+# The default of --prompt-limit. The numbers of a template's variables take up to four times as much in a message.
+_MAX_INPUT_BYTES = 4 << 20
 _TIMEOUT_SECONDS = 10.0
 # How long a list of models is used before the bridge is asked again.
 _LIST_SECONDS = 1.0
@@ -57,6 +59,8 @@ class RemoteGateway:
         self._address, self._credentials = address, credentials
         self._tokens: LRUCache[str, _Tokens] = LRUCache(_MAX_TOKENIZERS)
         self._listed: tuple[list[ServedModel], list[str]] = ([], [])
+        # Also those that are away: a request for one is not for an unknown model.
+        self._targets: dict[str, ServedModel] = {}
         self._listed_at = -_LIST_SECONDS
         self._channel: aio.Channel | None = None
 
@@ -81,19 +85,26 @@ class RemoteGateway:
                 )
             except aio.AioRpcError as error:
                 raise self._converted(error) from error
-            usable = [one for one in answer.services if one.state == bridge_pb2.ServiceState.STATE_AVAILABLE]
-            targets = {one.model.name: self._served(one.model) for one in usable if one.role == model_pb2.ROLE_TARGET}
-            drafts = dict.fromkeys(one.model.name for one in usable if one.role == model_pb2.ROLE_DRAFT)
-            self._listed, self._listed_at = (list(targets.values()), list(drafts)), time.monotonic()
+            # Those that can be used come first, so that their models are served where others have the same name.
+            states = (bridge_pb2.ServiceState.STATE_AVAILABLE, bridge_pb2.ServiceState.STATE_AWAY)
+            known = [one for state in states for one in answer.services if one.state == state and one.model.name]
+            usable = {(one.role, one.model.name) for one in known if one.state == states[0]}
+            self._targets = {}
+            for one in known:
+                if one.role == model_pb2.ROLE_TARGET and one.model.name not in self._targets:
+                    self._targets[one.model.name] = self._served(one.model)
+            targets = [one for name, one in self._targets.items() if (model_pb2.ROLE_TARGET, name) in usable]
+            self._listed = targets, sorted(name for role, name in usable if role == model_pb2.ROLE_DRAFT)
+            self._listed_at = time.monotonic()
         return self._listed
 
     async def served_target(self, name: str) -> ServedModel:
         """See `Backend`."""
-        targets, _ = await self.served()
-        for one in targets:
+        await self.served()
+        for one in self._targets.values():
             if name in ("", one.name):
                 return one
-        known = ", ".join(one.name for one in targets) or "none"
+        known = ", ".join(self._targets) or "none"
         raise ModelNotFound(f"this bridge has no target {name!r}: it has {known}", model=name)
 
     async def check(self) -> list[ServiceState]:
@@ -120,6 +131,7 @@ class RemoteGateway:
     ) -> AsyncGenerator[Opened | Delta | Finished, None]:
         """See `Backend`."""
         check(request)
+        check_size(request, _MAX_INPUT_BYTES)
         try:
             message = client_codec.write_request(request, target_name)
             wish = wish or Wish((draft_name,) if draft_name else ())

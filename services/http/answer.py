@@ -1,5 +1,6 @@
 """Answers one request that generates: as a whole, or as a stream of server-sent events."""
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -46,21 +47,23 @@ class Answer:
 async def respond(answer: Answer, body: GenerationRequest, receive: Receive) -> Response | None:
     """Returns the response, or None if the client has left. Raises an error that occurs before the first text."""
     if not body.stream:
-        whole = await while_connected(receive, _whole(answer, body))
-        return None if whole is None else JSONResponse(whole)
+        return await while_connected(receive, _whole(answer, body))
     # The status is sent with the first text, so that an error before it, such as a full queue, has its own status.
     begun = await while_connected(receive, _begin(answer))
     return None if begun is None else _EventStream(_stream(answer, body, begun))
 
 
-async def _whole(answer: Answer, body: GenerationRequest) -> Json:
-    deltas: dict[int, list[Delta]] = {choice.index: [] for choice in answer.choices}
+async def _whole(answer: Answer, body: GenerationRequest) -> JSONResponse:
+    texts: list[list[str]] = [[] for _ in answer.choices]
+    tokens: list[list[Json]] = [[] for _ in answer.choices]
     async for index, event in answer.events:
         answer.choices[index].take(event)
         if isinstance(event, Delta):
-            deltas[index].append(event)
-    choices = [answer.form.complete(choice, deltas[choice.index]) for choice in answer.choices]
-    return answer.form.whole(choices, usage(answer.choices, body.n or 1))
+            texts[index].append(event.text)
+            tokens[index] += answer.choices[index].tokens(event)
+    choices = [answer.form.complete(one, "".join(texts[one.index]), tokens[one.index]) for one in answer.choices]
+    # In a thread: with log probabilities it may be megabytes, which take a second to write.
+    return await asyncio.to_thread(JSONResponse, answer.form.whole(choices, usage(answer.choices, body.n or 1)))
 
 
 async def _begin(answer: Answer) -> list[Event]:

@@ -30,13 +30,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField, ModelNotFound, Unauthenticated
 from bridge.generation import Delta
 from bridge.request import Request
-from services.bridge.backend import Backend, ServedModel
+from services.bridge.backend import Backend, ServedModel, ServiceState
 from services.http import errors
 from services.http.answer import Answer, Limits, respond
 from services.http.generation import Event, Sequences, generate
 from services.http.insight import Insight
 from services.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, SegmentationRequest
 from services.http.responses import ChatFormat, Choice, CompletionFormat, Format, Json
+from services.http.shared import Shared
 from services.http.tools import Call
 from services.logs import REQUEST_ID_KEY
 from services.rpc.keys import Key, Keys
@@ -44,8 +45,9 @@ from services.rpc.keys import Key, Keys
 R = TypeVar("R", bound=GenerationRequest)
 B = TypeVar("B", bound=BaseModel)
 
-# Bodies of the largest size that may be in arrival at once.
-_MAX_BODIES = 64
+# What all bodies in arrival may have in memory, apart from the beginning of each, so that short requests always arrive.
+_MAX_ARRIVING_BYTES, _FREE_BYTES = 256 << 20, 64 << 10
+_HEALTH_SECONDS = 1.0
 _STATIC = Path(__file__).parent / "static"
 # The page loads from this server only, and no other page may frame it.
 _PAGE_HEADERS = {
@@ -120,7 +122,8 @@ class _Hosts:
     """Refuses requests that address the server by a name that is not one of `names`."""
 
     def __init__(self, app: ASGIApp, names: list[str]) -> None:
-        self._app, self._names = app, names
+        self._app = app
+        self._trusted = TrustedHostMiddleware(_accept, names, www_redirect=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self._app
@@ -131,11 +134,12 @@ class _Hosts:
                 HTTPException(400, "the server does not know the name in the Host header: add it with --http-host")
             )
 
-        async def accept(*given: object) -> None:
-            pass
-
-        await TrustedHostMiddleware(accept, self._names, www_redirect=False)(scope, receive, refuse)
+        await self._trusted(scope, receive, refuse)
         await app(scope, receive, send)
+
+
+async def _accept(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers nothing: `_Hosts` calls the application itself."""
 
 
 class _Static(StaticFiles):
@@ -152,7 +156,8 @@ class _Door:
     def __init__(self, backend: Backend, limits: Limits, keys: Keys | None) -> None:
         self.backend, self.limits, self._keys = backend, limits, keys
         self._sequences = Sequences(limits.sequences)
-        self._reading_bytes = 0
+        self._arriving_bytes = 0
+        self._health: Shared[list[ServiceState]] = Shared(backend.check, _HEALTH_SECONDS)
         self._created = int(time.time())
 
     def key_of(self, request: HttpRequest) -> Key | None:
@@ -182,7 +187,8 @@ class _Door:
         # Other types can be sent by any web page without the browser asking this server first.
         if content_type.strip().lower() != "application/json":
             raise HTTPException(415, "send the body as application/json, with that Content-Type")
-        limits, body = self.limits, bytearray()
+        limits, body, counted = self.limits, bytearray(), 0
+        budget = max(_MAX_ARRIVING_BYTES, 2 * limits.body_bytes)
         too_large = HTTPException(413, f"the body may have at most {limits.body_bytes} bytes: shorten the prompt")
         if int(request.headers.get("content-length", 0)) > limits.body_bytes:
             raise too_large
@@ -190,15 +196,17 @@ class _Door:
             async with asyncio.timeout(limits.body_seconds):
                 async for piece in request.stream():
                     body += piece
-                    self._reading_bytes += len(piece)
                     if len(body) > limits.body_bytes:
                         raise too_large
-                    if self._reading_bytes > _MAX_BODIES * limits.body_bytes:
+                    further = max(len(body) - _FREE_BYTES, 0) - counted
+                    counted += further
+                    self._arriving_bytes += further
+                    if further and self._arriving_bytes > budget:
                         raise HTTPException(503, "too many large bodies are arriving: try again", {"Retry-After": "1"})
         except TimeoutError:
             raise HTTPException(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
         finally:
-            self._reading_bytes -= len(body)
+            self._arriving_bytes -= counted
         try:
             return kind.model_validate_json(bytes(body))
         except ValidationError as error:
@@ -230,8 +238,11 @@ class _Door:
             return errors.answer(error, model=error.metadata.get("model", ""))
 
     async def health(self, request: HttpRequest) -> Response:
-        """Asks every model service. 503 if a target cannot be used. Without a key that it needs, only the status."""
-        found = await self.backend.check()
+        """Asks every model service, at most once a second. 503 if a target cannot be used.
+
+        Without a key that it needs, the answer has only the status.
+        """
+        found = await self._health.get()
         failed = any(one.is_target and one.problem for one in found)
         health: Json = {"status": "error" if failed else "ok"}
         with suppress(Unauthenticated):

@@ -2,10 +2,12 @@
 
 import asyncio
 import logging
+import re
 from asyncio.events import TimerHandle
 from typing import Any
+from weakref import WeakSet
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 try:
     import resource
@@ -20,7 +22,14 @@ _OTHER_FILES = 512
 _MAX_HEAD_BYTES = 64 << 10
 # Read and ignored, so that a client that sends its whole body first receives the refusal.
 _MAX_REFUSED_BODY_BYTES = 16 << 20
+# Requests that a client may send before the first is answered.
+_MAX_PIPELINED = 16
+# A client that reads less in the time limit has stopped reading.
+_MIN_READ_BYTES = 16 << 10
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_HEAD_END = re.compile(rb"[^\r\n]\r?\n\r?\n")
+# Clients in Java offer HTTP/2 so. A server may ignore it, but the parser would take the body for another protocol.
+_UPGRADE = re.compile(rb"\r?\n(?:upgrade|http2-settings):[^\r\n]*(?:\r?\n[ \t][^\r\n]*)*(?=\r?\n)", re.IGNORECASE)
 
 
 def connection_limit() -> int:
@@ -40,10 +49,19 @@ def connection_limit() -> int:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that must send the head of a request in time. Between requests, uvicorn's own timeout holds."""
+    """A connection that must send the head of a request in time. Between requests, uvicorn's own timeout holds.
+
+    `shaking`: connections that have not completed their TLS handshake, which count too.
+    """
 
     def __init__(
-        self, *given: Any, max_connections: int, head_seconds: float, send_seconds: float, **named: Any
+        self,
+        *given: Any,
+        max_connections: int,
+        head_seconds: float,
+        send_seconds: float,
+        shaking: "WeakSet[Connection]",
+        **named: Any,
     ) -> None:
         super().__init__(*given, **named)
         self._max_connections, self._head_seconds, self._send_seconds = max_connections, head_seconds, send_seconds
@@ -52,9 +70,17 @@ class Connection(HttpToolsProtocol):
         # Since the last message or piece of a body that the application receives.
         self._byte_count = 0
         self._expects_body = False
+        self._head = bytearray()
+        self._is_parsing = False
+        self._unanswered: list[RequestResponseCycle] = []
+        self._shaking = shaking
+        if shaking and len(self.connections) + len(shaking) >= max_connections:
+            raise ConnectionAbortedError("there are too many connections")  # asyncio closes this one
+        shaking.add(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Closes the connection at once if there are too many."""
+        self._shaking.discard(self)
         super().connection_made(transport)
         # Writing pauses as long as anything waits to be sent, so that the time limit applies to short answers too.
         transport.set_write_buffer_limits(high=1, low=0)
@@ -64,10 +90,13 @@ class Connection(HttpToolsProtocol):
             self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the timers."""
+        """Ends the timers, and tells all requests that the client has left."""
         self._end_head()
         self.resume_writing()
         super().connection_lost(exc)
+        for cycle in self._unanswered:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Closes the connection if a head, trailers or the body of a refused request do not end."""
@@ -75,18 +104,43 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is None and answered:
             self._begin_head()
         self._byte_count += len(data)
-        super().data_received(data)
+        if data := self._with_whole_head(data):
+            super().data_received(data)
+        else:
+            self._unset_keepalive_if_required()
         refused = self._expects_body and answered
         if self._byte_count > (_MAX_REFUSED_BODY_BYTES if refused else _MAX_HEAD_BYTES):
             if answered and not refused and not self.transport.is_closing():
                 self.transport.write(_TOO_LARGE)
             self.transport.close()
 
+    def _with_whole_head(self, data: bytes) -> bytes:
+        """Returns what the parser is to read now: nothing until a head is complete, and no offer of a protocol."""
+        if self._is_parsing:
+            return data
+        self._head += data
+        end = _HEAD_END.search(self._head)
+        if end is None:
+            return b""
+        head, rest = bytes(self._head[: end.end()]), bytes(self._head[end.end() :])
+        self._head.clear()
+        return _UPGRADE.sub(b"", head) + rest
+
+    def on_message_begin(self) -> None:
+        """Gives what follows to the parser."""
+        self._is_parsing = True
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
         """Ends the timer."""
         self._end_head()
         self._expects_body = True
         super().on_headers_complete()
+        self._unanswered = [one for one in (*self._unanswered, self.cycle) if not one.response_complete]
+        if len(self._unanswered) > _MAX_PIPELINED:
+            self.transport.abort()
+        # uvicorn stops reading at the second request, and would not notice that the client leaves.
+        self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """Leaves the size of the body to the application, unless that has already refused the request."""
@@ -96,13 +150,13 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """Begins to count the next head."""
-        self._byte_count, self._expects_body = 0, False
+        self._byte_count, self._expects_body, self._is_parsing = 0, False, False
         super().on_message_complete()
 
     def pause_writing(self) -> None:
         """Ends the connection if the client does not read for a time."""
         super().pause_writing()
-        self._send_timer = self.loop.call_later(self._send_seconds, self._abort)
+        self._await_reading()
 
     def resume_writing(self) -> None:
         """Ends the timer."""
@@ -111,9 +165,16 @@ class Connection(HttpToolsProtocol):
             self._send_timer = None
         super().resume_writing()
 
-    def _abort(self) -> None:
-        _log.warning("a client has stopped reading its answer: the connection is closed")
-        self.transport.abort()
+    def _await_reading(self) -> None:
+        size = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(self._send_seconds, self._check_reading, size)
+
+    def _check_reading(self, size_before: int) -> None:
+        if size_before - self.transport.get_write_buffer_size() >= _MIN_READ_BYTES:
+            self._await_reading()
+        else:
+            _log.warning("a client has stopped reading its answer: the connection is closed")
+            self.transport.abort()
 
     def _begin_head(self) -> None:
         self._head_timer = self.loop.call_later(self._head_seconds, self.timeout_keep_alive_handler)

@@ -7,13 +7,18 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from bridge.errors import DraftBridgeError
 from bridge.generation import Delta, Finished
 from bridge.request import Request
 from services.bridge.backend import Backend, Opened
 from services.bridge.pairing import Wish
 from services.http.errors import TooManySequences
+from services.rpc.status import code_of
 
 T = TypeVar("T")
+
+# A choice that waited for another's end tries so often to take its place, with so many seconds between.
+_MAX_ATTEMPTS, _FREEING_SECONDS = 5, 0.2
 
 Event = tuple[int, Opened | Delta | Finished]
 
@@ -39,7 +44,8 @@ class Sequences:
 async def generate(backend: Backend, requests: Sequence[Request], target: str, wish: Wish) -> AsyncGenerator[Event]:
     """Yields the events of all requests, each with the index of its request. Raises the first error.
 
-    Several requests run side by side; each waits while its last event has not been taken.
+    Several requests run side by side; each waits while its last event has not been taken. One that has no room beside
+    the others begins when another has ended.
     """
     if len(requests) == 1:
         async with aclosing(backend.generate(requests[0], target, wish=wish)) as events:
@@ -47,23 +53,49 @@ async def generate(backend: Backend, requests: Sequence[Request], target: str, w
                 yield 0, event
         return
     queue: asyncio.Queue[Event | Exception] = asyncio.Queue(1)
+    running: set[int] = set()
+    ended = asyncio.Semaphore(0)
 
-    async def run(index: int, request: Request) -> None:
+    async def run(index: int, request: Request) -> bool:
+        """Returns False if there is no room for the request."""
+        running.add(index)
+        begun = False
         try:
             async with aclosing(backend.generate(request, target, wish=wish)) as events:
                 async for event in events:
+                    begun = begun or isinstance(event, Delta)
                     await queue.put((index, event))
+        except DraftBridgeError as error:
+            if begun or code_of(error).name != "RESOURCE_EXHAUSTED" or not (len(running) > 1 or attempts[index]):
+                raise
+            return False
+        finally:
+            running.discard(index)
+        ended.release()
+        return True
+
+    async def run_when_there_is_room(index: int, request: Request) -> None:
+        try:
+            while not await run(index, request):
+                # A model may have fewer slots than the request has choices.
+                if running:
+                    await ended.acquire()
+                    attempts[index] = _MAX_ATTEMPTS
+                else:  # the room of the last one is not free yet
+                    await asyncio.sleep(_FREEING_SECONDS)
+                    attempts[index] -= 1
         except Exception as error:  # raised again below
             await queue.put(error)
 
-    tasks = [asyncio.create_task(run(index, request)) for index, request in enumerate(requests)]
-    running = len(tasks)
+    attempts = [0] * len(requests)
+    tasks = [asyncio.create_task(run_when_there_is_room(index, request)) for index, request in enumerate(requests)]
+    left = len(tasks)
     try:
-        while running:
+        while left:
             got = await queue.get()
             if isinstance(got, Exception):
                 raise got
-            running -= isinstance(got[1], Finished)
+            left -= isinstance(got[1], Finished)
             yield got
     finally:
         for task in tasks:

@@ -167,7 +167,7 @@ class Format(ABC):
     def _chunk(self, choice: Choice, text: str, tokens: list[Json]) -> Json: ...
 
     @abstractmethod
-    def complete(self, choice: Choice, deltas: Sequence[Delta]) -> Json:
+    def complete(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
         """Returns a choice of an answer without streaming."""
 
 
@@ -184,10 +184,9 @@ class CompletionFormat(Format):
         """See `Format`."""
         return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
 
-    def complete(self, choice: Choice, deltas: Sequence[Delta]) -> Json:
+    def complete(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
         """See `Format`."""
-        tokens = [token for delta in deltas for token in choice.tokens(delta)]
-        return self._chunk(choice, "".join(delta.text for delta in deltas), tokens)
+        return self._chunk(choice, text, tokens)
 
     def _chunk(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
         offsets = []
@@ -224,10 +223,8 @@ class ChatFormat(Format):
         """See `Format`."""
         return self._part(choice, choice.call.take("", ended=True) if choice.call else {}, [])
 
-    def complete(self, choice: Choice, deltas: Sequence[Delta]) -> Json:
+    def complete(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
         """See `Format`."""
-        tokens = [token for delta in deltas for token in choice.tokens(delta)]
-        text = "".join(delta.text for delta in deltas)
         message: Json = {
             "role": "assistant",
             "content": None if choice.call else text,

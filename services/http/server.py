@@ -1,6 +1,7 @@
 """Listens for HTTP: next to a gRPC server in the same event loop, or in a process of its own before a bridge."""
 
 import asyncio
+import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -9,9 +10,11 @@ from functools import partial
 from ipaddress import ip_address
 from math import ceil
 from typing import Any, cast
+from weakref import WeakSet
 
 import uvicorn
 
+from bridge.errors import InvalidField
 from services.bridge.backend import Backend
 from services.bridge.gateway import Gateway
 from services.bridge.remote_gateway import RemoteGateway
@@ -24,6 +27,7 @@ from services.rpc.keys import Keys
 from services.rpc.server import PortTaken, Stop, host_and_port, stop_event
 
 _BACKLOG = 2048
+_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:]+\]?")
 # What the system keeps for a client that reads slowly, so that it is noticed before its whole text is in memory.
 _SEND_BUFFER_BYTES = 1 << 18
 # Longer than clients keep a connection for their next request, so that it is not closed under their hands.
@@ -96,8 +100,9 @@ async def serving(
     host, port = host_and_port("http", where.address)
     security.check_exposure(where.address, where.security)
     context = security.server_context(where.security)
+    bare = host.removeprefix("[").removesuffix("]")
+    names = _hosts(bare, where.hosts)
     try:
-        bare = host.removeprefix("[").removesuffix("]")
         family = socket.AF_INET6 if ":" in bare else socket.AF_INET
         shared = where.shares_port
         listener = socket.create_server((bare, port), family=family, backlog=_BACKLOG, reuse_port=shared)
@@ -109,10 +114,11 @@ async def serving(
         max_connections=where.limits.connections or connection_limit(),
         head_seconds=where.limits.head_seconds,
         send_seconds=where.limits.send_seconds,
+        shaking=WeakSet(),
     )
     server = _Server(
         uvicorn.Config(
-            application(backend, where.limits, where.origins, _hosts(bare, where.hosts), keys),
+            application(backend, where.limits, where.origins, names, keys),
             ssl_context_factory=(lambda *_: context) if context else None,
             http=cast(Any, connection),
             ws="none",
@@ -151,8 +157,11 @@ def _hosts(listen: str, configured: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the names that a request may address the server by.
 
     A server on a loopback address accepts no others, because otherwise a web page whose name resolves to that address
-    could use it with the browser's help (DNS rebinding).
+    could use it with the browser's help (DNS rebinding). Raises `InvalidField` for what is not a name.
     """
+    for name in configured:
+        if not _HOST.fullmatch(name):
+            raise InvalidField("http-host", "names such as example.com or *.example.com, without scheme and port", name)
     try:
         local = listen == "localhost" or ip_address(listen).is_loopback
     except ValueError:

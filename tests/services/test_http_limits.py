@@ -19,7 +19,7 @@ from bridge.errors import InvalidField
 from draftbridge import Client
 from services.bridge.gateway import Gateway
 from services.bridge.zoo import Zoo
-from services.cli.processes import Fleet, fleet
+from services.cli.processes import Fleet, fleet, launched
 from services.config import BridgeServerConfig
 from services.http.answer import Limits
 from services.http.server import http_door
@@ -255,9 +255,10 @@ async def test_the_rest_of_a_refused_body_is_read_and_ignored(tiny_fleet: Fleet,
 
 
 async def test_bodies_in_arrival_are_bounded_together(tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.http.app._MAX_BODIES", 2)
+    monkeypatch.setattr("services.http.app._MAX_ARRIVING_BYTES", 12_000)
+    monkeypatch.setattr("services.http.app._FREE_BYTES", 1000)
     async with AsyncExitStack() as stack:
-        url, _ = await stack.enter_async_context(door(tiny_fleet, Limits(body_bytes=10_000)))
+        url, _ = await stack.enter_async_context(door(tiny_fleet, Limits(body_bytes=9000)))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url))
         writers = []
         for _ in range(3):
@@ -265,7 +266,7 @@ async def test_bodies_in_arrival_are_bounded_together(tiny_fleet: Fleet, monkeyp
             stack.callback(writer.close)
             writers.append(writer)
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
-            writer.write(b"Content-Length: 9500\r\n\r\n" + b" " * 6600)
+            writer.write(b"Content-Length: 8500\r\n\r\n" + b" " * 6600)
             await writer.drain()
 
         async def status(prompt: str) -> httpx.Response:
@@ -275,9 +276,10 @@ async def test_bodies_in_arrival_are_bounded_together(tiny_fleet: Fleet, monkeyp
         answers = [await status("a" * 7000) for _ in range(5)]
         answer = next(one for one in answers if one.status_code == 503)
         assert answer.headers["retry-after"] == "1"
+        assert (await status("a" * 500)).status_code == 200, "a short one arrives all the same"
         for writer in writers:
             writer.close()
-        assert 200 in [(await status("a")).status_code for _ in range(5)]
+        assert 400 in [(await status("a" * 7000)).status_code for _ in range(5)], "only too long for the model"
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/segmentations"])
@@ -359,3 +361,9 @@ def test_a_target_that_dies_ends_the_stream_with_an_error(tiny_models: tuple[Pat
         health = http.get("/health")
         assert health.status_code == 503 and health.json()["services"][0]["problem"]
         assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+        front = ("--bridge", running.bridge, "--listen", "127.0.0.1:0", "--until-stdin-closes")
+        with launched("http", "http", *front) as (url, _):
+            for model in ("tiny-target", None):
+                answered = httpx.post(f"{url}/v1/completions", json={"prompt": "a", "model": model}, timeout=60)
+                assert answered.status_code == 503, answered.text
+            assert httpx.get(f"{url}/v1/models").json()["data"] == []

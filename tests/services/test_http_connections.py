@@ -1,0 +1,157 @@
+"""Tests connections of the HTTP door: what Java clients send, requests before an answer, slow readers, TLS."""
+
+import asyncio
+import json
+import ssl
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2 as httpx
+import pytest
+
+from bridge.errors import InvalidField
+from services.cli.processes import Fleet
+from services.http.answer import Limits
+from services.http.shared import Shared
+from tests.services.test_http_limits import LONG, door, raw
+from tests.support.certificates import authority, issue
+from tests.support.waiting import eventually
+
+SHORT = {"prompt": "a", "max_tokens": 1}
+
+
+def request(body: dict[str, Any], further: str = "") -> bytes:
+    """Returns a POST of a completion."""
+    text = json.dumps(body)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}{further}Content-Length: {len(text)}\r\n\r\n{text}".encode()
+
+
+async def answered(reader: asyncio.StreamReader) -> tuple[int, Any]:
+    """Reads an answer, and returns its status and its object."""
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)
+    length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+    return int(head.split()[1]), json.loads(await reader.readexactly(length))
+
+
+@pytest.mark.parametrize("cut", [0, 30, -30, None], ids=["whole", "in the head", "in the body", "byte by byte"])
+async def test_an_offer_of_http_2_is_ignored(tiny_fleet: Fleet, cut: int | None) -> None:
+    offer = "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+    sent = request(SHORT, offer)
+    pieces = [sent[:cut], sent[cut:]] if cut is not None else [sent[place : place + 1] for place in range(len(sent))]
+    async with door(tiny_fleet) as (url, _):
+        reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        for _ in range(2):  # the connection stays usable
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(0)
+            status, answer = await answered(reader)
+            assert status == 200 and answer["usage"]["completion_tokens"] == 1
+        writer.close()
+
+
+async def test_requests_sent_before_an_answer_are_answered_in_their_order(tiny_fleet: Fleet) -> None:
+    async with door(tiny_fleet) as (url, _):
+        reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        writer.write(b"".join(request({"prompt": "a", "max_tokens": count}) for count in (3, 1, 2)))
+        counts = [(await answered(reader))[1]["usage"]["completion_tokens"] for _ in range(3)]
+        assert counts == [3, 1, 2]
+        writer.write(request(SHORT) * 40)
+        with suppress(ConnectionError):
+            await asyncio.wait_for(reader.read(), 30)  # too many: it ends
+        writer.close()
+
+
+async def test_a_client_that_leaves_after_a_second_request_frees_the_first(tiny_fleet: Fleet) -> None:
+    async with door(tiny_fleet) as (url, gateway):
+        _, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        writer.write(request(LONG))
+        await asyncio.to_thread(eventually, lambda: gateway.counts.active == 1)
+        writer.write(request(SHORT))
+        await writer.drain()
+        writer.close()
+        await asyncio.to_thread(eventually, lambda: gateway.counts.active == 0, 1)
+        assert gateway.counts.cancelled == 1
+
+
+async def test_a_slow_reader_that_goes_on_gets_its_whole_answer(tiny_fleet: Fleet) -> None:
+    async with door(tiny_fleet, Limits(send_seconds=0.2)) as (url, _):
+        connection = raw(url, json.dumps(LONG | {"n": 2}).encode(), receive_bytes=1 << 16)
+        reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 15)
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
+        left = length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+        assert length > 1 << 20, "more than buffers hold"
+        while left:
+            data = await asyncio.wait_for(reader.read(1 << 15), 5)
+            assert data, f"ended {left} bytes early"
+            left -= len(data)
+            await asyncio.sleep(0.02)  # slower than the server writes
+        writer.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # asyncio drops the socket unclosed
+async def test_connections_before_their_tls_handshake_count(tiny_fleet: Fleet, tmp_path: Path) -> None:
+    pair = issue(authority(tmp_path / "ca.pem"), tmp_path, "bridge")
+    files = {"tls_certificate": pair.certificate, "tls_key": pair.key}
+    async with AsyncExitStack() as stack:
+        url, _ = await stack.enter_async_context(door(tiny_fleet, Limits(connections=5), **files))
+        trust = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+        readers = []
+        for _ in range(6):
+            reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+            stack.callback(writer.close)
+            readers.append(reader)
+        with suppress(ConnectionResetError):
+            assert await asyncio.wait_for(readers[-1].read(), 5) == b"", "closed at once"
+        async with httpx.AsyncClient(base_url=url, verify=trust) as http:
+            with pytest.raises(httpx.TransportError):
+                await http.get("/v1/models")
+        writer.close()
+
+
+async def test_more_choices_than_slots_take_turns(tiny_fleet: Fleet) -> None:
+    """The fleet has three slots and a queue of two."""
+    async with httpx.AsyncClient(base_url=tiny_fleet.http, timeout=60) as http:
+        body = {"prompt": "The", "max_tokens": 5, "n": 9, "seed": 1, "temperature": 1.0, "ignore_eos": True}
+        answer = await http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        whole = answer.json()["choices"]
+        assert [one["index"] for one in whole] == list(range(9))
+        texts = [""] * 9
+        async with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+            async for line in stream.aiter_lines():
+                for part in json.loads(line[6:]).get("choices", []) if line.startswith("data: {") else []:
+                    texts[part["index"]] += part["text"]
+        assert texts == [one["text"] for one in whole] and len(set(texts)) > 1
+
+
+async def test_all_who_ask_at_once_get_one_result() -> None:
+    made = 0
+
+    async def make() -> int:
+        nonlocal made
+        made += 1
+        await asyncio.sleep(0)
+        if made == 2:
+            raise ValueError
+        return made
+
+    shared = Shared(make, seconds=0.0)
+    leaving = asyncio.create_task(shared.get())
+    others = [asyncio.create_task(shared.get()) for _ in range(5)]
+    await asyncio.sleep(0)
+    leaving.cancel()
+    assert await asyncio.gather(*others) == [1] * 5
+    with pytest.raises(ValueError):
+        await shared.get()
+    kept = Shared(make, seconds=60.0)
+    assert [await kept.get() for _ in range(3)] == [3, 3, 3]
+
+
+@pytest.mark.parametrize("name", ["https://example.com", "example.com:443", "foo*", "a.*.b", ""])
+async def test_a_host_name_that_can_never_match_is_refused_at_the_start(tiny_fleet: Fleet, name: str) -> None:
+    with pytest.raises(InvalidField, match="http-host"):
+        async with door(tiny_fleet, http_host=(name,)):
+            pass
