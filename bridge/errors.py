@@ -15,7 +15,7 @@
     │   └── SlotsExhausted, SandboxBusy, Overloaded, KeyLimitReached
     ├── Unauthenticated         the call's token is missing, unknown or expired
     ├── Unreachable             a service does not answer, or has stopped answering
-    │   └── DraftAway, TlsFailed, TokenRefused
+    │   └── StreamEnded, DraftAway, TlsFailed, TokenRefused
     ├── EngineFailure           a forward failed
     └── TargetFault             a target's answer violates the contract
 
@@ -286,6 +286,19 @@ class TokenRefused(Unreachable, reason="TOKEN_REFUSED"):
             f"the service at {address} refuses the bridge's token ({detail}): start the bridge with "
             "--service-token-file and a token from the service's keys file",
             address=address,
+        )
+
+
+class StreamEnded(Unreachable):
+    """A service has ended a stream while messages were sent to it, so that its reason is lost: often it was full."""
+
+    def __init__(self, address: str) -> None:
+        DraftBridgeError.__init__(
+            self,
+            f"{address} ended a stream before it had read all of it, often because it is full: try again in "
+            f"{Exhausted.retry_seconds} s",
+            address=address,
+            retry_seconds=Exhausted.retry_seconds,
         )
 
 

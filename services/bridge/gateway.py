@@ -21,7 +21,7 @@ from services.bridge.backend import Opened, ServedModel, ServiceState
 from services.bridge.endpoint import Endpoint
 from services.bridge.pairing import Pairing, Wish
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
-from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of, is_lost
+from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of, is_broken
 from services.bridge.zoo import Zoo
 from services.grammars.store import ByteGrammars
 from services.metrics import BridgeMetrics, RequestMetrics
@@ -93,9 +93,10 @@ class _BalancedDrafter(ZooDrafter):
         seed: int,
         balancer: Balancer,
         prompt: Sequence[bytes],
+        request: object,
     ) -> None:
         super().__init__(zoo, endpoint, sampling, seed)
-        self._balancer, self._closed = balancer, False
+        self._balancer, self._request, self._closed = balancer, request, False
         balancer.opened(endpoint, prompt)
 
     async def proposals(self) -> AsyncIterator[Proposal]:
@@ -105,15 +106,15 @@ class _BalancedDrafter(ZooDrafter):
                 self._balancer.on_success(self._endpoint)
                 yield proposal
         except DraftBridgeError as error:
-            if is_lost(error) and not self._closed:
-                self._balancer.on_failure(self._endpoint)
+            if is_broken(error) and not self._closed:
+                self._balancer.on_failure(self._endpoint, self._request)
             raise
 
     def close(self) -> None:
         """Ends the stream, and with it the session at the other end. May be called twice."""
         if not self._closed:
             self._closed = True
-            self._balancer.closed(self._endpoint)
+            self._balancer.closed(self._endpoint, self._request)
         super().close()
 
 
@@ -229,11 +230,12 @@ class Gateway:
             draft = assignment.draft
 
             def connect(draft: Endpoint) -> tuple[Model, ZooDrafter]:
-                draft = self._draft_balancer.choose(self.zoo.replicas(draft), prompt)
+                balancer, one = self._draft_balancer, object()
+                draft = balancer.choose(self.zoo.replicas(draft), prompt, one)
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)
                 if not draft.description.grammars:
                     sampling = replace(sampling, grammar=None)
-                drafter = _BalancedDrafter(self.zoo, draft, sampling, request.seed, self._draft_balancer, prompt)
+                drafter = _BalancedDrafter(self.zoo, draft, sampling, request.seed, balancer, prompt, one)
                 return draft.model, stack.enter_context(closing(drafter))
 
             def next_draft(error: Exception | None) -> tuple[Model, ZooDrafter] | None:

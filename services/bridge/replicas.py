@@ -17,10 +17,13 @@ from cachetools import LRUCache
 from bridge.errors import (
     DraftBridgeError,
     EngineFailure,
+    KeyLimitReached,
     ModelChanged,
     ModelNotFound,
+    Overloaded,
     SandboxBusy,
     SlotsExhausted,
+    StreamEnded,
     Unreachable,
 )
 from bridge.ports import Candidates, Grant, Pass, Run
@@ -36,16 +39,19 @@ _BLOCK_BYTES, _MAX_BLOCKS, _REMEMBERED_BLOCKS = 256, 128, 8192
 _AFFINITY_REQUESTS = 1
 # The pause after a failure, doubled by each further one.
 _PAUSE_NS, _MAX_PAUSE_NS = 500_000_000, 30_000_000_000
-# What another replica may do better. Other errors are the request's own.
+# What another replica may do better. Other errors are the request's own. `_SERVER_LIMITS` are of the whole replica, or
+# of the bridge's key there; their texts must not be taken for those of the bridge's own limits.
 _LOST_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
-_MOVED_REASONS = tuple(
-    error.reason for error in (SlotsExhausted, SandboxBusy, EngineFailure, ModelChanged, ModelNotFound)
+_SERVER_LIMITS = (Overloaded.reason, KeyLimitReached.reason)
+_MOVED_REASONS = (
+    *(error.reason for error in (SlotsExhausted, SandboxBusy, EngineFailure, ModelChanged, ModelNotFound)),
+    *_SERVER_LIMITS,
 )
 
 
 @dataclass
 class _Replica:
-    """What is known of one address. `failures`: in a row; `retry_ns`: when one request may try it again.
+    """What is known of one address. `failures`: in a row; `retry_ns`: when one request, `trial`, may try it again.
 
     `retired`: it left its host name and is forgotten with its last request.
     """
@@ -53,19 +59,22 @@ class _Replica:
     active: int = 0
     failures: int = 0
     retry_ns: int = 0
-    trying: bool = False
+    trial: object = None
     retired: bool = False
     blocks: "LRUCache[bytes, bool]" = field(default_factory=lambda: LRUCache(_REMEMBERED_BLOCKS))
 
 
 class Balancer:
-    """Knows load, failures and cached prompts of all replicas. `clock` returns nanoseconds."""
+    """Knows load, failures and cached prompts of all replicas. `clock` returns nanoseconds.
+
+    `request`: an object that stands for one request on a replica.
+    """
 
     def __init__(self, clock: Callable[[], int] = perf_counter_ns) -> None:
         self._clock = clock
         self._replicas: dict[str, _Replica] = {}
 
-    def choose(self, endpoints: Sequence[Endpoint], prompt: Sequence[bytes]) -> Endpoint:
+    def choose(self, endpoints: Sequence[Endpoint], prompt: Sequence[bytes], request: object) -> Endpoint:
         """Returns the endpoint for a prompt, given as `blocks_of` returns it; `endpoints` must not be empty.
 
         A broken replica gets one request when its pause is over, before all others: if it waited until it is the best
@@ -74,10 +83,10 @@ class Balancer:
         """
         now = self._clock()
         known = [(endpoint, self._of(endpoint)) for endpoint in endpoints]
-        due = [one for one in known if one[1].failures and not one[1].trying and one[1].retry_ns <= now]
+        due = [one for one in known if one[1].failures and one[1].trial is None and one[1].retry_ns <= now]
         if due:
             endpoint, replica = min(due, key=lambda one: one[1].retry_ns)
-            replica.trying = True
+            replica.trial = request
             return endpoint
         working = [one for one in known if not one[1].failures]
         if not working:
@@ -99,11 +108,12 @@ class Balancer:
         for block in reversed(prompt):  # the beginning, which is shared most, is forgotten last
             replica.blocks[block] = True
 
-    def closed(self, endpoint: Endpoint) -> None:
+    def closed(self, endpoint: Endpoint, request: object) -> None:
         """Counts a request on a replica as gone."""
         replica = self._of(endpoint)
         replica.active -= 1
-        replica.trying = False
+        if replica.trial is request:
+            replica.trial = None
         self._forget(endpoint.address, replica)
 
     def retire(self, address: str) -> None:
@@ -120,15 +130,20 @@ class Balancer:
         """Records that a replica works."""
         replica = self._of(endpoint)
         replica.failures = 0
-        replica.trying = False
+        replica.trial = None
 
-    def on_failure(self, endpoint: Endpoint) -> None:
-        """Records that a replica failed: its caches are lost, and it gets no request for a while."""
+    def on_failure(self, endpoint: Endpoint, request: object) -> None:
+        """Records that a replica failed: its caches are lost, and it gets no request for a while.
+
+        One fault ends all requests on a replica: of one that is broken already, only its trial counts.
+        """
         replica = self._of(endpoint)
+        if replica.failures and replica.trial is not request:
+            return
         pause_ns = min(_PAUSE_NS << min(replica.failures, 16), _MAX_PAUSE_NS)
         replica.failures += 1
         replica.retry_ns = self._clock() + pause_ns
-        replica.trying = False
+        replica.trial = None
         replica.blocks.clear()
 
     def _of(self, endpoint: Endpoint) -> _Replica:
@@ -156,6 +171,11 @@ def is_lost(error: DraftBridgeError) -> bool:
     return isinstance(error, Unreachable) or (isinstance(error, RemoteError) and error.code in _LOST_CODES)
 
 
+def is_broken(error: DraftBridgeError) -> bool:
+    """Returns whether an error is one for which a replica is left alone for a while."""
+    return error.reason == EngineFailure.reason or (is_lost(error) and not isinstance(error, StreamEnded))
+
+
 class ResumingVerifier:
     """Implements `bridge.ports.Verifier` over the replicas of a target.
 
@@ -177,7 +197,7 @@ class ResumingVerifier:
         self._tried: set[str] = set()
         self._generated: list[int] = []
         self._run = Run(0, (), 0, 0, 0, 0)
-        self._open(balancer.choose(endpoints(), prompt))
+        self._open(balancer.choose(endpoints(), prompt, self))
 
     @property
     def endpoint(self) -> Endpoint:
@@ -218,7 +238,7 @@ class ResumingVerifier:
     def close(self) -> None:
         """Ends the stream, and with it the session at the other end."""
         self._verifier.close()
-        self._balancer.closed(self._endpoint)
+        self._balancer.closed(self._endpoint, self)
 
     def _open(self, endpoint: Endpoint) -> None:
         self._endpoint, self._verifier = endpoint, self._connect(endpoint)
@@ -227,15 +247,14 @@ class ResumingVerifier:
 
     async def _move(self, error: DraftBridgeError) -> None:
         """Resumes on another replica. Raises the error if none is left, or if it would fail there too."""
-        lost = is_lost(error)
-        if lost or error.reason == EngineFailure.reason:
-            self._balancer.on_failure(self._endpoint)
+        if is_broken(error):
+            self._balancer.on_failure(self._endpoint, self)
         self._on_error(self._endpoint, error)
         others = [one for one in self._endpoints() if one.address not in self._tried]
-        if not others or not (lost or error.reason in _MOVED_REASONS):
-            raise error
+        if not others or not (is_lost(error) or error.reason in _MOVED_REASONS):
+            raise _named(error, self._endpoint)
         self.close()
-        self._open(self._balancer.choose(others, self._prompt))
+        self._open(self._balancer.choose(others, self._prompt, self))
         await self._verifier.run(self._resumed())
 
     def _resumed(self) -> Run:
@@ -254,3 +273,11 @@ class ResumingVerifier:
             credit=run.credit - count,
             generated_token_count=run.generated_token_count + count,
         )
+
+
+def _named(error: DraftBridgeError, endpoint: Endpoint) -> DraftBridgeError:
+    """Returns an error whose text shows where a limit is that the bridge has, too."""
+    if isinstance(error, RemoteError) and error.reason in _SERVER_LIMITS:
+        text = f"the target at {endpoint.address} refuses this bridge: {error}"
+        return RemoteError(error.code, error.reason, text, error.metadata)
+    return error

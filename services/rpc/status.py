@@ -34,8 +34,10 @@ _MAX_RETRY_SECONDS = 86_400
 # What gRPC itself reports in the status of a call whose connection breaks in mid-message, or carries damaged data.
 _BROKEN = {
     grpc.StatusCode.UNKNOWN: ("Stream removed",),
-    grpc.StatusCode.INTERNAL: ("RST_STREAM", "GOAWAY", "Internal error from Core"),
+    grpc.StatusCode.INTERNAL: ("RST_STREAM", "GOAWAY"),
 }
+# What grpc.aio reports of a write to a stream that the server has ended, in place of the server's status.
+_FAILED_WRITE = "Internal error from Core"
 # Reasons and keys of an ErrorInfo, slightly wider than Google's rules: both end up in logs and statistics.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _METADATA_KEY = re.compile(r"[A-Za-z0-9_.-]{1,63}")
@@ -87,6 +89,8 @@ def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
         return RemoteError(code, report.reason, report.message or details, report.metadata)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return errors.Unreachable(address, code.name)
+    if code is grpc.StatusCode.INTERNAL and _FAILED_WRITE in details:
+        return errors.StreamEnded(address)
     if code in _BROKEN and any(word in details for word in _BROKEN[code]):
         return errors.Unreachable(address, details)
     if code is grpc.StatusCode.UNIMPLEMENTED:

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +13,19 @@ from typing import Any
 import grpc
 import pytest
 
-from bridge.errors import DraftBridgeError
+from bridge.errors import DraftBridgeError, StreamEnded
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.ports import FinishReason, Pass, Run
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat, Message
 from services.bridge.gateway import Gateway
-from services.bridge.replicas import Balancer, blocks_of
+from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
 from services.bridge.zoo import Zoo
 from services.cli.processes import serve
-from services.rpc.status import code_of
+from services.rpc.status import RemoteError, code_of
+from tests.support import tiny
 from tests.support.waiting import eventually
 
 OPTIONS = ("--role", "target", "--dtype", "float32", "--threads", "1", "--slots", "4")
@@ -50,6 +52,7 @@ def blocks(text: str) -> list[bytes]:
 
 A, B, C = (endpoint(name) for name in "abc")
 LONG = "x" * 2000
+ONE = object()
 
 
 def test_requests_go_to_the_least_loaded_replica() -> None:
@@ -57,56 +60,84 @@ def test_requests_go_to_the_least_loaded_replica() -> None:
     chosen = []
     for number in range(6):
         prompt = blocks(f"{number}" * 300)
-        one = balancer.choose([A, B, C], prompt)
+        one = balancer.choose([A, B, C], prompt, ONE)
         balancer.opened(one, prompt)
         chosen.append(one.address)
     assert sorted(chosen) == ["a", "a", "b", "b", "c", "c"]
-    balancer.closed(B)
-    assert balancer.choose([A, B, C], blocks("new")) is B
+    balancer.closed(B, ONE)
+    assert balancer.choose([A, B, C], blocks("new"), ONE) is B
 
 
 def test_the_next_turn_of_a_chat_goes_where_its_beginning_is_cached_unless_that_is_much_busier() -> None:
     balancer = Balancer()
     first = Chat((Message("user", LONG),))
     balancer.opened(B, blocks_of(Request(first)))
-    balancer.closed(B)
+    balancer.closed(B, ONE)
     later = Chat((*first.messages, Message("assistant", "yes"), Message("user", "and?")))
-    assert balancer.choose([A, B, C], blocks_of(Request(later))) is B
-    assert balancer.choose([A, B, C], blocks("y" * 2000)) is A
+    assert balancer.choose([A, B, C], blocks_of(Request(later)), ONE) is B
+    assert balancer.choose([A, B, C], blocks("y" * 2000), ONE) is A
     for _ in range(2):
         balancer.opened(B, blocks("other"))
-    assert balancer.choose([A, B, C], blocks_of(Request(later))) is not B
+    assert balancer.choose([A, B, C], blocks_of(Request(later)), ONE) is not B
 
 
 def test_a_broken_replica_rests_and_then_gets_one_request_though_others_hold_the_prompt() -> None:
     clock = Clock()
     balancer = Balancer(clock)
     balancer.opened(A, blocks(LONG))
-    balancer.closed(A)
-    balancer.on_failure(B)
-    assert balancer.choose([A, B], blocks(LONG)) is A
+    balancer.closed(A, ONE)
+    balancer.on_failure(B, ONE)
+    assert balancer.choose([A, B], blocks(LONG), ONE) is A
     clock.seconds = 0.6
-    assert balancer.choose([A, B], blocks(LONG)) is B, "prefix affinity does not starve the replica"
-    assert balancer.choose([A, B], blocks(LONG)) is A, "only one request tries the replica"
+    assert balancer.choose([A, B], blocks(LONG), ONE) is B, "prefix affinity does not starve the replica"
+    assert balancer.choose([A, B], blocks(LONG), ONE) is A, "only one request tries the replica"
     balancer.opened(B, blocks(LONG))
-    balancer.on_failure(B)
-    balancer.closed(B)
+    balancer.on_failure(B, ONE)
+    balancer.closed(B, ONE)
     clock.seconds = 1.5
-    assert balancer.choose([A, B], []) is A, "the second pause is twice as long"
+    assert balancer.choose([A, B], [], ONE) is A, "the second pause is twice as long"
     clock.seconds = 1.7
-    assert balancer.choose([A, B], []) is B
+    assert balancer.choose([A, B], [], ONE) is B
     balancer.on_success(B)
     balancer.opened(A, [])
-    assert balancer.choose([A, B], []) is B
+    assert balancer.choose([A, B], [], ONE) is B
+
+
+def test_one_fault_counts_once_however_many_requests_it_ends() -> None:
+    clock = Clock()
+    balancer = Balancer(clock)
+    requests = [object() for _ in range(8)]
+    for _ in requests:
+        balancer.opened(A, [])
+    for number, request in enumerate(requests):
+        clock.seconds = number / 10
+        balancer.on_failure(A, request)
+        balancer.closed(A, request)
+    assert balancer.choose([A, B], [], ONE) is A, "the pause is half a second after the first failure"
+
+
+def test_other_requests_that_end_on_a_replica_do_not_allow_a_second_trial() -> None:
+    clock = Clock()
+    balancer = Balancer(clock)
+    old, trial = object(), object()
+    balancer.opened(A, [])
+    balancer.on_failure(A, object())
+    clock.seconds = 0.6
+    assert balancer.choose([A, B], [], trial) is A
+    balancer.opened(A, [])
+    balancer.closed(A, old)
+    assert balancer.choose([A, B], [], ONE) is B
+    balancer.closed(A, trial)
+    assert balancer.choose([A, B], [], ONE) is A, "the trial was cancelled before it showed anything"
 
 
 def test_where_all_are_broken_the_one_that_is_due_first_is_tried() -> None:
     clock = Clock()
     balancer = Balancer(clock)
-    balancer.on_failure(B)
+    balancer.on_failure(B, ONE)
     clock.seconds = 0.1
-    balancer.on_failure(A)
-    assert balancer.choose([A, B], []) is B
+    balancer.on_failure(A, ONE)
+    assert balancer.choose([A, B], [], ONE) is B
 
 
 def test_blocks_are_of_beginnings() -> None:
@@ -115,6 +146,54 @@ def test_blocks_are_of_beginnings() -> None:
     assert blocks("") == []
     assert len(blocks("a" * 10_000_000)) == 128
     assert len(blocks_of(Request((1, 2, 3)))) == 1
+
+
+class Refusing:
+    """A verifier whose stream ends with an error, or after one pass if that is None."""
+
+    def __init__(self, error: DraftBridgeError | None) -> None:
+        self._error = error
+
+    async def run(self, run: Run) -> None:
+        pass
+
+    async def passes(self) -> AsyncIterator[Pass]:
+        if self._error:
+            raise self._error
+        yield Pass(0, (7,), 0, 0, finish_reason=FinishReason.LENGTH)
+
+    def close(self) -> None:
+        pass
+
+
+def refusing(balancer: Balancer, endpoints: Sequence[Any], errors: dict[str, DraftBridgeError]) -> ResumingVerifier:
+    def connect(one: Any) -> Any:
+        return Refusing(errors.get(one.address))
+
+    return ResumingVerifier(balancer, lambda: endpoints, connect, lambda one, error: None, [])
+
+
+EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
+REFUSALS = [
+    RemoteError(EXHAUSTED, "OVERLOADED", "this server already runs 8 calls", {}),
+    RemoteError(EXHAUSTED, "KEY_LIMIT_REACHED", "the key bridge has reached its limit", {"retry_seconds": "3"}),
+    StreamEnded("a"),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda error: type(error).__name__ + error.reason)
+async def test_a_replica_that_refuses_hands_a_request_on_and_is_not_broken(refusal: DraftBridgeError) -> None:
+    balancer = Balancer()
+    endpoints = [SimpleNamespace(address=name, model=tiny.model("byte_level")) for name in "ab"]
+    verifier = refusing(balancer, endpoints, {"a": refusal})
+    assert verifier.endpoint is endpoints[0]
+    assert [result.token_ids async for result in verifier.passes()] == [(7,)]
+    assert verifier.endpoint is endpoints[1]
+    verifier.close()
+    assert balancer.choose(endpoints, [], ONE) is endpoints[0]
+    with pytest.raises(DraftBridgeError, match=r"^a ended|the target at a refuses this bridge") as caught:
+        await anext(refusing(balancer, endpoints[:1], {"a": refusal}).passes())
+    assert (caught.value.reason, caught.value.metadata) == (refusal.reason, refusal.metadata)
 
 
 @pytest.fixture
