@@ -59,8 +59,8 @@ class Zoo:
     async def connect(self) -> "Zoo":
         """Returns the zoo itself when all services were tried once, up to a time limit, and a target is connected.
 
-        Raises `Unreachable` if no target answers, and `RoleNotServed`, `UnusableModel`, ... for one that cannot be a
-        target. Other services that fail are logged and retried in the background.
+        Raises the error of a target if none can be used: `RoleNotServed`, `UnusableModel`, ..., or `Unreachable`.
+        Other services that fail are logged and retried in the background.
         """
         for address, role in self._addresses:
             connect = partial(self._connection, address, role)
@@ -97,9 +97,9 @@ class Zoo:
     async def _connect_targets(self) -> None:
         targets = self._of(model_pb2.ROLE_TARGET)
         results = await asyncio.gather(*(one.connect() for one in targets), return_exceptions=True)
-        for error in results:
-            if error and not (isinstance(error, Unreachable) and self.of_role(model_pb2.ROLE_TARGET)):
-                raise error
+        errors = [error for error in results if error]
+        if errors and len(errors) == len(targets):
+            raise next((error for error in errors if not isinstance(error, Unreachable)), errors[0])
 
     def _on_connected(self, endpoint: Endpoint, before: Endpoint | None) -> None:
         """Forgets what was learned about a draft that is another model, or on another machine, than before."""
@@ -121,7 +121,8 @@ class Zoo:
     def conflict(self, connection: Connection) -> str:
         """Returns why a connected model cannot be used beside the others, or "".
 
-        A name belongs to the first service in the order of the configuration that is connected in that role.
+        A name belongs to the first service in the order of the configuration that had it in that role, even while that
+        service is away: its requests must not go to another model.
         """
         endpoint = connection.endpoint
         if endpoint is None:
@@ -129,11 +130,11 @@ class Zoo:
         for other in self._of(connection.role):
             if other is connection:
                 return ""
-            if (one := other.endpoint) and one.model.name == endpoint.model.name and one.identity != endpoint.identity:
+            if (one := other.known) and one.model.name == endpoint.model.name and one.identity != endpoint.identity:
                 what = "tokenizer" if one.identity[1] == endpoint.identity[1] else "revision"
                 return (
                     f"two models are named {one.model.name}: this one differs in its {what} from the one at "
-                    f"{one.address}, which is used; serve one of them under another name with --name"
+                    f"{one.address}, which has the name; serve one of them under another name with --name"
                 )
         return ""
 

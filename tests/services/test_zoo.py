@@ -148,7 +148,10 @@ async def test_of_two_models_with_one_name_the_first_is_used_and_the_other_refus
         text, _ = await text_of(gateway, "twin", Wish(), Mode.OFF)
         assert text
         await first.aclose()
-        await asyncio.to_thread(eventually, lambda: gateway.zoo.target("twin").address == b)
+        await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[0].state is State.AWAY)
+        for name in ("twin", ""):
+            with pytest.raises(Unreachable, match=a):
+                await text_of(gateway, name, Wish(), Mode.OFF)
 
 
 async def test_a_model_that_lies_about_its_vocabulary_is_refused() -> None:
@@ -162,6 +165,10 @@ async def test_a_model_that_lies_about_its_vocabulary_is_refused() -> None:
             with pytest.raises(UnusableModel, match=r"liar .* cannot be true"):
                 await zoo.connect()
             await zoo.close()
+            async with serving(trained("gpt-2")) as honest, bridge([address, honest], []) as gateway:
+                assert gateway.zoo.connections[0].state is not State.AVAILABLE
+                assert "cannot be true" in gateway.zoo.connections[0].problem
+                assert (await text_of(gateway, "", Wish(), Mode.OFF))[0]
 
 
 async def test_a_draft_that_proposes_ids_it_does_not_have_is_replaced_and_refused_from_then_on() -> None:
