@@ -1,14 +1,15 @@
 """Tests the zoo's report: its arithmetic, resuming, and the page in headless Chromium (skipped without it)."""
 
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from services.cli.zoo import figures
 from services.cli.zoo.command import as_json
@@ -19,6 +20,8 @@ from services.cli.zoo.samples import ALONE, AUTO, TURNS, Key, Sample
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
+# CSS pixels between the default margins of Chromium on A4.
+A4_WIDTH = 718
 TARGETS = ("large", "<b>hostile</b>")
 DRAFTS = ("small", "tiny", "suffix")
 SPEEDS = {"small": 1.6, "tiny": 0.8, "suffix": 1.1}
@@ -54,6 +57,24 @@ def samples() -> list[Sample]:
                 found.append(sample(target, "", ALONE, prompt, temperature))
                 found += [sample(target, one, way, prompt, temperature) for one in DRAFTS for way in (AUTO, TURNS)]
     return found
+
+
+def many() -> Report:
+    """Returns a report of 8 targets and 12 drafts with long names that differ only at their ends."""
+    targets = [f"a-long-name-of-a-large-model-1.5b-instruct-q{number}" for number in range(8)]
+    drafts = [f"a-long-name-of-a-small-model-0.5b-instruct-q{number}" for number in range(12)]
+    some = []
+    for target in targets:
+        some.append(sample(target, "", ALONE, 0))
+        some += [sample(target, draft, way, 0) for draft in drafts for way in (AUTO, TURNS)]
+    pairs = [(target, draft) for target in targets for draft in drafts]
+    times = Times(((1, 10_000_000), (8, 12_000_000)))
+    return Report(
+        "A zoo", "somewhere", dict.fromkeys((*targets, *drafts), MODEL), targets, drafts, some,
+        [figures.pair_figures(some, *pair) for pair in pairs],
+        [found for pair in pairs if (found := predict(*pair, 0.0, some, times, times))],
+        dict.fromkeys(pairs, 0.4), {},
+    )  # fmt: skip
 
 
 def report() -> Report:
@@ -166,6 +187,7 @@ def test_what_failed_or_cannot_run_is_shown_with_its_reason(tmp_path: Path) -> N
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     if not CHROMIUM:
+        assert "CI" not in os.environ, "CI needs Chromium"
         pytest.skip("no Chromium: install it with the system's package manager")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -198,13 +220,23 @@ def test_the_map_shows_every_pair_and_its_tooltip_the_figures(page: Page) -> Non
     assert cells.count() == len(TARGETS) * len(DRAFTS)
     tips = page.locator(".tip")
     assert not tips.first.is_visible()
-    cells.first.hover()
-    assert tips.first.is_visible()
-    text = tips.first.inner_text()
-    assert "small beside large" in text and "1.6" in text and "95% interval" in text and "50% of candidates" in text
-    assert "predicted" in text
-    refused = page.locator(".pair", has_text="only replica")
-    assert refused.count() == 1 and "–" in str(refused.text_content())
+    shown = report()
+    pairs = [(target, draft) for target in TARGETS for draft in DRAFTS]
+    for pair, cell, tip in zip(pairs, cells.all(), tips.all(), strict=True):
+        cell.hover()
+        assert tip.is_visible()
+        text = tip.inner_text()
+        assert f"{pair[1]} beside {pair[0]}" in text
+        if reason := shown.refused.get(pair):
+            assert reason in text and cell.locator("strong").inner_text() == "–"
+            continue
+        one = figures.pair_figures(shown.samples, *pair)
+        gain = f"{one.gain.mean:.2f}x"
+        assert f"{gain} the target alone (95% interval {one.gain.low:.2f} to {one.gain.high:.2f})" in text
+        assert f"{one.acceptance:.0%} of candidates" in text and f"always in turns {one.turns.mean:.2f}x" in text
+        assert f"{one.tokens_per_second:.1f} tokens/s" in text and "16 of 16 texts" in text
+        assert "predicted at T=0: " in text and "predicted at T=1: " in text
+        assert cell.locator("strong").inner_text() == gain and f"{gain}\n{one.acceptance:.0%}" in cell.inner_text()
     assert page.locator("#advice li").count() == len(TARGETS)
     assert page.locator("svg").count() >= 6
 
@@ -239,19 +271,51 @@ def test_nothing_depends_on_colour_alone_and_names_are_text(page: Page) -> None:
     assert page.locator("th b").count() == 0, "a hostile name is not markup"
     assert page.locator("th", has_text="<b>hostile</b>").count() > 0
     assert page.locator(".example script").count() == 0
-    dashes = page.evaluate(
-        "() => [...document.querySelectorAll('polyline')].map(one => one.getAttribute('stroke-dasharray'))"
+
+
+def test_twelve_series_differ_without_colours_and_their_names_are_whole(browser: Browser, tmp_path: Path) -> None:
+    page = opened(browser, many(), tmp_path, 1100)
+    for position, lines in ((2, 12), (1, 0)):  # acceptance by position of the first target; overlap
+        figure = page.locator(".charts figure").nth(position)
+        legend = figure.locator(".legend")
+        marks = [one.get_attribute("d") + str(one.get_attribute("fill") == "none") for one in _all(legend, ".mark")]
+        names = [one.text_content() for one in _all(legend, "text")]
+        assert len(set(marks)) == len(set(names)) == len(names) == (lines or 8)
+        dashes = [one.get_attribute("stroke-dasharray") for one in _all(figure, "polyline")]
+        assert len(set(dashes)) == lines
+    titles = [one.text_content() for one in _all(page.locator(".charts figure").nth(1), "title")]
+    assert len(set(titles)) == 8 * 12, "each mark names its pair"
+    assert page.locator(".figures tbody tr").count() == 8 * 12
+    outside = page.evaluate(
+        """() => [...document.querySelectorAll('svg text')].filter(one => {
+            const [inner, outer] = [one, one.ownerSVGElement].map(any => any.getBoundingClientRect());
+            return inner.left < outer.left - 1 || inner.right > outer.right + 1; }).map(one => one.textContent)"""
     )
-    assert len(set(dashes)) > 1, "lines differ in their dashes, too"
+    assert outside == [], "no label is cut off"
+    page.close()
 
 
-def test_it_prints_on_paper(page: Page) -> None:
+@pytest.mark.parametrize("of", [report, many])
+def test_it_prints_on_paper(browser: Browser, tmp_path: Path, of: Callable[[], Report]) -> None:
+    page = opened(browser, of(), tmp_path, A4_WIDTH)
     page.emulate_media(media="print")
     page.locator(".pair").first.focus()
     assert not page.locator(".tip").first.is_visible()
     assert page.pdf(format="A4").startswith(b"%PDF")
-    wide = page.evaluate("() => document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    assert wide, "nothing is cut off"
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= A4_WIDTH, "nothing is cut off"
+    page.close()
+
+
+def opened(browser: Browser, one: Report, directory: Path, width: int) -> Page:
+    path = directory / "report.html"
+    write(one, path)
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto(path.as_uri())
+    return page
+
+
+def _all(within: Locator, selector: str) -> list[Locator]:
+    return within.locator(selector).all()
 
 
 def test_a_report_without_samples_is_a_page_too(tmp_path: Path) -> None:

@@ -14,6 +14,10 @@ _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2
 _T_MANY = 1.96 + 0.12
 
 
+def _number(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 @dataclass(frozen=True)
 class Gain:
     """The geometric mean of the ratios of a way's speed to that of the target alone, with a 95% interval of the mean.
@@ -44,7 +48,7 @@ class Texts:
         return self.count - self.equal - self.near_ties
 
     def __str__(self) -> str:
-        return f"{self.equal} of {self.count} texts equal, {self.near_ties} near ties"
+        return f"{self.equal} of {self.count} texts equal, {_number(self.near_ties, 'near tie')}"
 
 
 @dataclass(frozen=True)
@@ -175,7 +179,7 @@ def _recommended(target: str, ranked: Sequence[PairFigures]) -> str:
         return f"{target}: no pair was measured."
     best = ranked[0]
     gain, others = best.gain, [one for one in ranked[1:] if one.gain.mean >= _WORTH_IT]
-    expected = f"{gain.mean:.2f}x (95% interval {gain.low:.2f} to {gain.high:.2f}, {gain.count} prompts)"
+    expected = f"{gain.mean:.2f}x (95% interval {gain.low:.2f} to {gain.high:.2f}, {_number(gain.count, 'prompt')})"
     if gain.mean < _WORTH_IT:
         return f"Use {target} alone: the best draft, {best.draft}, reaches {expected}."
     if gain.low < 1.0 or gain.count < 2:

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from services.cli.zoo import charts
+from services.cli.zoo.charts import Point
 from services.cli.zoo.figures import PairFigures, advice, plain_speed, ranking
 from services.cli.zoo.predict import Prediction
 from services.cli.zoo.samples import AUTO, TURNS, Key, Sample
@@ -118,11 +119,7 @@ def _values(report: Report) -> dict[str, Any]:
             "speed over the target alone, with 95% interval",
         ),
         "cost_chart": charts.lines(
-            {
-                name: [(count, ns / 1e6) for count, ns in model["costs"]]
-                for name, model in report.models.items()
-                if model["costs"]
-            },
+            {name: [Point(count, ns / 1e6) for count, ns in model["costs"]] for name, model in report.models.items()},
             "tokens of a forward",
             "milliseconds",
         ),
@@ -131,9 +128,9 @@ def _values(report: Report) -> dict[str, Any]:
                 target,
                 charts.lines(
                     {
-                        one.draft: [(place + 1, share) for place, share in enumerate(one.by_position)]
+                        one.draft: [Point(place + 1, share) for place, share in enumerate(one.by_position)]
                         for one in report.figures
-                        if one.target == target and one.by_position
+                        if one.target == target
                     },
                     "position in the pass",
                     "accepted up to here",
@@ -144,7 +141,7 @@ def _values(report: Report) -> dict[str, Any]:
         "overlap_chart": charts.scatter(
             {
                 target: [
-                    (report.overlaps[target, one.draft], one.acceptance)
+                    Point(report.overlaps[target, one.draft], one.acceptance, one.draft)
                     for one in report.figures
                     if one.target == target and (target, one.draft) in report.overlaps
                 ]
@@ -156,7 +153,7 @@ def _values(report: Report) -> dict[str, Any]:
         "prediction_chart": charts.scatter(
             {
                 target: [
-                    (one.prediction.gain, one.measured)
+                    Point(one.prediction.gain, one.measured, f"{pair[1]} at T={one.prediction.temperature:g}")
                     for pair, found in compared.items()
                     for one in found
                     if pair[0] == target and one.measured
