@@ -43,10 +43,12 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit
 # Clients of OpenAI's protocol look for this code to shorten a prompt.
 _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "MAX_TOKENS_TOO_LARGE": "context_length_exceeded"}
 # The names of the bridge's fields in this protocol. A name that is not here stays.
-_PREFIXES = {"sampling.": "", "speculation.": "draftbridge.", "open.": ""}
+_PREFIXES = {"sampling.": "", "speculation.": "draftbridge.", "open.": "", "chat.": ""}
 _NAMES = {
     "the prompt": "prompt",
+    "drafts": "draftbridge.drafts",
     "tenant": "draftbridge.tenant",
+    "workload": "draftbridge.workload",
     "chat.template_variables.tools": "tools",
     "chat.template_variables": "chat_template_kwargs",
     "sampling.json_schema": "response_format.json_schema",
@@ -188,11 +190,13 @@ def _fields(error: DraftBridgeError, model: str, names: dict[str, str]) -> tuple
             return "max_tokens", names.get("max_tokens", "max_tokens")
         case "MODEL_NOT_FOUND" if not isinstance(error, RemoteError):
             return None, "model" if error.metadata.get("model") == model else "draftbridge.draft"
-        case "DRAFT_AWAY":
+        case "DRAFT_AWAY" | "PAIR_REFUSED":
             return None, "draftbridge.draft"
     field = error.metadata.get("field") if isinstance(error, _WITH_FIELD) else None
     if not field:
         return None, None
+    if isinstance(error, InvalidBody):  # which has the name in this protocol already
+        return field, field
     for prefix, replacement in _PREFIXES.items():
         if field.startswith(prefix) and field not in names:
             return field, replacement + field.removeprefix(prefix)

@@ -258,7 +258,7 @@ class ChatCompletionRequest(GenerationRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=_MAX_CHAT_TOP_LOGPROBS)] | None = None
     tools: List[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     modalities: List[Literal["text"]] | None = None
     chat_template_kwargs: JsonObject | None = None
@@ -294,8 +294,13 @@ class ChatCompletionRequest(GenerationRequest):
         if self.demands_call:
             if formatted:
                 raise InvalidField("response_format", "text if a tool must be called", "JSON")
+            # One call is made, whatever `parallel_tool_calls` is.
             return call_grammar(tools, choice.function.name if isinstance(choice, NamedTool) else None)
-        for place, tool in enumerate(tools if choice != "none" else ()):
+        free = tools if choice != "none" else ()
+        if free and self.parallel_tool_calls is False:
+            allowed = 'true unless tool_choice is "required" or names a function'
+            raise InvalidField("parallel_tool_calls", allowed, "false")
+        for place, tool in enumerate(free):
             if tool.function.strict:
                 allowed = 'false unless tool_choice is "required" or names a function'
                 raise InvalidField(f"tools[{place}].function.strict", allowed, "true")

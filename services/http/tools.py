@@ -13,10 +13,13 @@ from services.http.fields import JsonObject, Strict
 
 # How the text of a call begins, by its grammar.
 _CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
+# Keywords of JSON Schema with values that are not schemas, and with names of the user's own for schemas.
+_VALUES = {"const", "default", "enum", "examples"}
+_NAMED = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
 
 
 class Function(Strict):
-    """A function that a model may call. `parameters` is the JSON Schema of its arguments."""
+    """A function that a model may call. `parameters` is the JSON Schema of its arguments; without it there are none."""
 
     name: str
     description: str | None = None
@@ -55,24 +58,44 @@ def call_grammar(tools: Sequence[Tool], name: str | None) -> Grammar:
         names = ", ".join(one.name for one in functions) or "none is given"
         raise InvalidField("tool_choice", f"a function of tools ({names})", name or "required")
     calls, definitions = [], {}
-    for one in called:
+    for index, one in enumerate(called):
+        place = f"#/$defs/{index}"
+        parameters = {"additionalProperties": False} if one.parameters is None else _moved(one.parameters, place)
         # Arguments are an object, also where a schema only lists properties or would allow a string.
-        parameters = {**(one.parameters or {}), "type": "object"}
-        for key in ("$defs", "definitions"):
-            if len(called) > 1 and key in parameters:
-                raise InvalidField("tools", f"without {key} if one of several must be called", key)
-            if key in parameters:
-                definitions[key] = parameters.pop(key)
+        definitions[str(index)] = {**parameters, "type": "object"}
         calls.append(
             {
                 "type": "object",
-                "properties": {"name": {"const": one.name}, "arguments": parameters},
+                "properties": {"name": {"const": one.name}, "arguments": {"$ref": place}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
         )
     schema = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema | definitions))
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**schema, "$defs": definitions}))
+
+
+def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
+    """Returns a JSON Schema whose references to itself hold where it is the part `place` of a larger one."""
+
+    def moved(value: Any) -> Any:
+        match value:
+            case dict():
+                return {key: inner(key, one) for key, one in value.items()}
+            case list():
+                return [moved(one) for one in value]
+        return value
+
+    def inner(key: str, value: Any) -> Any:
+        match value:
+            case str() if key == "$ref" and (value == "#" or value.startswith("#/")):
+                return place + value[1:]
+            case dict() if key in _NAMED:
+                return {name: moved(one) for name, one in value.items()}
+        return value if key in _VALUES else moved(value)
+
+    # With a name of its own, the schema would be the root that its references begin at.
+    return {key: inner(key, one) for key, one in schema.items() if key != "$id"}
 
 
 @dataclass
@@ -88,7 +111,7 @@ class Call:
         """Whether the text is complete."""
         try:
             json.loads(self._text)
-        except ValueError:
+        except (ValueError, RecursionError):  # a text that is nested too deeply to be read counts as incomplete
             return False
         return True
 

@@ -56,3 +56,4 @@ def test_processes_find_each_other(environment: dict[str, str]) -> None:
         assert values[name]["insecure"] is True
         assert all(one.startswith("127.0.0.1:") for one in one.get("ports", ()))
     assert {one.rpartition(":")[2] for one in found["bridge"]["ports"]} == {"50050", "8080"}
+    assert values["bridge"]["http_host"] == ("localhost",), "web pages cannot use the port by DNS rebinding"

@@ -150,7 +150,7 @@ def test_a_strict_tool_is_called_as_its_schema_says(http: httpx.Client) -> None:
     schema = {"properties": {"d": {"enum": [1, 2]}}, "required": ["d"], "additionalProperties": False}
     tools = [tool(name, parameters=schema, strict=True) for name in ("travel", "look")]
     for choice, names in (("required", {"travel", "look"}), (tool("look"), {"look"})):
-        answer = chat(http, tools=tools, tool_choice=choice, max_tokens=60)
+        answer = chat(http, tools=tools, tool_choice=choice, max_tokens=60, parallel_tool_calls=False)
         assert answer.status_code == 200, answer.text
         (found,) = answer.json()["choices"]
         assert found["finish_reason"] == "tool_calls" and found["message"]["content"] is None

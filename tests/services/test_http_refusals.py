@@ -6,7 +6,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+from bridge.errors import InvalidField, PairRefused
 from services.cli.processes import Fleet
+from services.http.errors import report
 from tests.services.test_http_limits import door
 from tests.support.doors import CHAT, chat, complete, refused, tool
 
@@ -31,6 +33,10 @@ def nested(depth: int) -> dict[str, Any]:
         ({"draftbridge": {"num_assistant_tokens": 65}}, "draftbridge.num_assistant_tokens"),
         ({"draftbridge": {"sources": ["oracle"]}}, "draftbridge.sources"),
         ({"draftbridge": {"tenant": "x" * 257}}, "draftbridge.tenant"),
+        ({"draftbridge": {"draft": "a", "drafts": ["b"]}}, "draftbridge.drafts"),
+        ({"draftbridge": {"drafts": ["tiny-draft"] * 100}}, "draftbridge.drafts"),
+        ({"draftbridge": {"workload": "x" * 1000}}, "draftbridge.workload"),
+        ({"tenant": "ann"}, "tenant"),
         ({"echo": True}, "echo"),
         ({"frequency_penalty": 101}, "frequency_penalty"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
@@ -94,6 +100,7 @@ def test_a_completion_with_a_bad_parameter_is_refused_by_its_name(
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": "look"}, "tools"),
+        ({"tools": [tool("a")], "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"tools": [{}]}, "tools[0].type"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [tool("a", parameters="abc")]}, "tools[0].function.parameters"),
@@ -114,6 +121,19 @@ def test_a_chat_with_a_bad_parameter_is_refused_by_its_name(
 def test_an_unknown_model_or_draft_is_not_found(http: httpx.Client) -> None:
     assert "tiny-target" in refused(complete(http, model="nobody"), 404, "model")
     assert "tiny-draft" in refused(chat(http, draftbridge={"draft": "nobody"}), 404, "draftbridge.draft")
+
+
+@pytest.mark.parametrize(
+    ("error", "param"),
+    [
+        (PairRefused("a", "b", "c"), "draftbridge.draft"),
+        (InvalidField("chat.messages", "alternating", "others"), "messages"),
+    ],
+)
+def test_errors_of_the_bridge_name_the_parameter(error: Exception, param: str) -> None:
+    status, body, _ = report(error)
+    assert (status, body["error"]["param"]) == (400, param)
+    assert not body["error"]["message"].startswith("chat.")
 
 
 def test_errors_before_the_first_text_of_a_stream_have_their_status(http: httpx.Client) -> None:
