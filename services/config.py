@@ -1,30 +1,24 @@
-"""Declares the configuration of each process and reads it from the command line, the environment and a file.
+"""Declares the configuration of each process. `services/config_reading.py` reads it."""
 
-The first of these that sets a value wins: the command line (`--kv-memory 4`), the environment
-(`DRAFTBRIDGE_SERVE_KV_MEMORY=4`), the file (`[serve]`, `kv-memory = 4`), the default. The file is TOML with a table for
-each kind of process; `--config` or `DRAFTBRIDGE_CONFIG` names it. Lists in the environment are separated by commas.
-"""
-
-import os
 import re
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from collections.abc import Iterator
+from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from bridge.errors import DraftBridgeError
-from draftbridge.security import Credentials
+from draftbridge.security import Credentials, is_local
 from services.engines.registry import engines
 from services.engines.spec import Dtype, EngineOptions, GaudiOptions, Weights
 from services.logs import LogFormat, LogLevel
 
 DEFAULT_BRIDGE = "127.0.0.1:50050"
 MODEL_HELP = "A built-in name such as gemma-3-270m, a directory, a GGUF file, or a Hugging Face id."
+# Addresses in gRPC's own syntax.
+_SCHEMES = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:")
 _LISTEN_HELP = "HOST:PORT to listen on. With port 0, the system picks a free port, which is printed."
 _ENGINE_HELP = f"{', '.join(engines())}, or auto for the fastest installed engine that can run the model."
 
@@ -41,11 +35,68 @@ class Role(StrEnum):
     BOTH = "both"
 
 
-class _Configuration(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+def host_and_port(address: str) -> tuple[str, int]:
+    """Returns both parts of HOST:PORT. Raises `ValueError`."""
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ValueError("HOST:PORT with a port from 0 to 65535")
+    return host, int(port)
 
 
-class ProcessConfig(_Configuration):
+def _listen(value: str) -> str:
+    host_and_port(value)
+    return value
+
+
+def _service(value: str) -> str:
+    if not value.startswith(_SCHEMES):
+        host_and_port(value)
+    return value
+
+
+def _engine(value: str) -> str:
+    if value not in ("auto", *engines()):
+        raise ValueError(f"one of auto, {', '.join(engines())}")
+    return value
+
+
+def _cores(value: str) -> str:
+    if value and not re.fullmatch(r"numa:\d+|\d+(-\d+)?(,\d+(-\d+)?)*", "".join(value.split())):
+        raise ValueError("numbers of cores as 0-7,16, or numa:0")
+    return value
+
+
+Listen = Annotated[str, AfterValidator(_listen)]
+OptionalListen = Annotated[str, AfterValidator(lambda value: value and _listen(value))]
+Service = Annotated[str, AfterValidator(_service)]
+Engine = Annotated[str, AfterValidator(_engine)]
+Cores = Annotated[str, AfterValidator(_cores)]
+
+
+def exposure(address: str, missing: str) -> str:
+    """Returns why a server on `address` does not start, and what to do."""
+    return (
+        f"is {address}, which other machines can reach, so it needs {missing}: set them, listen on 127.0.0.1, or give "
+        "--insecure if everything that can reach this address is trusted"
+    )
+
+
+class Configuration(BaseModel):
+    """A table of the configuration file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yields the field and the problem of settings that are valid alone but not together."""
+        yield from ()
+
+    def _pair(self, certificate: str, key: str) -> Iterator[tuple[str, str]]:
+        for given, other in ((certificate, key), (key, certificate)):
+            if getattr(self, given) and not getattr(self, other):
+                yield given, f"needs {_option(other)} too: a certificate and its key belong together"
+
+
+class ProcessConfig(Configuration):
     """What all processes share: security, and what they show of their work."""
 
     tls_certificate: Path | None = Field(
@@ -64,7 +115,7 @@ class ProcessConfig(_Configuration):
     grace: float = Field(
         20.0, ge=0, le=86_400, description="Seconds that running calls have to end after SIGTERM or SIGINT."
     )
-    metrics: str = Field(
+    metrics: OptionalListen = Field(
         "", description="HOST:PORT to serve Prometheus metrics on; port 0: a free one, which is printed. Unset: off."
     )
     otlp: str = Field("", description="OTLP/gRPC endpoint to send traces to, as http://HOST:4317. Unset: off.")
@@ -72,6 +123,28 @@ class ProcessConfig(_Configuration):
     log_level: LogLevel = Field(
         LogLevel.WARNING, description="The least important lines to log; info: one for each call."
     )
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yields incomplete TLS settings, and addresses that other machines can reach without TLS or authentication."""
+        yield from self._pair("tls_certificate", "tls_key")
+        if self.tls_client_ca and not self.tls_certificate:
+            yield "tls_client_ca", "needs --tls-certificate and --tls-key too"
+        for field in ("listen", "http", "metrics"):
+            address = getattr(self, field, "")
+            if address and not self.insecure and (missing := self.lacks(address)):
+                yield field, exposure(address, missing)
+
+    def lacks(self, address: str) -> str:
+        """Returns what a server on `address` lacks to be safe from strangers, or "".
+
+        Certificates of clients (`tls_client_ca`) authenticate as keys do.
+        """
+        missing = []
+        if self.tls_certificate is None:
+            missing.append("TLS (--tls-certificate and --tls-key)")
+        if self.keys is None and self.tls_client_ca is None:
+            missing.append("clients' keys (--keys) or certificates (--tls-client-ca)")
+        return "" if is_local(address) else " and ".join(missing)
 
 
 class ServerConfig(ProcessConfig):
@@ -91,9 +164,9 @@ class ModelServerConfig(ServerConfig):
 
     model: str = Field(description=f"{MODEL_HELP} With --role draft also suffix: prompt lookup, without any model.")
     role: Role = Field(Role.BOTH, description="Role to serve the model in.")
-    listen: str = Field("127.0.0.1:50051", description=_LISTEN_HELP)
+    listen: Listen = Field("127.0.0.1:50051", description=_LISTEN_HELP)
     name: str = Field("", description="Name to serve the model under; by default derived from MODEL.")
-    engine: str = Field("torch", description=_ENGINE_HELP)
+    engine: Engine = Field("torch", description=_ENGINE_HELP)
     device: str = Field("auto", description="Device to run on: auto, cpu, cuda, cuda:1, gpu, ...")
     dtype: Dtype = Field(Dtype.AUTO, description="Data type to compute in; auto lets the engine choose.")
     weights: Weights = Field(Weights.AUTO, description="Storage format of the weights; see `draftbridge engines`.")
@@ -101,7 +174,7 @@ class ModelServerConfig(ServerConfig):
         False, description="CPU: compile at start, for minutes, to halve the time of short passes. CUDA: record graphs."
     )
     threads: int | None = Field(None, ge=1, le=1024, description="Number of CPU threads; by default one per core.")
-    cpu_affinity: str = Field(
+    cpu_affinity: Cores = Field(
         "", description="Cores to run on: numbers as 0-7,16, or numa:0 for a NUMA node's physical cores. Unset: all."
     )
     slots: int = Field(8, ge=1, le=1024, description="Number of sequences in the KV cache at once.")
@@ -154,15 +227,15 @@ class ModelServerConfig(ServerConfig):
 class BridgeServerConfig(ServerConfig):
     """Configuration of a bridge, `draftbridge bridge`."""
 
-    target: tuple[str, ...] = Field(
+    target: tuple[Service, ...] = Field(
         (),
         description="HOST:PORT of a target service. Repeatable. Services of one model are replicas, and so are the "
         "addresses of a host name. Without a target, a bridge serves candidates to guests only.",
     )
-    draft: tuple[str, ...] = Field(
+    draft: tuple[Service, ...] = Field(
         (), description="HOST:PORT of a draft service. Repeatable. A draft that starts later is used once it answers."
     )
-    listen: str = Field(DEFAULT_BRIDGE, description=_LISTEN_HELP)
+    listen: Listen = Field(DEFAULT_BRIDGE, description=_LISTEN_HELP)
     workers: int = Field(
         1, ge=1, le=256, description="Processes that share the address, one for each core to use. Limits are of each."
     )
@@ -210,7 +283,9 @@ class BridgeServerConfig(ServerConfig):
     guest_idle: float = Field(
         600.0, ge=1.0, description="Seconds after which a sequence that its guest has not named ends."
     )
-    http: str = Field("", description="HOST:PORT to listen on for HTTP too: OpenAI's protocol, and a page to try it.")
+    http: OptionalListen = Field(
+        "", description="HOST:PORT to listen on for HTTP too: OpenAI's protocol, and a page to try it."
+    )
     http_origin: tuple[str, ...] = Field(
         (), description="Origin whose web pages may call the HTTP server, as https://HOST. Repeatable."
     )
@@ -221,6 +296,11 @@ class BridgeServerConfig(ServerConfig):
     http_sequences: int = Field(
         256, ge=1, le=100_000, description="Number of choices that are generated over HTTP at once."
     )
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yields also a certificate for the services without its key."""
+        yield from super().conflicts()
+        yield from self._pair("service_certificate", "service_key")
 
     @property
     def credentials(self) -> Credentials:
@@ -238,8 +318,8 @@ class BridgeServerConfig(ServerConfig):
 class HttpServerConfig(ProcessConfig):
     """Configuration of an HTTP door to a bridge elsewhere, `draftbridge http`."""
 
-    bridge: str = Field(DEFAULT_BRIDGE, description="HOST:PORT of the bridge.")
-    listen: str = Field("127.0.0.1:8000", description=_LISTEN_HELP)
+    bridge: Service = Field(DEFAULT_BRIDGE, description="HOST:PORT of the bridge.")
+    listen: Listen = Field("127.0.0.1:8000", description=_LISTEN_HELP)
     origin: tuple[str, ...] = Field(
         (), description="Origin whose web pages may call this server, as https://HOST. Repeatable."
     )
@@ -257,6 +337,11 @@ class HttpServerConfig(ProcessConfig):
     )
     bridge_key: Path | None = Field(None, description="PEM file with the key of that certificate.")
     bridge_token_file: Path | None = Field(None, description="File with the token to present to the bridge.")
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yields also a certificate for the bridge without its key."""
+        yield from super().conflicts()
+        yield from self._pair("bridge_certificate", "bridge_key")
 
     @property
     def credentials(self) -> Credentials:
@@ -276,128 +361,17 @@ GAUDI = tuple(one.name for one in fields(GaudiOptions))
 # The settings of `ServerConfig` for what a server shows of its work.
 INSIGHT = ("metrics", "otlp", "log_format", "log_level", "channelz")
 # The tables of the configuration file; each has the name of the command that starts the process.
-SECTIONS: dict[str, type[_Configuration]] = {
+SECTIONS: dict[str, type[Configuration]] = {
     "serve": ModelServerConfig,
     "bridge": BridgeServerConfig,
     "http": HttpServerConfig,
 }
-C = TypeVar("C", bound=_Configuration)
 
 
-@dataclass(frozen=True)
-class Loaded(Generic[C]):
-    """A configuration, and for each field the place that its value came from."""
-
-    values: C
-    origins: dict[str, str]
-
-
-def load(
-    kind: type[C],
-    flags: Mapping[str, Any],
-    path: Path | None = None,
-    environment: Mapping[str, str] = os.environ,
-    *,
-    partial: bool = False,
-) -> Loaded[C]:
-    """Reads the configuration of one kind of process. `flags` holds the command line's values by field name.
-
-    With `partial`, a missing required value is not an error: the result lacks it. Raises `InvalidConfiguration`.
-    """
-    section = next(name for name, one in SECTIONS.items() if one is kind)
-    path = path or (Path(environment["DRAFTBRIDGE_CONFIG"]) if environment.get("DRAFTBRIDGE_CONFIG") else None)
-    values: dict[str, Any] = {}
-    origins = dict.fromkeys(kind.model_fields, "default")
-    if path:
-        tables, text = _read(path)
-        for key, value in tables.get(section, {}).items():
-            place = f"{path}, {_line(text, section, key)}[{section}] {key}"
-            name = _field(kind, key.replace("-", "_"), place, key)
-            values[name], origins[name] = value, place
-    prefix = f"DRAFTBRIDGE_{section.upper()}_"
-    for key, value in environment.items():
-        if key.startswith(prefix):
-            name = _field(kind, key.removeprefix(prefix).lower(), key, key)
-            many = "tuple" in str(kind.model_fields[name].annotation)
-            values[name], origins[name] = value.replace(",", " ").split() if many else value, key
-    for name, value in flags.items():
-        values[name], origins[name] = value, option(kind, name)
-    try:
-        return Loaded(kind.model_validate(values), origins)
-    except ValidationError as error:
-        errors = [one for one in error.errors() if not (partial and one["type"] == "missing")]
-        if errors:
-            text = "; ".join(_explain(kind, section, one, origins) for one in errors)
-            raise InvalidConfiguration(text) from None
-        return Loaded(kind.model_construct(**values), origins)
-
-
-def check(path: Path) -> list[str]:
-    """Returns the names of a file's tables. Raises `InvalidConfiguration` for an unknown table, key or invalid value.
-
-    A required value may be missing: the command line or the environment can provide it.
-    """
-    tables, text = _read(path)
-    for section in tables:
-        if section not in SECTIONS:
-            place = f"{path}, {_line(text, section)}[{section}]"
-            raise InvalidConfiguration(f"{place}: unknown table: use {_headers()}")
-        load(SECTIONS[section], {}, path, {}, partial=True)
-    return list(tables)
-
-
-def option(kind: type[_Configuration], field: str) -> str:
+def option(kind: type[Configuration], field: str) -> str:
     """Returns the name of a field's option or argument on the command line."""
-    return field.upper() if field == "model" else f"--{field.replace('_', '-')}"
+    return field.upper() if field == "model" else _option(field)
 
 
-def _read(path: Path) -> tuple[dict[str, dict[str, Any]], str]:
-    try:
-        text = path.read_text()
-        tables = tomllib.loads(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InvalidConfiguration(f"{path} cannot be read ({reason}): give the path of a TOML file") from None
-    for section, table in tables.items():
-        if not isinstance(table, dict):
-            raise InvalidConfiguration(f"{path}: {section} is outside any table: put it under {_headers()}")
-    return tables, text
-
-
-def _headers() -> str:
-    return " or ".join(f"[{section}]" for section in SECTIONS)
-
-
-def _line(text: str, section: str, key: str = "") -> str:
-    """Returns "line N: " for a key or a table of a file, because the TOML library does not keep positions."""
-    current = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[\s*[\"']?([\w-]+)", line):
-            current = header[1]
-            if not key and current == section:
-                return f"line {number}: "
-        elif key and current == section and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=", line):
-            return f"line {number}: "
-    return ""
-
-
-def _field(kind: type[_Configuration], name: str, place: str, written: str) -> str:
-    """Returns `name` if it is a field. Raises `InvalidConfiguration` with the most similar name otherwise."""
-    if name in kind.model_fields:
-        return name
-    similar = get_close_matches(name, kind.model_fields, 1) or list(kind.model_fields)
-    names = ", ".join(one.replace("_", "-") for one in similar)
-    raise InvalidConfiguration(f"{place}: unknown setting: did you mean {names}?")
-
-
-def _explain(kind: type[_Configuration], section: str, error: Any, origins: Mapping[str, str]) -> str:
-    """Formats one pydantic error as the place, what is allowed there, and what it has."""
-    name = str(error["loc"][0])
-    if error["type"] == "missing":
-        key = name.replace("_", "-")
-        return (
-            f"{option(kind, name)} is missing: give it on the command line, as "
-            f"DRAFTBRIDGE_{section.upper()}_{name.upper()} or as {key} under [{section}] in the configuration file"
-        )
-    allowed = re.sub(r"^(Input|Value|Tuple) should be |^Input should ", "", error["msg"])
-    return f"{origins[name]} must be {allowed}, got {error['input']!r}"
+def _option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"

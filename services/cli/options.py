@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 from pydantic.fields import FieldInfo
 
-from services.config import GAUDI, INSIGHT, C, ServerConfig, load, option
+from services.config import GAUDI, INSIGHT, ServerConfig, option
+from services.config_reading import C, check_files, load
 
 CONFIG_HELP = "TOML file with the configuration; `draftbridge config` shows and checks it."
 
@@ -21,7 +22,9 @@ def configured(kind: type[C], run: Callable[[C, bool], None]) -> Callable[..., N
 
     def command(config: Path | None = None, until_stdin_closes: bool = False, **given: Any) -> None:
         flags = {name: value for name, value in given.items() if value is not None and value != []}
-        run(load(kind, flags, config).values, until_stdin_closes)
+        loaded = load(kind, flags, config)
+        check_files(loaded)
+        run(loaded.values, until_stdin_closes)
 
     parameters = {name: _annotation(kind, name, field) for name, field in kind.model_fields.items()}
     parameters["config"] = Annotated[Path | None, typer.Option(help=CONFIG_HELP)]

@@ -19,9 +19,8 @@ from services.config import (
     HttpServerConfig,
     ModelServerConfig,
     ProcessConfig,
-    check,
-    load,
 )
+from services.config_reading import check, check_files, load
 from services.engines.registry import engines, prepare
 from services.engines.spec import Weights
 from services.logs import configure
@@ -186,9 +185,20 @@ def show(
 
 
 @config_app.command("check")
-def check_file(path: Annotated[Path, typer.Argument(help="The TOML file.")]) -> None:
+def check_file(
+    path: Annotated[Path, typer.Argument(help="The TOML file.")],
+    files: Annotated[
+        bool, typer.Option("--files/--no-files", help="Check also that the files that it names can be read here.")
+    ] = True,
+) -> None:
     """Check a configuration file. An error names the line, the key and the allowed values."""
-    print(f"{path} is valid: it configures {', '.join(check(path)) or 'nothing'}")
+    needs = check(path)
+    for section in needs if files else ():
+        check_files(load(SECTIONS[section], {}, path, {}, partial=True))
+    print(f"{path} is valid: it configures {', '.join(needs) or 'nothing'}")
+    for section, problems in needs.items():
+        for problem in problems:
+            print(f"[{section}] alone does not start a process: {problem}")
 
 
 def _toml(value: object) -> str:

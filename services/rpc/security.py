@@ -6,8 +6,7 @@ from pathlib import Path
 
 import grpc
 
-from draftbridge.security import is_local
-from services.config import InvalidConfiguration, ProcessConfig, ServerConfig
+from services.config import InvalidConfiguration, ProcessConfig, ServerConfig, exposure
 
 _log = logging.getLogger(__name__)
 
@@ -15,22 +14,13 @@ _log = logging.getLogger(__name__)
 def check_exposure(listen: str, config: ProcessConfig) -> None:
     """Raises `InvalidConfiguration` if other machines could reach a server without TLS or without authentication.
 
-    Certificates of clients (`tls_client_ca`) authenticate as keys do. With `insecure`, only logs a warning.
+    With `insecure`, only logs a warning.
     """
-    missing = []
-    if config.tls_certificate is None:
-        missing.append("TLS (--tls-certificate and --tls-key)")
-    if config.keys is None and config.tls_client_ca is None:
-        missing.append("clients' keys (--keys) or certificates (--tls-client-ca)")
-    if not missing or is_local(listen):
-        return
-    lacks = " and ".join(missing)
-    if not config.insecure:
-        raise InvalidConfiguration(
-            f"other machines can reach {listen}, which needs {lacks}: set them, listen on 127.0.0.1, or give "
-            "--insecure if everything that can reach this address is trusted"
-        )
-    _log.warning("%s is open to everything that can reach it, because of --insecure: it lacks %s", listen, lacks)
+    missing = config.lacks(listen)
+    if missing and not config.insecure:
+        raise InvalidConfiguration(f"the address {exposure(listen, missing)}")
+    if missing:
+        _log.warning("%s is open to everything that can reach it, because of --insecure: it lacks %s", listen, missing)
 
 
 def limits(config: ServerConfig) -> list[tuple[str, int]]:

@@ -14,6 +14,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from bridge.errors import DraftBridgeError, InvalidField
+from services import config as configuration
 from services.config import ServerConfig
 from services.rpc import security
 from services.rpc.gate import Gate
@@ -44,10 +45,10 @@ class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):
 
 def host_and_port(field: str, listen: str) -> tuple[str, int]:
     """Returns both parts of the HOST:PORT that a setting has. Raises `InvalidField`."""
-    host, _, port = listen.rpartition(":")
-    if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise InvalidField(field, "HOST:PORT with a port from 0 to 65535", listen)
-    return host, int(port)
+    try:
+        return configuration.host_and_port(listen)
+    except ValueError as error:
+        raise InvalidField(field, str(error), listen) from None
 
 
 class Stop(asyncio.Event):

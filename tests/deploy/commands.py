@@ -10,7 +10,8 @@ import typer
 from typer.core import TyperGroup
 
 from services.cli.app import app
-from services.config import SECTIONS, load
+from services.config import SECTIONS
+from services.config_reading import load
 
 ROOT = Path(__file__).parents[2]
 CLI: Any = typer.main.get_command(app)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bridge.errors import DraftBridgeError
-from services.config import SECTIONS, InvalidConfiguration, check
+from services.config import SECTIONS, InvalidConfiguration
+from services.config_reading import check
 from tests.deploy.commands import PAGES, ROOT, UsageError, commands, parse
 
 # Names that a page leaves open, with a value that is valid in their place.

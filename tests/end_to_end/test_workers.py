@@ -12,7 +12,8 @@ from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.cli.options import as_options
 from services.cli.processes import launched
-from services.config import BridgeServerConfig, load
+from services.config import BridgeServerConfig
+from services.config_reading import load
 from tests.support.waiting import eventually
 
 

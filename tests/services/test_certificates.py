@@ -156,6 +156,6 @@ def test_unusable_certificates_are_refused_at_the_start(
         pair.key.unlink()
     with pytest.raises(ProcessFailed), suffix_server(*pair.options):
         pass
-    assert ("cannot be read" if which == "missing" else "give files that belong together") in " ".join(
+    assert ("must be a readable file" if which == "missing" else "give files that belong together") in " ".join(
         capfd.readouterr().err.split()
     )

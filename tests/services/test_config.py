@@ -13,9 +13,8 @@ from services.config import (
     InvalidConfiguration,
     ModelServerConfig,
     Role,
-    check,
-    load,
 )
+from services.config_reading import check, check_files, load
 from tests.support import warm
 
 
@@ -55,7 +54,21 @@ def test_the_environment_names_the_file_and_lists_have_commas(tmp_path: Path) ->
         ("[serve]\nmodle = 'm'\n", r"line 2: \[serve\] modle: unknown setting: did you mean model\?"),
         ("[bridge]\ntarget = 'a:1'\n", r"line 2: \[bridge\] target must be a valid tuple, got 'a:1'"),
         ("\n[briddge]\n", r"line 2: \[briddge\]: unknown table: use \[serve\] or \[bridge\]"),
-        ("slots = 3\n", r"slots is outside any table: put it under \[serve\] or \[bridge\]"),
+        ("\nslots = 3\n", r"line 2: slots is outside any table: put it under \[serve\] or \[bridge\]"),
+        ("\nbridge.max-requests = 0\n", r"line 2: \[bridge\] max-requests must be greater than or equal to 1, got 0"),
+        ("\nbridge = {max-requests = 0}\n", r"line 2: \[bridge\] max-requests must be"),
+        ("[bridge]\ntarget.x = 1\n", r"line 2: \[bridge\] target must be a valid tuple"),
+        ("[bridge]\ntarget = ['gpu-1']\n", r"line 2: \[bridge\] target must be HOST:PORT .*got 'gpu-1'"),
+        ("[bridge]\nlisten = 'nowhere'\n", r"line 2: \[bridge\] listen must be HOST:PORT .*got 'nowhere'"),
+        ("[bridge]\nlisten = ''\n", r"line 2: \[bridge\] listen must be HOST:PORT"),
+        ("[bridge]\nmetrics = 'x:99999'\n", r"line 2: \[bridge\] metrics must be HOST:PORT .* 0 to 65535"),
+        ("[bridge]\nguest-idle = inf\n", r"line 2: \[bridge\] guest-idle must be a finite number"),
+        ("[serve]\nengine = 'nonsense'\n", r"line 2: \[serve\] engine must be one of auto, .*torch, got 'nonsense'"),
+        ("[serve]\ncpu-affinity = 'zz'\n", r"line 2: \[serve\] cpu-affinity must be numbers of cores as 0-7,16"),
+        (
+            "[bridge]\nmax-requests = 3\nmax_requests = 4\n",
+            r"line 3: \[bridge\] max_requests: given twice: keep this or .*line 2",
+        ),
         ("[serve\n", "cannot be read"),
     ],
 )
@@ -75,7 +88,38 @@ def test_all_errors_are_told_at_once_and_what_is_missing_with_three_ways_to_give
 
 
 def test_a_file_may_leave_out_what_the_command_line_gives(tmp_path: Path) -> None:
-    assert check(written(tmp_path, "[serve]\nslots = 2\n[bridge]\n")) == ["serve", "bridge"]
+    needs = check(written(tmp_path, "[serve]\nslots = 2\n[bridge]\n"))
+    assert list(needs) == ["serve", "bridge"] and needs["bridge"] == []
+    assert "MODEL is missing: give it on the command line" in needs["serve"][0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("listen = '0.0.0.0:1'\n", r"listen is 0.0.0.0:1, which other machines can reach, so it needs TLS .*--keys"),
+        ("http = '0.0.0.0:1'\n", r"http is 0.0.0.0:1, which other machines"),
+        ("tls-certificate = 'a.pem'\n", r"tls-certificate needs --tls-key too"),
+        ("tls-client-ca = 'a.pem'\n", r"tls-client-ca needs --tls-certificate and --tls-key too"),
+        ("service-key = 'a.pem'\n", r"service-key needs --service-certificate too"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named_by_check_and_refused_at_start(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    path = written(tmp_path, f"[bridge]\n{text}")
+    with pytest.raises(InvalidConfiguration, match=rf"{path}, line 2: \[bridge\] {words}"):
+        load(BridgeServerConfig, {}, path, {})
+    (problem,) = check(path)["bridge"]  # the environment may give what is missing
+    assert str(path) in problem
+
+
+def test_a_file_that_cannot_be_read_is_named_with_its_place(tmp_path: Path) -> None:
+    path = written(tmp_path, f"[bridge]\ntls-certificate = '{tmp_path}/none.pem'\npair-memory = '{tmp_path}/new'\n")
+    with pytest.raises(InvalidConfiguration, match=r"line 2: .* must be a readable file, got '.*none.pem' \(No such"):
+        check_files(load(BridgeServerConfig, {}, path, {}, partial=True))
+    checked = run("config", "check", str(path))
+    assert checked.returncode == 1 and "none.pem" in checked.stderr
+    assert run("config", "check", str(path), "--no-files").returncode == 0
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
@@ -98,7 +142,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_what_show_prints_is_a_file_with_the_same_values(tmp_path: Path) -> None:
-    path = written(tmp_path, "[bridge]\ntarget = ['a:1', 'b:\"2']\nsuffix-memory = 7\n")
+    path = written(tmp_path, "[bridge]\ntarget = ['a:1', 'b\"x:2']\nsuffix-memory = 7\n")
     shown = run("config", "show", "bridge", "--config", str(path))
     assert shown.returncode == 0, shown.stderr
     assert "line 3" in shown.stdout and "default" in shown.stdout

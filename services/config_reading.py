@@ -1,0 +1,187 @@
+"""Reads the configuration of a process from the command line, the environment and a file.
+
+The first of these that sets a value wins: the command line (`--kv-memory 4`), the environment
+(`DRAFTBRIDGE_SERVE_KV_MEMORY=4`), the file (`[serve]`, `kv-memory = 4`), the default. The file is TOML with a table for
+each kind of process; `--config` or `DRAFTBRIDGE_CONFIG` names it. Lists in the environment are separated by commas.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from services.config import SECTIONS, Configuration, InvalidConfiguration, option
+
+# Files that the process itself creates.
+_WRITTEN = ("pair_memory",)
+C = TypeVar("C", bound=Configuration)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[C]):
+    """A configuration, and for each field the place that its value came from."""
+
+    values: C
+    origins: dict[str, str]
+
+
+def load(
+    kind: type[C],
+    flags: Mapping[str, Any],
+    path: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+    *,
+    partial: bool = False,
+) -> Loaded[C]:
+    """Reads the configuration of one kind of process. `flags` holds the command line's values by field name.
+
+    With `partial`, other places may add to it: a missing required value, which the result lacks, and settings that are
+    not valid together are not errors. Raises `InvalidConfiguration`.
+    """
+    section = next(name for name, one in SECTIONS.items() if one is kind)
+    path = path or (Path(environment["DRAFTBRIDGE_CONFIG"]) if environment.get("DRAFTBRIDGE_CONFIG") else None)
+    values: dict[str, Any] = {}
+    origins = dict.fromkeys(kind.model_fields, "default")
+    if path:
+        tables, text = _read(path)
+        for key, value in tables.get(section, {}).items():
+            place = f"{path}, {_line(text, section, key)}[{section}] {key}"
+            name = _field(kind, key.replace("-", "_"), place, key)
+            if name in values:
+                raise InvalidConfiguration(f"{place}: given twice: keep this or {origins[name]}")
+            values[name], origins[name] = value, place
+    prefix = f"DRAFTBRIDGE_{section.upper()}_"
+    for key, value in environment.items():
+        if key.startswith(prefix):
+            name = _field(kind, key.removeprefix(prefix).lower(), key, key)
+            many = "tuple" in str(kind.model_fields[name].annotation)
+            values[name], origins[name] = value.replace(",", " ").split() if many else value, key
+    for name, value in flags.items():
+        values[name], origins[name] = value, option(kind, name)
+    # Conflicts are looked for even if a required value is missing.
+    absent = [name for name, field in kind.model_fields.items() if field.is_required() and name not in values]
+    try:
+        config = kind.model_validate(values | (dict.fromkeys(absent, "") if partial else {}))
+    except ValidationError as error:
+        text = "; ".join(_explain(kind, section, one, origins) for one in error.errors())
+        raise InvalidConfiguration(text) from None
+    if partial:
+        given = {name: value for name, value in config if name not in absent}
+        return Loaded(kind.model_construct(**given), origins)
+    problems = [f"{_place(kind, field, origins)} {problem}" for field, problem in config.conflicts()]
+    if problems:
+        raise InvalidConfiguration("; ".join(problems))
+    return Loaded(config, origins)
+
+
+def check(path: Path) -> dict[str, list[str]]:
+    """Returns what each table of a file still needs from the command line or the environment.
+
+    Raises `InvalidConfiguration` for an unknown table or key, or an invalid value.
+    """
+    tables, text = _read(path)
+    needs: dict[str, list[str]] = {}
+    for section in tables:
+        if section not in SECTIONS:
+            place = f"{path}, {_line(text, section)}[{section}]"
+            raise InvalidConfiguration(f"{place}: unknown table: use {_headers()}")
+        kind = SECTIONS[section]
+        load(kind, {}, path, {}, partial=True)
+        try:
+            load(kind, {}, path, {})
+            needs[section] = []
+        except InvalidConfiguration as error:
+            needs[section] = str(error).split("; ")
+    return needs
+
+
+def check_files(loaded: Loaded[C]) -> None:
+    """Raises `InvalidConfiguration` if a file that the configuration names cannot be read."""
+    problems = []
+    for name in type(loaded.values).model_fields:
+        file = getattr(loaded.values, name)
+        if isinstance(file, Path) and name not in _WRITTEN:
+            try:
+                file.open("rb").close()
+            except OSError as error:
+                place = _place(type(loaded.values), name, loaded.origins)
+                problems.append(f"{place} must be a readable file, got {str(file)!r} ({error.strerror})")
+    if problems:
+        raise InvalidConfiguration("; ".join(problems))
+
+
+def _place(kind: type[Configuration], field: str, origins: Mapping[str, str]) -> str:
+    return option(kind, field) if origins[field] == "default" else origins[field]
+
+
+def _read(path: Path) -> tuple[dict[str, dict[str, Any]], str]:
+    try:
+        text = path.read_text()
+        tables = tomllib.loads(text)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidConfiguration(f"{path} cannot be read ({reason}): give the path of a TOML file") from None
+    for section, table in tables.items():
+        if not isinstance(table, dict):
+            place = f"{path}, {_line(text, section)}{section}"
+            raise InvalidConfiguration(f"{place} is outside any table: put it under {_headers()}")
+    return tables, text
+
+
+def _headers() -> str:
+    return " or ".join(f"[{section}]" for section in SECTIONS)
+
+
+def _line(text: str, section: str, key: str = "") -> str:
+    """Returns "line N: " for a key or a table of a file, because the TOML library does not keep positions.
+
+    Of a key that is not found, as in an inline table, the line of its table.
+    """
+    wanted = f"{section}.{key}" if key else section
+    current, outermost = "", ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        header = re.match(r"\s*\[+([^\]=]+)\]", line)
+        assignment = re.match(r"\s*([\w\s.\"'-]+?)\s*=", line)
+        if header:
+            path = current = _dotted(header[1])
+        elif assignment:
+            path = ".".join(filter(None, (current, _dotted(assignment[1]))))
+        else:
+            continue
+        if path == wanted or path.startswith(f"{wanted}."):
+            return f"line {number}: "
+        if path == section:
+            outermost = f"line {number}: "
+    return outermost
+
+
+def _dotted(path: str) -> str:
+    return ".".join(part.strip().strip("\"'") for part in path.split("."))
+
+
+def _field(kind: type[Configuration], name: str, place: str, written: str) -> str:
+    """Returns `name` if it is a field. Raises `InvalidConfiguration` with the most similar name otherwise."""
+    if name in kind.model_fields:
+        return name
+    similar = get_close_matches(name, kind.model_fields, 1) or list(kind.model_fields)
+    names = ", ".join(one.replace("_", "-") for one in similar)
+    raise InvalidConfiguration(f"{place}: unknown setting: did you mean {names}?")
+
+
+def _explain(kind: type[Configuration], section: str, error: Any, origins: Mapping[str, str]) -> str:
+    """Formats one pydantic error as the place, what is allowed there, and what it has."""
+    name = str(error["loc"][0])
+    if error["type"] == "missing":
+        key = name.replace("_", "-")
+        return (
+            f"{option(kind, name)} is missing: give it on the command line, as "
+            f"DRAFTBRIDGE_{section.upper()}_{name.upper()} or as {key} under [{section}] in the configuration file"
+        )
+    allowed = re.sub(r"^(Input|Value|Tuple) should be |^Input should |^Value error, ", "", error["msg"])
+    return f"{origins[name]} must be {allowed}, got {error['input']!r}"
