@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from cachetools import LRUCache
 
@@ -103,7 +102,7 @@ class Pairing:
 
     def __init__(self, zoo: Zoo, chooser: DraftChooser | None = None) -> None:
         self.zoo, self.chooser = zoo, chooser or DraftChooser()
-        self._overlaps: LRUCache[tuple[str, str], float] = LRUCache(_MAX_TARGETS)
+        self._overlaps: dict[tuple[str, str], float] = {}
         self._token_bytes: LRUCache[str, Ewma] = LRUCache(_MAX_TARGETS)
 
     def assign(self, target: Endpoint, request: Request, wish: Wish) -> Assignment:
@@ -202,12 +201,11 @@ class Pairing:
             known.observe(event.generated_byte_count / event.generated_token_count)
 
     async def compare_vocabularies(self) -> None:
-        """Computes the overlap of the vocabularies of all pairs, in a thread: two large ones take 0.1 s."""
+        """Computes the overlaps of all vocabularies if one is new, in a thread: two large ones take 0.03 s."""
         models = [one.known.model for one in self.zoo.connections if one.known]
         known = {one.vocabulary.sha256: one.vocabulary for one in models}
-        for target, draft in product(known, known):
-            if (target, draft) not in self._overlaps:
-                self._overlaps[target, draft] = await asyncio.to_thread(_overlap, known[target], known[draft])
+        if any((one, one) not in self._overlaps for one in known):
+            self._overlaps = await asyncio.to_thread(_overlaps_of, list(known.values()))
 
     def states(self, workload: str) -> list[PairState]:
         """Returns all pairs of known models, in the order of the configuration; see `compare_vocabularies`."""
@@ -255,10 +253,20 @@ def _vocabularies(target: Endpoint, draft: Endpoint) -> tuple[str, str]:
     return target.model.vocabulary.sha256, draft.model.vocabulary.sha256
 
 
-def _overlap(target: Vocabulary, draft: Vocabulary) -> float:
-    """Returns the share of the draft's tokens that are tokens of the target, too, by their bytes."""
-    of_target, of_draft = ({data for data in one.tokens if data} for one in (target, draft))
-    return len(of_target & of_draft) / max(len(of_draft), 1)
+def _overlaps_of(vocabularies: Sequence[Vocabulary]) -> dict[tuple[str, str], float]:
+    """Returns the share of each draft's tokens that are tokens of each target, too, by their bytes.
+
+    The keys are the checksums of a target and a draft. Only one vocabulary at a time is held as a set.
+    """
+    sizes: dict[str, int] = {}
+    shared: dict[tuple[str, str], int] = {}
+    for place, one in enumerate(vocabularies):
+        tokens = {data for data in one.tokens if data}
+        sizes[one.sha256] = shared[one.sha256, one.sha256] = len(tokens)
+        for other in vocabularies[place + 1 :]:
+            count = len(tokens.intersection(other.tokens))
+            shared[one.sha256, other.sha256] = shared[other.sha256, one.sha256] = count
+    return {(target, draft): count / max(sizes[draft], 1) for (target, draft), count in shared.items()}
 
 
 def plain_pass_ns(target: Endpoint) -> float:
