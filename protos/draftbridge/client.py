@@ -21,9 +21,16 @@ from draftbridge.security import Credentials, open_aio_channel, open_channel
 from draftbridge.tracing import CallTrace
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 
-_OPTIONS = (("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20))
+_OPTIONS = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # Otherwise a stream whose bridge has vanished, without closing its connection, would wait for ever.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+)
 _GENERATE = "draftbridge.v1.BridgeService/Generate"
-# For all calls but Generate, which has no time limit.
+# For all calls but Generate, whose caller sets the limit.
 _TIMEOUT_SECONDS = 30.0
 
 
@@ -57,14 +64,17 @@ class Client:
         """Cancels running calls and closes the channel."""
         self._channel.close()
 
-    def stream(self, prompt: str | None = None, *, request_id: str = "", **options: Any) -> Iterator[Event]:
+    def stream(
+        self, prompt: str | None = None, *, request_id: str = "", timeout: float | None = None, **options: Any
+    ) -> Iterator[Event]:
         """Yields a GenerateStarted, any number of GenerateDelta, and a GenerateFinished as they arrive.
 
         Takes the options of `generate_request`. Closing the iterator early cancels the generation. `request_id` names
         the request in the logs of all services: 1 to 64 ASCII letters, digits and `_.:-`. GenerateStarted has it.
+        `timeout`: seconds that the whole generation may take, by default any number.
         """
         request, trace = generate_request(prompt, **options), CallTrace(_GENERATE, checked_id(request_id))
-        call, code = self._stub.Generate(request, metadata=trace.metadata), ""
+        call, code = self._stub.Generate(request, timeout=timeout, metadata=trace.metadata), ""
         try:
             for response in call:
                 yield event_of(response)
@@ -132,10 +142,17 @@ class AsyncClient:
         """Cancels running calls and closes the channel."""
         await self._channel.close()
 
-    async def stream(self, prompt: str | None = None, *, request_id: str = "", **options: Any) -> AsyncIterator[Event]:
+    async def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        request_id: str = "",
+        timeout: float | None = None,  # noqa: ASYNC109  # gRPC's deadline, which the server knows too
+        **options: Any,
+    ) -> AsyncIterator[Event]:
         """See `Client.stream`."""
         request, trace = generate_request(prompt, **options), CallTrace(_GENERATE, checked_id(request_id))
-        call, code = self._stub.Generate(request, metadata=trace.metadata), ""
+        call, code = self._stub.Generate(request, timeout=timeout, metadata=trace.metadata), ""
         try:
             async for response in call:
                 yield event_of(response)

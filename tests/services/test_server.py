@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -13,12 +14,15 @@ from grpc import aio
 from bridge.errors import EngineFailure
 from bridge.sampling.sampler import Logits
 from bridge.text.models import Model
+from draftbridge import AsyncClient, CallError, Client, client
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.config import ServerConfig
 from services.engines.engine import Row
 from services.engines.scheduler import Scheduler
 from services.model.health import ModelHealth
 from services.rpc.server import Server, Stop
 from tests.support import tiny
+from tests.support.proxy import Proxy
 from tests.support.waiting import eventually
 
 METHOD = "/draftbridge.test.Service/Stream"
@@ -112,6 +116,48 @@ async def test_a_call_that_does_not_end_is_cancelled_after_the_grace_period(
         assert least <= loop.time() - begun < most
         assert streams.cancelled.is_set()
         assert await call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+@pytest.fixture
+def silent_bridge() -> Iterator[Proxy]:
+    """Yields a proxy of a bridge that starts generations, and then sends nothing."""
+    stopped = threading.Event()
+
+    class Silent(bridge_pb2_grpc.BridgeServiceServicer):
+        def Generate(  # noqa: N802
+            self, request: bridge_pb2.GenerateRequest, context: Any
+        ) -> Iterator[bridge_pb2.GenerateResponse]:
+            yield bridge_pb2.GenerateResponse(started=bridge_pb2.GenerateStarted(target="one"))
+            stopped.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        bridge_pb2_grpc.add_BridgeServiceServicer_to_server(Silent(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with Proxy(f"127.0.0.1:{port}") as proxy:
+            yield proxy
+        stopped.set()
+        server.stop(None)
+
+
+def test_a_client_notices_that_its_bridge_has_vanished(silent_bridge: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = [(name, value // 40 if name.endswith("_ms") else value) for name, value in client._OPTIONS]
+    monkeypatch.setattr(client, "_OPTIONS", quick)
+    with Client(silent_bridge.address) as one:
+        events = one.stream("a prompt", timeout=30)
+        assert isinstance(next(events), bridge_pb2.GenerateStarted)
+        silent_bridge.halve()
+        with pytest.raises(CallError) as caught:
+            next(events)
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_generation_has_the_time_limit_that_its_client_sets(silent_bridge: Proxy) -> None:
+    async with AsyncClient(silent_bridge.address) as one:
+        with pytest.raises(CallError) as caught:
+            await one.generate("a prompt", timeout=0.2)
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 class FailingEngine(tiny.HashEngine):
