@@ -105,7 +105,7 @@ class BridgeMetrics(HttpMetrics, Collector):
         self._connections: Connections | None = None
         self.registry.register(self)
         self.requests = self._counter("requests", "Generations that ended, by outcome.", "outcome")
-        for outcome in ("finished", "failed", "cancelled"):
+        for outcome in ("finished", "refused", "failed", "cancelled"):
             self.requests.labels(outcome)
         active = self._gauge("active_requests", "Generations in progress.")
         active.set_function(lambda: len(self._running))
@@ -230,7 +230,7 @@ class RequestMetrics:
             metrics.output_token.observe(later_ns / 1e9 / (end.generated_token_count - 1))
 
     def end(self, outcome: str) -> None:
-        """Ends the request: finished, failed or cancelled."""
+        """Ends the request: finished, refused, failed or cancelled."""
         self._metrics._ended(self, outcome)
 
     def count(self) -> None:

@@ -6,6 +6,8 @@ from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
 
+import grpc
+
 from bridge.errors import BridgeBusy, DraftBridgeError, GrammarNotSupported, InvalidField
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.choice import DraftChooser
@@ -25,28 +27,37 @@ from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of, is_b
 from services.bridge.zoo import Zoo
 from services.grammars.store import ByteGrammars
 from services.metrics import BridgeMetrics, RequestMetrics
+from services.rpc.status import code_of
 from services.traces import NO_TRACES, Stages, Traces
+
+# The codes of requests that are the client's mistake, or exceed a limit: nothing is broken.
+_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 @dataclass
 class RequestCounts:
-    """Numbers of requests, running and by how they ended. `cancelled`: the client left before the end."""
+    """Numbers of requests, running and by how they ended. `cancelled`: the client left before the end.
+
+    `refused`: the request was invalid, or a limit was reached. `failed`: any other error.
+    """
 
     active: int = 0
     finished: int = 0
+    refused: int = 0
     failed: int = 0
     cancelled: int = 0
 
     @contextmanager
     def request(self, on_end: Callable[[str], None]) -> Iterator[None]:
-        """Counts the block as one request. `on_end` receives its outcome: finished, failed or cancelled."""
+        """Counts the block as one request. `on_end` receives its outcome: the name of a count."""
         outcome = "cancelled"  # or closed before its end
         self.active += 1
         try:
             yield
             outcome = "finished"
-        except Exception:
-            outcome = "failed"
+        except Exception as error:
+            refused = isinstance(error, DraftBridgeError) and code_of(error) in _REFUSALS
+            outcome = "refused" if refused else "failed"
             raise
         finally:
             self.active -= 1

@@ -73,6 +73,8 @@ def run(
                 bridge_pb2_grpc.add_BridgeServiceServicer_to_server,
                 BridgeServicer(gateway),
                 bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"],
+                # A bridge for guests only has no target.
+                usable=lambda: not config.target or bool(gateway.targets),
             )
             guests = CandidateServicer(zoo, _guest_limits(config), metrics)
             server.register(

@@ -71,7 +71,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             uptime_ns=now - self._gateway.started_ns,
             active_count=counts.active,
             finished_count=counts.finished,
-            failed_count=counts.failed,
+            failed_count=counts.failed + counts.refused,
             cancelled_count=counts.cancelled,
             endpoints=endpoints,
             speculation=self._totals,

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc import aio
 from grpc_channelz.v1 import channelz, channelz_pb2
@@ -79,7 +80,7 @@ class Server:
         self.keys = Keys(config.keys) if config.keys else None
         self._insight = insight or Insight()
         self._grace_seconds = config.grace
-        self._names: list[str] = []
+        self._services: dict[str, Callable[[], bool]] = {}
         self._gate = Gate(self.keys, config.call_limit)
         self._server = aio.server(
             interceptors=[InsightInterceptor(self._insight), self._gate, StatusInterceptor()],
@@ -113,11 +114,24 @@ class Server:
             raise PortTaken(listen)
         self.address = f"{host}:{bound}"
 
-    def register(self, add: Callable[[Any, Any], None], servicer: object, descriptor: ServiceDescriptor | None) -> None:
-        """Adds a service; without a descriptor, health and reflection do not list it."""
+    def register(
+        self,
+        add: Callable[[Any, Any], None],
+        servicer: object,
+        descriptor: ServiceDescriptor | None,
+        usable: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Adds a service; without a descriptor, health and reflection do not list it.
+
+        While `usable`, called every second, returns False, the health of the service alone is NOT_SERVING.
+        """
         add(servicer, self._server)
         if descriptor is not None:
-            self._names.append(descriptor.full_name)
+            self._services[descriptor.full_name] = usable
+            for method in descriptor.methods:
+                # Prometheus sees an increase only of a series that it knows: the first such error would not alert.
+                name = f"{descriptor.full_name}/{method.name}"
+                self._insight.metrics.call_duration.labels(name, grpc.StatusCode.INTERNAL.name)
 
     async def run_until(
         self, stop: asyncio.Event, on_start: Callable[[str], None], alive: Callable[[], bool] = lambda: True
@@ -128,7 +142,7 @@ class Server:
         """
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
         if self._insight.channelz:
             channelz.add_channelz_servicer(self._server)
             names.append(channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name)
@@ -157,8 +171,9 @@ class Server:
 
     async def _set_health(self, alive: bool) -> None:
         serving = health_pb2.HealthCheckResponse.ServingStatus
-        for name in ("", *self._names):
-            await self._health.set(name, serving.SERVING if alive else serving.NOT_SERVING)
+        await self._health.set("", serving.SERVING if alive else serving.NOT_SERVING)
+        for name, usable in self._services.items():
+            await self._health.set(name, serving.SERVING if alive and usable() else serving.NOT_SERVING)
 
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

@@ -121,11 +121,14 @@ def test_probes_ask_the_process_itself(overlay: str, tmp_path: Path) -> None:
         environment = {one["name"]: one["value"] for one in process.container.get("env", [])}
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = process.container[kind]
+            # A bridge without a target runs, and is not restarted, but gets no requests.
+            service = ["draftbridge.v1.BridgeService"] if (kind, process.name) == ("readinessProbe", "bridge") else []
             if overlay in OPEN:
                 assert probe["grpc"]["port"] == port_of(process.values["listen"])
+                assert probe["grpc"].get("service") == (service[0] if service else None)
                 continue
             assert "grpc" not in probe, "Kubernetes' own probes speak no TLS"
-            assert probe["exec"]["command"] == ["draftbridge", "health"]
+            assert probe["exec"]["command"] == ["draftbridge", "health", *(["--service"] if service else []), *service]
             assert port_of(environment["DRAFTBRIDGE_CLIENT_SERVER"]) == port_of(process.values["listen"])
             assert environment["DRAFTBRIDGE_CLIENT_SERVER_NAME"] == process.name
             assert environment["DRAFTBRIDGE_CLIENT_CA"] == "/etc/draftbridge-tls/ca.crt"

@@ -43,7 +43,7 @@ async def test_its_text_is_that_of_the_grpc_door(gateway: Gateway, tiny_fleet: F
         expected = client.generate(PROMPT, max_tokens=12, temperature=1.0, seed=3)
     assert "".join(event.text for event in got if isinstance(event, Delta)) == expected.text
     assert got[0].target == expected.started.target
-    assert vars(gateway.counts) == {"active": 0, "finished": 1, "failed": 0, "cancelled": 0}
+    assert vars(gateway.counts) == {"active": 0, "finished": 1, "refused": 0, "failed": 0, "cancelled": 0}
 
 
 async def test_a_request_without_speculation_opens_no_draft(gateway: Gateway) -> None:
@@ -77,15 +77,15 @@ async def test_a_door_that_leaves_early_is_counted_as_cancelled(gateway: Gateway
             if isinstance(event, Delta):
                 assert gateway.counts.active == 1
                 break
-    assert vars(gateway.counts) == {"active": 0, "finished": 0, "failed": 0, "cancelled": 1}
+    assert vars(gateway.counts) == {"active": 0, "finished": 0, "refused": 0, "failed": 0, "cancelled": 1}
 
 
-async def test_what_is_refused_is_counted_as_failed(gateway: Gateway) -> None:
+async def test_what_is_refused_is_not_counted_as_failed(gateway: Gateway) -> None:
     for changes, name, error in (({"max_tokens": 0}, "", InvalidField), ({}, "nobody", ModelNotFound)):
         with pytest.raises(error):
             async with aclosing(gateway.generate(asked(**changes), name)) as events:
                 await anext(events)
-    assert gateway.counts.failed == 2
+    assert (gateway.counts.refused, gateway.counts.failed) == (2, 0)
 
 
 async def test_more_requests_than_allowed_are_refused_to_be_retried(gateway: Gateway) -> None:

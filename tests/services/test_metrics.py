@@ -165,8 +165,8 @@ def test_a_running_request_is_visible_and_one_that_fails_or_is_cancelled_is_coun
         client.generate(PROMPT, target="nobody")
     eventually(lambda: value(trio.bridge.scrape(), "active_requests") == 0)
     grown = Change(before, trio.bridge.scrape())
-    assert grown("requests_total", outcome="cancelled") == grown("requests_total", outcome="failed") == 1
-    assert grown("requests_total", outcome="finished") == 0
+    assert grown("requests_total", outcome="cancelled") == grown("requests_total", outcome="refused") == 1
+    assert grown("requests_total", outcome="finished") == grown("requests_total", outcome="failed") == 0
     for code in ("CANCELLED", "NOT_FOUND"):
         labels = {"rpc_method": GENERATE, "rpc_response_status_code": code}
         assert grown("rpc_server_call_duration_seconds_count", **labels) == 1

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bridge.errors import EngineFailure
 from bridge.sampling.sampler import Logits
@@ -19,7 +20,9 @@ from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.config import ServerConfig
 from services.engines.engine import Row
 from services.engines.scheduler import Scheduler
+from services.metrics import ServerMetrics
 from services.model.health import ModelHealth
+from services.rpc.insight import Insight
 from services.rpc.server import Server, Stop
 from tests.support import tiny
 from tests.support.proxy import Proxy
@@ -116,6 +119,28 @@ async def test_a_call_that_does_not_end_is_cancelled_after_the_grace_period(
         assert least <= loop.time() - begun < most
         assert streams.cancelled.is_set()
         assert await call.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+async def test_a_service_that_cannot_be_used_has_its_own_health_and_errors_are_counted_from_zero() -> None:
+    metrics, usable, stop, started = ServerMetrics(), threading.Event(), Stop(), asyncio.Event()
+    server = Server("127.0.0.1:0", ServerConfig(grace=0.0), Insight(metrics))
+    descriptor = bridge_pb2.DESCRIPTOR.services_by_name["BridgeService"]
+    servicer = bridge_pb2_grpc.BridgeServiceServicer()
+    server.register(bridge_pb2_grpc.add_BridgeServiceServicer_to_server, servicer, descriptor, usable.is_set)
+    running = asyncio.create_task(server.run_until(stop, lambda address: started.set()))
+    await started.wait()
+    serving = health_pb2.HealthCheckResponse
+    async with aio.insecure_channel(server.address) as channel, asyncio.timeout(10):
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service=descriptor.full_name))
+        assert (await watch.read()).status == serving.NOT_SERVING
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == serving.SERVING
+        usable.set()
+        assert (await watch.read()).status == serving.SERVING
+    stop.set()
+    await running
+    labels = {"rpc_method": f"{descriptor.full_name}/Generate", "rpc_response_status_code": "INTERNAL"}
+    assert metrics.registry.get_sample_value("draftbridge_rpc_server_call_duration_seconds_count", labels) == 0
 
 
 @pytest.fixture
