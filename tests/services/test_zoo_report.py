@@ -153,6 +153,16 @@ def test_predictions_follow_acceptance_and_costs() -> None:
     assert (1.2 < fast.gain < 2.0 and "turns" in fast.plan) or "ahead" in fast.plan
     assert (lost.gain, lost.plan) == (1.0, "the target alone")
     assert predict("large", "nobody", 0.0, some, times, times) is None
+    few = [
+        replace(
+            one, proposed_count=one.proposed_count // 20, candidate_count=one.candidate_count // 20, draft_pass_count=1
+        )
+        if one.draft
+        else one
+        for one in (replace(one, compute_ns=one.compute_ns // 20, accepted_per_position=[1, 1, 1]) for one in some)
+    ]
+    rare = predict("large", "small", 0.0, few, times, times)
+    assert rare and rare.gain < 1.1, "a draft that seldom proposes"
     far = predict("large", "small", 0.0, [replace(one, waited_ns=300_000_000) for one in some], times, times)
     assert far and 1.0 < far.gain < fast.gain, "a turn that takes longer than its forwards"
 

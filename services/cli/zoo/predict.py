@@ -98,6 +98,8 @@ def _draft_costs(turns: Sequence[Sample], target: Times, draft: Times) -> DraftC
     # A turn's forwards are one that reads what was committed, and narrow ones.
     reading = WidthCost.measured(draft.costs).of(_READ_TOKENS)
     token_ns = sum(one.compute_ns for one in turns) / proposed * TURN_TOKENS / (TURN_TOKENS - 1 + reading)
+    # Prompt lookup fills only some turns.
+    filled = min(proposed / (TURN_TOKENS * sum(one.pass_count for one in turns)), 1.0)
     slowdown = _COMPETING_SLOWDOWN if draft.competes_with(target) else 1.0
     return DraftCosts(
         token_ns=token_ns,
@@ -107,7 +109,7 @@ def _draft_costs(turns: Sequence[Sample], target: Times, draft: Times) -> DraftC
         round_trip_ns=0.0,  # it is a part of the measured time between passes
         slowdown=slowdown,
         target_tokens=max(candidates / proposed, 0.1),
-        survival=tuple(accumulate(chances(turns), mul)),
+        survival=tuple(filled * one for one in accumulate(chances(turns), mul)),
     )
 
 
