@@ -5,13 +5,14 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, aclosing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+from grpc import aio
 
 from bridge.errors import DraftBridgeError, StreamEnded
 from bridge.generation import Delta, Finished
@@ -21,10 +22,17 @@ from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat, Message
 from services.bridge.gateway import Gateway
+from services.bridge.remote import RemoteVerifier
 from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
 from services.bridge.zoo import Zoo
 from services.cli.processes import serve
+from services.engines.scheduler import Scheduler
+from services.model.draft.servicer import DraftServicer
+from services.model.health import ModelHealth
+from services.model.target.servicer import TargetServicer
+from services.model.target.session import TargetSession
 from services.rpc.status import RemoteError, code_of
+from tests.services.test_limits import StalledEngine, in_process
 from tests.support import tiny
 from tests.support.waiting import eventually
 
@@ -194,6 +202,38 @@ async def test_a_replica_that_refuses_hands_a_request_on_and_is_not_broken(refus
     with pytest.raises(DraftBridgeError, match=r"^a ended|the target at a refuses this bridge") as caught:
         await anext(refusing(balancer, endpoints[:1], {"a": refusal}).passes())
     assert (caught.value.reason, caught.value.metadata) == (refusal.reason, refusal.metadata)
+
+
+async def test_a_replica_whose_forward_hangs_hands_its_requests_on() -> None:
+    model = tiny.model("byte_level")
+    hanging = StalledEngine(model)
+    schedulers = [tiny.scheduler(hanging), tiny.scheduler(tiny.HashEngine(model))]
+
+    def serving(scheduler: Scheduler) -> AbstractAsyncContextManager[str]:
+        def open_session(sampling: SamplingParameters, seed: int, logprobs: int | None) -> TargetSession:
+            return TargetSession(model, scheduler, tiny.sampler(model))
+
+        return in_process(TargetServicer(model, open_session), DraftServicer(model, None))
+
+    def connect(one: Any) -> RemoteVerifier:
+        return RemoteVerifier(one.channel, one.address, model, SamplingParameters(), 0, None)
+
+    async with AsyncExitStack() as stack, asyncio.timeout(30):
+        endpoints: list[Any] = []
+        for scheduler in schedulers:
+            address = await stack.enter_async_context(serving(scheduler))
+            channel = await stack.enter_async_context(aio.insecure_channel(address))
+            endpoints.append(SimpleNamespace(address=address, channel=channel, model=model))
+        verifier = ResumingVerifier(Balancer(), lambda: endpoints, connect, lambda one, error: None, [])
+        stack.callback(verifier.close)
+        await verifier.run(Run(0, (1, 70, 71), 0, 0, 1, 0))
+        reading = asyncio.ensure_future(anext(verifier.passes()))
+        assert await asyncio.to_thread(hanging.stalled.wait, 10)
+        health = ModelHealth(schedulers[0], limit_seconds=1)
+        assert [health() for _ in range(3)] == [True, True, False]
+        assert len((await reading).token_ids) == 1
+        assert verifier.endpoint is endpoints[1]
+        hanging.released.set()
 
 
 @pytest.fixture
