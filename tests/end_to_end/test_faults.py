@@ -19,6 +19,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.scripted_service import expected
+from bridge.target_link import CREDIT_TOKENS
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from tests.support.depth import DEEP
@@ -60,14 +61,16 @@ def usable(client: Client) -> bool:
     return client.generate(PROMPT, max_tokens=8, speculation="lockstep").finished.speculation.note == ""
 
 
-def generate(world: World, mode: str, fault: Callable[[], object] = lambda: None, **options: Any) -> tuple[str, Any]:
+def generate(
+    world: World, mode: str, fault: Callable[[], object] = lambda: None, tokens: int = TOKENS, **options: Any
+) -> tuple[str, Any]:
     """Returns the text of a request and its last event. The fault comes when a third of the text is there."""
     text, faulted = "", False
     with Client(world.bridge.address) as client:
-        for event in client.stream(PROMPT, max_tokens=TOKENS, speculation=mode, **options):
+        for event in client.stream(PROMPT, max_tokens=tokens, speculation=mode, **options):
             if isinstance(event, bridge_pb2.GenerateDelta):
                 text += event.text
-                if not faulted and len(text) >= TOKENS // 3:
+                if not faulted and len(text) >= tokens // 3:
                     faulted = True
                     fault()
     assert faulted
@@ -75,6 +78,9 @@ def generate(world: World, mode: str, fault: Callable[[], object] = lambda: None
 
 
 RIGHT = expected(PROMPT, TOKENS)
+# More than the credit of a target, so that not all of the text can be on its way before the fault.
+LONG_TOKENS = CREDIT_TOKENS + TOKENS
+RIGHT_LONG = expected(PROMPT, LONG_TOKENS)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -103,23 +109,36 @@ PAIRS = [
 @pytest.mark.parametrize(("fault", "mode"), PAIRS)
 def test_a_bad_network_to_the_draft(world: World, fault: str, mode: str) -> None:
     started = time.monotonic()
-    text, _ = generate(world, mode, lambda: NETWORK[fault](world.proxies["draft"]))
+    text, finished = generate(world, mode, lambda: NETWORK[fault](world.proxies["draft"]))
     assert text == RIGHT
     assert time.monotonic() - started < 8
+    assert fault == "slow" or finished.speculation.note  # the request noticed the fault
 
 
 @pytest.mark.parametrize("fault", ["cut", "refused", "halved", "truncated", "corrupted"])
 def test_a_bad_network_to_a_target_with_a_replica(world: World, fault: str) -> None:
     started = time.monotonic()
-    text, _ = generate(world, "auto", lambda: NETWORK[fault](busy(world)))
-    assert text == RIGHT
+    others: dict[str, float] = {}
+
+    def hit() -> None:
+        name, other = busy(world)
+        others[other] = forwards(world, other)
+        NETWORK[fault](world.proxies[name])
+
+    assert generate(world, "auto", hit, LONG_TOKENS)[0] == RIGHT_LONG
     assert time.monotonic() - started < 2 * KEEPALIVE_SECONDS + 5
+    assert all(forwards(world, other) > before for other, before in others.items())  # the request was moved
 
 
-def busy(world: World) -> Proxy:
-    """Returns the proxy of the target that serves the one request."""
-    (name,) = [name for name in ("target", "replica") if world.slots_in_use(name)]
-    return world.proxies[name]
+def busy(world: World) -> tuple[str, str]:
+    """Returns the name of the target that serves the one request, and of the other one."""
+    names = sorted(("target", "replica"), key=world.slots_in_use)
+    return names[1], names[0]
+
+
+def forwards(world: World, *names: str) -> float:
+    """Returns how many forwards targets have computed."""
+    return sum(value(world.services[name].scrape(), "forward_duration_seconds_count") for name in names)
 
 
 def test_a_slow_network_to_a_target(world: World) -> None:
@@ -160,8 +179,7 @@ def test_a_target_with_a_replica(world: World, signal_: signal.Signals) -> None:
     hit = []
 
     def fault() -> None:
-        (name,) = [name for name in ("target", "replica") if world.slots_in_use(name)]
-        hit.append(world.services[name].process)
+        hit.append(world.services[busy(world)[0]].process)
         hit[0].send_signal(signal_)
 
     try:
@@ -332,11 +350,10 @@ def test_sigterm_lets_running_requests_finish(world: World, which: str) -> None:
         world.bridge = world.start_bridge()
 
 
-@pytest.mark.skipif(not DEEP, reason="a deep test: test_clocks.py looks at the code instead")
 def test_clocks_that_jump_change_nothing(world: World) -> None:
     bridge = world.start_jumping()
     with Client(bridge.address) as client:
-        for mode in MODES:
+        for mode in MODES if DEEP else ("auto",):
             result = client.generate(PROMPT, max_tokens=TOKENS, speculation=mode)
             assert result.text == RIGHT
             assert 0 < result.finished.speculation.elapsed_ns < 20e9
@@ -351,15 +368,10 @@ def test_a_client_that_reads_slowly_holds_back_its_own_target_only(world: World)
         stream = bridge_pb2_grpc.BridgeServiceStub(channel).Generate(request)
         text = "".join(next(stream).delta.text for _ in range(3))
 
-        def forwards() -> float:
-            return sum(
-                value(world.services[name].scrape(), "forward_duration_seconds_count") for name in ("target", "replica")
-            )
-
-        before, after = -1.0, forwards()
+        before, after = -1.0, forwards(world, "target", "replica")
         while after > before:
             assert other.generate("another", max_tokens=20, speculation="off").text == expected("another", 20)
-            before, after = after + 20, forwards()
+            before, after = after + 20, forwards(world, "target", "replica")
         (held,) = other.status().running
         assert held.generated_token_count < 1000
         assert world.slots_in_use("target", "replica") == 1
