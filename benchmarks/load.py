@@ -1,11 +1,15 @@
 """Measures a bridge under load: throughput, latencies, errors, memory and processor time, by number of clients.
 
     python -m benchmarks.load [--clients 1 4 16 64] [--seconds 10] [--tokens 64] [--speculation off] [--workers 1]
+    python -m benchmarks.load --forward-ms 20 --tokens 16 --load 0.8 --open-requests 1000 --seconds 8
+
+The second measures latencies under load within six minutes: at 20 ms for each forward, several requests run at once.
 
 The generator is a process of its own, in which each client has its own connection. For each number of clients it first
 sends requests as fast as they are answered, which measures throughput. Then it is an open loop: requests arrive at
 random times at a rate of `--load` times that throughput, whether earlier ones have been answered or not, and latencies
-count from the time at which a request was due. A first second is left out.
+count from the time at which a request was due. It lasts for `--seconds`, or until `--open-requests` have arrived, with
+at most `--open-seconds`. "running" is the mean number of requests that ran at once. A first second is left out.
 
 Without `--target`, target and draft are scripted services, which compute nothing (`benchmarks.scripted_service`), and
 every text is compared with the right one. With it, they are real models. `--bridge-cores` and `--other-cores` pin the
@@ -53,6 +57,8 @@ class Sample:
     requests: int = 0
     tokens: int = 0
     passes: int = 0
+    # The sum of the requests' durations in seconds, from their start.
+    busy_seconds: float = 0.0
     first_token: list[float] = field(default_factory=list)
     per_token: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
@@ -105,7 +111,7 @@ class Generator:
     async def _send(self, client: int, due: float, sample: Sample) -> None:
         index = self._count % len(self._requests)
         self._count += 1
-        first, text, count, passes = 0.0, [], 0, 0
+        begun, first, text, count, passes = perf_counter(), 0.0, [], 0, 0
         try:
             async for response in self._stubs[client].Generate(self._requests[index]):
                 if response.HasField("delta"):
@@ -117,6 +123,8 @@ class Generator:
         except grpc.aio.AioRpcError as error:
             sample.errors[CallError.from_rpc(error, "the bridge").reason] += 1
             return
+        finally:
+            sample.busy_seconds += perf_counter() - begun
         if self._texts and "".join(text) != self._texts[index]:
             sample.errors["WRONG_TEXT"] += 1
         sample.requests, sample.tokens, sample.passes = (
@@ -129,20 +137,29 @@ class Generator:
             sample.per_token.append(1e3 * (perf_counter() - first) / (count - 1))
 
 
-async def generate(address: str, clients: int, load: float, seconds: float, options: dict[str, Any]) -> None:
+async def generate(arguments: argparse.Namespace) -> None:
     """Prints a JSON line when each part of the measurement begins and ends, for `measure`."""
+    address, (clients,), options = arguments.generate, arguments.clients, json.loads(arguments.options)
     prompts = options.pop("prompts") or _PROMPTS
     generator = Generator(address, clients, options, prompts)
     await generator.closed_loop(1.0)
     print(json.dumps({"begins": "closed"}), flush=True)
-    closed = await generator.closed_loop(seconds)
+    closed = await generator.closed_loop(arguments.seconds)
     print(json.dumps({"ends": "closed", **vars(closed)}), flush=True)
-    if load and closed.requests:
+    if arguments.load and closed.requests:
         await asyncio.sleep(0.2)
         print(json.dumps({"begins": "open"}), flush=True)
-        opened = await generator.open_loop(seconds, load * closed.requests / closed.seconds)
+        rate = arguments.load * closed.requests / closed.seconds
+        opened = await generator.open_loop(open_seconds(arguments, rate), rate)
         print(json.dumps({"ends": "open", **vars(opened)}), flush=True)
     await generator.close()
+
+
+def open_seconds(arguments: argparse.Namespace, rate: float) -> float:
+    """Returns how long the open loop lasts at a rate in requests per second."""
+    if not arguments.open_requests:
+        return float(arguments.seconds)
+    return float(min(arguments.open_requests / rate, arguments.open_seconds))
 
 
 def percentiles(values: Sequence[float]) -> list[float]:
@@ -179,7 +196,8 @@ def measure(bridge: str, pid: int, clients: int, arguments: argparse.Namespace) 
         "prompts": [*map(_input, read_prompts(arguments.prompts or OWN))] if arguments.target else None,
     }
     words = ["--generate", bridge, "--clients", str(clients), "--options", json.dumps(options)]
-    words += ["--load", str(arguments.load), "--seconds", str(arguments.seconds)]
+    for name in ("load", "seconds", "open_requests", "open_seconds"):
+        words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     rows, before, watched = [], 0.0, Observed(pid)
     with (
         pinned(arguments.other_cores),
@@ -198,6 +216,8 @@ def measure(bridge: str, pid: int, clients: int, arguments: argparse.Namespace) 
                 {
                     "clients": clients,
                     "loop": event["ends"],
+                    "requests": event["requests"],
+                    "running": event["busy_seconds"] / seconds,
                     **{f"{one}/s": event[one] / seconds for one in ("requests", "tokens", "passes")},
                     "first token ms": percentiles(event["first_token"]),
                     "per token ms": percentiles(event["per_token"]),
@@ -266,6 +286,8 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=10.0, help="of each loop")
     parser.add_argument("--load", type=float, default=0.7, help="0 leaves out the open loop")
+    parser.add_argument("--open-requests", type=int, default=0, help="of the open loop; 0: for --seconds")
+    parser.add_argument("--open-seconds", type=float, default=70.0, help="the most with --open-requests")
     parser.add_argument("--tokens", type=int, default=64, help="of each text")
     parser.add_argument("--speculation", default="off")
     parser.add_argument("--target", default="", help="a model; scripted without it")
@@ -285,8 +307,7 @@ def main() -> None:
     parser.add_argument("--options", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.generate:
-        options = json.loads(arguments.options)
-        asyncio.run(generate(arguments.generate, arguments.clients[0], arguments.load, arguments.seconds, options))
+        asyncio.run(generate(arguments))
         return
     rows = run(arguments)
     print(table(rows))

@@ -1,11 +1,12 @@
 """Tests the arithmetic of the load benchmark, and the model that it uses."""
 
+import argparse
 from collections import Counter
 
 import numpy as np
 
 from benchmarks import scripted
-from benchmarks.load import percentiles, table
+from benchmarks.load import open_seconds, percentiles, table
 from benchmarks.scripted_service import ScriptedServiceEngine, expected
 from services.engines.engine import Row
 
@@ -14,6 +15,13 @@ def test_percentiles() -> None:
     assert percentiles([]) == [0.0] * 3
     assert percentiles([7.0]) == [7.0] * 3
     assert percentiles([float(value) for value in range(101)]) == [50.0, 95.0, 99.0]
+
+
+def test_the_open_loop_lasts_until_enough_requests_have_arrived() -> None:
+    given = {"seconds": 8.0, "open_seconds": 70.0}
+    assert open_seconds(argparse.Namespace(open_requests=0, **given), 25.0) == 8.0
+    assert open_seconds(argparse.Namespace(open_requests=1000, **given), 25.0) == 40.0
+    assert open_seconds(argparse.Namespace(open_requests=1000, **given), 3.0) == 70.0
 
 
 def test_a_table_has_a_cell_for_each_value() -> None:

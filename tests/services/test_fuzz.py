@@ -1,6 +1,6 @@
 """Random and mutated messages, in any order, to every method and from every service: never a crash, hang or leak.
 
-`DRAFTBRIDGE_FUZZ_CASES` sets the number of cases of all tests together.
+`DRAFTBRIDGE_FUZZ_CASES` sets the number of cases of all tests together; more than the default are drawn anew each time.
 """
 
 import asyncio
@@ -48,9 +48,12 @@ from tests.support.waiting import eventually
 
 T = TypeVar("T")
 
-CASES = int(os.environ.get("DRAFTBRIDGE_FUZZ_CASES", "2000"))
+DEFAULT_CASES = 2000
+CASES = int(os.environ.get("DRAFTBRIDGE_FUZZ_CASES", DEFAULT_CASES))
 # A call that takes longer hangs.
 DEADLINE_SECONDS = 20.0
+# A client leaves a request to a silent target after this time.
+SILENT_SECONDS = 0.1
 # Responses after which a call is cancelled.
 ENOUGH = 12
 PROMPT = "The quick brown"
@@ -285,7 +288,7 @@ def nothing_is_left(house: House) -> Iterator[None]:
 
 def cases(share: float) -> Callable[[Any], Any]:
     """Returns the settings for a share of all cases."""
-    return settings(max_examples=max(int(CASES * share), 1), deadline=None)
+    return settings(max_examples=max(int(CASES * share), 1), deadline=None, derandomize=CASES <= DEFAULT_CASES)
 
 
 def check(house: House, call: Any, *, cancels: bool) -> None:
@@ -359,11 +362,11 @@ def test_other_methods(house: House, data: st.DataObject, which: Any) -> None:
     check(house, method(data.draw(requests), timeout=DEADLINE_SECONDS), cancels=False)
 
 
-async def text_of(gateway: Gateway, mode: Mode) -> str:
+async def text_of(gateway: Gateway, mode: Mode, seconds: float = DEADLINE_SECONDS / 2) -> str:
     """Returns the text of a request. Raises the request's error, and `TimeoutError` for a request that hangs."""
     request = Request(PROMPT, max_tokens=10, seed=1, speculation=SpeculationParameters(mode=mode))
     text, finished = "", False
-    async with asyncio.timeout(DEADLINE_SECONDS / 2), aclosing(gateway.generate(request)) as events:
+    async with asyncio.timeout(seconds), aclosing(gateway.generate(request)) as events:
         async for event in events:
             if isinstance(event, Delta):
                 text += event.text
@@ -375,14 +378,17 @@ async def text_of(gateway: Gateway, mode: Mode) -> str:
 @cases(0.1)
 @given(
     messages=st.lists(encoded(target_pb2.VerifyResponse.DESCRIPTOR, PASSES), max_size=4),
+    stays=st.sampled_from([False] * 9 + [True]),
     mode=st.sampled_from([Mode.OFF, Mode.LOCKSTEP, Mode.AUTO]),
 )
-def test_a_lying_target(house: House, messages: list[bytes], mode: Mode) -> None:
-    house.liar.messages, house.liar.stays = messages, False
+def test_a_lying_target(house: House, messages: list[bytes], stays: bool, mode: Mode) -> None:
+    house.liar.messages, house.liar.stays = messages, stays
     try:
-        house.call(text_of(house.false_target, mode))
+        house.call(text_of(house.false_target, mode, SILENT_SECONDS if stays else DEADLINE_SECONDS / 2))
     except DraftBridgeError as error:
         assert error.reason != "INTERNAL", error
+    except TimeoutError:
+        assert stays  # a client leaves while the target is silent
     eventually(lambda: house.quiet)
 
 

@@ -86,8 +86,8 @@ def encoded(draw: st.DrawFn, descriptor: Descriptor, valid: Sequence[Message]) -
         return draw(st.sampled_from(valid)).SerializeToString() + draw(messages(descriptor)).SerializeToString()
     if kind == 8:
         data = bytearray(draw(st.sampled_from(valid)).SerializeToString())
-        for place, byte in draw(st.lists(st.tuples(st.integers(0, 63), st.integers(0, 255)), min_size=1, max_size=3)):
-            if place < len(data):
-                data[place] = byte
-        return bytes(data[: draw(st.integers(0, 64))])
+        places = st.integers(0, max(len(data) - 1, 0))
+        for place, byte in draw(st.lists(st.tuples(places, st.integers(0, 255)), min_size=1, max_size=3)):
+            data[place : place + 1] = bytes([byte])
+        return bytes(data[: draw(st.none() | places)])
     return draw(st.binary(max_size=24))
