@@ -77,7 +77,7 @@ def check(request: Request) -> None:
 
 
 def check_size(request: Request, limit_bytes: int) -> None:
-    """Raises `InvalidField` for an input that would take long to tokenize, before any work is spent on it."""
+    """Raises `InvalidField` for an input that would take long to tokenize."""
     match request.input:
         case str(text):
             size = len(text.encode())

@@ -110,7 +110,9 @@ class ProcessConfig(Configuration):
         None, description="TOML file with the keys (bearer tokens) of clients. Read again when it changes."
     )
     insecure: bool = Field(
-        False, description="Allow other machines to connect without TLS, and without keys or client certificates."
+        False,
+        description="Allow other machines to connect without TLS, and without keys or client certificates; and send a "
+        "token to other machines without TLS.",
     )
     grace: float = Field(
         20.0, ge=0, le=86_400, description="Seconds that running calls have to end after SIGTERM or SIGINT."

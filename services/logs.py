@@ -1,8 +1,9 @@
 """Configures the log of a process: text or JSON, each line with the id of the request that it belongs to.
 
 The log holds nothing that a client wrote: no prompt, no generated text, no name or header of a request. A client may
-choose the request's id, of harmless characters. Tracebacks leave out exceptions' messages, because a library's may
-quote a request: types and places are what a bug report needs. Engines are exempt: they know only token ids.
+choose the request's id, and an engine its name, of harmless characters. Tracebacks leave out exceptions' messages,
+because a library's may quote a request: types and places are what a bug report needs. Engines of this repository are
+exempt: they know only token ids.
 """
 
 import json
@@ -46,6 +47,11 @@ def read_request_id(metadata: Iterable[tuple[str, Any]]) -> str:
     """Returns the id that a caller sent, or a new one if it sent none or one that does not belong into a log."""
     sent = next((value for key, value in metadata if key == REQUEST_ID_KEY), "")
     return sent if isinstance(sent, str) and _REQUEST_ID.fullmatch(sent) else secrets.token_hex(8)
+
+
+def loggable(name: str) -> str:
+    """Returns a name that a client chose, or the request's id if the name does not belong into a log."""
+    return name if _REQUEST_ID.fullmatch(name) else f"of request {request_id.get()}"
 
 
 def configure(format_: LogFormat, level: LogLevel) -> None:

@@ -23,6 +23,8 @@ _log = logging.getLogger(__name__)
 _RETRY_SECONDS = 1.0
 # A service that does not offer health checks is described again after each such pause.
 _POLL_SECONDS = 5.0
+# Pause after each report of good health, so that a service that sends them without end does not occupy the bridge.
+_HEALTHY_SECONDS = 0.1
 # Log lines per service: a peer that changes all the time must not fill the log.
 _MAX_LOG_LINES = 8
 _UNHEALTHY = "reports that it cannot serve now"
@@ -203,6 +205,7 @@ class Connection:
             # A stream that stayed open would delay the end of a server that stops.
             async for answer in call:
                 if answer is None or answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    await asyncio.sleep(_HEALTHY_SECONDS)
                     continue
                 return f"the service at {self.address} {_UNHEALTHY}"
         except aio.AioRpcError as error:

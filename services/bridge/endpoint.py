@@ -26,7 +26,7 @@ ROLES = {model_pb2.ROLE_DRAFT: "draft", model_pb2.ROLE_TARGET: "target"}
 # How long a description that is needed at once may take: for `GetStatus`, and for a reason why a service is away.
 CHECK_SECONDS = 2.0
 # For comparison, a tokenizer.json with 256,000 ids has 33 MB.
-_TOKENIZER_LIMIT_BYTES = 256 << 20
+_TOKENIZER_LIMIT_BYTES, _MAX_TOKENIZER_PIECES = 256 << 20, 1 << 16
 # Tokenizers to keep, so that a model that returns is connected at once. Models in use keep their own.
 _MAX_TOKENIZERS = 32
 # Chat templates of engines whose processes are kept.
@@ -130,12 +130,15 @@ class ModelReader:
         """Returns the model's tokenizer and why it cannot be a target's, or "". Fetches each checksum once."""
         sha256 = description.tokenizer_sha256
         if sha256 not in self._vocabularies:
-            data, announced = bytearray(), ""
+            data, announced, count = bytearray(), "", 0
             async for piece in stub.GetTokenizer(model_pb2.GetTokenizerRequest(), timeout=60):
                 data += _parsed(piece, address).chunk
-                announced = piece.sha256
-                if len(data) > _TOKENIZER_LIMIT_BYTES:
-                    raise ChecksumMismatch(f"{address} sends a tokenizer of more than {_TOKENIZER_LIMIT_BYTES} bytes")
+                announced, count = piece.sha256, count + 1
+                if len(data) > _TOKENIZER_LIMIT_BYTES or count > _MAX_TOKENIZER_PIECES:
+                    raise ChecksumMismatch(
+                        f"{address} sends a tokenizer of more than {_TOKENIZER_LIMIT_BYTES} bytes or "
+                        f"{_MAX_TOKENIZER_PIECES} pieces"
+                    )
             got = hashlib.sha256(data).hexdigest()
             if not got == announced == sha256:
                 raise ChecksumMismatch(

@@ -27,13 +27,17 @@ from services.bridge.endpoint import Endpoint
 from services.bridge.gateway import ZooDrafter
 from services.bridge.guest_tokenizers import GuestTokenizers
 from services.bridge.zoo import Zoo
+from services.logs import loggable
 from services.metrics import BridgeMetrics
+from services.rpc.gate import CALLER
 from services.rpc.streams import first_message
 
 _log = logging.getLogger(__name__)
 
 _DEFAULT_DEADLINE_US, _MAX_DEADLINE_US = 2000, 10_000_000
 _MAX_NAME_LENGTH = 256
+# One message may hold millions of values, whose conversion would hold up everybody. The rest of a step is ignored.
+_MAX_OPENING_BYTES, _MAX_STEP_TOKENS, _MAX_ENDED = 1 << 20, 1 << 20, 1 << 16
 # Upper bounds of the memory of a sequence: for itself, and for each token with its bytes and their index.
 _SEQUENCE_BYTES, _TOKEN_BYTES = 32 << 10, 200
 # Engines whose estimates are kept after they have left.
@@ -108,10 +112,11 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         self._zoo, self._limits = zoo, limits
         self._metrics, self._budget = metrics, _Budget(limits)
         self._tokenizers = GuestTokenizers(zoo.reader, limits.memory_bytes)
-        self._connections: dict[str, _Connection] = {}
+        # By the name of the client's key and that of the engine: a key cannot name the engines of another key.
+        self._connections: dict[tuple[str, str], _Connection] = {}
         metrics.guest_engines.set_function(lambda: len(self._connections))
         metrics.guest_sequences.set_function(lambda: self._budget.count)
-        self._estimates: LRUCache[tuple[str, str], tuple[TargetEstimates, BatchCosts]] = LRUCache(_MAX_ENGINES)
+        self._estimates: LRUCache[tuple[str, str, str], tuple[TargetEstimates, BatchCosts]] = LRUCache(_MAX_ENGINES)
         self._drafting = 0
 
     async def Propose(  # noqa: N802
@@ -150,8 +155,8 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
                 raise EngineNameTaken(opening.engine) from None
         finally:
             stack.close()
-            if self._connections.get(opening.engine) is connection:
-                del self._connections[opening.engine]
+            if self._connections.get(name := (CALLER.get(), opening.engine)) is connection:
+                del self._connections[name]
 
     def end_streams(self) -> None:
         """Ends the streams of all engines, which would otherwise last until the end of the grace period."""
@@ -166,14 +171,24 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         async for request in requests:
             if request.WhichOneof("kind") != "step":
                 raise ProtocolViolation("after opened, an engine sends steps only")
-            update = _read_step(request.step)
+            update = _read_step(request.step, self._limits.sequence_count)
             if update.number <= last:
                 raise ProtocolViolation(f"step {update.number} comes after step {last}: number steps upwards")
             last = update.number
             answer = await guest.step(update)
+            if (count := len(update.sequences)) < len(request.step.sequences):
+                answer.note = (
+                    f"the bridge follows the first {count} sequences of this step only: start it with more "
+                    f"--guest-sequences, or send at most {_MAX_STEP_TOKENS} tokens in a step"
+                )
             yield candidate_pb2.ProposeResponse(candidates=_write_answer(answer, guest.elapsed_ns))
             if answer.note and not note:
-                _log.warning("engine %s: %s", engine, note := answer.note)
+                note = answer.note  # not logged: it has numbers that the engine has sent
+                _log.warning(
+                    "some sequences of engine %s get no candidates: describe the engine's own model and tokenizer, or "
+                    "start the bridge with more --guest-sequences",
+                    loggable(engine),
+                )
             self._metrics.guest_steps.observe(guest.elapsed_ns / 1e9)
             self._metrics.guest_proposed.inc(sum(one.width for one in answer.proposed))
             await guest.settle()
@@ -187,33 +202,34 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         """Registers the engine's stream. Raises `EngineNameTaken`."""
         task = asyncio.current_task()
         assert task is not None
-        if before := self._connections.get(opening.engine):
+        name = CALLER.get(), opening.engine
+        if before := self._connections.get(name):
             if before.instance != opening.instance:
                 raise EngineNameTaken(opening.engine)
             before.replaced = True
             before.task.cancel()
-        connection = self._connections[opening.engine] = _Connection(opening.instance, task)
+        connection = self._connections[name] = _Connection(opening.instance, task)
         return connection
 
     def _guest(self, opening: candidate_pb2.ProposeOpen, vocabulary: Vocabulary) -> Guest:
         model = self._zoo.reader.guest_model(opening.model, vocabulary)
-        key = opening.engine, vocabulary.sha256
+        key = CALLER.get(), opening.engine, vocabulary.sha256
         if key not in self._estimates:
             self._estimates[key] = TargetEstimates(model.forward_costs), BatchCosts(model.forward_costs)
         estimates, costs = self._estimates[key]
-        shared = GuestOpening(model, estimates, tuple(opening.sources))
+        shared, name = GuestOpening(model, estimates, tuple(opening.sources)), loggable(opening.engine)
 
         async def open_(ids: Sequence[int], generated_token_count: int) -> GuestSequence:
             try:
                 return await self._open(shared, opening, ids, generated_token_count)
             except Exception:
-                _log.exception("a sequence of engine %s could not be opened; it gets no candidates", opening.engine)
+                _log.exception("a sequence of engine %s could not be opened; it gets no candidates", name)
                 raise
 
         def on_ended(id_: int, statistics: Statistics | None) -> None:
             self._budget.drop(guest, id_)
             if statistics and _log.isEnabledFor(logging.INFO):
-                _log.info("engine %s: sequence %d ended: %s", opening.engine, id_, _summary(statistics))
+                _log.info("a sequence of engine %s ended: %s", name, _summary(statistics))
 
         guest = Guest(
             model,
@@ -244,7 +260,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
             try:
                 return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, draft)
             except DraftBridgeError as error:
-                _log.info("a sequence of engine %s goes without its draft: %s", opening.engine, error)
+                _log.info("a sequence of engine %s goes without its draft: %s", loggable(opening.engine), error.reason)
                 draft.drafter.close()
             except BaseException:
                 draft.drafter.close()
@@ -277,6 +293,8 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
 def _check(opening: candidate_pb2.ProposeOpen) -> None:
     """Raises `InvalidField` for an engine that no bridge could serve."""
     name, model = opening.engine, opening.model
+    if (size := opening.ByteSize()) > _MAX_OPENING_BYTES:
+        raise InvalidField("open", f"at most {_MAX_OPENING_BYTES} bytes long", size)
     if not name.isprintable() or not 0 < len(name) <= _MAX_NAME_LENGTH:
         raise InvalidField("open.engine", f"1 to {_MAX_NAME_LENGTH} printable characters", f"{len(name)} characters")
     for field in ("context_length", "vocabulary_size"):
@@ -288,11 +306,15 @@ def _check(opening: candidate_pb2.ProposeOpen) -> None:
         raise InvalidField("open.sources", f"a selection of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
 
 
-def _read_step(step: candidate_pb2.ProposeStep) -> StepUpdate:
+def _read_step(step: candidate_pb2.ProposeStep, max_sequence_count: int) -> StepUpdate:
+    """Returns what a step has changed: of its first sequences, if it has more than the bridge can hold."""
     deadline_us = step.deadline_us if step.HasField("deadline_us") else _DEFAULT_DEADLINE_US
-    return StepUpdate(
-        number=step.step,
-        sequences=tuple(
+    room, sequences = _MAX_STEP_TOKENS, []
+    for one in step.sequences[:max_sequence_count]:
+        room -= len(one.token_ids)
+        if room < 0:
+            break
+        sequences.append(
             SequenceUpdate(
                 one.sequence_id,
                 one.kept_token_count,
@@ -302,9 +324,11 @@ def _read_step(step: candidate_pb2.ProposeStep) -> StepUpdate:
                 one.candidate_step,
                 one.candidate_count,
             )
-            for one in step.sequences
-        ),
-        ended=tuple(step.ended_sequence_ids),
+        )
+    return StepUpdate(
+        number=step.step,
+        sequences=tuple(sequences),
+        ended=tuple(step.ended_sequence_ids[:_MAX_ENDED]),
         deadline_ns=1000 * min(deadline_us, _MAX_DEADLINE_US),
         engine_ns=step.engine_ns,
         forward_token_count=step.forward_token_count,

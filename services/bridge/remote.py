@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-from grpc import aio
+from grpc import StatusCode, aio
 
-from bridge.errors import ProtocolViolation, Unreachable
+from bridge.errors import ProtocolViolation, TargetFault, Unreachable
 from bridge.ports import Candidates, Grant, Pass, Proposal, Run, Sync
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.models import Model
@@ -59,6 +59,8 @@ class _Stream:
                     raise ProtocolViolation(f"{self._address} has sent {count} tokens in one message")
                 yield message
         except aio.AioRpcError as error:
+            if error.code() is StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or ""):
+                raise ProtocolViolation(f"{self._address} has sent a message above the limit of size") from error
             raise from_rpc_error(error, self._address) from error
 
     def close(self) -> None:
@@ -135,8 +137,11 @@ class RemoteVerifier:
 
     async def passes(self) -> AsyncIterator[Pass]:
         """See `Verifier`."""
-        async for message in self._stream.read():
-            yield codec.read_pass(message)
+        try:
+            async for message in self._stream.read():
+                yield codec.read_pass(message)
+        except ProtocolViolation as error:  # the target's, not the client's
+            raise TargetFault(str(error)) from error
 
     def close(self) -> None:
         """Ends the stream, and with it the session at the other end."""

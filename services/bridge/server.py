@@ -17,6 +17,7 @@ from services.config import BridgeServerConfig
 from services.metrics import BridgeMetrics
 from services.rpc.insight import Insight
 from services.rpc.keys import Keys
+from services.rpc.security import warn_of_open_token
 from services.rpc.server import Server, stop_event, unless
 from services.traces import NO_TRACES, Traces
 
@@ -53,6 +54,7 @@ def run(
         try:
             insight = Insight(metrics, traces, config.channelz)
             server = Server(config.listen, config, insight, share_port=config.share_port)
+            warn_of_open_token(config.credentials, (*config.target, *config.draft))
             stop = stop_event(until_stdin_closes)
             if not config.target:
                 _log.warning("a bridge without --target serves candidates to guests only: it cannot generate texts")

@@ -13,8 +13,9 @@ from grpc import aio
 from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import SpeculationParameters
-from bridge.request import Request
+from bridge.request import MAX_STOP_STRINGS, Request
 from bridge.text.chat import Chat
+from bridge.text.models import Model
 from bridge.text.translation import segment, translate
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.bridge.backend import Opened
@@ -28,6 +29,9 @@ from services.version import VERSION
 
 # Generations in progress that `GetStatus` lists.
 _MAX_RUNNING = 100
+# Larger requests are converted in a thread. One message may hold millions of values; these counts are checked before.
+_MAX_INLINE_BYTES = 64 << 10
+_MAX_MESSAGES, _MAX_CHOICES, _MAX_NAMES = 1 << 16, 1 << 16, 64
 
 
 class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
@@ -47,8 +51,14 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         self, request: bridge_pb2.GenerateRequest, context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[bridge_pb2.GenerateResponse]:
         """See the contract."""
+        vocabulary_size = max((one.model.vocabulary_size for one in self._zoo.endpoints), default=0)
+        _check_counts(request, self._gateway.prompt_limit_bytes, vocabulary_size)
         wish = Wish.of(request.draft, request.drafts, request.workload)
-        events = self._gateway.generate(_read_request(request), request.target, wish=wish)
+        if request.ByteSize() > _MAX_INLINE_BYTES:
+            converted = await asyncio.to_thread(_read_request, request)
+        else:
+            converted = _read_request(request)
+        events = self._gateway.generate(converted, request.target, wish=wish)
         async with aclosing(events):
             async for event in events:
                 match event:
@@ -111,26 +121,51 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
     ) -> bridge_pb2.TranslateResponse:
         """See the contract."""
         source, target = self._zoo.model(request.source), self._zoo.model(request.target)
-        match request.WhichOneof("input"):
-            case "text":
-                data = request.text.encode()
-                if len(data) > (limit := self._gateway.prompt_limit_bytes):
-                    raise InvalidField("text", f"at most {limit} bytes long on this bridge (--prompt-limit)", len(data))
-                source_ids, target_ids = await asyncio.gather(
-                    *(asyncio.to_thread(segment, one.vocabulary, data) for one in (source, target))
-                )
-            case "token_ids":
-                source_ids = list(request.token_ids.token_ids)
-                for id_ in source_ids:
-                    if id_ >= source.vocabulary.size or source.vocabulary.tokens[id_] is None:
-                        raise TokenOutOfRange(id_, source.vocabulary.size, source.name)
-                target_ids = await asyncio.to_thread(translate, source_ids, source, target)
-            case _:
-                raise InvalidField("input", "a text or token ids", "neither")
-        return bridge_pb2.TranslateResponse(
-            source_tokens=codec.write_spans(source.vocabulary, source_ids),
-            target_tokens=codec.write_spans(target.vocabulary, target_ids),
-        )
+        kind = request.WhichOneof("input")
+        if kind is None:
+            raise InvalidField("input", "a text or token ids", "neither")
+        size = len(request.text.encode()) if kind == "text" else 4 * len(request.token_ids.token_ids)
+        _check_size(kind, size, self._gateway.prompt_limit_bytes)
+        return await asyncio.to_thread(_translated, request, source, target)
+
+
+def _translated(request: bridge_pb2.TranslateRequest, source: Model, target: Model) -> bridge_pb2.TranslateResponse:
+    """Returns the text or the ids in the tokens of both models. Raises `TokenOutOfRange`."""
+    if request.HasField("text"):
+        source_ids, target_ids = (segment(one.vocabulary, request.text.encode()) for one in (source, target))
+    else:
+        source_ids = list(request.token_ids.token_ids)
+        for id_ in source_ids:
+            if id_ >= source.vocabulary.size or source.vocabulary.tokens[id_] is None:
+                raise TokenOutOfRange(id_, source.vocabulary.size, source.name)
+        target_ids = translate(source_ids, source, target)
+    return bridge_pb2.TranslateResponse(
+        source_tokens=codec.write_spans(source.vocabulary, source_ids),
+        target_tokens=codec.write_spans(target.vocabulary, target_ids),
+    )
+
+
+def _check_size(field: str, size: int, limit: int) -> None:
+    if size > limit:
+        raise InvalidField(field, f"at most {limit} bytes long on this bridge (--prompt-limit)", size)
+
+
+def _check_counts(message: bridge_pb2.GenerateRequest, prompt_limit_bytes: int, vocabulary_size: int) -> None:
+    """Raises `InvalidField` for a request that would take long to convert: that would hold up all others."""
+    sampling = message.sampling
+    size = message.chat.ByteSize() if message.HasField("chat") else 4 * len(message.token_ids.token_ids)
+    _check_size("the prompt", size, prompt_limit_bytes)
+    for field, values, limit, what in (
+        ("chat.messages", message.chat.messages, _MAX_MESSAGES, "messages"),
+        ("stop", message.stop, MAX_STOP_STRINGS, "strings"),
+        ("drafts", message.drafts, _MAX_NAMES, "names"),
+        ("speculation.sources", message.speculation.sources, _MAX_NAMES, "names"),
+        ("sampling.logit_bias", sampling.logit_bias, vocabulary_size, "ids"),
+        ("sampling.stop_token_ids", sampling.stop_token_ids, vocabulary_size, "ids"),
+        ("sampling.choice", sampling.choice.texts, _MAX_CHOICES, "texts"),
+    ):
+        if len(values) > limit:
+            raise InvalidField(field, f"at most {limit} {what}", f"{len(values)} {what}")
 
 
 def _read_request(message: bridge_pb2.GenerateRequest) -> Request:

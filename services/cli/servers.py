@@ -64,8 +64,10 @@ def http(config: HttpServerConfig, until_stdin_closes: bool) -> None:
     from services.bridge.remote_gateway import RemoteGateway
     from services.http.server import run
     from services.metrics import HttpMetrics
+    from services.rpc.security import warn_of_open_token
 
     with _observed(config, metrics := HttpMetrics(), "draftbridge-http") as traces:
+        warn_of_open_token(config.credentials, [config.bridge])
         run(config, RemoteGateway(config.bridge, config.credentials, metrics, traces), announce, until_stdin_closes)
 
 

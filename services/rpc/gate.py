@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +18,7 @@ _OPEN = "/grpc.health.v1.Health/"
 _OURS = "/draftbridge."
 # Calls that the limits of a key apply to.
 _GENERATING = ("/Generate", "/Draft", "/Verify", "/Propose")
+_TRANSLATING = "/Translate"
 
 # The name of the key of the present call; empty if the server has no keys.
 CALLER: ContextVar[str] = ContextVar("caller", default="")
@@ -56,11 +57,19 @@ class Gate(aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not method.startswith(_OURS):
             return handler
-        return self._counted(handler, key if method.endswith(_GENERATING) else None)
+        if key and method.endswith(_TRANSLATING):
+            return self._counted(handler, None, key.translation)
+        if key and method.endswith(_GENERATING):
+            return self._counted(handler, key, key.request)
+        return self._counted(handler)
 
     def _counted(
-        self, handler: "grpc.RpcMethodHandler[Any, Any]", key: Key | None
+        self,
+        handler: "grpc.RpcMethodHandler[Any, Any]",
+        key: Key | None = None,
+        limited: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> "grpc.RpcMethodHandler[Any, Any]":
+        """Returns a handler that counts its calls. `key` spends the tokens of its answers; `limited` admits a call."""
         options = {
             "request_deserializer": handler.request_deserializer,
             "response_serializer": handler.response_serializer,
@@ -70,7 +79,7 @@ class Gate(aio.ServerInterceptor):
 
         async def stream(request: Any, context: "aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
             try:
-                with self._admitted(key):
+                with self._admitted(limited):
                     async for response in behavior(request, context):
                         if key:
                             key.spend(_token_count(response))
@@ -80,7 +89,7 @@ class Gate(aio.ServerInterceptor):
 
         async def single(request: Any, context: "aio.ServicerContext[Any, Any]") -> Any:
             try:
-                with self._admitted(key):
+                with self._admitted(limited):
                     return await behavior(request, context)
             except DraftBridgeError as error:
                 await abort(context, error)
@@ -92,13 +101,13 @@ class Gate(aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(single, **options)
 
     @contextmanager
-    def _admitted(self, key: Key | None) -> Iterator[None]:
+    def _admitted(self, limited: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         if self._running >= self._call_limit:
             raise Overloaded(self._call_limit)
         self._running += 1
         self._idle.clear()
         try:
-            with key.request() if key else nullcontext():
+            with limited():
                 yield
         finally:
             self._running -= 1

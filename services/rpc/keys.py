@@ -50,6 +50,7 @@ class Usage:
     """What the requests of one key use. `balance`: tokens that it may still generate, refilled over a minute."""
 
     running: int = 0
+    translating: int = 0
     balance: float | None = None
     refilled: float = 0.0
 
@@ -87,6 +88,18 @@ class Key:
             yield
         finally:
             self.usage.running -= count
+
+    @contextmanager
+    def translation(self) -> Iterator[None]:
+        """Counts the block as a translation, apart from requests, which may need one. Raises `KeyLimitReached`."""
+        allowed = self.settings.concurrent_requests
+        if allowed is not None and self.usage.translating >= allowed:
+            raise KeyLimitReached(self.name, f"{allowed} concurrent translations", 1.0)
+        self.usage.translating += 1
+        try:
+            yield
+        finally:
+            self.usage.translating -= 1
 
     def spend(self, token_count: int) -> None:
         """Counts generated tokens."""

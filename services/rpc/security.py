@@ -2,10 +2,12 @@
 
 import logging
 import ssl
+from collections.abc import Iterable
 from pathlib import Path
 
 import grpc
 
+from draftbridge.security import Credentials, is_local
 from services.config import InvalidConfiguration, ProcessConfig, ServerConfig, exposure
 
 _log = logging.getLogger(__name__)
@@ -21,6 +23,18 @@ def check_exposure(listen: str, config: ProcessConfig) -> None:
         raise InvalidConfiguration(f"the address {exposure(listen, missing)}")
     if missing:
         _log.warning("%s is open to everything that can reach it, because of --insecure: it lacks %s", listen, missing)
+
+
+def warn_of_open_token(credentials: Credentials, addresses: Iterable[str]) -> None:
+    """Logs to which other machines a server sends its own token unencrypted, which `insecure` allows."""
+    if credentials.token_file is None or credentials.encrypted:
+        return
+    if others := [one for one in addresses if not is_local(one)]:
+        _log.warning(
+            "because of --insecure, the token of %s is sent unencrypted to %s",
+            credentials.token_file,
+            ", ".join(others),
+        )
 
 
 def limits(config: ServerConfig) -> list[tuple[str, int]]:

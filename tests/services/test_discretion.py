@@ -3,14 +3,17 @@
 import contextlib
 import logging
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import grpc
 import pytest
 
 from draftbridge import CallError, Client, Credentials
+from draftbridge.candidates import SequenceStep
 from services.cli.processes import launched
 from services.logs import JsonFormatter, TextFormatter
+from tests.support.guests import client as guest
 
 PROMPT = "The quick brown fox"
 MARKER = "xyzzy7391"
@@ -35,13 +38,16 @@ def test_nothing_that_clients_send_is_logged(tiny_models: tuple[Path, Path], cap
         for wrong in ({"target": MARKER}, {"draft": MARKER}, {"sources": [MARKER]}, {"max_tokens": 2**31}):
             with pytest.raises(CallError):
                 client.generate(MARKER, **marked | wrong)
+        with closing(guest(address, engine=f"an engine {MARKER}")) as engine:
+            engine.step([SequenceStep(7391, [2**31])], deadline=5.0)
         with grpc.insecure_channel(address) as channel, pytest.raises(grpc.RpcError):
             channel.unary_unary(f"/draftbridge.v1.BridgeService/{MARKER}")(MARKER.encode())
         with grpc.insecure_channel(target) as channel, pytest.raises(grpc.RpcError):
             channel.unary_unary("/draftbridge.v1.ModelService/GetModel")(b"\xff" + MARKER.encode())
     logged = capfd.readouterr().err
     assert "DEBUG asyncio" in logged  # the level is DEBUG
-    assert MARKER not in logged
+    assert "some sequences of engine" in logged
+    assert MARKER not in logged and "7391" not in logged
 
 
 @pytest.mark.parametrize("formatter", [TextFormatter(), JsonFormatter()])

@@ -3,6 +3,7 @@
 import hashlib
 import queue
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
@@ -76,11 +77,13 @@ def named(id_: int, kept: int, ids: list[int], **more: int) -> candidate_pb2.Pro
 class Raw:
     """One stream of the service, whose messages a test sends itself."""
 
-    def __init__(self, address: str, *first: candidate_pb2.ProposeRequest) -> None:
+    def __init__(self, address: str, *first: candidate_pb2.ProposeRequest, token: str = "") -> None:
         self.outbox: queue.SimpleQueue[candidate_pb2.ProposeRequest | None] = queue.SimpleQueue()
         self._channel = grpc.insecure_channel(address)
         self.call = candidate_pb2_grpc.CandidateServiceStub(self._channel).Propose(
-            iter(self.outbox.get, None), timeout=60
+            iter(self.outbox.get, None),
+            timeout=60,
+            metadata=(("authorization", f"Bearer {token}"),) if token else (),
         )
         for request in first:
             self.outbox.put(request)
@@ -116,7 +119,7 @@ def raw(bridge: Bridge) -> Iterator[Raw]:
     stream = Raw(bridge.address, opening())
     yield stream.open()
     stream.close()
-    eventually(lambda: "raw" not in bridge.servicer._connections)
+    eventually(lambda: ("", "raw") not in bridge.servicer._connections)
 
 
 @pytest.mark.parametrize(
@@ -232,13 +235,14 @@ def test_sequences_end_with_their_stream_when_idle_and_at_the_limit() -> None:
     with running(GuestLimits(sequence_count=3, idle_seconds=0.4)) as found:
         stream = Raw(found.address, opening()).open()
         held = found.servicer._budget
-        stream.ask(step(1, *(named(number, 0, ids) for number in range(5))))
+        assert "first 3 sequences" in stream.ask(step(1, *(named(number, 0, ids) for number in range(9)))).note
+        stream.ask(step(2, named(3, 0, ids), named(4, 0, ids)))
         assert held.count == 3
-        assert stream.ask(step(2, named(0, 60, []), named(4, 60, []))).unknown_sequence_ids[:] == [0]
-        stream.ask(step(3, ended_sequence_ids=[4]))
+        assert stream.ask(step(3, named(0, 60, []), named(4, 60, []))).unknown_sequence_ids[:] == [0]
+        stream.ask(step(4, ended_sequence_ids=[4]))
         assert held.count == 2
         eventually(lambda: held.count == 0)
-        stream.ask(step(4, named(8, 0, ids)))
+        stream.ask(step(5, named(8, 0, ids)))
         stream.close()
         eventually(lambda: held.count == 0 and held._bytes == 0)
 
@@ -246,7 +250,8 @@ def test_sequences_end_with_their_stream_when_idle_and_at_the_limit() -> None:
 def test_sequences_that_cannot_be_followed_count_too() -> None:
     with running(GuestLimits(sequence_count=3)) as found:
         stream = Raw(found.address, opening()).open()
-        stream.ask(step(1, *(named(number, 0, [2**32 - 1]) for number in range(500))))
+        stream.ask(step(1, *(named(number, 0, [2**32 - 1]) for number in range(3))))
+        stream.ask(step(2, *(named(number, 0, [2**32 - 1]) for number in range(3, 6))))
         assert found.servicer._budget.count == 3
         stream.close()
 
@@ -258,9 +263,10 @@ def test_a_step_that_ends_its_own_sequences_holds_up_nobody() -> None:
         stream = Raw(found.address, opening()).open()
         stream.ask(step(1, named(1, 0, ids)))
         eventually(lambda: opened(found, 1))
-        stream.ask(step(2, named(1, 60, ids[:1]), named(2, 0, ids), named(3, 0, ids)))
-        stream.ask(step(3, named(4, 0, ids), named(5, 0, ids), named(6, 0, ids)))
-        assert stream.ask(step(4, named(6, 60, []))).unknown_sequence_ids[:] == []
+        stream.ask(step(2, named(1, 60, ids[:1]), named(2, 0, ids)))
+        stream.ask(step(3, named(3, 0, ids), named(4, 0, ids)))
+        stream.ask(step(4, named(5, 0, ids), named(6, 0, ids)))
+        assert stream.ask(step(5, named(6, 60, []))).unknown_sequence_ids[:] == []
         assert found.servicer._budget.count == 2
         stream.close()
         eventually(lambda: found.servicer._budget.count == 0)
@@ -310,3 +316,14 @@ def test_tokenizers_share_a_limit_of_memory() -> None:
         assert [next(second.call).opened.wants_tokenizer for _ in range(2)] == [True, False]
         for stream in (refused, giant, second):
             stream.close()
+
+
+def test_keys_do_not_share_the_names_of_engines(tmp_path: Path) -> None:
+    keys, tokens = tmp_path / "keys.toml", ("alice-0123456789abcdef", "bob-0123456789abcdef")
+    keys.write_text("".join(f'[{token.partition("-")[0]}]\ntoken = "{token}"\n' for token in tokens))
+    with running(keys=keys) as found:
+        streams = [Raw(found.address, opening(instance=7), token=token).open() for token in tokens]
+        for stream in streams:
+            assert stream.ask(step(1)).step == 1
+            stream.close()
+        eventually(lambda: not found.servicer._connections)

@@ -5,13 +5,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks.reciting import load
 from draftbridge.candidates import CandidateClient, SequenceStep
 from draftbridge.v1 import candidate_pb2_grpc, model_pb2
 from services.bridge.guests import CandidateServicer, GuestLimits
 from services.bridge.zoo import Zoo
-from services.config import Role
+from services.config import Role, ServerConfig
 from services.metrics import BridgeMetrics
 from services.model.server import register
 from services.rpc.server import Server
@@ -49,7 +50,10 @@ class Bridge:
 
 @contextmanager
 def running(
-    limits: GuestLimits | None = None, draft_text: bytes = b"", draft_kind: str = "byte_level"
+    limits: GuestLimits | None = None,
+    draft_text: bytes = b"",
+    draft_kind: str = "byte_level",
+    keys: Path | None = None,
 ) -> Iterator[Bridge]:
     """Runs a bridge, with a draft that recites `draft_text` if it is not empty."""
     started: list[Bridge] = []
@@ -70,7 +74,7 @@ def running(
             await model_server._server.start()
             addresses = [model_server.address]
         zoo = await Zoo([], addresses).connect()
-        server = Server("127.0.0.1:0")
+        server = Server("127.0.0.1:0", ServerConfig.model_validate({"keys": keys}))
         servicer = CandidateServicer(zoo, limits or GuestLimits(), BridgeMetrics())
         server.register(candidate_pb2_grpc.add_CandidateServiceServicer_to_server, servicer, None)
         await server._server.start()

@@ -1,0 +1,71 @@
+"""A message of 16 MiB, which a bridge accepts, costs its event loop no more than its parsing."""
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import pytest
+from google.protobuf import struct_pb2
+
+from bridge.errors import InvalidField
+from draftbridge.v1 import bridge_pb2, candidate_pb2, sampling_pb2
+from services.bridge.guests import _read_step
+from services.bridge.servicer import _check_counts
+
+MIB = 1 << 20
+
+
+def nulls() -> bridge_pb2.GenerateRequest:
+    values = struct_pb2.ListValue(values=[struct_pb2.Value(null_value=struct_pb2.NULL_VALUE)])
+    list_ = struct_pb2.ListValue.FromString(values.SerializeToString() * (2 * MIB))
+    variables = struct_pb2.Struct(fields={"x": struct_pb2.Value(list_value=list_)})
+    return bridge_pb2.GenerateRequest(chat=bridge_pb2.Chat(template_variables=variables))
+
+
+def messages() -> bridge_pb2.GenerateRequest:
+    one = bridge_pb2.Chat(messages=[bridge_pb2.ChatMessage()]).SerializeToString()
+    return bridge_pb2.GenerateRequest(chat=bridge_pb2.Chat.FromString(one * MIB))
+
+
+def sampled(**fields: Any) -> bridge_pb2.GenerateRequest:
+    return bridge_pb2.GenerateRequest(prompt="x", sampling=sampling_pb2.SamplingParameters(**fields))
+
+
+@pytest.mark.parametrize(
+    ("build", "field"),
+    [
+        (nulls, "the prompt"),
+        (messages, "chat.messages"),
+        (lambda: bridge_pb2.GenerateRequest(token_ids=bridge_pb2.TokenIds(token_ids=b"F" * (8 * MIB))), "the prompt"),
+        (lambda: bridge_pb2.GenerateRequest(prompt="x", stop=[""] * MIB), "stop"),
+        (lambda: bridge_pb2.GenerateRequest(prompt="x", drafts=[""] * MIB), "drafts"),
+        (lambda: sampled(logit_bias=dict.fromkeys(range(MIB), 1.0)), "sampling.logit_bias"),
+        (lambda: sampled(stop_token_ids=b"F" * (8 * MIB)), "sampling.stop_token_ids"),
+        (lambda: sampled(choice=sampling_pb2.Choice(texts=[""] * MIB)), "sampling.choice"),
+    ],
+    ids=["nulls", "messages", "ids", "stop", "drafts", "logit_bias", "stop_token_ids", "choice"],
+)
+def test_what_would_take_long_to_convert_is_refused_by_its_size(
+    build: Callable[[], bridge_pb2.GenerateRequest], field: str
+) -> None:
+    data = build().SerializeToString()
+    started = perf_counter()
+    request = bridge_pb2.GenerateRequest.FromString(data)
+    parsed = perf_counter()
+    with pytest.raises(InvalidField) as caught:
+        _check_counts(request, 4 * MIB, 262_144)
+    assert perf_counter() - parsed < (parsed - started) + 0.02
+    assert caught.value.metadata["field"] == field
+
+
+def test_a_step_is_cut_to_what_the_bridge_can_hold() -> None:
+    one = candidate_pb2.ProposeStep(sequences=[candidate_pb2.ProposeSequence(sequence_id=1)]).SerializeToString()
+    data = one * MIB + candidate_pb2.ProposeStep(ended_sequence_ids=b"F" * MIB).SerializeToString()
+    started = perf_counter()
+    step = candidate_pb2.ProposeStep.FromString(data)
+    parsed = perf_counter()
+    update = _read_step(step, 4096)
+    assert perf_counter() - parsed < (parsed - started) + 0.05
+    assert (len(update.sequences), len(update.ended)) == (4096, 1 << 16)
+    long = candidate_pb2.ProposeSequence(token_ids=b"F" * (700_000))
+    assert len(_read_step(candidate_pb2.ProposeStep(sequences=[long, long]), 4096).sequences) == 1
