@@ -110,7 +110,6 @@ async def generate(
     if draft_model and drafter:
         draft_estimates = _estimates_of(draft_model, model, estimates)
         draft = Draft(draft_model, drafter, draft_estimates)
-        statistics.drafts.append(draft_model.name)
     opening = Opening(
         prompt=model.vocabulary.spell(prompt.ids),
         render=partial(render, request, source=model),
@@ -121,10 +120,23 @@ async def generate(
         grammar=grammar,
         clock=clock,
     )
-    sources, note = await asyncio.to_thread(_open_sources, request, opening)
+    sources, refusal = await asyncio.to_thread(_open_sources, request, opening)
+    own_estimates = RequestEstimates(estimates, sources, draft_estimates)
+    note = ""
+    if draft and not refusal:
+        statistics.drafts.append(draft.model.name)
+    if refusal:
+        note = f"the draft could not take the request ({refusal}); the target went on without it"
+        found = (
+            await _substitute(next_draft, opening, own_estimates, model, statistics, refusal) if next_draft else None
+        )
+        if found:
+            source, take_over = found
+            sources.insert(0, source)
+            take_over()
+            note = f"the draft could not take the request ({refusal}); another draft replaced it"
     yield Started(len(prompt.ids))
 
-    own_estimates = RequestEstimates(estimates, sources, draft_estimates)
     planner = Planner(request.speculation, own_estimates)
     tape, text = Tape(model.vocabulary, prompt.ids), TextStream(request.stop)
     # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
@@ -175,16 +187,16 @@ async def generate(
     )
 
 
-def _open_sources(request: Request, opening: Opening) -> tuple[list[CandidateSource], str]:
-    """Returns the sources that the request allows, and a note on one that could not be opened."""
-    opened, note = [], ""
+def _open_sources(request: Request, opening: Opening) -> tuple[list[CandidateSource], DraftBridgeError | None]:
+    """Returns the sources that the request allows, and the error of one that could not be opened."""
+    opened, refusal = [], None
     for name, source in SOURCES.items():
         if request.speculation.allows(name, takes_time=source.takes_time):
             try:
                 opened.append(source.open(opening))
             except DraftBridgeError as error:  # a draft's template may refuse what the target's accepts
-                note = f"the {name} could not take the request ({error}); the target went on without it"
-    return [source for source in opened if source], note
+                refusal = error
+    return [source for source in opened if source], refusal
 
 
 def _estimates_of(draft: Model, target: Model, estimates: TargetEstimates) -> DraftEstimates:

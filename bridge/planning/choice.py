@@ -17,12 +17,12 @@ from bridge.planning.costs import MAX_WIDTH, WidthCost
 from bridge.planning.prediction import DraftCosts, TargetCosts, ahead, in_turns
 
 # The factor by which each request reduces the weight of earlier ones of its record.
-_FADE = 0.98
+FADE = 0.98
 # The weight of the times that the models report, and the most that other kinds of text can have, in requests.
 _PRIOR_REQUESTS, _MAX_OTHER_REQUESTS = 0.5, 3.0
 # The assumed standard deviation of a request's gain.
 _DEVIATION = 0.3
-# Every draft that may be the best one is tried this often, in at most one of `_FIRST_EVERY` requests; then one of
+# Every draft is tried this often, in at most one of `_FIRST_EVERY` requests; then one of
 # `_LATER_EVERY` requests goes to the draft whose gain is least certain, if it may still be the best.
 _FIRST_TRIES, _FIRST_EVERY, _LATER_EVERY = 2.0, 3, 20
 # Pairs and kinds of text that are remembered; those that were used least recently are forgotten.
@@ -46,7 +46,8 @@ class RecordKey(NamedTuple):
 class PairRecord:
     """What requests of one kind have shown about a pair. All counts fade: older requests count less.
 
-    `plain_passes`: the time of the requests, in times of a plain pass of the target.
+    Only passes with candidates of the draft, or without any, count: prompt lookup shows nothing about a draft.
+    `plain_passes`: the time of these passes, in times of a plain pass of the target under the same load.
     """
 
     request_count: float = 0.0
@@ -68,7 +69,7 @@ class PairRecord:
     def add(self, other: "PairRecord") -> None:
         """Adds a request."""
         for name, value in asdict(other).items():
-            setattr(self, name, _FADE * getattr(self, name) + value)
+            setattr(self, name, FADE * getattr(self, name) + value)
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class DraftChoice:
 
 
 class DraftChooser:
-    """Knows the gains of all pairs. `on_update` receives each record that a request has changed."""
+    """Knows the gains of all pairs. `on_update` receives what each request adds to a record."""
 
     def __init__(self, on_update: Callable[[RecordKey, PairRecord], None] = lambda key, record: None) -> None:
         self._records: LRUCache[RecordKey, PairRecord] = LRUCache(_MAX_RECORDS)
@@ -180,7 +181,8 @@ class DraftChooser:
 
         best = expected[ranked[0]].gain
         open_ = [draft for draft in ranked[1:] if expected[draft].optimistic_gain > best]
-        fresh = [draft for draft in open_ if tries(draft) < _FIRST_TRIES]
+        # Whatever the reported times promise: a draft without times, such as prompt lookup, may be the best one.
+        fresh = [draft for draft in ranked[1:] if tries(draft) < _FIRST_TRIES]
         # The first request of all goes to the draft that is expected to be the best.
         if fresh and count % _FIRST_EVERY == 1:
             return min(fresh, key=tries)
@@ -194,7 +196,7 @@ class DraftChooser:
             key = RecordKey(target, draft, kind)
             record = self._records.setdefault(key, PairRecord())
             record.add(request)
-            self._on_update(key, record)
+            self._on_update(key, request)
 
 
 def predicted_gain(

@@ -24,7 +24,7 @@ from bridge.text.models import Model
 
 _log = logging.getLogger(__name__)
 
-# After this many passes without a candidate of the draft, another draft is tried.
+# After this many passes without any candidate, another draft is tried.
 _UNUSED_PASSES = 64
 # Opens a source in place of one that failed with an error, or that does not pay (None). Returns the source and a
 # function to call when it takes over, or None if no source is left to take over.
@@ -54,7 +54,8 @@ class SourceSet:
         self._model, self._tape, self._end_id, self._grammar = model, tape, end_id, grammar
         self._substitute = substitute
         self._seeking: asyncio.Task[tuple[CandidateSource, Callable[[], None]] | None] | None = None
-        self._unused_pass_count = 0
+        # Whether the present search is for a replacement of a draft that failed.
+        self._unused_pass_count, self._failed = 0, False
         self._notify: Callable[[], None] = lambda: None
         self.note = ""
         # All sources that took part, in order, also those that were dropped or replaced.
@@ -112,8 +113,10 @@ class SourceSet:
 
     def _judge(self, source: CandidateSource, outcome: Outcome) -> None:
         """Looks for another source if this one has not answered in time, or its candidates are not worth verifying."""
-        used = source.name in outcome.tried.sources
-        self._unused_pass_count = 0 if used else self._unused_pass_count + 1
+        if source.name in outcome.tried.sources:
+            self._unused_pass_count = 0
+        elif not outcome.tried.sources:  # a pass that another source served does not count against the draft
+            self._unused_pass_count += 1
         if source.state and source.state.overdue:
             self._seek(Unreachable("the draft", "it did not answer in time"))
         elif self._unused_pass_count >= _UNUSED_PASSES:
@@ -121,7 +124,7 @@ class SourceSet:
 
     def _seek(self, error: Exception | None) -> None:
         if self._substitute and not self._seeking:
-            self._unused_pass_count = 0
+            self._unused_pass_count, self._failed = 0, error is not None
             self._seeking = asyncio.ensure_future(self._substitute(error))
             self._seeking.add_done_callback(lambda _: self._notify())
 
@@ -134,7 +137,8 @@ class SourceSet:
             _log.error("a bug in the bridge stopped the search for another draft", exc_info=error)
         found = None if error else task.result()
         if found is None:
-            self._substitute = None
+            if error or self._failed:  # no draft is left
+                self._substitute = None
             return
         source, on_take_over = found
         for other in [one for one in self._sources if one.takes_time]:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextvars import Context
+from dataclasses import replace
 from enum import Enum
 from time import perf_counter
 from typing import Any
@@ -28,8 +29,8 @@ _HEALTHY_SECONDS = 0.1
 # Log lines per service: a peer that changes all the time must not fill the log.
 _MAX_LOG_LINES = 8
 _UNHEALTHY = "reports that it cannot serve now"
-# What a description may change without becoming that of another model: its times, measured anew at each start.
-_TIMES = ("forward_costs",)
+# What a description may change without becoming that of another model: each start measures and draws it anew.
+_OF_A_START = ("forward_costs", "instance_id")
 
 
 class State(Enum):
@@ -138,7 +139,9 @@ class Connection:
         return problem
 
     async def _describe(self, seconds: float, *, wait: bool = False) -> tuple[model_pb2.Model, int]:
-        return await self._reader.describe(self.channel, self.address, seconds, wait=wait)
+        found = await self._reader.describe(self.channel, self.address, seconds, wait=wait)
+        # The first call may have waited for the service: only a second one shows the round trip.
+        return await self._reader.describe(self.channel, self.address, CHECK_SECONDS) if wait else found
 
     async def _run(self) -> None:
         while True:
@@ -183,6 +186,9 @@ class Connection:
         if before is None or not _same(description, before.description):
             self.known = await self._reader.endpoint(self.channel, self.address, self.role, description)
             self._on_connected(self.known, before)
+        elif description != before.description:  # its times only: what was learned about it stays
+            model = self._reader.model(description, before.model.vocabulary)
+            self.known = replace(before, description=description, model=model)
         self.problem, self.refused = "", None
 
     async def _watch(self) -> None:
@@ -256,12 +262,12 @@ class Connection:
 
 
 def _same(one: model_pb2.Model, other: model_pb2.Model) -> bool:
-    """Returns whether two descriptions are of the same model: of equal descriptions but for the measured times."""
+    """Returns whether two descriptions are of the same model: of equal descriptions but for what each start changes."""
     copies = []
     for description in (one, other):
         copy = model_pb2.Model()
         copy.CopyFrom(description)
-        for name in _TIMES:
+        for name in _OF_A_START:
             copy.ClearField(name)  # type: ignore[arg-type]
         copies.append(copy)
     return copies[0] == copies[1]

@@ -224,7 +224,6 @@ class Gateway:
             target = self.zoo.target(target_name)
             grammar = await self._grammar(request, target)
             prompt = blocks_of(request)
-            assignment = self.pairing.assign(target, request, wish or Wish((draft_name,) if draft_name else ()))
             verifier = ResumingVerifier(
                 self._balancer,
                 lambda: [one for one in self.zoo.replicas(target) if one.description.grammars or not grammar],
@@ -236,13 +235,15 @@ class Gateway:
             )
             stack.enter_context(closing(verifier))
             target = verifier.endpoint
+            assignment = self.pairing.assign(target, request, wish or Wish(draft=draft_name))
+            assignment.statistics = running.statistics
             stack.enter_context(target.estimates.request())
             running.statistics.draft_choice = assignment.choice
             draft = assignment.draft
 
             def connect(draft: Endpoint) -> tuple[Model, ZooDrafter]:
                 balancer, one = self._draft_balancer, object()
-                draft = balancer.choose(self.zoo.replicas(draft), prompt, one)
+                draft = assignment.serving = balancer.choose(assignment.replicas(draft), prompt, one)
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)
                 if not draft.description.grammars:
                     sampling = replace(sampling, grammar=None)
@@ -274,7 +275,7 @@ class Gateway:
                     match event:
                         case Started(prompt_token_count):
                             running.target = target.model.name
-                            running.draft = draft_model.name if draft_model else ""
+                            running.draft = next(reversed(running.statistics.drafts), "")
                             stages.begin("prefill", prompt_tokens=prompt_token_count)
                             yield Opened(running.target, running.draft, request.seed, prompt_token_count)
                         case Finished():

@@ -11,13 +11,20 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from bridge.planning.choice import PairRecord, RecordKey
+from bridge.planning.choice import FADE, PairRecord, RecordKey
 
 _log = logging.getLogger(__name__)
 
-# The version of the tables, kept in SQLite's own `user_version`.
-_VERSION = 1
-_COLUMNS = [field.name for field in fields(PairRecord)]
+# The version of the tables and the mark of our files, kept in SQLite's own `user_version` and `application_id`.
+_VERSION, _APPLICATION_ID = 1, 0x44425052
+_KEY_COLUMNS, _COLUMNS = ["target", "draft", "workload"], [field.name for field in fields(PairRecord)]
+_ALL_COLUMNS = [*_KEY_COLUMNS, *_COLUMNS, "updated"]
+# Adds a request to a row as `PairRecord.add` does. Several processes may write to one file.
+_WRITE = (
+    f"INSERT INTO pair_record ({', '.join(_ALL_COLUMNS)}) VALUES ({', '.join('?' * len(_ALL_COLUMNS))}) "
+    f"ON CONFLICT ({', '.join(_KEY_COLUMNS)}) DO UPDATE SET updated = excluded.updated, "
+    + ", ".join(f"{name} = {FADE} * {name} + excluded.{name}" for name in _COLUMNS)
+)
 # Rows to keep: those that were updated last.
 _MAX_ROWS = 4096
 # How long to wait for another process that writes the file.
@@ -30,6 +37,8 @@ class _ForeignFile(Exception):
 
 class PairMemory:
     """A file of records. Writing never delays a request; an error of the disk costs what was learned, nothing else.
+
+    Several bridges may write to one file: each adds its requests, and reads those of the others at its start.
 
     A file that is broken, or was written by a newer version, is kept under another name. A file that is locked, cannot
     be opened, or belongs to another program is left alone; then what was learned is forgotten at the end.
@@ -48,9 +57,9 @@ class PairMemory:
         except (sqlite3.DatabaseError, ValueError) as error:
             self._set_aside(error)
 
-    def save(self, key: RecordKey, record: PairRecord) -> None:
-        """Writes a record soon, in the order of the calls."""
-        self._submit(self._write, key, astuple(record))
+    def add(self, key: RecordKey, request: PairRecord) -> None:
+        """Adds a request to a record soon, in the order of the calls."""
+        self._submit(self._write, key, astuple(request))
 
     def close(self) -> None:
         """Writes what is still to be written, and closes the file."""
@@ -72,16 +81,15 @@ class PairMemory:
     def _open(self) -> dict[RecordKey, PairRecord]:
         """Opens the file, creates its table if it is new, and returns its records, those updated last at the end."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.exists() and self._path.stat().st_size:
+            self._check()
         # Opened here, used by the writer's thread from then on.
         database = sqlite3.connect(self._path, _LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
         try:
+            # Marked before anything else, so that its header shows whose file it is.
+            database.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = NORMAL")
-            (version,) = database.execute("PRAGMA user_version").fetchone()
-            if version == 0 and database.execute("SELECT 1 FROM sqlite_master").fetchone():
-                raise _ForeignFile("it is the database of another program: give another --pair-memory")
-            if version not in (0, _VERSION):
-                raise ValueError(f"it has version {version}, this software writes version {_VERSION}")
             columns = ", ".join(f"{name} REAL NOT NULL" for name in _COLUMNS)
             database.execute(
                 "CREATE TABLE IF NOT EXISTS pair_record (target TEXT, draft TEXT, workload TEXT, "
@@ -104,10 +112,24 @@ class PairMemory:
         self._database = database
         return found
 
+    def _check(self) -> None:
+        """Reads whose file it is, without changing it. Raises `_ForeignFile`, or `ValueError` for one to set aside."""
+        uri = f"{self._path.absolute().as_uri()}?mode=ro"
+        with closing(sqlite3.connect(uri, _LOCKED_SECONDS, uri=True)) as database:
+            (mark,) = database.execute("PRAGMA application_id").fetchone()
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            columns = [row[1] for row in database.execute("PRAGMA table_info (pair_record)")]
+        if mark != _APPLICATION_ID and (mark, version, columns, tables) != (0, 1, _ALL_COLUMNS, ["pair_record"]):
+            raise _ForeignFile("it is the database of another program: give another --pair-memory")
+        if version not in (0, _VERSION):
+            raise ValueError(f"it has version {version}, this software writes version {_VERSION}")
+        if columns not in ([], _ALL_COLUMNS):
+            raise ValueError(f"its records have the columns {', '.join(columns)}")
+
     def _write(self, key: RecordKey, values: tuple[float, ...]) -> None:
         if self._database:
-            row = (*key, *values, time())
-            self._database.execute(f"INSERT OR REPLACE INTO pair_record VALUES ({', '.join('?' * len(row))})", row)
+            self._database.execute(_WRITE, (*key, *values, time()))
 
     def _set_aside(self, error: Exception) -> None:
         """Renames an unreadable file, never over another one, and begins a new one."""

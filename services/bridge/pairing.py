@@ -1,41 +1,50 @@
 """Pairs targets with drafts: which pairs are possible, which draft a request gets, and which one replaces it."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from time import perf_counter_ns
 
 from cachetools import LRUCache
 
-from bridge.errors import DraftAway, InvalidField, PairRefused, ProtocolViolation
+from bridge.errors import DraftAway, DraftBridgeError, InvalidField, PairRefused, ProtocolViolation
 from bridge.generation import Finished
 from bridge.planning.choice import Candidate, DraftChoice, DraftChooser, Expectation, PairRecord, predicted_gain
 from bridge.planning.costs import Ewma
 from bridge.planning.planner import Mode
 from bridge.request import Request
+from bridge.statistics import SourceStatistics, Statistics
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2
 from services.bridge.endpoint import Endpoint
+from services.bridge.replicas import is_lost
 from services.bridge.zoo import Zoo
 
 _MAX_WORKLOAD_LENGTH, _MAX_DRAFTS = 64, 64
 # Assumed bytes of a target's token, until requests have shown them.
 _PRIOR_TOKEN_BYTES = 4.0
 _MAX_TARGETS = 1024
+# The pause of a draft that failed, doubled by each further failure.
+_PAUSE_NS, _MAX_PAUSE_NS = 1_000_000_000, 60_000_000_000
 
 
 @dataclass(frozen=True)
 class Wish:
-    """The draft that a request asks for: names in order of preference, empty for any; and its kind of text."""
+    """What a request asks for: `draft`, this one or an error, or `drafts`, by preference; and its kind of text.
+
+    Both are empty for any draft.
+    """
 
     drafts: tuple[str, ...] = ()
     workload: str = ""
+    draft: str = ""
 
     @classmethod
     def of(cls, draft: str, drafts: Sequence[str], workload: str) -> "Wish":
         """Returns the wish of a request that has both a name and a list. Raises `InvalidField` if both are given."""
         if draft and drafts:
             raise InvalidField("drafts", "empty if draft is given", ", ".join(drafts))
-        return cls(tuple(drafts) or ((draft,) if draft else ()), workload)
+        return cls(tuple(drafts), workload, draft)
 
 
 @dataclass(frozen=True)
@@ -53,48 +62,118 @@ class PairState:
 
 
 class Assignment:
-    """The drafts of one request: the present one, and those that may replace it. `note`: why it has no draft."""
+    """The drafts of one request: the present one, and those that may replace it. `note`: why it has no draft.
+
+    `serving`: the replica of the present draft, set when it is connected. `statistics`: those of the request, from
+    which each of its drafts is judged if `learns`.
+    """
 
     def __init__(self, pairing: "Pairing", target: Endpoint, drafts: Sequence[Endpoint], wish: Wish) -> None:
         self._pairing, self._target, self._wish = pairing, target, wish
         self._others = list(drafts)
         self.choice: DraftChoice | None = None
         self.draft = self._others.pop(0) if self._others else None
-        self._replaced = False
+        self.serving: Endpoint | None = None
+        self.statistics, self.learns = Statistics(), False
+        self._failed: set[str] = set()
+        # What the request had shown when the present draft took over.
+        self._before = PairRecord()
         self.note = ""
 
+    def replicas(self, draft: Endpoint) -> list[Endpoint]:
+        """Returns the replicas of a draft that this request may use."""
+        return [one for one in self._pairing.replicas(self._target, draft) if one.address not in self._failed]
+
     def next(self, error: Exception | None) -> Endpoint | None:
-        """Returns the draft that replaces the present one, which failed with an error or gains nothing (None)."""
-        if isinstance(error, ProtocolViolation) and self.draft:
-            self._pairing.zoo.refuse(self.draft, f"it broke the contract: {error}")
-        while self._others:
-            other = self._others.pop(0)
+        """Returns the draft that replaces the present one, which failed with an error or gains nothing (None).
+
+        A replica that was lost is replaced by another one of the same draft first.
+        """
+        again = self._on_failure(error) if error else False
+        pairing, target = self._pairing, self._target
+        other = self.draft if again else None
+        for one in () if again else self._others:
             # A draft that gains nothing is replaced only by one that is expected to gain.
-            if self._pairing.is_usable(self._target, other) and (error or self._pairing.is_faster(self._target, other)):
-                self.draft, self._replaced = other, True
-                return other
-        return None
+            if self.replicas(one) and (error or pairing.is_faster(target, one, self._wish.workload)):
+                self._others.remove(one)
+                other = one
+                break
+        if (other or error) and not again:
+            self._learn()
+            self.draft = other
+        return other
+
+    def _on_failure(self, error: Exception) -> bool:
+        """Avoids the present replica, or the draft for a while. Returns whether the draft has another replica."""
+        if self.draft is None or self.serving is None:
+            return False
+        self._failed.add(self.serving.address)
+        broken = isinstance(error, ProtocolViolation)
+        if broken:
+            self._pairing.zoo.refuse(self.serving, f"it broke the contract: {error}")
+        lost = isinstance(error, DraftBridgeError) and is_lost(error)
+        if (broken or lost) and self.replicas(self.draft):
+            return True
+        self._pairing.pauses.failed(self._target, self.draft)
+        return False
 
     def finished(self, event: Finished) -> None:
-        """Learns from a request that ended. One that had several drafts does not show the gain of any."""
-        single_ns = plain_pass_ns(self._target)
+        """Learns from a request that ended."""
         self._pairing.observe_tokens(self._target, event)
-        if not self.draft or self._replaced or event.mode is not Mode.AUTO or not single_ns:
-            return
-        statistics = event.statistics
-        drafted = statistics.sources.get("draft")
-        plans = statistics.plans.values()
-        if drafted and plans:
-            record = PairRecord(
-                request_count=1.0,
-                token_count=sum(one.token_count for one in plans),
-                plain_passes=sum(one.elapsed_ns for one in plans) / single_ns,
-                pass_count=sum(one.target_pass_count for one in plans),
-                candidate_count=drafted.num_draft_tokens,
-                accepted_count=drafted.num_accepted_tokens,
-                accepted_byte_count=drafted.accepted_byte_count,
-            )
-            self._pairing.chooser.observe(key_of(self._target), key_of(self.draft), self._wish.workload, record)
+        self._learn()
+
+    def _learn(self) -> None:
+        """Records what the request has shown about the present draft, by the passes made since it took over."""
+        total = _shown(self.statistics)
+        shown = PairRecord(*(new - old for new, old in zip(astuple(total), astuple(self._before), strict=True)))
+        self._before = total
+        if self.draft and shown.candidate_count:
+            self._pairing.pauses.worked(self._target, self.draft)
+        if self.draft and self.learns and shown.plain_passes > 0:
+            key = key_of(self._target), key_of(self.draft)
+            self._pairing.chooser.observe(*key, self._wish.workload, replace(shown, request_count=1.0))
+
+
+def _shown(statistics: Statistics) -> PairRecord:
+    """Returns what a request has shown about its drafts so far."""
+    drafted = statistics.sources.get("draft") or SourceStatistics("draft")
+    # The planner knows the load of each pass; passes of prompt lookup show nothing about a draft.
+    plans = [one for one in statistics.plans.values() if one.plain_ns and _concerns_draft(one.plan)]
+    return PairRecord(
+        token_count=sum(one.token_count for one in plans),
+        plain_passes=sum(one.token_count * one.elapsed_ns / one.plain_ns for one in plans),
+        pass_count=sum(one.target_pass_count for one in plans),
+        candidate_count=drafted.num_draft_tokens,
+        accepted_count=drafted.num_accepted_tokens,
+        accepted_byte_count=drafted.accepted_byte_count,
+    )
+
+
+def _concerns_draft(plan: str) -> bool:
+    return plan == "plain" or plan.startswith("draft")
+
+
+class Pauses:
+    """Keeps drafts that failed at the end of the choice for a while, by target: longer after each failure in a row."""
+
+    def __init__(self, clock: Callable[[], int] = perf_counter_ns) -> None:
+        self._clock = clock
+        self._failures: LRUCache[tuple[str, str], tuple[int, int]] = LRUCache(_MAX_TARGETS)
+
+    def failed(self, target: Endpoint, draft: Endpoint) -> None:
+        """Begins a pause."""
+        key = key_of(target), key_of(draft)
+        count = self._failures.get(key, (0, 0))[0]
+        pause_ns = min(_PAUSE_NS << min(count, 16), _MAX_PAUSE_NS)
+        self._failures[key] = count + 1, self._clock() + pause_ns
+
+    def worked(self, target: Endpoint, draft: Endpoint) -> None:
+        """Forgets the failures of a draft."""
+        self._failures.pop((key_of(target), key_of(draft)), None)
+
+    def holds(self, target: Endpoint, draft: Endpoint) -> bool:
+        """Returns whether a draft pauses now."""
+        return self._failures.get((key_of(target), key_of(draft)), (0, 0))[1] > self._clock()
 
 
 class Pairing:
@@ -102,6 +181,7 @@ class Pairing:
 
     def __init__(self, zoo: Zoo, chooser: DraftChooser | None = None) -> None:
         self.zoo, self.chooser = zoo, chooser or DraftChooser()
+        self.pauses = Pauses()
         self._overlaps: dict[tuple[str, str], float] = {}
         self._token_bytes: LRUCache[str, Ewma] = LRUCache(_MAX_TARGETS)
 
@@ -113,42 +193,64 @@ class Pairing:
             raise InvalidField("drafts", f"at most {_MAX_DRAFTS} names", len(wish.drafts))
         if request.speculation.mode is Mode.OFF:
             return Assignment(self, target, (), wish)
-        if len(wish.drafts) == 1:
-            draft = self.zoo.draft(wish.drafts[0])
-            if draft and (refusal := self.refusal(target, draft)):
+        assignment = self._assigned(target, request, wish)
+        # A source that is not allowed takes no part, so its draft does not either.
+        assignment.learns = request.speculation.mode is Mode.AUTO and self._drafts_allowed(request)
+        return assignment
+
+    def _assigned(self, target: Endpoint, request: Request, wish: Wish) -> Assignment:
+        if wish.draft:
+            draft = self.zoo.draft(wish.draft)
+            assert draft, "a named draft is found, or an error raised"
+            if refusal := self.refusal(target, draft):
                 raise PairRefused(target.model.name, draft.model.name, refusal)
-            return Assignment(self, target, [draft] if draft else [], wish)
+            return Assignment(self, target, [draft], wish)
         if wish.drafts:
-            assignment = Assignment(self, target, self._named(target, wish.drafts), wish)
-        else:
-            assignment = self._chosen(target, request, wish)
+            return self._named(target, wish)
+        assignment = self._chosen(target, request, wish)
         if not assignment.draft:
             assignment.note = self.zoo.note_on_drafts or self._note_on_refusals(target)
         return assignment
 
-    def _named(self, target: Endpoint, names: Sequence[str]) -> list[Endpoint]:
-        found = []
-        for name in dict.fromkeys(names):
+    @staticmethod
+    def _drafts_allowed(request: Request) -> bool:
+        return request.speculation.allows("draft", takes_time=True)
+
+    def _named(self, target: Endpoint, wish: Wish) -> Assignment:
+        found: list[Endpoint] = []
+        reasons = []
+        for name in dict.fromkeys(filter(None, wish.drafts)):
             try:
-                draft = self.zoo.draft(name) if name else None
-            except DraftAway:
+                draft = self.zoo.draft(name)
+            except DraftAway as error:
+                reasons.append(str(error))
                 continue
-            if draft and not self.refusal(target, draft):
+            assert draft, "a named draft is found, or an error raised"
+            if refusal := self.refusal(target, draft):
+                reasons.append(refusal)
+            else:
                 found.append(draft)
-        return found
+        assignment = Assignment(self, target, found, wish)
+        if not found and reasons:
+            assignment.note = f"no draft of the list can be used ({'; '.join(reasons)}); the target decoded alone"
+        return assignment
 
     def _chosen(self, target: Endpoint, request: Request, wish: Wish) -> Assignment:
-        drafts = {self.candidate(target, one): one for one in self.drafts_of(target)}
+        usable = self.drafts_of(target)
+        paused = [one for one in usable if self.pauses.holds(target, one)]
+        ready = [one for one in usable if one not in paused] or paused
+        drafts = {self.candidate(target, one): one for one in ready}
         if not drafts:
             return Assignment(self, target, (), wish)
-        explore = request.speculation.mode is Mode.AUTO and request.speculation.allows("draft", takes_time=True)
+        explore = request.speculation.mode is Mode.AUTO and self._drafts_allowed(request)
         key, plain = key_of(target), self.plain_bytes_per_second(target)
         best, choice = self.chooser.choose(key, list(drafts), wish.workload, plain, explore=explore)
         ranked = sorted(
             (one for one in drafts if one is not best),
             key=lambda one: -self.chooser.expect(key, one, wish.workload).gain,
         )
-        assignment = Assignment(self, target, [drafts[one] for one in (best, *ranked)], wish)
+        last = [one for one in paused if one not in ready]
+        assignment = Assignment(self, target, [drafts[best], *(drafts[one] for one in ranked), *last], wish)
         assignment.choice = choice
         return assignment
 
@@ -166,22 +268,27 @@ class Pairing:
                 by_name.setdefault(draft.model.name, draft)
         return list(by_name.values())
 
+    def replicas(self, target: Endpoint, draft: Endpoint) -> list[Endpoint]:
+        """Returns the usable replicas of a draft that can be paired with a target."""
+        found = [one for one in self.zoo.of_role(model_pb2.ROLE_DRAFT) if one.identity == draft.identity]
+        return [one for one in found if not self._is_only_replica(target, one)]
+
     def refusal(self, target: Endpoint, draft: Endpoint) -> str:
         """Returns why a target and a draft cannot be paired, or ""."""
-        if [one.address for one in self.zoo.replicas(target)] == [draft.address]:
+        if self._is_only_replica(target, draft) and not self.replicas(target, draft):
             return (
                 f"the draft {draft.model.name} is the target's only replica ({draft.address}): its passes would take "
                 "the target's time; start another server for one of them"
             )
         return ""
 
-    def is_usable(self, target: Endpoint, draft: Endpoint) -> bool:
-        """Returns whether a draft is still connected and can be paired."""
-        return any(one is draft for one in self.zoo.endpoints) and not self.refusal(target, draft)
+    def _is_only_replica(self, target: Endpoint, draft: Endpoint) -> bool:
+        return all(_same_server(one, draft) for one in self.zoo.replicas(target))
 
-    def is_faster(self, target: Endpoint, draft: Endpoint) -> bool:
-        """Returns whether a draft is expected to be faster than the target alone."""
-        return self.chooser.expect(key_of(target), self.candidate(target, draft), "").gain > 1.0
+    def is_faster(self, target: Endpoint, draft: Endpoint, workload: str) -> bool:
+        """Returns whether a draft may be faster than the target alone: one without times and requests may be, too."""
+        expected = self.chooser.expect(key_of(target), self.candidate(target, draft), workload)
+        return expected.gain > 1.0 or not (expected.request_count or draft.model.forward_costs)
 
     def candidate(self, target: Endpoint, draft: Endpoint) -> Candidate:
         """Returns a draft with the gain that follows from the models' reported times."""
@@ -191,7 +298,7 @@ class Pairing:
 
     def plain_bytes_per_second(self, target: Endpoint) -> float:
         """Returns the speed of the target alone under the present load; 0 if it is unknown."""
-        single_ns, known = plain_pass_ns(target), self._token_bytes.get(key_of(target))
+        single_ns, known = target.estimates.costs.single_ns, self._token_bytes.get(key_of(target))
         return 1e9 * (known.value if known else _PRIOR_TOKEN_BYTES) / single_ns if single_ns else 0.0
 
     def observe_tokens(self, target: Endpoint, event: Finished) -> None:
@@ -209,20 +316,16 @@ class Pairing:
 
     def states(self, workload: str) -> list[PairState]:
         """Returns all pairs of known models, in the order of the configuration; see `compare_vocabularies`."""
-        drafts: dict[str, Endpoint] = {}
-        problems: dict[str, str] = {}
-        for one in self.zoo.connections:
-            if one.known and one.role == model_pb2.ROLE_DRAFT:
-                name, problem = one.known.model.name, one.problem or self.zoo.conflict(one)
-                if name not in drafts or (problems[name] and not problem):
-                    drafts[name], problems[name] = one.known, problem
+        drafts, problems = self._known(model_pb2.ROLE_DRAFT)
+        targets, away = self._known(model_pb2.ROLE_TARGET)
         found = []
-        targets = {one.model.name: one for one in reversed(self.zoo.of_role(model_pb2.ROLE_TARGET))}
-        for target in reversed(targets.values()):
+        for target_name, target in targets.items():
             key, plain = key_of(target), self.plain_bytes_per_second(target)
             candidates = {name: self.candidate(target, one) for name, one in drafts.items()}
             expected = {name: self.chooser.expect(key, one, workload) for name, one in candidates.items()}
-            refusals = {name: problems[name] or self.refusal(target, one) for name, one in drafts.items()}
+            refusals = {
+                name: away[target_name] or problems[name] or self.refusal(target, one) for name, one in drafts.items()
+            }
             usable = [name for name in drafts if not refusals[name]]
             best = max(usable, key=lambda name: expected[name].gain, default=None)
             for name, draft in drafts.items():
@@ -242,11 +345,28 @@ class Pairing:
                 )
         return found
 
+    def _known(self, role: model_pb2.Role.ValueType) -> tuple[dict[str, Endpoint], dict[str, str]]:
+        """Returns the known model of each name, a usable one if there is one, and what is wrong with it, or ""."""
+        found: dict[str, Endpoint] = {}
+        problems: dict[str, str] = {}
+        for one in self.zoo.connections:
+            if one.known and one.role == role:
+                name, problem = one.known.model.name, one.problem or self.zoo.conflict(one)
+                if name not in found or (problems[name] and not problem):
+                    found[name], problems[name] = one.known, problem
+        return found, problems
+
 
 def key_of(endpoint: Endpoint) -> str:
     """Identifies a model by everything that its speed and text depend on."""
     one = endpoint.description
     return "|".join((one.name, one.revision, one.engine, one.device, one.dtype, one.tokenizer_sha256[:12]))
+
+
+def _same_server(one: Endpoint, other: Endpoint) -> bool:
+    """Returns whether two services are one process, whose address may be written in several ways."""
+    instance = one.description.instance_id
+    return one.address == other.address or bool(instance and instance == other.description.instance_id)
 
 
 def _vocabularies(target: Endpoint, draft: Endpoint) -> tuple[str, str]:
@@ -267,8 +387,3 @@ def _overlaps_of(vocabularies: Sequence[Vocabulary]) -> dict[tuple[str, str], fl
             count = len(tokens.intersection(other.tokens))
             shared[one.sha256, other.sha256] = shared[other.sha256, one.sha256] = count
     return {(target, draft): count / max(sizes[draft], 1) for (target, draft), count in shared.items()}
-
-
-def plain_pass_ns(target: Endpoint) -> float:
-    """Returns the time of a plain pass under the present load; 0 if it is unknown."""
-    return target.estimates.costs.single_ns

@@ -134,11 +134,9 @@ class RemoteGateway:
         check_size(request, _MAX_INPUT_BYTES)
         try:
             message = client_codec.write_request(request, target_name)
-            wish = wish or Wish((draft_name,) if draft_name else ())
-            if len(wish.drafts) == 1:
-                message.draft = wish.drafts[0]
-            else:
-                message.drafts.extend(wish.drafts)
+            wish = wish or Wish(draft=draft_name)
+            message.draft = wish.draft
+            message.drafts.extend(wish.drafts)
             message.workload = wish.workload
         except (ValueError, OverflowError) as error:  # a lone surrogate or a huge number in a template's variable
             raise InvalidField("the request", "made of Unicode text and JSON values", type(error).__name__) from None

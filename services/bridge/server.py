@@ -112,6 +112,6 @@ def _chooser(config: BridgeServerConfig, stack: ExitStack) -> DraftChooser:
         return DraftChooser()
     memory = PairMemory(config.pair_memory)
     stack.callback(memory.close)
-    chooser = DraftChooser(memory.save)
+    chooser = DraftChooser(memory.add)
     chooser.restore(memory.records)
     return chooser

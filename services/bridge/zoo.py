@@ -215,7 +215,8 @@ class Zoo:
     def refuse(self, endpoint: Endpoint, problem: str) -> None:
         """Stops using a service that broke the contract, until it restarts or changes."""
         for one in self.connections:
-            if one.endpoint is endpoint:
+            now = one.endpoint  # it may have been described anew, with other times
+            if now and (now.address, now.role, now.identity) == (endpoint.address, endpoint.role, endpoint.identity):
                 one.refuse(problem)
 
     def _of(self, role: model_pb2.Role.ValueType) -> list[Connection]:

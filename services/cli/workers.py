@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 
 from bridge.errors import InvalidField
+from services.bridge.pair_memory import PairMemory
 from services.cli.options import as_options
 from services.cli.processes import READY, ProcessFailed
 from services.config import BridgeServerConfig
@@ -37,6 +38,8 @@ def run_workers(config: BridgeServerConfig, until_stdin_closes: bool, on_start: 
         shared = {"listen": ports.reserve("listen", config.listen), "workers": 1, "share_port": True}
         if config.http:
             shared["http"] = ports.reserve("http", config.http)
+        if config.pair_memory:  # a file that cannot be read is set aside once, not by each worker
+            PairMemory(config.pair_memory).close()
         shared_config = config.model_copy(update=shared)
         asyncio.run(_serve(shared_config, config.workers, until_stdin_closes, on_start))
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from typing import Any
+from uuid import uuid4
 
 from grpc import aio
 
@@ -18,7 +19,9 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     """Describes a model. gRPC prescribes the method names."""
 
     def __init__(self, description: model_pb2.Model, tokenizer_json: bytes) -> None:
-        self._model = description
+        self._model = model_pb2.Model()
+        self._model.CopyFrom(description)
+        self._model.instance_id = uuid4().hex
         self._tokenizer_json = tokenizer_json
 
     async def GetModel(  # noqa: N802

@@ -45,6 +45,16 @@ def test_exploration_is_bounded_whatever_the_gains(gains: list[float], count: in
     assert explored <= 2 * (len(drafts) - 1) + count / 20 + 1
 
 
+def test_a_draft_without_reported_times_is_tried_beside_a_good_one() -> None:
+    known, unknown = Candidate("known", "known-key", 2.0), Candidate("unknown", "unknown-key", 1.0)
+    chooser, chosen, gains = DraftChooser(), [], {"known": 2.0, "unknown": 4.0}
+    for _ in range(30):
+        draft, _ = chooser.choose("t", [known, unknown], "", 100.0, explore=True)
+        chooser.observe("t", draft.key, "", request(gains[draft.name]))
+        chosen.append(draft.name)
+    assert Counter(chosen)["unknown"] >= 20
+
+
 def test_a_change_is_noticed() -> None:
     chooser = DraftChooser()
     run(chooser, {"a": 1.8, "b": 1.4}, 60)
@@ -90,7 +100,7 @@ def test_without_records_the_reported_times_decide_and_among_equals_the_order() 
 
 def test_what_was_learned_is_handed_out_and_taken_over() -> None:
     saved: dict[RecordKey, PairRecord] = {}
-    first = DraftChooser(saved.__setitem__)
+    first = DraftChooser(lambda key, request: saved.setdefault(key, PairRecord()).add(request))
     run(first, {"a": 1.0, "b": 1.7}, 20, "code")
     second = DraftChooser()
     second.restore(saved)

@@ -1,6 +1,7 @@
 """What the bridge learns about pairs survives a restart; an unreadable file is kept."""
 
 import sqlite3
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ RECORD = PairRecord(3.0, 200.0, 100.0, 90.0, 120.0, 60.0, 240.0)
 
 def remember(path: Path, key: RecordKey = KEY, record: PairRecord = RECORD) -> None:
     memory = PairMemory(path)
-    memory.save(key, record)
+    memory.add(key, record)
     memory.close()
 
 
@@ -25,13 +26,18 @@ def recall(path: Path) -> dict[RecordKey, PairRecord]:
     return memory.records
 
 
-def test_records_survive_and_the_last_one_counts(tmp_path: Path) -> None:
+def test_records_survive_and_requests_of_several_bridges_add_up(tmp_path: Path) -> None:
     path = tmp_path / "new" / "pairs.sqlite"
+    other = PairMemory(path)
     remember(path)
-    changed = PairRecord(*(value + 1 for value in vars(RECORD).values()))
-    remember(path, record=changed)
+    other.add(KEY, RECORD)
+    other.close()
     remember(path, KEY._replace(workload=""))
-    assert recall(path) == {KEY: changed, KEY._replace(workload=""): RECORD}
+    both = replace(RECORD)
+    both.add(RECORD)
+    found = recall(path)
+    assert set(found) == {KEY, KEY._replace(workload="")}
+    assert astuple(found[KEY]) == pytest.approx(astuple(both))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +57,7 @@ def test_an_unreadable_file_is_kept_aside_and_never_overwritten(
 
 def test_a_file_of_a_newer_version_is_kept_aside(tmp_path: Path) -> None:
     path = tmp_path / "pairs.sqlite"
+    remember(path)
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 99")
     database.close()
@@ -65,23 +72,41 @@ def test_a_directory_in_its_place_costs_the_memory_only(tmp_path: Path, caplog: 
     place = tmp_path / "file"
     place.write_text("not a directory")
     memory = PairMemory(place / "pairs.sqlite")
-    memory.save(KEY, RECORD)
+    memory.add(KEY, RECORD)
     memory.close()
     assert memory.records == {} and place.read_text() == "not a directory"
     assert "cannot be used" in caplog.text
 
 
-def test_the_database_of_another_program_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("version", [0, 1, 77])
+def test_the_database_of_another_program_is_left_alone(
+    tmp_path: Path, version: int, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "mail.sqlite"
     other = sqlite3.connect(path)
     other.execute("CREATE TABLE mail (text TEXT)")
+    other.execute(f"PRAGMA user_version = {version}")
     other.close()
+    before = path.read_bytes()
     remember(path)
     assert "another program" in caplog.text
-    other = sqlite3.connect(path)
-    assert other.execute("SELECT name FROM sqlite_master").fetchall() == [("mail",)]
-    other.close()
-    assert not list(tmp_path.glob("*.unreadable*"))
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_of_the_first_version_without_a_mark_is_read_and_other_columns_are_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.sqlite"
+    remember(path)
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA application_id = 0")
+    database.close()
+    assert recall(path) == {KEY: RECORD}
+    database = sqlite3.connect(path)
+    database.execute("ALTER TABLE pair_record DROP COLUMN updated")
+    database.close()
+    remember(path, KEY._replace(workload="new"))
+    assert recall(path) == {KEY._replace(workload="new"): RECORD}
+    assert (tmp_path / "pairs.sqlite.unreadable-1").exists()
 
 
 def test_a_file_that_another_process_has_locked_is_left_alone(

@@ -12,11 +12,15 @@ from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
+from bridge.statistics import PlanStatistics
+from bridge.text.chat import Chat, Message
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.bridge import connection, endpoint
+from services.bridge.backend import Opened
 from services.bridge.connection import State
+from services.bridge.endpoint import Endpoint
 from services.bridge.gateway import Gateway
-from services.bridge.pairing import Wish
+from services.bridge.pairing import Pauses, Wish
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import Role
@@ -77,9 +81,9 @@ async def test_all_ordered_pairs_of_eight_models_are_exact() -> None:
             for draft in (*FAMILIES, "suffix"):
                 if draft == target:
                     with pytest.raises(PairRefused, match="only replica"):
-                        await text_of(gateway, target, Wish((draft,)))
+                        await text_of(gateway, target, Wish(draft=draft))
                     continue
-                text, event = await text_of(gateway, target, Wish((draft,)))
+                text, event = await text_of(gateway, target, Wish(draft=draft))
                 assert text == alone, (target, draft)
                 assert event.statistics.drafts == [draft]
                 assert event.statistics.sources["draft"].proposed_token_count or draft == "suffix"
@@ -117,16 +121,23 @@ async def test_a_model_that_restarts_with_another_revision_or_tokenizer_is_read_
         text, event = await text_of(gateway, "", Wish())
         assert text == expected and draft in event.statistics.note
         with pytest.raises(DraftAway):
-            await text_of(gateway, "", Wish(("draft",)))
+            await text_of(gateway, "", Wish(draft="draft"))
 
         again = AsyncExitStack()
         await again.enter_async_context(serving(trained("gemma", "draft"), draft))
         await asyncio.to_thread(eventually, lambda: one.state is State.AVAILABLE)
-        assert one.endpoint is before, "the same model keeps what was learned about it"
+        assert one.endpoint and one.endpoint.estimates is before.estimates, "what was learned about it is kept"
+        await again.aclose()
+        await asyncio.to_thread(eventually, lambda: one.state is State.AWAY)
+        again = AsyncExitStack()
+        await again.enter_async_context(serving(cheap(trained("gemma", "draft")), draft))
+        await asyncio.to_thread(eventually, lambda: one.state is State.AVAILABLE)
+        assert one.endpoint and one.endpoint.estimates is before.estimates
+        assert one.endpoint.model.forward_costs[0] == (1, 10_000), "its times are those of its last start"
         await again.aclose()
         await stack.enter_async_context(serving(trained("llama-3", "draft", "2"), draft))
-        await asyncio.to_thread(eventually, lambda: bool(one.endpoint and one.endpoint is not before))
-        assert one.endpoint and one.endpoint.description.revision == "2"
+        await asyncio.to_thread(eventually, lambda: bool(one.endpoint and one.endpoint.description.revision == "2"))
+        assert one.endpoint and one.endpoint.estimates is not before.estimates
         text, event = await text_of(gateway, "", Wish())
         assert text == expected and event.statistics.drafts == ["draft"]
         assert event.statistics.sources["draft"].proposed_token_count
@@ -269,3 +280,157 @@ async def test_no_other_model_takes_the_place_of_a_target_that_is_away() -> None
             with pytest.raises(Unreachable):
                 await text_of(gateway, name, Wish(), Mode.OFF)
         assert (await text_of(gateway, "b", Wish(), Mode.OFF))[0]
+
+
+async def test_a_draft_that_refuses_the_prompt_is_replaced_and_not_chosen_next_time() -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    async with AsyncExitStack() as stack:
+        models = [
+            trained("gpt-2", chat_template=plain),
+            trained("gemma", "picky", chat_template=refusing + plain),
+            trained("llama-3", "other", chat_template=plain),
+        ]
+        target, picky, other = [await stack.enter_async_context(serving(one)) for one in models]
+        gateway = await stack.enter_async_context(bridge([target], [picky, other]))
+        gateway.pairing.pauses = Pauses(lambda: 0)
+        chat = Chat((Message("system", "Tell."), Message("user", "The ")))
+        request = Request(chat, sampling=SAMPLING, seed=1, max_tokens=8)
+        for wish, drafts in ((Wish(("picky", "other")), ["other"]), (Wish(draft="picky"), []), (Wish(), ["other"])):
+            async with aclosing(gateway.generate(request, "", wish=wish)) as events:
+                found = [event async for event in events]
+            assert isinstance(found[0], Opened) and isinstance(found[-1], Finished)
+            assert found[-1].statistics.drafts == drafts
+            assert found[0].draft == next(iter(drafts), "")
+            assert bool(found[-1].statistics.note) == bool(wish != Wish())
+
+
+async def test_a_draft_with_two_replicas_goes_on_with_the_second_one() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        liar = await stack.enter_async_context(lying(trained("llama-3", "draft")))
+        honest = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
+        other = await stack.enter_async_context(serving(trained("gemma", "other"), role=Role.DRAFT))
+        gateway = await stack.enter_async_context(bridge([target], [honest, liar, other]))
+        connections = gateway.zoo.connections
+        text, event = await text_of(gateway, "", Wish(), Mode.OFF, 60)
+        first = gateway.zoo.draft("draft")
+        assert first and len(gateway.zoo.replicas(first)) == 2, "replicas"
+        choose, asked = gateway._draft_balancer.choose, [liar]
+
+        def prefer(endpoints: list[Endpoint], prompt: list[bytes], request: object) -> Endpoint:
+            wanted = asked.pop() if asked else ""
+            return next((one for one in endpoints if one.address == wanted), None) or choose(endpoints, prompt, request)
+
+        gateway._draft_balancer.choose = prefer  # type: ignore[method-assign, assignment]
+        again, event = await text_of(gateway, "", Wish(), max_tokens=60)
+        assert again == text
+        assert set(event.statistics.drafts) == {"draft"}, "no other model takes its place"
+        assert [one.state for one in connections] == [
+            State.AVAILABLE,
+            State.AVAILABLE,
+            State.REFUSED,
+            State.AVAILABLE,
+        ], "the replica that broke the contract is refused, not the first one"
+
+
+async def test_a_draft_that_serves_the_target_alone_uses_its_other_replica() -> None:
+    async with AsyncExitStack() as stack:
+        shared = await stack.enter_async_context(serving(trained("gpt-2", "m")))
+        second = await stack.enter_async_context(serving(trained("gpt-2", "m"), role=Role.DRAFT))
+        named = shared.replace("127.0.0.1", "localhost")
+        gateway = await stack.enter_async_context(bridge([shared], [named, second]))
+        target = gateway.zoo.target("m")
+        (pair,) = gateway.pairing.states("")
+        assert not pair.refusal
+        assert [one.address for one in gateway.pairing.replicas(target, pair.draft)] == [second]
+        _, event = await text_of(gateway, "", Wish(draft="m"))
+        assert event.statistics.drafts == ["m"]
+        assert gateway._balancer._replicas[shared].active == 0
+        assert list(gateway._draft_balancer._replicas) == [second], "its stream went to the other server"
+
+
+async def test_one_server_at_two_addresses_is_still_the_only_replica() -> None:
+    async with serving(trained("gpt-2", "m")) as address:
+        named = address.replace("127.0.0.1", "localhost")
+        for targets, draft in (([address], named), ([address, named], address)):
+            async with bridge(targets, [draft]) as gateway:
+                with pytest.raises(PairRefused, match="only replica"):
+                    await text_of(gateway, "", Wish(draft="m"))
+
+
+async def test_a_list_whose_drafts_cannot_be_used_costs_the_draft_and_names_the_reasons() -> None:
+    async with AsyncExitStack() as stack:
+        both = await stack.enter_async_context(serving(trained("gpt-2", "m")))
+        away = AsyncExitStack()
+        gone = await away.enter_async_context(serving(trained("gemma", "gone"), role=Role.DRAFT))
+        gateway = await stack.enter_async_context(bridge([both], [both, gone]))
+        await away.aclose()
+        await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[2].state is State.AWAY)
+        for names, reason in ((("gone",), gone), (("m",), "only replica")):
+            _, event = await text_of(gateway, "", Wish(names))
+            assert not event.statistics.drafts and reason in event.statistics.note
+        _, event = await text_of(gateway, "", Wish(("gone", "m")))
+        assert gone in event.statistics.note and "only replica" in event.statistics.note
+
+
+async def test_a_draft_that_was_lost_pauses() -> None:
+    async with AsyncExitStack() as stack:
+        models = [trained("gpt-2", "t"), trained("gemma", "bad"), trained("llama-3", "good")]
+        served = [await stack.enter_async_context(serving(one)) for one in models]
+        gateway = await stack.enter_async_context(bridge(served[:1], served[1:]))
+        now = [0]
+        pauses = gateway.pairing.pauses = Pauses(lambda: now[0])
+        target, bad = gateway.zoo.target(""), gateway.zoo.draft("bad")
+        assert bad
+        request = Request("The ", max_tokens=8)
+
+        def order() -> list[str]:
+            assignment = gateway.pairing.assign(target, request, Wish())
+            return [one.model.name for one in (assignment.draft, *assignment._others) if one]
+
+        assert order() == ["bad", "good"]
+        pauses.failed(target, bad)
+        assert order() == ["good", "bad"]
+        now[0] = 1_100_000_000
+        assert not pauses.holds(target, bad)
+        pauses.failed(target, bad)
+        now[0] += 1_900_000_000
+        assert pauses.holds(target, bad), "twice in a row: twice as long"
+        pauses.worked(target, bad)
+        assert not pauses.holds(target, bad)
+
+
+async def test_each_draft_of_a_request_is_judged_by_its_own_passes_without_those_of_prompt_lookup() -> None:
+    async with AsyncExitStack() as stack:
+        models = [trained("gpt-2", "t"), trained("gemma", "first"), trained("llama-3", "second")]
+        served = [await stack.enter_async_context(serving(one)) for one in models]
+        gateway = await stack.enter_async_context(bridge(served[:1], served[1:]))
+        pairing = gateway.pairing
+        target = gateway.zoo.target("")
+        assignment = pairing.assign(target, Request("The ", max_tokens=8), Wish(workload="tales"))
+        plans = assignment.statistics.plans
+        plans["plain"] = PlanStatistics("plain", 64, 64, elapsed_ns=64_000, plain_ns=64_000.0)
+        plans["suffix"] = PlanStatistics("suffix", 10, 100, elapsed_ns=10_000, plain_ns=100_000.0)
+        first = assignment.draft
+        second = assignment.next(Unreachable("x", "it did not answer"))
+        assert first and second and second is assignment.draft is not first
+        plans["draft in turns"] = PlanStatistics("draft in turns", 20, 60, elapsed_ns=30_000, plain_ns=60_000.0)
+        _, event = await text_of(gateway, "", Wish(), Mode.OFF)
+        assignment.finished(event)
+        found = {one.draft.model.name: one.record for one in pairing.states("tales")}
+        assert all(one.request_count == 1 for one in found.values())
+        gains = {name: one.token_count / one.plain_passes for name, one in found.items()}
+        assert gains == {first.model.name: 1.0, second.model.name: 2.0}
+
+
+async def test_a_target_that_is_away_keeps_its_pairs_with_the_reason() -> None:
+    async with AsyncExitStack() as stack:
+        first = AsyncExitStack()
+        target = await first.enter_async_context(serving(trained("gpt-2", "t"), role=Role.TARGET))
+        draft = await stack.enter_async_context(serving(trained("gemma", "d"), role=Role.DRAFT))
+        gateway = await stack.enter_async_context(bridge([target], [draft]))
+        await first.aclose()
+        await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[0].state is State.AWAY)
+        (pair,) = gateway.pairing.states("")
+        assert target in pair.refusal and not pair.is_best

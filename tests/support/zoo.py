@@ -122,7 +122,7 @@ class LyingDraft(DraftServicer):
 async def lying(model: LoadedModel) -> AsyncIterator[str]:
     """Serves a draft that proposes ids outside its vocabulary."""
     server = Server("127.0.0.1:0")
-    described = codec.write_model(model.model, role=model_pb2.ROLE_DRAFT, engine="liar")
+    described = codec.write_model(model.model, role=model_pb2.ROLE_DRAFT, engine="liar", revision=model.files.revision)
     _register(
         server,
         ModelServicer(described, model.files.tokenizer_json),

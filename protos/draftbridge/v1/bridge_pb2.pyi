@@ -1183,7 +1183,9 @@ Global___ListPairsRequest: _TypeAlias = ListPairsRequest  # noqa: Y015
 
 @_typing.final
 class Pair(_message.Message):
-    """A target and a draft. Averages are over the requests of this kind that used the pair, older ones counting less."""
+    """A target and a draft. Averages are over the requests of this kind that used the pair, older ones counting less, and
+    over their passes with candidates of the draft or without any: prompt lookup shows nothing about a draft.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
