@@ -140,13 +140,14 @@ async def test_asynchronously(tiny_fleet: Fleet) -> None:
 HONOURED: dict[str, list[Any]] = {
     "best_of": [1], "echo": [False], "frequency_penalty": [0.5], "logit_bias": [{"7": -3}], "logprobs": [],
     "max_completion_tokens": [1], "max_tokens": [1], "messages": [], "modalities": [["text"]], "model": [], "n": [2],
-    "parallel_tool_calls": [True], "presence_penalty": [0.5], "prompt": [], "response_format": [{"type": "text"}],
+    "parallel_tool_calls": [True, False], "presence_penalty": [0.5], "prompt": [],
+    "response_format": [{"type": "text"}],
     "seed": [3], "service_tier": ["auto", "default"], "stop": ["a", ["a", "b"]], "store": [False], "stream": [True],
     "stream_options": [], "suffix": [], "temperature": [0.5], "tool_choice": ["auto", "none"], "tools": [[]],
     "top_logprobs": [], "top_p": [0.5], "user": ["somebody"],
 }  # fmt: skip
 UNSUPPORTED = {
-    "best_of": 3, "echo": True, "modalities": ["audio"], "parallel_tool_calls": False, "service_tier": "flex",
+    "best_of": 3, "echo": True, "modalities": ["audio"], "service_tier": "flex",
     "response_format": {"type": "other"}, "store": True, "stream_options": {"include_usage": True}, "suffix": "end",
     "tool_choice": "always", "top_logprobs": 2,
 }  # fmt: skip
