@@ -146,7 +146,7 @@ class _Worker:
 
 
 def _stopping() -> SandboxBusy:
-    return SandboxBusy("its process was stopped")
+    return SandboxBusy("its process is stopping")
 
 
 class _Process:
