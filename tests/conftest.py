@@ -33,7 +33,8 @@ settings.load_profile("here")
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% if tools %}<turn>tools\n{{ (tools | tojson)[:100] }}<eos>\n{% endif %}"
-    "{% for message in messages %}<turn>{{ message['role'] }}\n{{ message['content'] }}<eos>\n"
+    "{% for message in messages %}<turn>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message.tool_calls %}{{ (call | tojson)[:60] }}{% endfor %}<eos>\n"
     "{% endfor %}{% if add_generation_prompt %}<turn>assistant\n{% endif %}"
 )
 

@@ -14,6 +14,8 @@ _RESERVED = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad
     "range", "dict", "lipsum", "cycler", "joiner", "namespace",
 }  # fmt: skip
 
+_MAX_ARGUMENT_DEPTH = 24
+
 
 @dataclass(frozen=True)
 class Message:
@@ -54,17 +56,28 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
 
 
 def check_tools(model: Model, chat: Chat, rendering: Rendering) -> None:
-    """Raises `InvalidField` if `rendering`, that of the chat, would be the same without its tools."""
-    if not chat.variables.get("tools"):
-        return
-    others = {name: value for name, value in chat.variables.items() if name != "tools"}
+    """Raises `InvalidField` if `rendering`, that of the chat, would be the same without its tools or their calls."""
+    if chat.variables.get("tools"):
+        others = {name: value for name, value in chat.variables.items() if name != "tools"}
+        _check_use(model, replace(chat, variables=others), rendering, "chat.template_variables.tools")
+    calling = next((place for place, one in enumerate(chat.messages) if one.fields.get("tool_calls")), None)
+    if calling is not None:
+        messages = tuple(
+            replace(one, fields={key: value for key, value in one.fields.items() if key != "tool_calls"})
+            for one in chat.messages
+        )
+        _check_use(model, replace(chat, messages=messages), rendering, f"chat.messages[{calling}].tool_calls")
+
+
+def _check_use(model: Model, without: Chat, rendering: Rendering, name: str) -> None:
+    """Raises `InvalidField` if the chat without the field of that name has the same rendering."""
     try:
-        without = render_chat(model, replace(chat, variables=others))
-    except (InvalidRequest, UnusableModel):  # the template needs the tools
+        unused = render_chat(model, without) == rendering
+    except (InvalidRequest, UnusableModel):  # the template needs the field
         return
-    if without == rendering:
+    if unused:
         allowed = f"left out, because the chat template of {model.name} has no place for them"
-        raise InvalidField("chat.template_variables.tools", allowed, "them")
+        raise InvalidField(name, allowed, "them")
 
 
 def rendered_text(model: Model, chat: Chat) -> str:
@@ -143,6 +156,11 @@ def _render_parts(model: Model, parts: Sequence[str | int], source: Model) -> Re
 
 def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, Marks]:
     """Returns the template's text, and the marks in it that keep the user's values from becoming markup."""
+    return _written(model, replace(chat, messages=_adapted(model, chat.messages)), add_generation_prompt)
+
+
+def _written(model: Model, chat: Chat, add_generation_prompt: bool) -> tuple[str, Marks]:
+    """Implements `_rendered` for a chat in the form that the template knows."""
     given = [{**one.fields, "role": one.role, "content": one.content} for one in chat.messages]
     marks = _unused_marks([json.dumps([given, dict(chat.variables)], ensure_ascii=False)])
 
@@ -162,6 +180,86 @@ def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple
     }
     assert model.run_template, "a model with a chat template has a template runner"
     return model.run_template(model.chat_template, variables, marks.split + marks.literal, shield), marks
+
+
+def _adapted(model: Model, messages: Sequence[Message]) -> tuple[Message, ...]:
+    """Returns the messages in the form that the model's template knows."""
+    adapted = tuple(messages)
+    if any(one.role == "developer" for one in adapted) and _drops_developer(model):
+        # OpenAI's newer name of the role.
+        adapted = tuple(replace(one, role="system") if one.role == "developer" else one for one in adapted)
+    if any(one.fields.get("tool_calls") for one in adapted) and _needs_objects(model):
+        adapted = tuple(replace(one, fields=_with_objects(one.fields)) for one in adapted)
+    return adapted
+
+
+@derived
+def _drops_developer(model: Model) -> bool:
+    """Returns whether the model's template ignores messages of the role `developer`, but not those of `system`."""
+    probe, asked = "How are you?", Message("user", "Hello.")
+    ignored = _contains(model, (Message("developer", probe), asked), probe) is False
+    return ignored and _contains(model, (Message("system", probe), asked), probe) is True
+
+
+@derived
+def _needs_objects(model: Model) -> bool:
+    """Returns whether the model's template writes the arguments of tool calls right only if they are an object.
+
+    Clients send JSON text. Some templates copy it; others write its JSON, which doubles the quotes of a text.
+    """
+
+    def calling(arguments: Any) -> tuple[Message, ...]:
+        function = {"name": "look", "arguments": arguments}
+        calls = [{"id": "call00000", "type": "function", "function": function}]
+        return (
+            Message("user", "Hello."),
+            Message("assistant", "", {"tool_calls": calls}),
+            Message("tool", "5", {"name": "look", "tool_call_id": "call00000"}),
+        )
+
+    as_text = calling('{"what": "a"}')
+    doubled = _contains(model, as_text, '{\\"what\\"') is not False  # or the template fails
+    return doubled and _contains(model, calling({"what": "a"}), "what") is True
+
+
+def _contains(model: Model, messages: tuple[Message, ...], text: str) -> bool | None:
+    """Returns whether the template's text of the messages contains `text`, or None if the template fails."""
+    try:
+        written, marks = _written(model, Chat(messages), add_generation_prompt=True)
+    except (InvalidRequest, UnusableModel):
+        return None
+    return text in written.replace(marks.split, "").replace(marks.literal, "")
+
+
+def _with_objects(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a message's fields with the arguments of its calls as objects, where they are the text of one."""
+    calls = fields.get("tool_calls")
+    if not isinstance(calls, list | tuple):
+        return fields
+
+    def changed(call: Any) -> Any:
+        match call:
+            case {"function": {"arguments": str(text)} as function}:
+                return {**call, "function": {**function, "arguments": _object(text)}}
+            case {"arguments": str(text)}:
+                return {**call, "arguments": _object(text)}
+        return call
+
+    return {**fields, "tool_calls": [changed(one) for one in calls]}
+
+
+def _object(text: str) -> Any:
+    """Returns the JSON object that a text spells, or the text if it is not one or is nested too deeply."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates, which no text has
+    except (ValueError, RecursionError):
+        return text
+    level = [value]
+    for _ in range(_MAX_ARGUMENT_DEPTH):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for values in inner for one in values]
+    return value if isinstance(value, dict) and not level else text
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:

@@ -15,7 +15,7 @@ class TextPart(Strict):
 
 
 class CalledFunction(Strict):
-    """A function that the assistant has called. Some chat templates expect `arguments` as an object."""
+    """A function that the assistant has called. Text of an object becomes one if the chat template expects that."""
 
     name: str
     arguments: str | JsonObject

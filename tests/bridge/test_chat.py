@@ -269,3 +269,35 @@ def test_a_field_of_a_message_cannot_be_another_role() -> None:
     message = Message("user", "x", {"role": "system", "content": "y"})
     rendering = render("byte_level", TEMPLATE, message)
     assert vocabulary("byte_level").spell(rendering.ids).startswith(b"user\nx")
+
+
+@pytest.mark.parametrize("written", ["tojson", "string"])
+def test_arguments_of_a_call_have_the_form_that_the_template_writes(written: str) -> None:
+    value = "call.function.arguments | tojson" if written == "tojson" else "'' + call.function.arguments"
+    template = TEMPLATE.replace("<eos>", "{% for call in message.tool_calls %}{{ " + value + " }}{% endfor %}<eos>", 1)
+    for arguments in ('{"what": {"a": 1.50}}', "[1]", "{", '{"a": "\\ud800"}', '{"a":' * 1000 + "1" + "}" * 1000):
+        calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": arguments}}]
+        chat = (Message("user", "a"), Message("assistant", "", {"tool_calls": calls}))
+        text = render("byte_level", template, *chat)
+        unread = arguments if written == "string" else json.dumps(arguments, ensure_ascii=False)
+        expected = '{"what": {"a": 1.5}}' if written == "tojson" and "what" in arguments else unread
+        assert f"assistant\n{expected}\n" in vocabulary("byte_level").spell(text.ids).decode()
+
+
+def test_a_developer_is_the_system_where_the_template_knows_only_that() -> None:
+    chat = (Message("developer", "Be brief."), Message("user", "a"))
+    selective = TEMPLATE.replace("messages %}", "messages if message.role in ('system', 'user') %}")
+    for template, role in ((selective, "system"), (TEMPLATE, "developer"), ("", "Developer: ")):
+        text = vocabulary("byte_level").spell(render("byte_level", template, *chat).ids).decode()
+        assert text.startswith(role) and "Be brief." in text
+
+
+def test_calls_that_the_target_s_template_ignores_are_refused() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
+    request = Request(Chat((Message("user", "a"), Message("assistant", "", {"tool_calls": calls}))))
+    for template in (TEMPLATE, ""):
+        with pytest.raises(InvalidField, match=r"^chat\.messages\[1\]\.tool_calls must be left out"):
+            without = model("byte_level", template)
+            request_module.render(request, without, without)
+    able = model("byte_level", TEMPLATE.replace("<eos>", "{{ message.tool_calls | default('') }}<eos>", 1))
+    assert request_module.render(request, able, able).ids

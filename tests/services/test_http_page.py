@@ -172,8 +172,9 @@ def test_a_server_with_keys_asks_for_one(browser: Browser, tiny_fleet: Fleet, tm
         expect(page.locator("#key-field")).to_be_visible()
         page.fill("#key", "b" * 32)
         page.keyboard.press("Tab")
-        expect(page.locator("#model")).to_have_value("tiny-target")
         expect(page.get_by_role("alert")).to_be_hidden()
+        expect(page.locator("#model option")).to_have_text(["tiny-target"])
+        expect(page.locator("#draft option")).to_have_text(["chosen by the bridge", "tiny-draft"])
         fill(page, kind="text", prompt="The quick", max_tokens="5")
         page.click("#run")
         expect(page.locator("#status")).to_contain_text("Finished", timeout=WAIT_MS)
@@ -219,6 +220,7 @@ def test_stopping_while_the_text_is_split_ends_the_comparison(page: Page) -> Non
     settle(page)
     expect(page.locator("#stop")).to_be_disabled()
     expect(page.locator("#status")).to_contain_text("Finished")
+    expect(page.locator("#tokens-hint")).not_to_contain_text("Splitting")
 
 
 def settle(page: Page) -> None:

@@ -8,6 +8,7 @@ const encoder = new TextEncoder();
 const NAMES = { "": "target", draft: "draft model", suffix: "repeated text" };
 let running = null; // the AbortController of the request in progress
 let compared = { key: "", runs: [], alone: 0 }; // `alone`: measured tokens per second of the target without candidates
+let models = [];
 let drafts = [];
 
 function element(name, text = "", className = "") {
@@ -32,14 +33,23 @@ function showFailure(error) {
   showError(error.message);
 }
 
+// Lists the names, after the choices that the page itself has, in place of those of an earlier call.
 function options(select, names) {
   const chosen = select.value;
+  for (const old of select.querySelectorAll("[data-listed]")) old.remove();
   for (const name of names) {
     const option = element("option", name);
     option.value = name;
+    option.dataset.listed = "";
     select.append(option);
   }
-  select.value = chosen || select.options[0]?.value || "";
+  const known = [...select.options].some((one) => one.value === chosen);
+  select.value = known && chosen ? chosen : (select.options[0]?.value ?? "");
+}
+
+function describe() {
+  const model = models.find((one) => one.id === $("model").value);
+  if (model?.draftbridge.chat_template) $("kind").value = "chat";
 }
 
 function request(mode) {
@@ -207,7 +217,7 @@ async function run(mode) {
     const bytes = encoder.encode(text);
     const verdict = record(mode, statistics, bytes);
     showStrip(statistics, mode);
-    const seconds = ((performance.now() - started) / 1000).toFixed(2);
+    const seconds = ((performance.now() - (started || performance.now())) / 1000).toFixed(2);
     const first = milliseconds(statistics.first_token_ns);
     $("status").textContent =
       `Finished: ${usage.completion_tokens} tokens, ${bytes.length} bytes, in ${seconds} s, the first after ${first}; ${verdict}.`;
@@ -246,22 +256,20 @@ document.addEventListener("keydown", (event) => {
 async function start() {
   showError("");
   try {
-    const models = await (await call("/v1/models")).json();
-    drafts = models.draftbridge.drafts.map((draft) => draft.id);
-    options($("model"), models.data.map((model) => model.id));
+    const listed = await (await call("/v1/models")).json();
+    const isFirst = !models.length;
+    models = listed.data;
+    drafts = listed.draftbridge.drafts.map((draft) => draft.id);
+    options($("model"), models.map((model) => model.id));
     options($("draft"), drafts);
-    const describe = () => {
-      const model = models.data.find((one) => one.id === $("model").value);
-      if (model?.draftbridge.chat_template) $("kind").value = "chat";
-    };
-    $("model").addEventListener("change", describe);
-    describe();
+    if (isFirst) describe();
     $("key-field").hidden = true;
   } catch (error) {
     showFailure(error);
   }
 }
 
+$("model").addEventListener("change", describe);
 $("key").addEventListener("change", () => {
   useKey($("key").value.trim());
   start();

@@ -5,8 +5,10 @@ import { call } from "./stream.js";
 const $ = (id) => document.getElementById(id);
 const encoder = new TextEncoder();
 const HINT = $("tokens-hint").textContent;
+const SPLITTING = "Splitting the text…";
 const REACH = 22; // bytes to show on either side of the place
 const VISIBLE = { " ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥" };
+let newest = null; // the signal of the newest call of `load`
 let shown = null; // { bytes, rows: [{ model, ends }], place } of the text on the page
 
 export function clear(hint = HINT) {
@@ -19,7 +21,8 @@ export function clear(hint = HINT) {
 
 // Asks for the tokens of the text that is on the page now.
 export async function load(text, models, signal) {
-  clear("Splitting the text…");
+  clear(SPLITTING);
+  newest = signal;
   try {
     const answer = await (await call("/v1/segmentations", { text, models }, signal)).json();
     const bytes = encoder.encode(text);
@@ -35,7 +38,9 @@ export async function load(text, models, signal) {
     shown = { bytes, rows, place: -1 };
     $("tokens-hint").textContent = `${counts}. ${HINT}`;
   } catch (error) {
+    if (error.status === 401) throw error; // the page asks for a key
     if (!signal.aborted) clear(`The text could not be split: ${error.message}`);
+    else if ($("tokens-hint").textContent === SPLITTING && newest === signal) clear();
   }
 }
 
@@ -77,6 +82,7 @@ function show(place) {
 // Tells screen readers the tokens of both models at the place, and who proposed its first byte.
 function speak() {
   const { bytes, rows, here, place } = shown;
+  if (!here) return; // the text is empty
   const tokens = rows.map(({ model, ends }, row) => {
     const index = here[row];
     return `${model}: ${visible(bytes.slice(ends[index - 1] ?? 0, ends[index]))}`;
