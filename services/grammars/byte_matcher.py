@@ -1,12 +1,16 @@
 """Follows a text through a grammar byte by byte, which needs no tokenizer."""
 
 from collections.abc import Iterable
+from math import inf
+from time import thread_time
 
 from llguidance import LLMatcher, LLTokenizer
 
 from services.grammars.tokenizer import Tokens, library_tokenizer
 
 _END = 256
+# The event loop waits for so much processor time. Ordinary grammars take microseconds a byte.
+_FORCING_SECONDS = 0.005
 
 
 def byte_tokenizer() -> LLTokenizer:
@@ -20,13 +24,14 @@ def allowed_bytes(matcher: LLMatcher) -> list[int]:
     return [] if matcher.is_error() else [byte for byte in range(256) if bits[byte >> 3] >> (byte & 7) & 1]
 
 
-def forced_bytes(matcher: LLMatcher, limit: int) -> tuple[bytes, bool]:
+def forced_bytes(matcher: LLMatcher, limit: int, seconds: float = inf) -> tuple[bytes, bool]:
     """Returns the bytes that must follow, at most `limit`, and whether the text must end after them.
 
-    The library's own `compute_ff_bytes` has no limit: a short grammar may force millions of bytes.
+    The library's own `compute_ff_bytes` has no limit: a short grammar may force millions of bytes. It returns fewer
+    after `seconds`, because a byte of a hostile grammar may take milliseconds.
     """
-    found, ends = bytearray(), False
-    while len(found) < limit and not matcher.is_stopped():
+    found, ends, end = bytearray(), False, thread_time() + seconds
+    while len(found) < limit and not matcher.is_stopped() and thread_time() < end:
         bits = int.from_bytes(matcher.compute_bitmask(), "little")
         if bits == 0 or bits & (bits - 1) or (ends := bits == 1 << _END):
             break
@@ -70,7 +75,7 @@ class ByteMatcher:
             if not self._lost:
                 self._rollback(count)
             return b"", False
-        data, ends = forced_bytes(self._matcher, limit)
+        data, ends = forced_bytes(self._matcher, limit, _FORCING_SECONDS)
         self._rollback(count)
         return (b"", False) if self._lost else (data, ends)
 

@@ -1,9 +1,11 @@
-"""Compiles each grammar once for a vocabulary or for bytes, and keeps the latest."""
+"""Tries each grammar once, and compiles it for the vocabulary of a model or for bytes."""
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 from cachetools import LRUCache
 from llguidance import LLMatcher
@@ -18,73 +20,85 @@ from services.grammars.token_matcher import TextMatcher, TokenMatcher
 from services.grammars.tokenizer import GrammarTokenizer
 from services.grammars.trial import GrammarTrial, grammar_busy
 
-# The memory that compiled grammars may take. Refused ones are kept, too, with their error.
-_KEPT_BYTES = 256 << 20
-# A compiled grammar takes about 64 KiB, and 200 bytes for each byte of its text.
-_GRAMMAR_BYTES, _BYTES_PER_BYTE = 1 << 16, 200
-# Grammars that may wait until the one before them is compiled.
+# The texts of grammars that are known to be usable or refused.
+_KNOWN_BYTES, _ENTRY_BYTES = 16 << 20, 1000
+# Grammars that may wait until the one before them is tried.
 _MAX_WAITING = 32
+# Matchers that are compiled for requests which have not opened them yet.
+_MAX_FRESH = 256
 
 # A grammar compiled for bytes and, by a model's server, for its tokens.
 _Compiled = tuple[LLMatcher, ...]
 
 
-class _Store:
-    """Keeps compiled grammars and errors. `compile_one` compiles a grammar that has passed the trial, and blocks.
+@dataclass(frozen=True)
+class _Verdict:
+    """Why a grammar cannot be used, None if it can, and the bytes that this takes to keep."""
 
-    A thread of its own compiles one grammar after the other, so that hostile ones delay no other work.
+    error: InvalidGrammar | None
+    size: int
+
+
+class _Store:
+    """Tries each grammar once, and compiles it for each request. `compile_one` does so, and blocks.
+
+    Copies of one matcher would share an automaton that grows with every text, up to a limit: whether a request fails
+    would depend on earlier ones. A thread of its own compiles one after the other, so that hostile grammars delay no
+    other work.
     """
 
     def __init__(self, compile_one: Callable[[Grammar], _Compiled], trial: GrammarTrial) -> None:
         self._compile_one, self._trial = compile_one, trial
-        self._kept: LRUCache[Grammar, tuple[_Compiled | InvalidGrammar, int]] = LRUCache(
-            _KEPT_BYTES, getsizeof=lambda kept: kept[1]
-        )
+        self._known: LRUCache[Grammar, _Verdict] = LRUCache(_KNOWN_BYTES, getsizeof=lambda verdict: verdict.size)
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._waiting: dict[Grammar, Future[object]] = {}
+        self._waiting: dict[Grammar, Future[_Verdict]] = {}
+        self._fresh: deque[tuple[Grammar, _Compiled]] = deque(maxlen=_MAX_FRESH)
 
     async def prepare(self, grammar: Grammar) -> None:
-        """Compiles a grammar in a thread, unless it is kept or another request does. Raises `SandboxBusy`."""
-        if self._found(grammar):
-            return
-        if (future := self._waiting.get(grammar)) is None:
-            if len(self._waiting) >= _MAX_WAITING:
-                raise grammar_busy(f"{len(self._waiting)} others are waiting")
-            self._waiting[grammar] = future = self._thread.submit(self._compile, grammar)
-            future.add_done_callback(lambda _: self._waiting.pop(grammar))
-        await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it when this request is cancelled
+        """Compiles a grammar in a thread, unless it is known to be refused. Raises `SandboxBusy`."""
+        if self._verdict(grammar) is None:
+            if (future := self._waiting.get(grammar)) is None:
+                if len(self._waiting) >= _MAX_WAITING:
+                    raise grammar_busy(f"{len(self._waiting)} others are waiting")
+                self._waiting[grammar] = future = self._thread.submit(self._try, grammar)
+                future.add_done_callback(lambda _: self._waiting.pop(grammar))
+            await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it when this request is cancelled
+        if (verdict := self._verdict(grammar)) and not verdict.error:
+            compiled = await asyncio.wrap_future(self._thread.submit(self._compile_one, grammar))
+            self._fresh.append((grammar, compiled))
 
-    def matchers(self, grammar: Grammar) -> list[LLMatcher]:
+    def matchers(self, grammar: Grammar) -> _Compiled:
         """Returns new matchers at the start of a prepared grammar. Raises `InvalidGrammar`."""
-        kept = self._found(grammar) or self._compile(grammar)
-        if isinstance(kept, InvalidGrammar):
-            raise InvalidGrammar(grammar.field, str(kept).partition(" ")[2])
-        return [matcher.deep_copy() for matcher in kept]
+        verdict = self._verdict(grammar) or self._try(grammar)
+        if verdict.error:
+            raise InvalidGrammar(grammar.field, str(verdict.error).partition(" ")[2])
+        for place, (one, compiled) in enumerate(self._fresh):
+            if one == grammar:
+                del self._fresh[place]
+                return compiled
+        return self._compile_one(grammar)
 
     def close(self) -> None:
         """Ends the thread and the trial's process."""
         self._thread.shutdown(wait=False)
         self._trial.close()
 
-    def _found(self, grammar: Grammar) -> _Compiled | InvalidGrammar | None:
+    def _verdict(self, grammar: Grammar) -> _Verdict | None:
         with self._lock:
-            return self._kept.get(grammar, (None, 0))[0]
+            return self._known.get(grammar)
 
-    def _compile(self, grammar: Grammar) -> _Compiled | InvalidGrammar:
-        if found := self._found(grammar):
-            return found
-        result: _Compiled | InvalidGrammar
-        text_size = len(grammar.text.encode())
+    def _try(self, grammar: Grammar) -> _Verdict:
+        error = None
         try:
             self._trial.check(grammar)
-            result = self._compile_one(grammar)
-            size = len(result) * (_GRAMMAR_BYTES + _BYTES_PER_BYTE * text_size)
-        except InvalidGrammar as error:
-            result, size = error, text_size + 1000
+            self._compile_one(grammar)  # the trial compiles for bytes only
+        except InvalidGrammar as found:
+            error = found
+        verdict = _Verdict(error, len(grammar.text.encode()) + _ENTRY_BYTES)
         with self._lock:
-            self._kept[grammar] = result, size
-        return result
+            self._known[grammar] = verdict
+        return verdict
 
 
 class TokenGrammars:

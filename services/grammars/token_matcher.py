@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import thread_time
 
 import numpy as np
 from llguidance import LLMatcher
@@ -19,6 +20,8 @@ from services.grammars.tokenizer import GrammarTokenizer
 _QUOTED_BYTES = 40
 # The forced bytes that decide about the next token. Few tokens are longer.
 _FORCED_BYTES = 64
+# The event loop waits for so much processor time, and for one id more.
+_CERTAIN_SECONDS = 0.005
 
 
 class GrammarPosition:
@@ -152,10 +155,14 @@ class TokenMatcher(GrammarPosition):
     def certain(self, token_ids: Sequence[int]) -> tuple[int, bool]:
         """Returns how many of the ids must follow, because the grammar allows no other, and whether the rest may.
 
-        The rest may not follow if another id must. It computes no masks, so it may miss ids that must follow.
+        The rest may not follow if another id must. It may miss ids that must follow, because it computes no masks and
+        ends after some milliseconds.
         """
+        end = thread_time() + _CERTAIN_SECONDS
         with self.excursion():
             for place, id_ in enumerate(token_ids):
+                if thread_time() >= end:
+                    return place, True
                 forced = self._forced()
                 if not forced or forced.longer:
                     return place, True
