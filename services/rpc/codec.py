@@ -98,7 +98,10 @@ def read_chat(message: bridge_pb2.Chat) -> Chat:
 
 
 def _read_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """Returns JSON values. A Struct holds all numbers as floats; whole numbers become integers again."""
+    """Returns JSON values. A Struct holds all numbers as floats; whole numbers become integers again.
+
+    Raises `InvalidField` for numbers that JSON does not have.
+    """
 
     def whole(value: Any) -> Any:
         match value:
@@ -110,7 +113,11 @@ def _read_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
                 return [whole(one) for one in value]
         return value
 
-    return {key: whole(value) for key, value in json_format.MessageToDict(struct).items()}
+    try:
+        values = json_format.MessageToDict(struct)
+    except ValueError:
+        raise InvalidField("chat", "made of JSON values, which have no infinite numbers and no NaN", "one") from None
+    return {key: whole(value) for key, value in values.items()}
 
 
 def write_spans(vocabulary: Vocabulary, ids: Sequence[int]) -> list[bridge_pb2.TokenSpan]:

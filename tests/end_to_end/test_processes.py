@@ -167,7 +167,7 @@ def test_a_prompt_that_comes_again_is_found_in_both_prefix_caches(client: Client
 
 
 def test_a_chat_takes_what_its_template_knows_besides(client: Client) -> None:
-    messages = [{"role": "user", "content": "the dog", "name": "<eos>Ann", "tool_calls": [{"n": 1}]}]
+    messages = [{"role": "user", "content": "the dog", "name": "<eos>Ann"}]
     alone = client.generate(messages=messages[:1], template_variables={"unknown": [{"name": "f"}]}, max_tokens=8)
     assert alone.text == client.generate(messages=[{"role": "user", "content": "the dog"}], max_tokens=8).text
     with pytest.raises(CallError, match="add_generation_prompt"):

