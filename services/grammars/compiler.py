@@ -51,21 +51,21 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         raise invalid(grammar, f"is not a JSON Schema ({error})") from None
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=_LIMITS)
     if matcher.is_error():
-        raise refused(grammar, matcher.get_error(), _place(tokenizer, grammar))
+        raise _refused_at(tokenizer, grammar, matcher.get_error())
     return matcher
 
 
-def _place(tokenizer: LLTokenizer, grammar: Grammar) -> str:
-    """Returns the place in a JSON Schema of what the library refuses, which does not tell it."""
+def _refused_at(tokenizer: LLTokenizer, grammar: Grammar, reason: str) -> InvalidGrammar:
+    """Returns the error with the place in a JSON Schema, which the library does not tell."""
     if grammar.kind is not GrammarKind.JSON_SCHEMA:
-        return ""
+        return refused(grammar, reason)
 
     def refusal(schema: Any) -> str:
         matcher = LLMatcher(tokenizer, _lark_of(schema), log_level=0, limits=_LIMITS)
         return _OUTER_PLACE.sub("", matcher.get_error()) if matcher.is_error() else ""
 
-    place = refused_part(json.loads(grammar.text), refusal)
-    return f" at {place}" if place else ""
+    path, reason = refused_part(json.loads(grammar.text), refusal)
+    return refused(grammar, reason, f" at {path}")
 
 
 def refused(grammar: Grammar, reason: str, place: str = "") -> InvalidGrammar:
@@ -97,14 +97,14 @@ def _source(grammar: Grammar) -> str:
             check_lark(grammar.text)
             lark = grammar.text
         case GrammarKind.CHOICE:
-            lark = "start: " + " | ".join(map(json.dumps, json.loads(grammar.text)))
+            lark = "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, json.loads(grammar.text)))
         case GrammarKind.REGEX:
             lark = json.loads(LLMatcher.grammar_from_regex(grammar.text))["grammars"][0]["lark_grammar"]
         case _:
             schema = grammar.text if grammar.kind is GrammarKind.JSON_SCHEMA else '{"type": "object"}'
             source = LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_STYLE, overrides={"lenient": False})  # type: ignore[arg-type]
+            check_schema(json.loads(schema))  # the library's copy has rounded large integers
             value = json.loads(source)["grammars"][0]["json_schema"]
-            check_schema(value)
             value.pop("$schema", None)  # under older ones, the library ignores some keywords
             return _lark_of(value)
     return LLMatcher.grammar_from_lark(lark + _UNFORCED)

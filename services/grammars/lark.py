@@ -60,7 +60,7 @@ def _tokens(text: str) -> Iterator[_Token]:
             try:
                 value, end = json.JSONDecoder().raw_decode(text, begin)
                 if token.text == "%json":
-                    check_schema(value)
+                    check_schema(value, embedded=True)
             except UnsupportedPart as error:
                 raise UnsupportedPart(f"at {token.place}: %json: {error}") from None
             except (json.JSONDecodeError, RecursionError):

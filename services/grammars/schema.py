@@ -1,5 +1,6 @@
 """Refuses, with their place, the parts of a JSON Schema that the library ignores, rounds or cannot finish."""
 
+import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
@@ -33,6 +34,12 @@ _ANNOTATIONS = frozenset(
 _KEYWORDS = _BOUNDS | _COUNTS | _MAPPINGS | _CHOICES | _SINGLE | _OTHERS | _ANNOTATIONS
 # The library computes with floating-point numbers, which round integers above this.
 _MAX_INTEGER = 1 << 53
+# What may be set for the whole text in "x-guidance", and the values that leave it JSON.
+_OPTIONS = {
+    "whitespace_flexible": re.compile("True|False"),
+    "item_separator": re.compile(r"[ \t\r\n]*,[ \t\r\n]*"),
+    "key_separator": re.compile(r"[ \t\r\n]*:[ \t\r\n]*"),
+}
 # Parts of a schema that are tried alone, to find the one that is refused.
 _MAX_TRIED_PARTS = 100
 
@@ -41,9 +48,15 @@ class UnsupportedPart(ValueError):
     """A part of a schema or a Lark grammar is not supported. The message begins with its place."""
 
 
-def check_schema(schema: Any) -> None:
-    """Raises `UnsupportedPart` for a schema that the library would not follow exactly, or could not finish."""
+def check_schema(schema: Any, *, embedded: bool = False) -> None:
+    """Raises `UnsupportedPart` for a schema that the library would not follow exactly, or could not finish.
+
+    `embedded`: it is a part of a Lark grammar, where nothing may be set for the whole text.
+    """
     parts, targets = dict(_parts(schema, "#")), {}
+    if isinstance(schema, dict):
+        _check_top(schema, embedded)
+    _check_exclusive_bounds(parts)
     for path, part in parts.items():
         if isinstance(part, dict):
             _check_part(path, part)
@@ -61,27 +74,28 @@ def check_schema(schema: Any) -> None:
         raise UnsupportedPart(f"at {endless[0]}: no text matches it, because each value contains another one")
 
 
-def refused_part(schema: Any, refusal: Callable[[Any], str]) -> str:
-    """Returns the JSON pointer of the innermost part of a schema that is refused alone for the same reason.
+def refused_part(schema: Any, refusal: Callable[[Any], str]) -> tuple[str, str]:
+    """Returns the JSON pointer of the innermost part of a schema that is refused alone, with the reason.
 
-    `refusal` returns the reason for which a schema is refused, "" if it is not. Returns "" if no part is refused alone.
-    Only the first 100 parts are tried.
+    `refusal` returns the reason for which a schema is refused, "" if it is not. Only the first 100 parts are tried.
     """
     root, parts = deepcopy(schema), dict(_parts(schema, "#"))
     for _, part in list(_parts(root, "#")):
         if isinstance(part, dict) and isinstance(part.get("$ref"), str):
             part["$ref"] = _moved(part["$ref"])
     # Another reason is none: a part that has no values, for instance, may be allowed where it is.
-    reason = _kind(refusal(schema))
+    whole = refusal(schema)
     tried = [path for path in parts if path != "#" and isinstance(parts[path], dict)][:_MAX_TRIED_PARTS]
-    refused = [path for path in tried if _kind(refusal({"$defs": {"root": root}, "$ref": _moved(path)})) == reason]
+    reasons = {path: refusal({"$defs": {"root": root}, "$ref": _moved(path)}) for path in tried}
+    refused = [path for path in tried if _kind(reasons[path]) == _kind(whole)]
 
     def is_innermost(path: str) -> bool:
         within = [one for one in parts if one.startswith(f"{path}/")]
         named = {parts[one].get("$ref") for one in (path, *within) if isinstance(parts[one], dict)}
         return not any(one in named or one in within for one in refused if one != path)
 
-    return next(filter(is_innermost, refused), refused[-1] if refused else "")
+    path = next(filter(is_innermost, refused), refused[-1] if refused else "#")
+    return path, reasons.get(path, whole)
 
 
 def _kind(reason: str) -> str:
@@ -93,15 +107,61 @@ def _moved(path: str) -> str:
     return path.replace("#", "#/$defs/root", 1)
 
 
+def _check_top(schema: dict[str, Any], embedded: bool) -> None:
+    """Checks what applies to the whole text."""
+    dialect = schema.get("$schema", "http://json-schema.org/")
+    if not str(dialect).partition("://")[2].startswith("json-schema.org/"):
+        raise UnsupportedPart(f"at #/$schema: Unknown dialect: {dialect}")
+    options = schema.get("x-guidance", {})
+    if embedded and ("$schema" in schema or options):
+        raise UnsupportedPart('at #: "$schema" and "x-guidance" are not supported in a part of a grammar')
+    if not isinstance(options, dict):
+        raise UnsupportedPart("at #/x-guidance: it is not an object")
+    for name, value in options.items():
+        if name not in _OPTIONS or not _OPTIONS[name].fullmatch(str(value)):
+            names = ", ".join(_OPTIONS)
+            raise UnsupportedPart(f"at #/x-guidance/{name}: only {names} are supported, with values that leave JSON")
+
+
+def _check_exclusive_bounds(parts: dict[str, Any]) -> None:
+    """Refuses integers as exclusive bounds of numbers less than 1 from the other bound: the library includes them.
+
+    Bounds of different parts may be bounds of one number, by `allOf` or `$ref`.
+    """
+    found = [(path, part) for path, part in parts.items() if isinstance(part, dict)]
+    merged = any({"allOf", "$ref", "anyOf", "oneOf"} & part.keys() for _, part in found)
+    for path, part in found:
+        if part.get("type") == "integer":
+            continue
+        others = [one for _, one in found] if merged else [part]
+        for key, opposite, sign in (("exclusiveMinimum", "aximum", 1), ("exclusiveMaximum", "inimum", -1)):
+            bound = part.get(key)
+            if not isinstance(bound, int | float) or bound != int(bound):
+                continue
+            limits = [value for one in others for name, value in one.items() if name.endswith(opposite)]
+            if any(isinstance(one, int | float) and 0 <= sign * (one - bound) < 1 for one in limits):
+                raise UnsupportedPart(f"at {path}/{key}: less than 1 from the other bound, it must be inclusive")
+
+
+def _has_large_integer(value: Any) -> bool:
+    match value:
+        case dict():
+            return any(map(_has_large_integer, value.values()))
+        case list():
+            return any(map(_has_large_integer, value))
+    return isinstance(value, int) and abs(value) > _MAX_INTEGER
+
+
 def _check_part(path: str, part: dict[str, Any]) -> None:
     for key, value in part.items():
-        if key == "$schema" and path == "#":
-            if not str(value).partition("://")[2].startswith("json-schema.org/"):
-                raise UnsupportedPart(f"at #/$schema: Unknown dialect: {value}")
-        elif (key not in _KEYWORDS and not key.startswith("x-")) or (key == "$id" and path != "#"):
+        if path == "#" and key in ("$schema", "x-guidance"):
+            continue
+        if (key not in _KEYWORDS and (key == "x-guidance" or not key.startswith("x-"))) or (
+            key == "$id" and path != "#"
+        ):
             raise UnsupportedPart(f'at {path}: the keyword "{key}" is not supported')
-        elif key in _BOUNDS and isinstance(value, int) and abs(value) > _MAX_INTEGER:
-            raise UnsupportedPart(f"at {path}/{key}: the integer exceeds 2^53")
+        if key in _BOUNDS | {"const", "enum"} and _has_large_integer(value):
+            raise UnsupportedPart(f"at {path}/{key}: an integer exceeds 2^53, and would be rounded")
         for keys, shape, name in _SHAPES:
             if key in keys and not isinstance(value, shape):
                 raise UnsupportedPart(f"at {path}/{key}: it is not {name}")
@@ -112,11 +172,11 @@ def _check_part(path: str, part: dict[str, Any]) -> None:
             raise UnsupportedPart(f"at {path}/type: Invalid type: {one}")
     if "format" in part and part["format"] not in _FORMATS:
         raise UnsupportedPart(f"at {path}/format: Unknown format: {part['format']}")
-    if "prefixItems" in part and "additionalItems" in part:
-        raise UnsupportedPart(f'at {path}: "additionalItems" beside "prefixItems" is not supported, unlike "items"')
+    if "prefixItems" in part and ("additionalItems" in part or isinstance(part.get("items"), list)):
+        raise UnsupportedPart(f'at {path}: beside "prefixItems", only "items" with one schema is supported')
     # The library counts keys, and a key that `properties` does not list may come twice.
     listed = part.get("additionalProperties") is False and not part.get("patternProperties")
-    if not listed and part.get("minProperties", 0) > max(1, len(part.get("required", []))):
+    if not listed and part.get("minProperties", 0) > max(1, len(set(part.get("required", [])))):
         raise UnsupportedPart(f"at {path}/minProperties: above 1, it needs additionalProperties false")
 
 

@@ -94,8 +94,8 @@ def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
                 return {name: moved(one) for name, one in value.items()}
         return value if key in _VALUES else moved(value)
 
-    # With a name of its own, the schema would be the root that its references begin at.
-    return {key: inner(key, one) for key, one in schema.items() if key != "$id"}
+    # With a name of its own, the schema would be the root that its references begin at. The whole has no dialect.
+    return {key: inner(key, one) for key, one in schema.items() if key not in ("$id", "$schema")}
 
 
 @dataclass

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from services.grammars.trial import try_grammar
 from services.http.tools import Call, Tool, call_grammar
 from tests.support.doors import tool
 
@@ -48,6 +49,11 @@ def test_references_of_a_schema_hold_inside_the_call(
     chosen = name if alone else None
     assert allows(chosen, {"name": name, "arguments": right})
     assert not allows(chosen, {"name": name, "arguments": wrong})
+
+
+def test_tools_may_name_the_dialect_of_their_schema() -> None:
+    named = {"$schema": "http://json-schema.org/draft-07/schema#", **TREE}
+    try_grammar(call_grammar([Tool.model_validate(tool("tree", parameters=named))], None))
 
 
 def test_a_call_that_is_nested_too_deeply_is_incomplete() -> None:
