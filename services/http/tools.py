@@ -53,12 +53,13 @@ def call_grammar(tools: Sequence[Tool], name: str | None) -> Grammar:
     Raises `InvalidField`.
     """
     functions = [tool.function for tool in tools]
-    called = [one for one in functions if name in (None, one.name)]
+    # Errors name a schema by the index, which is that of the tool in the request.
+    called = [(index, one) for index, one in enumerate(functions) if name in (None, one.name)]
     if not called:
         names = ", ".join(one.name for one in functions) or "none is given"
         raise InvalidField("tool_choice", f"a function of tools ({names})", name or "required")
     calls, definitions = [], {}
-    for index, one in enumerate(called):
+    for index, one in called:
         place = f"#/$defs/{index}"
         parameters = {"additionalProperties": False} if one.parameters is None else _moved(one.parameters, place)
         # Arguments are an object, also where a schema only lists properties or would allow a string.

@@ -60,3 +60,8 @@ def test_a_call_that_is_nested_too_deeply_is_incomplete() -> None:
     call = Call()
     call.take('{"name": "a", "arguments": {"b": ' + "[" * 100_000, ended=False)
     assert not call.is_whole
+
+
+def test_a_schema_is_named_by_the_index_of_its_tool() -> None:
+    tools = [Tool.model_validate(tool(name, parameters=TREE)) for name in ("first", "second")]
+    assert list(json.loads(call_grammar(tools, "second").text)["$defs"]) == ["1"]
