@@ -166,7 +166,9 @@ class Server:
         hurried = stop.hurried if isinstance(stop, Stop) else asyncio.Event()
         await unless(hurried, self._gate.wait_idle())
         seconds = _HURRIED_SECONDS if hurried.is_set() else _IDLE_SECONDS
-        await self._server.stop(min(self._grace_seconds, seconds))
+        # Two stops that reach their ends at the same time may crash gRPC.
+        if seconds < self._grace_seconds:
+            await self._server.stop(seconds)
         await stopping
 
     async def _set_health(self, alive: bool) -> None:
