@@ -147,6 +147,22 @@ def test_fused_attention_runs_in_the_chosen_modes(family: str, options: dict, mo
     oracle.close()
 
 
+@pytest.mark.parametrize(
+    ("family", "options", "named"),
+    [
+        ("gemma2", {"use_flash_attention": True}, "use_flash_attention"),  # its attention has a soft cap
+        ("gemma2", {"attn_softmax_bf16": True}, "attn_softmax_bf16"),
+        ("llama", {"attn_softmax_bf16": True, "use_flash_attention": True}, "attn_softmax_bf16"),
+        ("qwen2", {"use_flash_attention": True} | FAST, "flash_attention_fast_softmax"),
+    ],
+    ids=str,
+)
+def test_options_without_their_effect_are_refused(family: str, options: dict, named: str, tmp_path: Path) -> None:
+    Oracle(FAMILIES[family], tmp_path).close()
+    with pytest.raises(UnusableModel, match=f"leave out --{named.replace('_', '-')}"):
+        opened(tmp_path, use_hpu_graphs=False, **options)
+
+
 @pytest.mark.parametrize(("options", "dtype"), [({}, "torch.float32"), ({"attn_softmax_bf16": True}, "torch.bfloat16")])
 def test_the_softmax_of_attention_has_the_chosen_dtype(llama: tuple[Oracle, Path], options: dict, dtype: str) -> None:
     """On a CPU, both give the same bits: the kernel for bfloat16 computes in float32."""

@@ -1,6 +1,7 @@
 """A model on two "Gaudis": two processes, through the calls that optimum-habana's example makes to DeepSpeed."""
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -88,6 +89,9 @@ def test_the_first_process_serves_and_ends_the_other(
         )
         stack.callback(follower.kill)
         with serve(*arguments) as (target, _), bridged(target) as (bridge, _), Client(bridge) as client:
-            assert client.generate("The quick brown fox", max_tokens=20).token_ids
+            first = client.generate("The quick brown fox", max_tokens=20).token_ids
+            for number in (signal.SIGINT, signal.SIGTERM):  # as from Ctrl-C, which reaches all processes
+                follower.send_signal(number)
+            assert first and client.generate("The quick brown fox", max_tokens=20).token_ids == first
             assert follower.poll() is None
         assert follower.wait(60) == 0

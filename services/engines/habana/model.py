@@ -4,7 +4,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -169,6 +169,22 @@ def mark_constants(model: Any) -> None:
     htcore.hpu_initialize(model, mark_only_scales_as_const=True)
 
 
+def _is_ignored(config: Any, name: str, wanted: Mapping[str, bool]) -> bool:
+    """Returns whether the model's class takes an option, and then ignores it or computes another attention."""
+    match name:
+        case "attn_softmax_bf16":
+            return config.model_type == "gemma2" or "use_flash_attention" in wanted
+        case "flash_attention_fast_softmax":
+            return bool(config.model_type == "qwen2")
+        case "use_flash_attention":  # the fused kernel has neither the soft cap nor another scale
+            scaled = getattr(config, "query_pre_attn_scalar", None)
+            return bool(getattr(config, "attn_logit_softcapping", None)) or scaled not in (
+                None,
+                getattr(config, "head_dim", None),
+            )
+    return False
+
+
 def model_options(model: Any, gaudi: GaudiOptions) -> dict[str, bool]:
     """Returns the arguments of each forward. Raises `UnusableModel` for an option that the model does not have."""
     known = inspect.signature(model.forward).parameters
@@ -180,9 +196,10 @@ def model_options(model: Any, gaudi: GaudiOptions) -> dict[str, bool]:
         if getattr(gaudi, name)
     }  # fmt: skip
     for name in wanted:
-        if name not in known:
+        if name not in known or _is_ignored(model.config, name, wanted):
             raise UnusableModel(
-                f"optimum-habana's {model.config.model_type} has no {name}: leave out --{name.replace('_', '-')}",
+                f"optimum-habana's {model.config.model_type} has no {name} that works as it says: leave out "
+                f"--{name.replace('_', '-')}",
                 model_type=model.config.model_type,
             )
     missing = {"token_idx", "reuse_cache", "logits_to_keep"} - set(known)

@@ -5,6 +5,7 @@ A launcher (DeepSpeed, torchrun, mpirun) starts one process per Gaudi and sets e
 
 import logging
 import os
+import signal
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -42,7 +43,12 @@ class Ranks:
             dist.broadcast(torch.from_numpy(message), src=0, group=self._group)
 
     def follow(self, execute: Callable[[Message], object]) -> int:
-        """Executes the first process's messages. Returns this process's exit code: 0 if the first one stopped."""
+        """Executes the first process's messages. Returns this process's exit code: 0 if the first one stopped.
+
+        A signal to all processes, such as Ctrl-C, leaves it to the first one to let running requests end.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
         while True:
             received = torch.empty(MESSAGE_SIZE, dtype=torch.int64)
             try:
