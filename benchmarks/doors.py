@@ -3,8 +3,8 @@
     python -m benchmarks.doors [--streams 1 64] [--events 200] [--pace-ms 20] [--together] [--json FILE]
 
 One process serves both doors over a gateway whose generations are scripted: each event's text is the time at which the
-gateway was to yield it, so that waiting behind the events of other streams counts. The streams' times are spread evenly
-over the pace, or the same for all with `--together`, as after one pass for all of them. "remote http" is
+gateway was to yield it, so that the time spent waiting for other streams' events counts. The streams' times are spread
+evenly over the pace, or the same for all with `--together`, as after one pass for all of them. "remote http" is
 `draftbridge http`, in a process in front of the gRPC door. The client, in another process of the same machine,
 subtracts the time in the text from the time at which it has the text, without a garbage collection of its own. The HTTP
 client reads the socket itself; the gRPC client is `draftbridge.AsyncClient`. A first run of each is left out. "longest

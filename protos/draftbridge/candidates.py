@@ -42,7 +42,7 @@ from draftbridge.candidate_stream import (
     SequenceStep,
 )
 from draftbridge.errors import CallError
-from draftbridge.security import Credentials, open_channel
+from draftbridge.security import CHANNEL_OPTIONS, Credentials, open_channel
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
 
 __all__ = ["DEFAULT_DEADLINE_SECONDS", "CandidateClient", "CandidateCounts", "Candidates", "SequenceStep"]
@@ -71,11 +71,7 @@ _REFUSALS = (
     grpc.StatusCode.UNIMPLEMENTED,
 )
 _OPTIONS = (
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
+    *CHANNEL_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.use_local_subchannel_pool", 1),

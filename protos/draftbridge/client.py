@@ -17,18 +17,10 @@ from draftbridge.messages import (
     invalid,
     translate_request,
 )
-from draftbridge.security import Credentials, open_aio_channel, open_channel
+from draftbridge.security import CHANNEL_OPTIONS, Credentials, open_aio_channel, open_channel
 from draftbridge.tracing import CallTrace
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 
-_OPTIONS = (
-    ("grpc.max_receive_message_length", 64 << 20),
-    ("grpc.max_send_message_length", 64 << 20),
-    # Otherwise a stream whose bridge has vanished, without closing its connection, would wait for ever.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
-)
 _GENERATE = "draftbridge.v1.BridgeService/Generate"
 # For all calls but Generate, whose caller sets the limit.
 _TIMEOUT_SECONDS = 30.0
@@ -49,7 +41,7 @@ class Client:
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        self._channel = open_channel(_checked(address), credentials, _OPTIONS)
+        self._channel = open_channel(_checked(address), credentials, CHANNEL_OPTIONS)
         self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
 
     def __enter__(self) -> "Client":
@@ -127,7 +119,7 @@ class AsyncClient:
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        self._channel = open_aio_channel(_checked(address), credentials, _OPTIONS)
+        self._channel = open_aio_channel(_checked(address), credentials, CHANNEL_OPTIONS)
         self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
 
     async def __aenter__(self) -> "AsyncClient":

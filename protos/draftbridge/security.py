@@ -24,6 +24,15 @@ from draftbridge.errors import CallError
 
 _log = logging.getLogger(__name__)
 
+# Options of all channels to a bridge.
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # Otherwise a stream whose bridge has vanished, without closing its connection, would wait for ever.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+)
 _CHECK_SECONDS = 1.0
 # A replaced channel is closed when its calls have ended, or after this time.
 _RETIRED_SECONDS = 24 * 3600.0

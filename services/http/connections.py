@@ -90,7 +90,7 @@ class Connection(HttpToolsProtocol):
             self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Ends the timers, and tells all requests that the client has left."""
+        """Ends the timers, and reports to all requests that the client has left."""
         self._end_head()
         self.resume_writing()
         super().connection_lost(exc)

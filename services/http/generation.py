@@ -17,7 +17,7 @@ from services.rpc.status import code_of
 
 T = TypeVar("T")
 
-# A choice that waited for another's end tries so often to take its place, with so many seconds between.
+# How often a choice that waited for another one tries to take its place, and the seconds between two attempts.
 _MAX_ATTEMPTS, _FREEING_SECONDS = 5, 0.2
 
 Event = tuple[int, Opened | Delta | Finished]
@@ -57,7 +57,7 @@ async def generate(backend: Backend, requests: Sequence[Request], target: str, w
     ended = asyncio.Semaphore(0)
 
     async def run(index: int, request: Request) -> bool:
-        """Returns False if there is no room for the request."""
+        """Runs a request to its end. Returns False if the model is full."""
         running.add(index)
         begun = False
         try:

@@ -19,7 +19,7 @@ OWN = (("authorization", f"Bearer {TOKEN}"),)
 
 
 class Slow(bridge_pb2_grpc.BridgeServiceServicer):
-    """A bridge whose translations end when the test says so."""
+    """A bridge whose translations wait until `end` is set."""
 
     def __init__(self) -> None:
         self.begun, self.end = asyncio.Event(), asyncio.Event()

@@ -167,8 +167,8 @@ def silent_bridge() -> Iterator[Proxy]:
 
 
 def test_a_client_notices_that_its_bridge_has_vanished(silent_bridge: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = [(name, value // 40 if name.endswith("_ms") else value) for name, value in client._OPTIONS]
-    monkeypatch.setattr(client, "_OPTIONS", quick)
+    quick = [(name, value // 40 if name.endswith("_ms") else value) for name, value in client.CHANNEL_OPTIONS]
+    monkeypatch.setattr(client, "CHANNEL_OPTIONS", quick)
     with Client(silent_bridge.address) as one:
         events = one.stream("a prompt", timeout=30)
         assert isinstance(next(events), bridge_pb2.GenerateStarted)

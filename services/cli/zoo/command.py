@@ -32,7 +32,7 @@ _PROBES, _PROBE_TOKENS = 2, 64
 # How many of the built-in prompts are measured by default.
 _COUNT = 4
 _MAX_TEMPERATURE = 100.0
-# An error of a prediction that is no more than this is good enough to choose a draft by.
+# The largest relative error with which a prediction is accurate enough to choose a draft.
 _CLOSE = 0.15
 _Models = Annotated[
     str,
