@@ -55,14 +55,26 @@ class VirtualScheduler:
         self.engine = open_engine()
 
     async def run(
-        self, holder: object, ids: Sequence[int], extra: Sequence[int], agreed: int, finish: Callable[[Logits], T]
-    ) -> Timed[T]:
+        self,
+        holder: object,
+        ids: Sequence[int],
+        extra: Sequence[int],
+        agreed: int,
+        finish: Callable[[Logits], T],
+        next_id: Callable[[T], int | None] = lambda value: None,
+    ) -> list[Timed[T]]:
         """See `Scheduler.run`."""
-        row = Row(0, len(ids) - 1, (ids[-1], *extra), 0)
-        milliseconds = self.engine.takes_ms((row,))
-        await asyncio.sleep((milliseconds + _AROUND_MS) / 1000)
-        (logits,) = self.engine.logits((row,))
-        return Timed(finish(logits), 0, int(milliseconds * 1e6), 0, len(extra))
+        found: list[Timed[T]] = []
+        last: int | None = ids[-1]
+        while last is not None:
+            row = Row(0, len(ids) - 1 + len(found), (last, *extra), 0)
+            milliseconds = self.engine.takes_ms((row,))
+            await asyncio.sleep((milliseconds + _AROUND_MS) / 1000)
+            (logits,) = self.engine.logits((row,))
+            value = finish(logits)
+            found.append(Timed(value, 0, int(milliseconds * 1e6), 0, len(extra)))
+            last = next_id(value)
+        return found
 
     def release(self, holder: object) -> None:
         """See `Scheduler.release`."""

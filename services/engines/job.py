@@ -1,9 +1,10 @@
-"""A job of the scheduler: what a sequence waits for, and the result that it gets."""
+"""A job of the scheduler: what a sequence waits for, and the results that it gets."""
 
 import asyncio
 from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from time import perf_counter_ns
 from typing import Any, Generic, TypeVar
 
 from bridge.sampling.sampler import Logits
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Timed(Generic[T]):
-    """The result of a job, its time in the queue and in forwards.
+    """A result of a job, its time in the queue and in forwards.
 
     `cached_token_count`: ids that a new sequence found in a cache. `extra_count`: candidates that were run.
     """
@@ -30,7 +31,8 @@ class Job:
     """The ids of a sequence, followed by `extra_count` candidates.
 
     `agreed`: number of leading ids whose cache its slot holds. `finish` receives the logits of the sequence's last id
-    and of the candidates that were run. The model's thread calls it, and the logits are valid only during the call.
+    and of the candidates that were run, which are valid only during the call. `next_id` receives what `finish`
+    returned, and returns the id that the job runs next, or None if it is done. The model's thread calls both.
     """
 
     holder: object
@@ -38,11 +40,13 @@ class Job:
     extra_count: int
     agreed: int
     finish: Callable[[Logits], Any]
+    next_id: Callable[[Any], int | None]
     loop: asyncio.AbstractEventLoop
-    future: "asyncio.Future[Timed[Any]]"
+    future: "asyncio.Future[list[Timed[Any]]]"
     submitted_ns: int
     forward_ns: int = 0
     cached_token_count: int = 0
+    results: list[Timed[Any]] = field(default_factory=list)
     # The context of the request, which its log lines belong to.
     context: Context = field(default_factory=copy_context)
 
@@ -51,8 +55,14 @@ class Job:
         """The number of the sequence's ids that must still run: at least 1, the last id, for its logits."""
         return len(self.ids) - self.extra_count - self.agreed
 
-    def settle(self, result: "Timed[Any] | Exception") -> None:
-        """Gives the result to the sequence, unless it has one or has left. May be called in any thread."""
+    def go_on(self, id_: int) -> None:
+        """Appends an id that runs next."""
+        assert not self.extra_count
+        self.ids += (id_,)
+        self.submitted_ns, self.forward_ns = perf_counter_ns(), 0
+
+    def settle(self, result: "list[Timed[Any]] | Exception") -> None:
+        """Gives the results to the sequence, unless it has some or has left. May be called in any thread."""
 
         def settle() -> None:
             if self.future.done():

@@ -114,15 +114,22 @@ class Scheduler:
         return self._slots.held_token_count
 
     async def run(
-        self, holder: object, ids: Sequence[int], extra: Sequence[int], agreed: int, finish: Callable[[Logits], T]
-    ) -> Timed[T]:
+        self,
+        holder: object,
+        ids: Sequence[int],
+        extra: Sequence[int],
+        agreed: int,
+        finish: Callable[[Logits], T],
+        next_id: Callable[[T], int | None] = lambda value: None,
+    ) -> list[Timed[T]]:
         """Runs a job for the sequence `holder`, which must not have another. A cancelled job gets no further forward.
 
-        Raises `SlotsExhausted` if too many sequences wait already, and `EngineFailure` if the model fails.
+        Returns one result, or several if `next_id` returned ids; then there may be no `extra` ids. See `Job`. Raises
+        `SlotsExhausted` if too many sequences wait already, and `EngineFailure` if the model fails.
         """
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Timed[T]] = loop.create_future()
-        job = Job(holder, (*ids, *extra), len(extra), agreed, finish, loop, future, perf_counter_ns())
+        future: asyncio.Future[list[Timed[T]]] = loop.create_future()
+        job = Job(holder, (*ids, *extra), len(extra), agreed, finish, next_id, loop, future, perf_counter_ns())
         with self._lock:
             if self._closed:
                 raise EngineFailure("the model's thread has died: restart this server")
@@ -316,26 +323,34 @@ class Scheduler:
             job.agreed = row.keep + len(row.token_ids)
             self._hold(job, job.agreed)
             if row.logits_from < len(row.token_ids):
-                self._end(job, self._finished(job, logits))
+                self._finish(job, logits)
 
     def _hold(self, job: Job, length: int) -> None:
         slot = self._slots.of(job.holder)
         assert slot is not None
         self._slots.hold(slot, job.ids, length)
 
-    def _finished(self, job: Job, logits: Logits) -> Timed[Any] | EngineFailure | InvalidGrammar:
+    def _finish(self, job: Job, logits: Logits) -> None:
+        """Ends the job with its results, unless another id follows."""
         try:
             value = job.finish(logits)
+            next_id = job.next_id(value)
         except (EngineFailure, InvalidGrammar) as error:
-            return error
+            self._end(job, error)
+            return
         except Exception:
             job.context.run(_log.exception, "sampling failed")
-            return EngineFailure("sampling from the model's logits failed: see the server's log")
+            self._end(job, EngineFailure("sampling from the model's logits failed: see the server's log"))
+            return
         waited_ns = max(perf_counter_ns() - job.submitted_ns - job.forward_ns, 0)
         self._observer.on_job(waited_ns)
-        return Timed(value, waited_ns, job.forward_ns, job.cached_token_count, len(logits) - 1)
+        job.results.append(Timed(value, waited_ns, job.forward_ns, job.cached_token_count, len(logits) - 1))
+        if next_id is None:
+            self._end(job, job.results)
+        else:
+            job.go_on(next_id)
 
-    def _end(self, job: Job, result: Timed[Any] | EngineFailure | InvalidGrammar) -> None:
+    def _end(self, job: Job, result: list[Timed[Any]] | EngineFailure | InvalidGrammar) -> None:
         self._jobs.remove(job)
         job.settle(result)
 

@@ -61,9 +61,21 @@ class CachedSequence:
         agreed = min(self._cached, len(self.ids) - 1)
         # If this is cancelled, the slot's content after these ids is unknown.
         self._cached = agreed
-        result = await self.scheduler.run(self, [*self.ids, *certain], extra, agreed, finish)
+        (result,) = await self.scheduler.run(self, [*self.ids, *certain], extra, agreed, finish)
         self._cached, self._taken = len(self.ids), len(certain) + result.extra_count
         return result
+
+    async def run_on(self, finish: Callable[[Logits], T], next_id: Callable[[T], int | None]) -> list[Timed[T]]:
+        """Runs the ids that the cache lacks, and then each id that `next_id` returns for the last result.
+
+        The model's thread calls both functions, without a switch to the caller's in between. It does not append the
+        ids: append all that were run with `accept`. Raises what `Scheduler.run` raises.
+        """
+        agreed = min(self._cached, len(self.ids) - 1)
+        self._cached = agreed
+        results = await self.scheduler.run(self, self.ids, (), agreed, finish, next_id)
+        self._cached, self._taken = len(self.ids), len(results) - 1
+        return results
 
     def accept(self, token_ids: Sequence[int], cached: int) -> None:
         """Appends ids. The first `cached` of them were extra ids of the last forward, so they are in the cache."""

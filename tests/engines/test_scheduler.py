@@ -4,7 +4,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -249,6 +249,66 @@ async def test_nobody_waits_for_a_thread_that_has_ended() -> None:
     with pytest.raises(EngineFailure, match="restart this server"):
         await first.forward((), len)
     assert not scheduler.alive
+
+
+def best(logits: Logits) -> int:
+    """Returns an id that is not `Watched.poison`."""
+    return int(np.argmax(logits[0])) % 180 + 20
+
+
+def times(count: int) -> Callable[[int], int | None]:
+    """Returns a function that lets a job go on `count` times with the id that it chose."""
+    left = iter(range(count))
+    return lambda id_: id_ if next(left, None) is not None else None
+
+
+async def test_a_job_goes_on_with_the_ids_that_it_chose() -> None:
+    engine = Watched()
+    scheduler = Scheduler(lambda: engine)
+    sequence = CachedSequence(scheduler)
+    other = asyncio.create_task(drop(scheduler, ids(2000, seed=2)))  # several forwards, at the same time
+    # From the beginning, after a rollback, and with another id after one.
+    for keep, new in ((0, ids(6)), (4, []), (5, [77])):
+        sequence.replace(keep, new)
+        expected = list(sequence.ids)
+        for _ in range(4):
+            expected.append(best(await drop(scheduler, expected)))
+        values = [one.value for one in await sequence.run_on(best, times(3))]
+        sequence.accept(values, len(values) - 1)
+        assert sequence.ids == expected
+    await other
+    sequence.close()
+    scheduler.close()
+
+
+async def test_a_job_whose_next_id_fails_gives_no_result_and_its_cache_is_not_trusted() -> None:
+    engine = Watched()
+    scheduler = Scheduler(lambda: engine)
+    sequence = CachedSequence(scheduler)
+    sequence.replace(0, ids(6))
+    with pytest.raises(EngineFailure):
+        await sequence.run_on(best, lambda value: engine.poison)
+    sequence.replace(6, [50])
+    found = await sequence.forward((), np.array)
+    assert np.array_equal(found.value, await drop(scheduler, [*ids(6), 50]))
+    scheduler.close()
+
+
+async def test_a_job_that_is_cancelled_goes_on_no_further() -> None:
+    engine = Watched()
+    engine.seconds = 0.01
+    scheduler = Scheduler(lambda: engine)
+    sequence = CachedSequence(scheduler)
+    sequence.replace(0, ids(6))
+    task = asyncio.create_task(sequence.run_on(best, lambda value: value))  # by itself it would never end
+    await asyncio.to_thread(eventually, lambda: len(engine.forwards) > 3)
+    task.cancel()
+    sequence.close()
+    await drop(scheduler, ids(6, seed=1))
+    count = len(engine.forwards)
+    await drop(scheduler, ids(6, seed=2))
+    assert len(engine.forwards) == count + 1
+    scheduler.close()
 
 
 async def test_what_is_cancelled_leaves_the_batch() -> None:

@@ -6,7 +6,6 @@ from bridge.errors import InvalidGrammar
 from bridge.ports import Proposal
 from bridge.sampling.sampler import Choice, Logits, Sampler
 from bridge.text.models import Model
-from services.engines.job import Timed
 from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence
 from services.grammars.token_matcher import TextMatcher
@@ -48,26 +47,32 @@ class DraftSession(CreditedSession):
 
     async def _propose(self) -> Proposal:
         read_token_count = self._sequence.uncached_token_count
-        try:
-            first = await self._forward()
-        except InvalidGrammar:  # this tokenizer cannot write what the grammar requires
-            return Proposal(self._epoch, (), (), done=True)
-        forwards = [first]
         room = min(self._batch, self._credit, self._model.context_length - self._held + 1)
-        while len(forwards) < room and not self._ends(forwards[-1]):
-            if self._inbox:
-                break  # it may end this epoch
+        chosen: list[Choice] = []
+
+        def choose(logits: Logits) -> Choice | None:
             try:
-                forwards.append(await self._forward())
-            except InvalidGrammar:
-                break
+                choice = self._choose(logits[0])
+            except InvalidGrammar:  # this tokenizer cannot write what the grammar requires
+                return None
+            chosen.append(choice)
+            return choice
+
+        def next_id(choice: Choice | None) -> int | None:
+            if choice is None or len(chosen) == room or self._ends(choice):
+                return None
+            # A message may end this epoch.
+            return None if self._inbox else choice.token_id
+
+        forwards = await self._sequence.run_on(choose, next_id)
+        self._sequence.accept(tuple(one.token_id for one in chosen), len(forwards) - 1)
         self._batch = 1  # the rest of the epoch is sent token by token
-        confidences = [one.value.probability for one in forwards]
+        first = forwards[0]
         return Proposal(
             self._epoch,
-            tuple(one.value.token_id for one in forwards),
-            tuple(one for one in confidences if one is not None),
-            done=self._ends(forwards[-1]),
+            tuple(one.token_id for one in chosen),
+            tuple(one.probability for one in chosen if one.probability is not None),
+            done=not chosen or self._ends(chosen[-1]),
             cached_token_count=first.cached_token_count,
             queue_ns=sum(one.queue_ns for one in forwards),
             forward_ns=sum(one.forward_ns for one in forwards),
@@ -75,19 +80,14 @@ class DraftSession(CreditedSession):
             read_ns=first.forward_ns,
         )
 
-    async def _forward(self) -> Timed[Choice]:
-        offset = self._offset
-        done = await self._sequence.forward((), lambda logits: self._choose(logits[0], offset))
-        self._sequence.accept((done.value.token_id,), 0)
-        self._offset += len(self._model.vocabulary.token_bytes(done.value.token_id))
-        if self._matcher and self._follows and not self._ends(done):
-            self._matcher.advance((done.value.token_id,))
-        return done
-
-    def _choose(self, logits: Logits, offset: int) -> Choice:
-        if self._matcher and self._follows:
-            return self._sampler.choose(logits, offset, 0, None, self._matcher.allowed())
-        return self._sampler.choose(logits, offset, 0)
+    def _choose(self, logits: Logits) -> Choice:
+        """Chooses the next token, and moves behind it. The model's thread calls it."""
+        mask = self._matcher.allowed() if self._matcher and self._follows else None
+        choice = self._sampler.choose(logits, self._offset, 0, None, mask)
+        self._offset += len(self._model.vocabulary.token_bytes(choice.token_id))
+        if self._matcher and self._follows and not self._ends(choice):
+            self._matcher.advance((choice.token_id,))
+        return choice
 
     def _generated(self, byte_count: int) -> bytes:
         """Returns the last bytes that the sequence spells."""
@@ -99,5 +99,5 @@ class DraftSession(CreditedSession):
             length += len(parts[-1])
         return b"".join(reversed(parts))[max(length - byte_count, 0) :]
 
-    def _ends(self, done: Timed[Choice]) -> bool:
-        return done.value.token_id in self._model.special_ids.eos
+    def _ends(self, choice: Choice) -> bool:
+        return choice.token_id in self._model.special_ids.eos
