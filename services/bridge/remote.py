@@ -20,6 +20,8 @@ from services.traces import outgoing_metadata
 _MAX_TOKENS = 1024
 # Messages that may wait to be sent. With more, the peer is considered to have stopped reading.
 _MAX_UNSENT = 256
+# Messages that may wait to be read. A peer that keeps to its credit sends fewer.
+_MAX_UNREAD = 1024
 
 
 class _Stream:
@@ -28,6 +30,9 @@ class _Stream:
     `send` does not wait for the peer, because a draft that hangs must not delay the target. It yields to the writer
     once, so that the message is sent before the caller continues. Sending on a failed call does nothing; reading raises
     the reason. `per_token`: the repeated field that has one entry for each of a message's `token_ids`.
+
+    A task receives all messages, and only the end of the call ends it: gRPC never frees the memory of a read that is
+    cancelled.
     """
 
     def __init__(self, call: "aio.StreamStreamCall[Any, Any]", address: str, opening: Any, per_token: str) -> None:
@@ -37,6 +42,10 @@ class _Stream:
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
         self._outbox.put_nowait(opening)
         self._writer = asyncio.create_task(self._write())
+        # Messages, and last the error or `aio.EOF`.
+        self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._closed = False
+        self._receiver = asyncio.create_task(self._receive())
 
     async def send(self, message: Any) -> None:
         if self._outbox.qsize() >= _MAX_UNSENT:
@@ -49,21 +58,42 @@ class _Stream:
             while True:
                 await self._call.write(await self._outbox.get())
 
-    async def read(self) -> AsyncIterator[Any]:
+    async def _receive(self) -> None:
+        end: Any = aio.EOF
         try:
             async for message in self._call:
-                if message is None:
-                    raise ProtocolViolation(f"{self._address} has sent a message that cannot be parsed")
-                count = max(len(message.token_ids), len(getattr(message, self._per_token)))
-                if count > _MAX_TOKENS:
-                    raise ProtocolViolation(f"{self._address} has sent {count} tokens in one message")
-                yield message
+                if self._closed:  # the next read would fail, whose memory gRPC does not free either
+                    return
+                if self._inbox.qsize() >= _MAX_UNREAD:
+                    self._call.cancel()
+                    end = ProtocolViolation(f"{self._address} has sent more messages than its credit allows")
+                    break
+                self._inbox.put_nowait(message)
         except aio.AioRpcError as error:
+            end = from_rpc_error(error, self._address)
             if error.code() is StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or ""):
-                raise ProtocolViolation(f"{self._address} has sent a message above the limit of size") from error
-            raise from_rpc_error(error, self._address) from error
+                end = ProtocolViolation(f"{self._address} has sent a message above the limit of size")
+        except asyncio.CancelledError:
+            if self._closed:
+                raise
+            end = Unreachable(self._address, "its channel was closed")
+        except Exception as error:  # raised again by `read`
+            end = error
+        self._inbox.put_nowait(end)
+
+    async def read(self) -> AsyncIterator[Any]:
+        while (message := await self._inbox.get()) is not aio.EOF:
+            if isinstance(message, Exception):
+                raise message
+            if message is None:
+                raise ProtocolViolation(f"{self._address} has sent a message that cannot be parsed")
+            count = max(len(message.token_ids), len(getattr(message, self._per_token)))
+            if count > _MAX_TOKENS:
+                raise ProtocolViolation(f"{self._address} has sent {count} tokens in one message")
+            yield message
 
     def close(self) -> None:
+        self._closed = True
         self._writer.cancel()
         self._call.cancel()
 

@@ -78,7 +78,8 @@ async def exchange(
     responding: asyncio.Future[T] | None = None
 
     async def listen() -> None:
-        async for request in requests:
+        # Shielded: gRPC never frees the memory of a read that is cancelled. This one ends with the call.
+        while (request := await asyncio.shield(anext(requests, None))) is not None:
             await on_request(request)
         on_end_of_requests()
 

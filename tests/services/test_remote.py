@@ -1,17 +1,18 @@
-"""A peer that sends more than a message may hold causes an error within a short time."""
+"""Streams to peers: they end with an error if the peer sends too much or the channel closes, and leave nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from time import perf_counter
+from typing import Any
 
 import pytest
 from grpc import aio
 
-from bridge.errors import DraftBridgeError
+from bridge.errors import DraftBridgeError, ProtocolViolation, Unreachable
 from bridge.sampling.sampler import SamplingParameters
 from draftbridge.v1 import bridge_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from services.bridge.remote import RemoteDrafter, RemoteVerifier
+from services.bridge.remote import RemoteDrafter, RemoteVerifier, _Stream
 from services.rpc.channel import _MAX_MESSAGE_BYTES
 from services.rpc.codec import add_statistics
 from tests.support import tiny
@@ -29,6 +30,28 @@ class Draft(draft_pb2_grpc.DraftServiceServicer):
         yield self._answer
 
 
+class Flood(draft_pb2_grpc.DraftServiceServicer):
+    """Answers every stream with messages without end. `cancelled` is set when the client cancels one."""
+
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+
+    async def Draft(self, request_iterator: object, context: object) -> AsyncIterator[draft_pb2.DraftResponse]:  # noqa: N802
+        try:
+            while True:
+                yield draft_pb2.DraftResponse(epoch=1, token_ids=[5])
+        finally:
+            self.cancelled.set()
+
+
+class Silent(draft_pb2_grpc.DraftServiceServicer):
+    """Answers no stream."""
+
+    async def Draft(self, request_iterator: object, context: object) -> AsyncIterator[draft_pb2.DraftResponse]:  # noqa: N802
+        await asyncio.Event().wait()
+        yield draft_pb2.DraftResponse()
+
+
 class Target(target_pb2_grpc.TargetServiceServicer):
     """Answers every stream with one message."""
 
@@ -40,9 +63,9 @@ class Target(target_pb2_grpc.TargetServiceServicer):
 
 
 @asynccontextmanager
-async def connected(peer: Draft | Target) -> AsyncIterator[aio.Channel]:
+async def connected(peer: draft_pb2_grpc.DraftServiceServicer | Target) -> AsyncIterator[aio.Channel]:
     server = aio.server()
-    if isinstance(peer, Draft):
+    if isinstance(peer, draft_pb2_grpc.DraftServiceServicer):
         draft_pb2_grpc.add_DraftServiceServicer_to_server(peer, server)
     else:
         target_pb2_grpc.add_TargetServiceServicer_to_server(peer, server)
@@ -99,6 +122,58 @@ async def test_a_message_with_too_much_is_refused_and_holds_up_nobody(
     assert caught.value.reason == ("PROTOCOL_VIOLATION" if isinstance(peer, Draft) else "TARGET_FAULT"), caught.value
     # Parsing a refused message took 1 to 4 ms where this was written; converting it took a second.
     assert longest < 0.1
+
+
+class Call:
+    """A call whose peer sends nothing. `outcome` is how the read of its messages ended."""
+
+    def __init__(self) -> None:
+        self.outcome = ""
+        self._cancelled = asyncio.Event()
+
+    async def __aiter__(self) -> AsyncIterator[None]:
+        self.outcome = "cancelled"
+        await self._cancelled.wait()
+        self.outcome = "ended by the call"
+        for message in ():
+            yield message
+
+    async def write(self, message: object) -> None: ...
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+
+async def test_no_read_of_a_stream_is_cancelled() -> None:
+    """gRPC never frees the memory of a read that is cancelled."""
+    call: Any = Call()
+    stream, others = _Stream(call, "peer:1", draft_pb2.DraftRequest(), "confidence"), asyncio.all_tasks()
+    reader = asyncio.ensure_future(anext(stream.read()))
+    await asyncio.sleep(0)
+    reader.cancel()
+    stream.close()
+    await asyncio.wait({reader, *others - {asyncio.current_task()}}, timeout=5)
+    assert call.outcome == "ended by the call"
+
+
+async def test_a_flood_that_nobody_reads_is_cut_off() -> None:
+    flood = Flood()
+    async with connected(flood) as channel, asyncio.timeout(30):
+        with closing(RemoteDrafter(channel, "peer:1", MODEL, SamplingParameters(), 0)) as drafter:
+            await flood.cancelled.wait()
+            with pytest.raises(ProtocolViolation, match="more messages"):
+                async for _ in drafter.proposals():
+                    pass
+
+
+async def test_a_channel_that_closes_ends_its_streams_with_an_error() -> None:
+    async with connected(Silent()) as channel, asyncio.timeout(30):
+        with closing(RemoteDrafter(channel, "peer:1", MODEL, SamplingParameters(), 0)) as drafter:
+            reader = asyncio.ensure_future(anext(aiter(drafter.proposals())))
+            await drafter._stream._call.wait_for_connection()
+            await channel.close()
+            with pytest.raises(Unreachable, match="closed"):
+                await reader
 
 
 def test_totals_stop_at_the_largest_number_that_they_hold() -> None:

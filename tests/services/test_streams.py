@@ -57,3 +57,27 @@ async def test_responses_go_on_after_the_last_request() -> None:
     stream = exchange(requests(), take, lambda: ended.append(True), responses())
     assert [number async for number in stream] == [0, 1, 2]
     assert (got, ended) == ([1], [True])
+
+
+async def test_no_read_of_requests_is_cancelled() -> None:
+    """gRPC never frees the memory of a read that is cancelled."""
+    ended, outcome = asyncio.Event(), []
+
+    async def requests() -> AsyncIterator[int]:
+        try:
+            await ended.wait()
+            outcome.append("ended")
+        except asyncio.CancelledError:
+            outcome.append("cancelled")
+            raise
+        yield 1
+
+    async def responses() -> AsyncIterator[int]:
+        yield 1
+        await asyncio.sleep(0)
+
+    assert [one async for one in exchange(requests(), _refuse, lambda: None, responses())] == [1]
+    ended.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert outcome == ["ended"]
