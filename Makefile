@@ -32,7 +32,7 @@ soak: .venv/dev ## Run 20,000 requests with random cancels and faults: several m
 	DRAFTBRIDGE_SOAK_REQUESTS=20000 $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_soak.py
 
 fuzz: .venv/dev ## Send 100,000 random and mutated calls: several minutes.
-	DRAFTBRIDGE_FUZZ_CASES=100000 $(BIN)/pytest --timeout 3600 tests/services/test_fuzz.py
+	DRAFTBRIDGE_FUZZ_CASES=100000 $(BIN)/pytest --timeout 3600 tests/services/test_fuzz.py tests/services/test_fuzz_peers.py
 
 # Engines that are extras, by the contract that all engines are tested by.
 test-engines: .venv/llamacpp ## Run the engines' tests, with llama.cpp; the first time it is compiled for ten minutes.

@@ -1,73 +1,26 @@
 """Tests a zoo of unrelated models: every pair is exact, models come, go and change, and refusals name the reason."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
 
-from bridge.errors import DraftAway, ModelNotFound, PairRefused, Unreachable, UnusableModel
-from bridge.generation import Delta, Finished
-from bridge.planning.planner import Mode, SpeculationParameters
-from bridge.request import Request
-from bridge.sampling.sampler import SamplingParameters
-from bridge.statistics import PlanStatistics
-from bridge.text.chat import Chat, Message
+from bridge.errors import DraftAway, PairRefused, Unreachable, UnusableModel
+from bridge.planning.planner import Mode
 from draftbridge.v1 import bridge_pb2, model_pb2
-from services.bridge import connection, endpoint
-from services.bridge.backend import Opened
 from services.bridge.connection import State
-from services.bridge.endpoint import Endpoint
-from services.bridge.gateway import Gateway
-from services.bridge.pairing import Pauses, Wish
+from services.bridge.pairing import Wish
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import Role
-from services.model.host import LoadedModel
 from tests.support.waiting import eventually
-from tests.support.zoo import FAMILIES, lying, renamed, serving, trained
-
-SAMPLING = SamplingParameters(temperature=0.8)
+from tests.support.zoo import FAMILIES, bridge, cheap, hurry, serving, text_of, trained
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Services that went away are tried again at once, and tokenizers of `families` need no self-test here."""
-
-    async def find_flaw(data: bytes) -> str:
-        return ""
-
-    monkeypatch.setattr(connection, "_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(endpoint, "find_flaw", find_flaw)
-
-
-@asynccontextmanager
-async def bridge(targets: list[str], drafts: list[str]) -> AsyncIterator[Gateway]:
-    zoo = Zoo(targets, drafts)
-    try:
-        yield Gateway(await zoo.connect())
-    finally:
-        await zoo.close()
-
-
-def cheap(model: LoadedModel) -> LoadedModel:
-    """Returns a model that reports short times, so that the bridge uses it as a draft."""
-    return replace(model, model=replace(model.model, forward_costs=((1, 10_000), (8, 10_000))))
-
-
-async def text_of(
-    gateway: Gateway, target: str, wish: Wish, mode: Mode = Mode.LOCKSTEP, max_tokens: int = 24, prompt: str = "The "
-) -> tuple[str, Finished]:
-    speculation = SpeculationParameters(mode=mode, num_assistant_tokens=None if mode is Mode.AUTO else 3)
-    request = Request(prompt, sampling=SAMPLING, seed=1, max_tokens=max_tokens, speculation=speculation)
-    text = ""
-    async with aclosing(gateway.generate(request, target, wish=wish)) as events:
-        async for event in events:
-            if isinstance(event, Delta):
-                text += event.text
-    assert isinstance(event, Finished)
-    return text, event
+    hurry(monkeypatch)
 
 
 async def test_all_ordered_pairs_of_eight_models_are_exact() -> None:
@@ -182,91 +135,6 @@ async def test_a_model_that_lies_about_its_vocabulary_is_refused() -> None:
                 assert (await text_of(gateway, "", Wish(), Mode.OFF))[0]
 
 
-async def test_a_draft_that_proposes_ids_it_does_not_have_is_replaced_and_refused_from_then_on() -> None:
-    async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(serving(trained("gpt-2")))
-        honest = await stack.enter_async_context(serving(trained("gemma", "honest"), role=Role.DRAFT))
-        liar = await stack.enter_async_context(lying(trained("llama-3", "liar")))
-        gateway = await stack.enter_async_context(bridge([target], [liar, honest]))
-        expected, _ = await text_of(gateway, "", Wish(), Mode.OFF, 60)
-        text, event = await text_of(gateway, "", Wish(("liar", "honest")), max_tokens=60)
-        assert text == expected
-        assert event.statistics.drafts == ["liar", "honest"]
-        assert "another draft replaced it" in event.statistics.note
-        assert gateway.zoo.connections[1].state is State.REFUSED
-        (pair, other) = gateway.pairing.states("")
-        assert "outside its vocabulary" in pair.refusal and not other.refusal
-        assert (await text_of(gateway, "", Wish(("liar", "honest"))))[1].statistics.drafts == ["honest"]
-
-
-async def test_a_draft_that_dies_in_the_middle_of_a_text_is_replaced() -> None:
-    async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(serving(trained("gpt-2")))
-        first = AsyncExitStack()
-        dying = await first.enter_async_context(serving(trained("gemma", "dying"), role=Role.DRAFT))
-        second = await stack.enter_async_context(serving(trained("llama-3", "second"), role=Role.DRAFT))
-        gateway = await stack.enter_async_context(bridge([target], [dying, second]))
-        expected, _ = await text_of(gateway, "", Wish(), Mode.OFF, 300)
-        speculation = SpeculationParameters(mode=Mode.LOCKSTEP, num_assistant_tokens=3)
-        request = Request("The ", sampling=SAMPLING, seed=1, max_tokens=300, speculation=speculation)
-        text = ""
-        async with aclosing(gateway.generate(request, "", wish=Wish(("dying", "second")))) as events:
-            async for event in events:
-                if isinstance(event, Delta):
-                    text += event.text
-                    if len(text) > 20:
-                        await first.aclose()
-        assert text == expected
-        assert isinstance(event, Finished)
-        assert event.statistics.drafts == ["dying", "second"]
-
-
-async def test_a_draft_that_never_pays_gives_way_to_one_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bridge.sources.source_set._UNUSED_PASSES", 8)
-    async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(serving(trained("gpt-2")))
-        slow_model = trained("gemma", "slow")
-        slow = replace(slow_model, model=replace(slow_model.model, forward_costs=((1, 900_000_000), (8, 900_000_000))))
-        fast = cheap(trained("llama-3", "quick"))
-        drafts = [await stack.enter_async_context(serving(one, role=Role.DRAFT)) for one in (slow, fast)]
-        gateway = await stack.enter_async_context(bridge([target], drafts))
-        expected, _ = await text_of(gateway, "", Wish(), Mode.OFF, 120)
-        text, event = await text_of(gateway, "", Wish(("slow", "quick")), Mode.AUTO, 120)
-        assert text == expected
-        assert event.statistics.drafts == ["slow", "quick"]
-
-
-async def test_wishes_that_cannot_be_fulfilled_are_refused_by_field() -> None:
-    async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(serving(trained("gpt-2")))
-        gateway = await stack.enter_async_context(bridge([target], []))
-        for wish, name in ((Wish(workload="x" * 65), "workload"), (Wish(("a",) * 65), "drafts")):
-            with pytest.raises(Exception, match=name):
-                await text_of(gateway, "", wish)
-        with pytest.raises(ModelNotFound):
-            await text_of(gateway, "", Wish(("nobody", "none")))
-
-
-async def test_the_choice_is_learned_and_told() -> None:
-    async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(serving(trained("gpt-2", pass_seconds=0.004)))
-        models = [renamed(cheap(trained(name)), f"draft-{name}") for name in ("gemma", "llama-3")]
-        drafts = [await stack.enter_async_context(serving(one, role=Role.DRAFT)) for one in models]
-        gateway = await stack.enter_async_context(bridge([target], drafts))
-        used = []
-        for _ in range(8):
-            _, event = await text_of(gateway, "", Wish(workload="tales"), Mode.AUTO, 40)
-            choice = event.statistics.draft_choice
-            assert choice and choice.draft == event.statistics.drafts[0]
-            assert choice.bytes_per_second > 0 and choice.second_best_bytes_per_second > 0
-            used.append(choice.draft)
-        assert set(used) == {"draft-gemma", "draft-llama-3"}, "both were tried"
-        pairs = gateway.pairing.states("tales")
-        assert all(pair.record.request_count > 0 for pair in pairs)
-        assert not any(pair.record.request_count for pair in gateway.pairing.states("code"))
-        assert any(pair.record.acceptance_rate > 0 for pair in pairs)
-
-
 async def test_no_other_model_takes_the_place_of_a_target_that_is_away() -> None:
     async with AsyncExitStack() as stack:
         first = AsyncExitStack()
@@ -282,74 +150,6 @@ async def test_no_other_model_takes_the_place_of_a_target_that_is_away() -> None
         assert (await text_of(gateway, "b", Wish(), Mode.OFF))[0]
 
 
-async def test_a_draft_that_refuses_the_prompt_is_replaced_and_not_chosen_next_time() -> None:
-    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    async with AsyncExitStack() as stack:
-        models = [
-            trained("gpt-2", chat_template=plain),
-            trained("gemma", "picky", chat_template=refusing + plain),
-            trained("llama-3", "other", chat_template=plain),
-        ]
-        target, picky, other = [await stack.enter_async_context(serving(one)) for one in models]
-        gateway = await stack.enter_async_context(bridge([target], [picky, other]))
-        gateway.pairing.pauses = Pauses(lambda: 0)
-        chat = Chat((Message("system", "Tell."), Message("user", "The ")))
-        request = Request(chat, sampling=SAMPLING, seed=1, max_tokens=8)
-        for wish, drafts in ((Wish(("picky", "other")), ["other"]), (Wish(draft="picky"), []), (Wish(), ["other"])):
-            async with aclosing(gateway.generate(request, "", wish=wish)) as events:
-                found = [event async for event in events]
-            assert isinstance(found[0], Opened) and isinstance(found[-1], Finished)
-            assert found[-1].statistics.drafts == drafts
-            assert found[0].draft == next(iter(drafts), "")
-            assert bool(found[-1].statistics.note) == bool(wish != Wish())
-
-
-async def test_a_draft_with_two_replicas_goes_on_with_the_second_one() -> None:
-    async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(serving(trained("gpt-2")))
-        liar = await stack.enter_async_context(lying(trained("llama-3", "draft")))
-        honest = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
-        other = await stack.enter_async_context(serving(trained("gemma", "other"), role=Role.DRAFT))
-        gateway = await stack.enter_async_context(bridge([target], [honest, liar, other]))
-        connections = gateway.zoo.connections
-        text, event = await text_of(gateway, "", Wish(), Mode.OFF, 60)
-        first = gateway.zoo.draft("draft")
-        assert first and len(gateway.zoo.replicas(first)) == 2, "replicas"
-        choose, asked = gateway._draft_balancer.choose, [liar]
-
-        def prefer(endpoints: list[Endpoint], prompt: list[bytes], request: object) -> Endpoint:
-            wanted = asked.pop() if asked else ""
-            return next((one for one in endpoints if one.address == wanted), None) or choose(endpoints, prompt, request)
-
-        gateway._draft_balancer.choose = prefer  # type: ignore[method-assign, assignment]
-        again, event = await text_of(gateway, "", Wish(), max_tokens=60)
-        assert again == text
-        assert set(event.statistics.drafts) == {"draft"}, "no other model takes its place"
-        assert [one.state for one in connections] == [
-            State.AVAILABLE,
-            State.AVAILABLE,
-            State.REFUSED,
-            State.AVAILABLE,
-        ], "the replica that broke the contract is refused, not the first one"
-
-
-async def test_a_draft_that_serves_the_target_alone_uses_its_other_replica() -> None:
-    async with AsyncExitStack() as stack:
-        shared = await stack.enter_async_context(serving(trained("gpt-2", "m")))
-        second = await stack.enter_async_context(serving(trained("gpt-2", "m"), role=Role.DRAFT))
-        named = shared.replace("127.0.0.1", "localhost")
-        gateway = await stack.enter_async_context(bridge([shared], [named, second]))
-        target = gateway.zoo.target("m")
-        (pair,) = gateway.pairing.states("")
-        assert not pair.refusal
-        assert [one.address for one in gateway.pairing.replicas(target, pair.draft)] == [second]
-        _, event = await text_of(gateway, "", Wish(draft="m"))
-        assert event.statistics.drafts == ["m"]
-        assert gateway._balancer._replicas[shared].active == 0
-        assert list(gateway._draft_balancer._replicas) == [second], "its stream went to the other server"
-
-
 async def test_one_server_at_two_addresses_is_still_the_only_replica() -> None:
     async with serving(trained("gpt-2", "m")) as address:
         named = address.replace("127.0.0.1", "localhost")
@@ -357,71 +157,6 @@ async def test_one_server_at_two_addresses_is_still_the_only_replica() -> None:
             async with bridge(targets, [draft]) as gateway:
                 with pytest.raises(PairRefused, match="only replica"):
                     await text_of(gateway, "", Wish(draft="m"))
-
-
-async def test_a_list_whose_drafts_cannot_be_used_costs_the_draft_and_names_the_reasons() -> None:
-    async with AsyncExitStack() as stack:
-        both = await stack.enter_async_context(serving(trained("gpt-2", "m")))
-        away = AsyncExitStack()
-        gone = await away.enter_async_context(serving(trained("gemma", "gone"), role=Role.DRAFT))
-        gateway = await stack.enter_async_context(bridge([both], [both, gone]))
-        await away.aclose()
-        await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[2].state is State.AWAY)
-        for names, reason in ((("gone",), gone), (("m",), "only replica")):
-            _, event = await text_of(gateway, "", Wish(names))
-            assert not event.statistics.drafts and reason in event.statistics.note
-        _, event = await text_of(gateway, "", Wish(("gone", "m")))
-        assert gone in event.statistics.note and "only replica" in event.statistics.note
-
-
-async def test_a_draft_that_was_lost_pauses() -> None:
-    async with AsyncExitStack() as stack:
-        models = [trained("gpt-2", "t"), trained("gemma", "bad"), trained("llama-3", "good")]
-        served = [await stack.enter_async_context(serving(one)) for one in models]
-        gateway = await stack.enter_async_context(bridge(served[:1], served[1:]))
-        now = [0]
-        pauses = gateway.pairing.pauses = Pauses(lambda: now[0])
-        target, bad = gateway.zoo.target(""), gateway.zoo.draft("bad")
-        assert bad
-        request = Request("The ", max_tokens=8)
-
-        def order() -> list[str]:
-            assignment = gateway.pairing.assign(target, request, Wish())
-            return [one.model.name for one in (assignment.draft, *assignment._others) if one]
-
-        assert order() == ["bad", "good"]
-        pauses.failed(target, bad)
-        assert order() == ["good", "bad"]
-        now[0] = 1_100_000_000
-        assert not pauses.holds(target, bad)
-        pauses.failed(target, bad)
-        now[0] += 1_900_000_000
-        assert pauses.holds(target, bad), "twice in a row: twice as long"
-        pauses.worked(target, bad)
-        assert not pauses.holds(target, bad)
-
-
-async def test_each_draft_of_a_request_is_judged_by_its_own_passes_without_those_of_prompt_lookup() -> None:
-    async with AsyncExitStack() as stack:
-        models = [trained("gpt-2", "t"), trained("gemma", "first"), trained("llama-3", "second")]
-        served = [await stack.enter_async_context(serving(one)) for one in models]
-        gateway = await stack.enter_async_context(bridge(served[:1], served[1:]))
-        pairing = gateway.pairing
-        target = gateway.zoo.target("")
-        assignment = pairing.assign(target, Request("The ", max_tokens=8), Wish(workload="tales"))
-        plans = assignment.statistics.plans
-        plans["plain"] = PlanStatistics("plain", 64, 64, elapsed_ns=64_000, plain_ns=64_000.0)
-        plans["suffix"] = PlanStatistics("suffix", 10, 100, elapsed_ns=10_000, plain_ns=100_000.0)
-        first = assignment.draft
-        second = assignment.next(Unreachable("x", "it did not answer"))
-        assert first and second and second is assignment.draft is not first
-        plans["draft in turns"] = PlanStatistics("draft in turns", 20, 60, elapsed_ns=30_000, plain_ns=60_000.0)
-        _, event = await text_of(gateway, "", Wish(), Mode.OFF)
-        assignment.finished(event)
-        found = {one.draft.model.name: one.record for one in pairing.states("tales")}
-        assert all(one.request_count == 1 for one in found.values())
-        gains = {name: one.token_count / one.plain_passes for name, one in found.items()}
-        assert gains == {first.model.name: 1.0, second.model.name: 2.0}
 
 
 async def test_a_target_that_is_away_keeps_its_pairs_with_the_reason() -> None:

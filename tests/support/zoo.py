@@ -4,14 +4,22 @@ import asyncio
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from bridge.sampling.sampler import Logits
+from bridge.generation import Delta, Finished
+from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request
+from bridge.sampling.sampler import Logits, SamplingParameters
 from bridge.text.models import Model, SpecialIds
 from draftbridge.v1 import draft_pb2, model_pb2
+from services.bridge import connection, endpoint
+from services.bridge.gateway import Gateway
+from services.bridge.pairing import Wish
+from services.bridge.zoo import Zoo
 from services.config import Role
 from services.engines.engine import Row
 from services.model.draft.servicer import DraftServicer
@@ -26,6 +34,7 @@ from services.sandbox.jinja import run_template
 from services.store.files import ModelFiles
 from tests.support import families, tiny
 
+SAMPLING = SamplingParameters(temperature=0.8)
 FAMILIES = ("gpt-2", "llama-3", "gemma", "unigram", "t5", "llama-2", "bytes")
 
 
@@ -138,3 +147,43 @@ async def lying(model: LoadedModel) -> AsyncIterator[str]:
         stop.set()
         await task
         model.scheduler.close()
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes bridges retry services that went away at once, and skip the self-tests of the tokenizers of `families`."""
+
+    async def find_flaw(data: bytes) -> str:
+        return ""
+
+    monkeypatch.setattr(connection, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(endpoint, "find_flaw", find_flaw)
+
+
+@asynccontextmanager
+async def bridge(targets: list[str], drafts: list[str]) -> AsyncIterator[Gateway]:
+    """Yields a gateway that is connected to these addresses."""
+    zoo = Zoo(targets, drafts)
+    try:
+        yield Gateway(await zoo.connect())
+    finally:
+        await zoo.close()
+
+
+def cheap(model: LoadedModel) -> LoadedModel:
+    """Returns a model that reports short times, so that the bridge uses it as a draft."""
+    return replace(model, model=replace(model.model, forward_costs=((1, 10_000), (8, 10_000))))
+
+
+async def text_of(
+    gateway: Gateway, target: str, wish: Wish, mode: Mode = Mode.LOCKSTEP, max_tokens: int = 24, prompt: str = "The "
+) -> tuple[str, Finished]:
+    """Returns the text of a request, and its last event."""
+    speculation = SpeculationParameters(mode=mode, num_assistant_tokens=None if mode is Mode.AUTO else 3)
+    request = Request(prompt, sampling=SAMPLING, seed=1, max_tokens=max_tokens, speculation=speculation)
+    text = ""
+    async with aclosing(gateway.generate(request, target, wish=wish)) as events:
+        async for event in events:
+            if isinstance(event, Delta):
+                text += event.text
+    assert isinstance(event, Finished)
+    return text, event

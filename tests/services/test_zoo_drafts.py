@@ -1,0 +1,244 @@
+"""Tests which draft of a zoo serves a request, and which one replaces a draft that fails or does not pay off."""
+
+import asyncio
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+
+import pytest
+
+from bridge.errors import ModelNotFound, Unreachable
+from bridge.generation import Delta, Finished
+from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request
+from bridge.statistics import PlanStatistics
+from bridge.text.chat import Chat, Message
+from services.bridge.backend import Opened
+from services.bridge.connection import State
+from services.bridge.endpoint import Endpoint
+from services.bridge.pairing import Pauses, Wish
+from services.config import Role
+from tests.support.waiting import eventually
+from tests.support.zoo import SAMPLING, bridge, cheap, hurry, lying, renamed, serving, text_of, trained
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+async def test_a_draft_that_proposes_ids_it_does_not_have_is_replaced_and_refused_from_then_on() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        honest = await stack.enter_async_context(serving(trained("gemma", "honest"), role=Role.DRAFT))
+        liar = await stack.enter_async_context(lying(trained("llama-3", "liar")))
+        gateway = await stack.enter_async_context(bridge([target], [liar, honest]))
+        expected, _ = await text_of(gateway, "", Wish(), Mode.OFF, 60)
+        text, event = await text_of(gateway, "", Wish(("liar", "honest")), max_tokens=60)
+        assert text == expected
+        assert event.statistics.drafts == ["liar", "honest"]
+        assert "another draft replaced it" in event.statistics.note
+        assert gateway.zoo.connections[1].state is State.REFUSED
+        (pair, other) = gateway.pairing.states("")
+        assert "outside its vocabulary" in pair.refusal and not other.refusal
+        assert (await text_of(gateway, "", Wish(("liar", "honest"))))[1].statistics.drafts == ["honest"]
+
+
+async def test_a_draft_that_dies_in_the_middle_of_a_text_is_replaced() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        first = AsyncExitStack()
+        dying = await first.enter_async_context(serving(trained("gemma", "dying"), role=Role.DRAFT))
+        second = await stack.enter_async_context(serving(trained("llama-3", "second"), role=Role.DRAFT))
+        gateway = await stack.enter_async_context(bridge([target], [dying, second]))
+        expected, _ = await text_of(gateway, "", Wish(), Mode.OFF, 300)
+        speculation = SpeculationParameters(mode=Mode.LOCKSTEP, num_assistant_tokens=3)
+        request = Request("The ", sampling=SAMPLING, seed=1, max_tokens=300, speculation=speculation)
+        text = ""
+        async with aclosing(gateway.generate(request, "", wish=Wish(("dying", "second")))) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    text += event.text
+                    if len(text) > 20:
+                        await first.aclose()
+        assert text == expected
+        assert isinstance(event, Finished)
+        assert event.statistics.drafts == ["dying", "second"]
+
+
+async def test_a_draft_that_never_pays_gives_way_to_one_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.sources.source_set._UNUSED_PASSES", 8)
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        slow_model = trained("gemma", "slow")
+        slow = replace(slow_model, model=replace(slow_model.model, forward_costs=((1, 900_000_000), (8, 900_000_000))))
+        fast = cheap(trained("llama-3", "quick"))
+        drafts = [await stack.enter_async_context(serving(one, role=Role.DRAFT)) for one in (slow, fast)]
+        gateway = await stack.enter_async_context(bridge([target], drafts))
+        expected, _ = await text_of(gateway, "", Wish(), Mode.OFF, 120)
+        text, event = await text_of(gateway, "", Wish(("slow", "quick")), Mode.AUTO, 120)
+        assert text == expected
+        assert event.statistics.drafts == ["slow", "quick"]
+
+
+async def test_wishes_that_cannot_be_fulfilled_are_refused_by_field() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        gateway = await stack.enter_async_context(bridge([target], []))
+        for wish, name in ((Wish(workload="x" * 65), "workload"), (Wish(("a",) * 65), "drafts")):
+            with pytest.raises(Exception, match=name):
+                await text_of(gateway, "", wish)
+        with pytest.raises(ModelNotFound):
+            await text_of(gateway, "", Wish(("nobody", "none")))
+
+
+async def test_the_choice_is_learned_and_told() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2", pass_seconds=0.004)))
+        models = [renamed(cheap(trained(name)), f"draft-{name}") for name in ("gemma", "llama-3")]
+        drafts = [await stack.enter_async_context(serving(one, role=Role.DRAFT)) for one in models]
+        gateway = await stack.enter_async_context(bridge([target], drafts))
+        used = []
+        for _ in range(8):
+            _, event = await text_of(gateway, "", Wish(workload="tales"), Mode.AUTO, 40)
+            choice = event.statistics.draft_choice
+            assert choice and choice.draft == event.statistics.drafts[0]
+            assert choice.bytes_per_second > 0 and choice.second_best_bytes_per_second > 0
+            used.append(choice.draft)
+        assert set(used) == {"draft-gemma", "draft-llama-3"}, "both were tried"
+        pairs = gateway.pairing.states("tales")
+        assert all(pair.record.request_count > 0 for pair in pairs)
+        assert not any(pair.record.request_count for pair in gateway.pairing.states("code"))
+        assert any(pair.record.acceptance_rate > 0 for pair in pairs)
+
+
+async def test_a_draft_that_refuses_the_prompt_is_replaced_and_not_chosen_next_time() -> None:
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    async with AsyncExitStack() as stack:
+        models = [
+            trained("gpt-2", chat_template=plain),
+            trained("gemma", "picky", chat_template=refusing + plain),
+            trained("llama-3", "other", chat_template=plain),
+        ]
+        target, picky, other = [await stack.enter_async_context(serving(one)) for one in models]
+        gateway = await stack.enter_async_context(bridge([target], [picky, other]))
+        gateway.pairing.pauses = Pauses(lambda: 0)
+        chat = Chat((Message("system", "Tell."), Message("user", "The ")))
+        request = Request(chat, sampling=SAMPLING, seed=1, max_tokens=8)
+        for wish, drafts in ((Wish(("picky", "other")), ["other"]), (Wish(draft="picky"), []), (Wish(), ["other"])):
+            async with aclosing(gateway.generate(request, "", wish=wish)) as events:
+                found = [event async for event in events]
+            assert isinstance(found[0], Opened) and isinstance(found[-1], Finished)
+            assert found[-1].statistics.drafts == drafts
+            assert found[0].draft == next(iter(drafts), "")
+            assert bool(found[-1].statistics.note) == bool(wish != Wish())
+
+
+async def test_a_draft_with_two_replicas_goes_on_with_the_second_one() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        liar = await stack.enter_async_context(lying(trained("llama-3", "draft")))
+        honest = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
+        other = await stack.enter_async_context(serving(trained("gemma", "other"), role=Role.DRAFT))
+        gateway = await stack.enter_async_context(bridge([target], [honest, liar, other]))
+        connections = gateway.zoo.connections
+        text, event = await text_of(gateway, "", Wish(), Mode.OFF, 60)
+        first = gateway.zoo.draft("draft")
+        assert first and len(gateway.zoo.replicas(first)) == 2, "replicas"
+        choose, asked = gateway._draft_balancer.choose, [liar]
+
+        def prefer(endpoints: list[Endpoint], prompt: list[bytes], request: object) -> Endpoint:
+            wanted = asked.pop() if asked else ""
+            return next((one for one in endpoints if one.address == wanted), None) or choose(endpoints, prompt, request)
+
+        gateway._draft_balancer.choose = prefer  # type: ignore[method-assign, assignment]
+        again, event = await text_of(gateway, "", Wish(), max_tokens=60)
+        assert again == text
+        assert set(event.statistics.drafts) == {"draft"}, "no other model takes its place"
+        assert [one.state for one in connections] == [
+            State.AVAILABLE,
+            State.AVAILABLE,
+            State.REFUSED,
+            State.AVAILABLE,
+        ], "the replica that broke the contract is refused, not the first one"
+
+
+async def test_a_draft_that_serves_the_target_alone_uses_its_other_replica() -> None:
+    async with AsyncExitStack() as stack:
+        shared = await stack.enter_async_context(serving(trained("gpt-2", "m")))
+        second = await stack.enter_async_context(serving(trained("gpt-2", "m"), role=Role.DRAFT))
+        named = shared.replace("127.0.0.1", "localhost")
+        gateway = await stack.enter_async_context(bridge([shared], [named, second]))
+        target = gateway.zoo.target("m")
+        (pair,) = gateway.pairing.states("")
+        assert not pair.refusal
+        assert [one.address for one in gateway.pairing.replicas(target, pair.draft)] == [second]
+        _, event = await text_of(gateway, "", Wish(draft="m"))
+        assert event.statistics.drafts == ["m"]
+        assert gateway._balancer._replicas[shared].active == 0
+        assert list(gateway._draft_balancer._replicas) == [second], "its stream went to the other server"
+
+
+async def test_a_list_whose_drafts_cannot_be_used_costs_the_draft_and_names_the_reasons() -> None:
+    async with AsyncExitStack() as stack:
+        both = await stack.enter_async_context(serving(trained("gpt-2", "m")))
+        away = AsyncExitStack()
+        gone = await away.enter_async_context(serving(trained("gemma", "gone"), role=Role.DRAFT))
+        gateway = await stack.enter_async_context(bridge([both], [both, gone]))
+        await away.aclose()
+        await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[2].state is State.AWAY)
+        for names, reason in ((("gone",), gone), (("m",), "only replica")):
+            _, event = await text_of(gateway, "", Wish(names))
+            assert not event.statistics.drafts and reason in event.statistics.note
+        _, event = await text_of(gateway, "", Wish(("gone", "m")))
+        assert gone in event.statistics.note and "only replica" in event.statistics.note
+
+
+async def test_a_draft_that_was_lost_pauses() -> None:
+    async with AsyncExitStack() as stack:
+        models = [trained("gpt-2", "t"), trained("gemma", "bad"), trained("llama-3", "good")]
+        served = [await stack.enter_async_context(serving(one)) for one in models]
+        gateway = await stack.enter_async_context(bridge(served[:1], served[1:]))
+        now = [0]
+        pauses = gateway.pairing.pauses = Pauses(lambda: now[0])
+        target, bad = gateway.zoo.target(""), gateway.zoo.draft("bad")
+        assert bad
+        request = Request("The ", max_tokens=8)
+
+        def order() -> list[str]:
+            assignment = gateway.pairing.assign(target, request, Wish())
+            return [one.model.name for one in (assignment.draft, *assignment._others) if one]
+
+        assert order() == ["bad", "good"]
+        pauses.failed(target, bad)
+        assert order() == ["good", "bad"]
+        now[0] = 1_100_000_000
+        assert not pauses.holds(target, bad)
+        pauses.failed(target, bad)
+        now[0] += 1_900_000_000
+        assert pauses.holds(target, bad), "twice in a row: twice as long"
+        pauses.worked(target, bad)
+        assert not pauses.holds(target, bad)
+
+
+async def test_each_draft_of_a_request_is_judged_by_its_own_passes_without_those_of_prompt_lookup() -> None:
+    async with AsyncExitStack() as stack:
+        models = [trained("gpt-2", "t"), trained("gemma", "first"), trained("llama-3", "second")]
+        served = [await stack.enter_async_context(serving(one)) for one in models]
+        gateway = await stack.enter_async_context(bridge(served[:1], served[1:]))
+        pairing = gateway.pairing
+        target = gateway.zoo.target("")
+        assignment = pairing.assign(target, Request("The ", max_tokens=8), Wish(workload="tales"))
+        plans = assignment.statistics.plans
+        plans["plain"] = PlanStatistics("plain", 64, 64, elapsed_ns=64_000, plain_ns=64_000.0)
+        plans["suffix"] = PlanStatistics("suffix", 10, 100, elapsed_ns=10_000, plain_ns=100_000.0)
+        first = assignment.draft
+        second = assignment.next(Unreachable("x", "it did not answer"))
+        assert first and second and second is assignment.draft is not first
+        plans["draft in turns"] = PlanStatistics("draft in turns", 20, 60, elapsed_ns=30_000, plain_ns=60_000.0)
+        _, event = await text_of(gateway, "", Wish(), Mode.OFF)
+        assignment.finished(event)
+        found = {one.draft.model.name: one.record for one in pairing.states("tales")}
+        assert all(one.request_count == 1 for one in found.values())
+        gains = {name: one.token_count / one.plain_passes for name, one in found.items()}
+        assert gains == {first.model.name: 1.0, second.model.name: 2.0}
