@@ -32,7 +32,7 @@ class _Stream:
     the reason. `per_token`: the repeated field that has one entry for each of a message's `token_ids`.
 
     A task receives all messages, and only the end of the call ends it: gRPC never frees the memory of a read that is
-    cancelled.
+    cancelled (grpc/grpc issue 43360).
     """
 
     def __init__(self, call: "aio.StreamStreamCall[Any, Any]", address: str, opening: Any, per_token: str) -> None:
