@@ -52,7 +52,8 @@ class _TimedGateway(Gateway):
 
     def __init__(self, pace_seconds: float) -> None:
         model = SimpleNamespace(model=scripted.model())
-        super().__init__(SimpleNamespace(target=lambda name: model, of_role=lambda role: []))  # type: ignore[arg-type]
+        zoo = SimpleNamespace(target=lambda name: model, of_role=lambda role: [], endpoints=())
+        super().__init__(zoo)  # type: ignore[arg-type]
         self._pace = pace_seconds
 
     async def generate(

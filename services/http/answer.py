@@ -9,7 +9,7 @@ from typing import Any
 
 from sse_starlette.sse import EventSourceResponse
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from bridge.generation import Delta
 from services.http import errors
@@ -18,6 +18,8 @@ from services.http.requests import GenerationRequest
 from services.http.responses import Choice, Format, Json, usage
 
 _DONE = b"data: [DONE]\n\n"
+# ASCII: some clients split lines at characters such as U+2028 too.
+_write_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,7 @@ async def _stream(answer: Answer, body: GenerationRequest, begun: list[Event]) -
 
 
 def _event(value: Json) -> bytes:
-    # ASCII: some clients split lines at characters such as U+2028 too.
-    return b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+    return f"data: {_write_json(value)}\n\n".encode()
 
 
 class _EventStream(EventSourceResponse):
@@ -121,3 +122,7 @@ class _EventStream(EventSourceResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._events):
             await super().__call__(scope, receive, send)
+
+    async def _send_with_timeout(self, send: Send, message: Message) -> None:
+        # `Connection` limits the time. The library's limit, also if there is none, is a third of an event's cost.
+        await send(message)

@@ -290,7 +290,8 @@ class _Endpoint(Generic[R]):
                     Choice(index, request, model, Call() if calls else None) for index, request in enumerate(requests)
                 ]
                 form = self._form(model, spans=bool(ours.spans))
-                events = _spending(generate(self._door.backend, requests, target, ours.wish), key)
+                events = generate(self._door.backend, requests, target, ours.wish)
+                events = _spending(events, key) if key else events
                 async with aclosing(events):
                     response = await respond(Answer(form, choices, events), body, receive)
                     if response:
@@ -322,10 +323,10 @@ def _owned(request: Request, key: Key | None) -> Request:
     return replace(request, tenant=f"{key.name}/{request.tenant}") if key and request.tenant else request
 
 
-async def _spending(events: AsyncGenerator[Event], key: Key | None) -> AsyncGenerator[Event]:
+async def _spending(events: AsyncGenerator[Event], key: Key) -> AsyncGenerator[Event]:
     """Passes events on, and counts their tokens for the key."""
     async with aclosing(events):
         async for event in events:
-            if key and isinstance(event[1], Delta):
+            if isinstance(event[1], Delta):
                 key.spend(len(event[1].token_ids))
             yield event

@@ -7,7 +7,10 @@ from asyncio.events import TimerHandle
 from typing import Any
 from weakref import WeakSet
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from starlette.exceptions import HTTPException
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from services.http import errors
 
 try:
     import resource
@@ -26,7 +29,8 @@ _MAX_REFUSED_BODY_BYTES = 16 << 20
 _MAX_PIPELINED = 16
 # A client that reads less in the time limit has stopped reading.
 _MIN_READ_BYTES = 16 << 10
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+# Anything else, such as TLS without a certificate, is refused before it has the form of a head.
+_HEAD_START = re.compile(rb"(\r?\n)*\r?([A-Za-z]|$)")
 _HEAD_END = re.compile(rb"[^\r\n]\r?\n\r?\n")
 # Clients in Java offer HTTP/2 so. A server may ignore it, but the parser would take the body for another protocol.
 _UPGRADE = re.compile(rb"\r?\n(?:upgrade|http2-settings):[^\r\n]*(?:\r?\n[ \t][^\r\n]*)*(?=\r?\n)", re.IGNORECASE)
@@ -110,9 +114,10 @@ class Connection(HttpToolsProtocol):
             self._unset_keepalive_if_required()
         refused = self._expects_body and answered
         if self._byte_count > (_MAX_REFUSED_BODY_BYTES if refused else _MAX_HEAD_BYTES):
-            if answered and not refused and not self.transport.is_closing():
-                self.transport.write(_TOO_LARGE)
-            self.transport.close()
+            if refused:
+                self.transport.close()
+            else:
+                self._refuse(431, f"the head of a request may have at most {_MAX_HEAD_BYTES} bytes: shorten it")
 
     def _with_whole_head(self, data: bytes) -> bytes:
         """Returns what the parser is to read now: nothing until a head is complete, and no offer of a protocol."""
@@ -121,7 +126,7 @@ class Connection(HttpToolsProtocol):
         self._head += data
         end = _HEAD_END.search(self._head)
         if end is None:
-            return b""
+            return b"" if _HEAD_START.match(self._head) else bytes(self._head)
         head, rest = bytes(self._head[: end.end()]), bytes(self._head[end.end() :])
         self._head.clear()
         return _UPGRADE.sub(b"", head) + rest
@@ -175,6 +180,18 @@ class Connection(HttpToolsProtocol):
         else:
             _log.warning("a client has stopped reading its answer: the connection is closed")
             self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what is not HTTP. uvicorn's own answer is a text."""
+        self._refuse(400, "this is not HTTP/1.1: correct the request, or use http:// if the server has no certificate")
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Ends the connection, with an error in OpenAI's form unless an earlier answer is being written."""
+        if not self.transport.is_closing() and all(one.response_complete for one in self._unanswered):
+            answer = errors.answer_to_http_error(HTTPException(status, message, {"connection": "close"}))
+            head = b"".join(b"%s: %s\r\n" % header for header in answer.raw_headers)
+            self.transport.write(STATUS_LINE[status] + head + b"\r\n" + bytes(answer.body))
+        self.transport.close()
 
     def _begin_head(self) -> None:
         self._head_timer = self.loop.call_later(self._head_seconds, self.timeout_keep_alive_handler)

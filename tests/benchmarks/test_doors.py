@@ -1,7 +1,12 @@
-"""Tests the arithmetic of the benchmark of the doors."""
+"""Tests the arithmetic of the benchmark of the doors, and that it runs."""
+
+import json
+import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks import doors
 from benchmarks.doors import summary
 
 
@@ -10,3 +15,11 @@ def test_latencies_of_all_streams_and_the_longest_gap_of_one() -> None:
     found = summary(streams)
     assert found["median"] == pytest.approx(1.5) and found["longest gap"] == pytest.approx(30)
     assert found["p99"] >= 2
+
+
+def test_the_benchmark_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "doors.json"
+    options = ["--streams", "2", "--events", "5", "--pace-ms", "5", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["doors", *options])
+    doors.main()
+    assert set(json.loads(out.read_text())["2"]) == {"grpc", "http", "remote http"}

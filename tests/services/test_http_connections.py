@@ -52,6 +52,39 @@ async def test_an_offer_of_http_2_is_ignored(tiny_fleet: Fleet, cut: int | None)
         writer.close()
 
 
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),  # the beginning of a TLS handshake
+        (b"GET / HTTP/1.1\r\nno header\r\n\r\n", 400),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (11 << 10), 431),
+    ],
+    ids=["TLS", "header", "HTTP/2", "large"],
+)
+async def test_what_is_not_a_request_has_an_error_of_openai_s_form(tiny_fleet: Fleet, sent: bytes, status: int) -> None:
+    async with door(tiny_fleet) as (url, _):
+        reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        writer.write(request(SHORT))
+        assert (await answered(reader))[0] == 200
+        writer.write(sent)
+        found, answer = await asyncio.wait_for(answered(reader), 5)
+        assert found == status and answer["error"]["type"] == "invalid_request_error" and answer["error"]["message"]
+        with suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 5) == b"", "the connection ends"
+        writer.close()
+
+
+async def test_no_error_is_written_into_an_answer(tiny_fleet: Fleet) -> None:
+    async with door(tiny_fleet) as (url, _):
+        reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        writer.write(request(LONG | {"stream": True}))
+        await asyncio.wait_for(reader.readuntil(b"data: "), 30)
+        writer.write(b"GET / HTTP/1.1\r\nno header\r\n\r\n")
+        assert b"HTTP/1.1" not in await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+
+
 async def test_requests_sent_before_an_answer_are_answered_in_their_order(tiny_fleet: Fleet) -> None:
     async with door(tiny_fleet) as (url, _):
         reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)

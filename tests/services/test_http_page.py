@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx2 as httpx
 import pytest
@@ -237,23 +237,87 @@ def test_errors_are_shown(page: Page) -> None:
     expect(page.get_by_role("alert")).to_be_hidden()
 
 
-def test_markup_in_a_text_stays_text(page: Page) -> None:
-    hostile = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>&amp;"
-    spans = {"spans": [{"source": "<b>", "byte_count": len(hostile)}]}
+def answer_with(page: Page, text: str, draft: str = "") -> None:
+    """Makes the page receive this text, in place of a generated one."""
+    spans = {"spans": [{"source": "<b>", "byte_count": len(text)}]}
     statistics: dict[str, Any] = {
-        "draft": hostile, "plan_summary": hostile, "note": "", "sources": [], "num_draft_tokens": 0,
+        "draft": draft, "plan_summary": text, "note": "", "sources": [], "num_draft_tokens": 0,
         "measured_tokens_per_second": 1, "predicted_tokens_per_second": 1, "first_token_ns": 1, "verify_ns": 1,
-        "network_ns": 1, "target_pass_count": 1, "plain_tokens_per_second": 1, "waited_ns": 0, "current_plan": hostile,
+        "network_ns": 1, "target_pass_count": 1, "plain_tokens_per_second": 1, "waited_ns": 0, "current_plan": text,
         "draft_choice": None,
     }  # fmt: skip
     events = [
-        {"choices": [{"text": hostile, "draftbridge": spans}]},
+        {"choices": [{"text": text, "draftbridge": spans}]},
         {"choices": [], "usage": {"completion_tokens": 1, "draftbridge": [statistics]}},
     ]
     lines = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     page.route("**/v1/completions", lambda route: route.fulfill(body=lines, content_type="text/event-stream"))
+
+
+def test_markup_in_a_text_stays_text(page: Page) -> None:
+    hostile = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>&amp;"
+    answer_with(page, hostile, draft=hostile)
     assert run(page, 1, kind="text", prompt="a") == hostile
     assert page.locator("#text img, #text script, #runs img").count() == 0 and page.title() == "DraftBridge"
+
+
+def test_an_answer_without_text(page: Page) -> None:
+    answer_with(page, "")
+    assert run(page, 1, kind="text", prompt="a") == ""
+    expect(page.locator("#status")).to_contain_text("0 bytes, in 0.00 s")
+    expect(page.locator("#tokens-hint")).to_contain_text("tiny-target: 0 tokens")
+    page.locator("#text").focus()
+    page.keyboard.press("ArrowRight")  # the fixture fails if this is an error
+    expect(page.locator("#tokens-spoken")).to_have_text("")
+
+
+def test_a_key_that_expires_while_the_text_is_split(page: Page) -> None:
+    refusal = {"error": {"message": "the token is unknown", "type": "authentication_error", "param": None}}
+    page.route("**/v1/segmentations", lambda route: route.fulfill(status=401, json=refusal))
+    fill(page, kind="text", max_tokens="5")
+    page.click("#run")
+    expect(page.locator("#key-field")).to_be_visible(timeout=WAIT_MS)
+    expect(page.get_by_role("alert")).to_contain_text("the token is unknown")
+
+
+# The contrast of each text that is shown with what is behind it, as WCAG 2 defines it. Disabled buttons are exempt.
+CONTRASTS = """() => {
+    const parts = (color) => color.match(/[\\d.]+/g).map(Number);
+    const light = (color) => {
+        const linear = (c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+        const [r, g, b] = parts(color).map((one) => linear(one / 255));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const backs = (one) => {
+        const color = getComputedStyle(one).backgroundColor;
+        return parts(color)[3] === 0 && one.parentElement ? backs(one.parentElement) : color;
+    };
+    const found = {};
+    for (const one of document.querySelectorAll("body *")) {
+        const texts = [...one.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.data.trim());
+        if (!(texts || one.value) || one.disabled || !one.checkVisibility()) continue;
+        const [ink, back] = [light(getComputedStyle(one).color), light(backs(one))];
+        const name = `${one.tagName} ${one.id} ${one.className} ${one.dataset.source ?? ""}`;
+        found[name] = (Math.max(ink, back) + 0.05) / (Math.min(ink, back) + 0.05);
+    }
+    return { found, back: light(getComputedStyle(document.body).backgroundColor) };
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_can_be_read_in_both_schemes(page: Page, scheme: Literal["light", "dark"]) -> None:
+    page.emulate_media(color_scheme=scheme)
+    values = {"kind": "text", "prompt": "The quick brown", "max_tokens": "60", "temperature": "1", "seed": "3"}
+    run(page, 1, mode="lockstep", draft="tiny-draft", **values)
+    page.locator("#text .piece").first.hover(position={"x": 3, "y": 8})
+    expect(page.locator("#tokens .here")).to_have_count(2)
+    page.evaluate(
+        "() => { const one = document.querySelector('[role=alert]'); one.hidden = false; one.textContent = 'a'; }"
+    )
+    shown = page.evaluate(CONTRASTS)
+    assert (shown["back"] < 0.1) == (scheme == "dark")
+    assert any("piece" in name and "draft" in name for name in shown["found"])
+    assert {name: ratio for name, ratio in shown["found"].items() if ratio < 4.5} == {}
 
 
 def test_keyboard_and_a_small_screen(page: Page) -> None:
