@@ -78,8 +78,12 @@ async def exchange(
     responding: asyncio.Future[T] | None = None
 
     async def listen() -> None:
-        # Shielded: gRPC never frees the memory of a read that is cancelled. This one ends with the call.
-        while (request := await asyncio.shield(anext(requests, None))) is not None:
+        while True:
+            # Shielded: gRPC never frees the memory of a read that is cancelled. This one ends with the call.
+            reading = asyncio.ensure_future(anext(requests, None))
+            reading.add_done_callback(_retrieve)
+            if (request := await asyncio.shield(reading)) is None:
+                break
             await on_request(request)
         on_end_of_requests()
 
@@ -99,3 +103,9 @@ async def exchange(
         if responding is not None:
             responding.cancel()
         await asyncio.gather(listener, *([responding] if responding else []), return_exceptions=True)
+
+
+def _retrieve(reading: "asyncio.Future[Any]") -> None:
+    """Retrieves the error of a read, which asyncio would log if nobody awaits the read any more."""
+    if not reading.cancelled():
+        reading.exception()
