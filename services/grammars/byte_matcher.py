@@ -6,11 +6,14 @@ from time import thread_time
 
 from llguidance import LLMatcher, LLTokenizer
 
+from services.grammars.growth import Growth
 from services.grammars.tokenizer import Tokens, library_tokenizer
 
 _END = 256
 # The event loop waits for so much processor time. Ordinary grammars take microseconds a byte.
 _FORCING_SECONDS = 0.005
+# The memory of one text's automaton. A string of 6,000 characters takes about 25 MB at most.
+_MAX_BYTES = 32 << 20
 
 
 def byte_tokenizer() -> LLTokenizer:
@@ -53,11 +56,12 @@ class ByteMatcher:
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self._lost = False
+        self._growth = Growth(_MAX_BYTES)
 
     def commit(self, data: bytes) -> None:
         """See `TextGrammar`."""
         if not self._lost:
-            self._lost = not self._matcher.consume_tokens(list(data))
+            self._lost = self._consume(data) < len(data)
 
     def accepted(self, before: bytes, data: bytes) -> tuple[int, bool]:
         """See `TextGrammar`."""
@@ -75,14 +79,16 @@ class ByteMatcher:
             if not self._lost:
                 self._rollback(count)
             return b"", False
-        data, ends = forced_bytes(self._matcher, limit, _FORCING_SECONDS)
+        with self._growth:
+            data, ends = forced_bytes(self._matcher, limit, _FORCING_SECONDS)
         self._rollback(count)
         return (b"", False) if self._lost else (data, ends)
 
     def _consume(self, data: Iterable[int]) -> int:
-        return int(self._matcher.try_consume_tokens(list(data)))
+        with self._growth:
+            return int(self._matcher.try_consume_tokens(list(data)))
 
     def _rollback(self, count: int) -> None:
         if count:
             self._matcher.rollback(count)
-        self._lost = self._lost or self._matcher.is_error()
+        self._lost = self._lost or self._matcher.is_error() or self._growth.exceeds

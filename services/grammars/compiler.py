@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar, GrammarKind
-from services.grammars.lark import check_lark
+from services.grammars.lark import check_lark, check_terminals
 from services.grammars.schema import UnsupportedPart, check_schema, refused_part
 
 # JSON is written on one line, like most JSON in training data. So nearly all of it except the values is forced.
@@ -32,6 +32,8 @@ _MAX_DETAIL_CHARACTERS = 300
 # The lines of the grammar that the library quotes, and the place of a schema in the Lark grammar made from it.
 _EXCERPT = re.compile(r"\n *\d+ \| .*", re.DOTALL)
 _OUTER_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+# An option that is refused, and a place in the schema by which a part is tried.
+_NOISE = re.compile(r"\.? Enable 'coerce_one_of' option.*| while processing json-schema:\S*")
 _REMEDIES = {
     GrammarKind.JSON_SCHEMA: "change the schema; docs/guides/structured.md lists the supported keywords",
     GrammarKind.JSON_OBJECT: "send a json_schema",
@@ -55,6 +57,24 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     return matcher
 
 
+def check_satisfiable(tokenizer: LLTokenizer, grammar: Grammar) -> None:
+    """Raises `InvalidGrammar` for a part of a compiled Lark grammar that no text matches, wherever it is.
+
+    In other grammars the library finds such parts.
+    """
+
+    def is_empty(lark: str) -> bool:
+        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0, limits=_LIMITS)
+        matcher.compute_bitmask()
+        return "NoExtension" in matcher.get_error()
+
+    if grammar.kind is GrammarKind.LARK:
+        try:
+            check_terminals(grammar.text, is_empty)
+        except UnsupportedPart as error:
+            raise invalid(grammar, f"cannot be satisfied {error}") from None
+
+
 def _refused_at(tokenizer: LLTokenizer, grammar: Grammar, reason: str) -> InvalidGrammar:
     """Returns the error with the place in a JSON Schema, which the library does not tell."""
     if grammar.kind is not GrammarKind.JSON_SCHEMA:
@@ -74,7 +94,7 @@ def refused(grammar: Grammar, reason: str, place: str = "") -> InvalidGrammar:
     reason = _EXCERPT.sub("", reason)
     if grammar.kind is not GrammarKind.LARK:
         reason = _OUTER_PLACE.sub("", reason)
-    reason = " ".join(reason.split())
+    reason = _NOISE.sub("", " ".join(reason.split()))
     if "NoExtension" in reason:
         return invalid(grammar, f"cannot be satisfied{place}: no text matches it")
     return invalid(grammar, f"cannot be used{place}: {reason}")

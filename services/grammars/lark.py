@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from services.grammars.schema import UnsupportedPart, check_schema
@@ -23,6 +23,11 @@ class _Token:
     kind: str
     text: str
     place: str
+    begin: int
+
+
+# The place and the body of each rule and terminal by its name.
+_Rules = dict[str, tuple[str, list[_Token]]]
 
 
 def check_lark(text: str) -> None:
@@ -42,18 +47,42 @@ def check_lark(text: str) -> None:
             raise UnsupportedPart(f"at {one.place}: {one.text}: {refused}")
     rules = _rules(tokens)
     finite: set[str] = set()
-    while found := {name for name in rules.keys() - finite if _is_finite(rules[name][1], rules, finite)}:
-        finite |= found
+    reached = _reached(rules)
+    while found := [name for name in rules.keys() - finite if _is_finite(rules[name][1], rules, finite)]:
+        finite.update(found)
     for name, (place, _) in rules.items():
-        if name not in finite:
+        if name in reached and name not in finite:
             raise UnsupportedPart(f"at {place}: no text matches {name}, because each one contains another one")
+
+
+def check_terminals(text: str, is_empty: Callable[[str], bool]) -> None:
+    """Raises `UnsupportedPart` for a terminal or a regular expression in a rule that no text matches.
+
+    `is_empty` returns whether no text matches a grammar.
+    """
+    tokens = list(_tokens(text))
+    place, source, new = 0, "", "start"
+    while new in text:
+        new += "0"
+    for one in tokens:  # the checked grammar has another start, and ignores nothing
+        if one.text in ("start", "%ignore"):
+            source += text[place : one.begin] + (new if one.text == "start" else f"{new.upper()}{one.begin}:")
+            place = one.begin + len(one.text)
+    source += text[place:] + f"\nstart: {new.upper()}\n{new.upper()}: "
+    suspects = [one for one in _reached(_rules(tokens)).values() if one.text.isupper() or one.text.startswith("/")]
+    if not suspects or not is_empty(source + " ".join(one.text for one in suspects)):
+        return
+    while len(suspects) > 1:
+        first = suspects[: len(suspects) // 2]
+        suspects = first if is_empty(source + " ".join(one.text for one in first)) else suspects[len(first) :]
+    raise UnsupportedPart(f"at {suspects[0].place}: no text matches {suspects[0].text}")
 
 
 def _tokens(text: str) -> Iterator[_Token]:
     """Yields the tokens of a grammar, without white space and comments. The library reports what is not one."""
     position, line, line_start = 0, 1, 0
     while found := _TOKEN.match(text, position):
-        token = _Token(found.lastgroup or "", found[0], f"{line}({position - line_start + 1})")
+        token = _Token(found.lastgroup or "", found[0], f"{line}({position - line_start + 1})", position)
         end = found.end()
         if token.text in _INLINE:
             begin = len(text) - len(text[end:].lstrip())
@@ -65,7 +94,7 @@ def _tokens(text: str) -> Iterator[_Token]:
                 raise UnsupportedPart(f"at {token.place}: %json: {error}") from None
             except (json.JSONDecodeError, RecursionError):
                 raise UnsupportedPart(f"at {token.place}: {token.text} is not followed by JSON") from None
-            token = _Token("terminal", token.text, token.place)
+            token = _Token("terminal", token.text, token.place, token.begin)
         if token.kind != "skip":
             yield token
         line += text.count("\n", position, end)
@@ -73,9 +102,8 @@ def _tokens(text: str) -> Iterator[_Token]:
         position = end
 
 
-def _rules(tokens: list[_Token]) -> dict[str, tuple[str, list[_Token]]]:
-    """Returns the place and the body of each rule by its name."""
-    rules: dict[str, tuple[str, list[_Token]]] = {}
+def _rules(tokens: list[_Token]) -> _Rules:
+    rules: _Rules = {}
     body: list[_Token] = []
     for one in tokens:
         if one.text == ":":
@@ -84,8 +112,9 @@ def _rules(tokens: list[_Token]) -> dict[str, tuple[str, list[_Token]]]:
                     pass
             if body and body[-1].kind == "name":
                 name = body.pop()
-                while body and body[-1].text in ("?", "!"):  # modifiers in front of the name
-                    body.pop()
+                begin = name.begin
+                while body and body[-1].text in ("?", "!") and body[-1].begin == begin - 1:  # modifiers of the name
+                    begin = body.pop().begin
                 body = []
                 rules[name.text] = name.place, body
         elif one.kind == "directive":
@@ -95,7 +124,19 @@ def _rules(tokens: list[_Token]) -> dict[str, tuple[str, list[_Token]]]:
     return rules
 
 
-def _is_finite(body: list[_Token], rules: dict[str, tuple[str, list[_Token]]], finite: set[str]) -> bool:
+def _reached(rules: _Rules) -> dict[str, _Token]:
+    """Returns, by their texts, the tokens of the rules that `start` leads to: not what its terminals consist of."""
+    reached: dict[str, _Token] = {}
+    waiting = [_Token("name", "start", "", 0)]
+    while waiting:
+        one = waiting.pop()
+        if one.text not in reached:
+            reached[one.text] = one
+            waiting += [] if one.text.isupper() else rules.get(one.text, ("", []))[1]
+    return reached
+
+
+def _is_finite(body: list[_Token], rules: _Rules, finite: set[str]) -> bool:
     """Returns whether a body has a text that ends, as far as known: the rules in `finite` have one."""
     # For each open group: whether an alternative ends, whether the present one does up to its last part, and that part.
     groups = [[False, True, True]]

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from time import thread_time
 from typing import Any
 from urllib.parse import unquote
 
@@ -14,7 +15,9 @@ _BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum
 _COUNTS = frozenset(("minItems", "maxItems", "minProperties", "maxProperties", "minLength", "maxLength"))
 # Keywords whose value is a mapping of schemas, a list of schemas, and one schema (or, for `items`, a list).
 _MAPPINGS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
-_CHOICES = frozenset(("anyOf", "oneOf", "allOf", "prefixItems"))
+_DEFINITIONS = frozenset(("$defs", "definitions"))
+_SAME_VALUE = ("anyOf", "oneOf", "allOf")
+_CHOICES = frozenset((*_SAME_VALUE, "prefixItems"))
 _SINGLE = frozenset(("items", "additionalItems", "additionalProperties"))
 _OTHERS = frozenset(("$ref", "const", "enum", "type", "required", "pattern", "format"))
 # The types of values, with their names.
@@ -34,14 +37,13 @@ _ANNOTATIONS = frozenset(
 _KEYWORDS = _BOUNDS | _COUNTS | _MAPPINGS | _CHOICES | _SINGLE | _OTHERS | _ANNOTATIONS
 # The library computes with floating-point numbers, which round integers above this.
 _MAX_INTEGER = 1 << 53
-# What may be set for the whole text in "x-guidance", and the values that leave it JSON.
-_OPTIONS = {
-    "whitespace_flexible": re.compile("True|False"),
+# The separators that may be set for the whole text in "x-guidance", and the values that leave it JSON.
+_SEPARATORS = {
     "item_separator": re.compile(r"[ \t\r\n]*,[ \t\r\n]*"),
     "key_separator": re.compile(r"[ \t\r\n]*:[ \t\r\n]*"),
 }
-# Parts of a schema that are tried alone, to find the one that is refused.
-_MAX_TRIED_PARTS = 100
+# Finding the part that the library refuses ends after so much processor time.
+_FINDING_SECONDS = 0.3
 
 
 class UnsupportedPart(ValueError):
@@ -53,10 +55,9 @@ def check_schema(schema: Any, *, embedded: bool = False) -> None:
 
     `embedded`: it is a part of a Lark grammar, where nothing may be set for the whole text.
     """
-    parts, targets = dict(_parts(schema, "#")), {}
+    parts = dict(_parts(schema, "#"))
     if isinstance(schema, dict):
         _check_top(schema, embedded)
-    _check_exclusive_bounds(parts)
     for path, part in parts.items():
         if isinstance(part, dict):
             _check_part(path, part)
@@ -66,7 +67,19 @@ def check_schema(schema: Any, *, embedded: bool = False) -> None:
                 raise UnsupportedPart(f"at {path}/$ref: only #/... is supported: the server does not fetch resources")
             if unquote(pointer) not in parts:
                 raise UnsupportedPart(f"at {path}/$ref: there is no schema at {pointer}")
-            targets[pointer] = parts[unquote(pointer)]
+    _check_exclusive_bounds(parts)
+    _check_references(parts)
+
+
+def _check_references(parts: dict[str, Any]) -> None:
+    """Refuses a reference from the root, also by way of others, to a schema whose values never end."""
+    targets: dict[str, Any] = {}
+    waiting = ["#"]
+    while waiting:
+        for pointer in _pointers(parts[waiting.pop()]):
+            if pointer not in targets:
+                targets[pointer] = parts[unquote(pointer)]
+                waiting.append(unquote(pointer))
     finite: set[str] = set()
     while found := {one for one in targets.keys() - finite if _is_finite(targets[one], finite)}:
         finite |= found
@@ -77,25 +90,44 @@ def check_schema(schema: Any, *, embedded: bool = False) -> None:
 def refused_part(schema: Any, refusal: Callable[[Any], str]) -> tuple[str, str]:
     """Returns the JSON pointer of the innermost part of a schema that is refused alone, with the reason.
 
-    `refusal` returns the reason for which a schema is refused, "" if it is not. Only the first 100 parts are tried.
+    `refusal` returns the reason for which a schema is refused, "" if it is not. It is asked for some tenths of a
+    second; then the part found last contains the innermost one.
     """
     root, parts = deepcopy(schema), dict(_parts(schema, "#"))
     for _, part in list(_parts(root, "#")):
         if isinstance(part, dict) and isinstance(part.get("$ref"), str):
             part["$ref"] = _moved(part["$ref"])
-    # Another reason is none: a part that has no values, for instance, may be allowed where it is.
-    whole = refusal(schema)
-    tried = [path for path in parts if path != "#" and isinstance(parts[path], dict)][:_MAX_TRIED_PARTS]
-    reasons = {path: refusal({"$defs": {"root": root}, "$ref": _moved(path)}) for path in tried}
-    refused = [path for path in tried if _kind(reasons[path]) == _kind(whole)]
+    path, reason, end = "#", refusal(schema), thread_time() + _FINDING_SECONDS
+    kind, found = _kind(reason), {path}
 
-    def is_innermost(path: str) -> bool:
-        within = [one for one in parts if one.startswith(f"{path}/")]
-        named = {parts[one].get("$ref") for one in (path, *within) if isinstance(parts[one], dict)}
-        return not any(one in named or one in within for one in refused if one != path)
+    def is_refused(paths: list[str]) -> bool:
+        # Another reason does not count: a part without values, for instance, may be allowed where it is.
+        properties = {one: {"$ref": _moved(one)} for one in paths}
+        whole = {"type": "object", "properties": properties, "required": paths, "$defs": {"root": root}}
+        return _kind(refusal(whole)) == kind
 
-    path = next(filter(is_innermost, refused), refused[-1] if refused else "#")
-    return path, reasons.get(path, whole)
+    while thread_time() < end:
+        inner = [one for one in _inner(path, parts) if one not in found]
+        while len(inner) > 1 and thread_time() < end:
+            first, rest = inner[: len(inner) // 2], inner[len(inner) // 2 :]
+            inner = first if is_refused(first) else rest
+        own = refusal({"$defs": {"root": root}, "$ref": _moved(inner[0])}) if len(inner) == 1 else ""
+        if _kind(own) != kind:
+            break
+        path, reason = inner[0], own
+        found.add(path)
+    return path, reason
+
+
+def _inner(path: str, parts: dict[str, Any]) -> list[str]:
+    """Returns the pointers of the parts directly within a part, those that it requires first, and of its `$ref`."""
+    part = parts[path]
+    if not isinstance(part, dict):
+        return []
+    required = {f"{path}/properties/{_escaped(name)}" for name in part.get("required", [])}
+    used = {key: value for key, value in part.items() if key not in _DEFINITIONS}
+    inner = sorted((one for one, _ in _parts_within(path, used)), key=lambda one: one not in required)
+    return inner + ([unquote(part["$ref"])] if "$ref" in part else [])
 
 
 def _kind(reason: str) -> str:
@@ -118,28 +150,39 @@ def _check_top(schema: dict[str, Any], embedded: bool) -> None:
     if not isinstance(options, dict):
         raise UnsupportedPart("at #/x-guidance: it is not an object")
     for name, value in options.items():
-        if name not in _OPTIONS or not _OPTIONS[name].fullmatch(str(value)):
-            names = ", ".join(_OPTIONS)
+        if name == "whitespace_flexible" and isinstance(value, bool):
+            continue
+        if name not in _SEPARATORS or not isinstance(value, str) or not _SEPARATORS[name].fullmatch(value):
+            names = ", ".join(("whitespace_flexible", *_SEPARATORS))
             raise UnsupportedPart(f"at #/x-guidance/{name}: only {names} are supported, with values that leave JSON")
 
 
 def _check_exclusive_bounds(parts: dict[str, Any]) -> None:
-    """Refuses integers as exclusive bounds of numbers less than 1 from the other bound: the library includes them.
-
-    Bounds of different parts may be bounds of one number, by `allOf` or `$ref`.
-    """
+    """Refuses integers as exclusive bounds of numbers less than 1 from the other bound: the library includes them."""
     found = [(path, part) for path, part in parts.items() if isinstance(part, dict)]
-    merged = any({"allOf", "$ref", "anyOf", "oneOf"} & part.keys() for _, part in found)
+    group = {path: path for path in parts}
+
+    def first(path: str) -> str:
+        while group[path] != path:
+            group[path] = group[group[path]]
+            path = group[path]
+        return path
+
+    for path, part in found:  # these apply to the same number
+        same = [f"{path}/{key}/{place}" for key in _SAME_VALUE for place in range(len(part.get(key, [])))]
+        for one in (*same, unquote(part.get("$ref", path))):
+            group[first(one)] = first(path)
+    limits: dict[str, list[tuple[str, float]]] = {}
     for path, part in found:
-        if part.get("type") == "integer":
-            continue
-        others = [one for _, one in found] if merged else [part]
+        for name, value in part.items():
+            if name in _BOUNDS and isinstance(value, int | float):
+                limits.setdefault(first(path), []).append((name, value))
+    for path, part in found:
         for key, opposite, sign in (("exclusiveMinimum", "aximum", 1), ("exclusiveMaximum", "inimum", -1)):
             bound = part.get(key)
-            if not isinstance(bound, int | float) or bound != int(bound):
+            if part.get("type") == "integer" or not isinstance(bound, int | float) or bound % 1:
                 continue
-            limits = [value for one in others for name, value in one.items() if name.endswith(opposite)]
-            if any(isinstance(one, int | float) and 0 <= sign * (one - bound) < 1 for one in limits):
+            if any(name.endswith(opposite) and 0 <= sign * (one - bound) < 1 for name, one in limits[first(path)]):
                 raise UnsupportedPart(f"at {path}/{key}: less than 1 from the other bound, it must be inclusive")
 
 
@@ -183,17 +226,36 @@ def _check_part(path: str, part: dict[str, Any]) -> None:
 def _parts(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yields all schemas in a schema with their JSON pointers."""
     yield path, value
-    if not isinstance(value, dict):
-        return
-    for key, nested in value.items():
+    if isinstance(value, dict):
+        for inner, nested in _parts_within(path, value):
+            yield from _parts(nested, inner)
+
+
+def _parts_within(path: str, part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the schemas directly within a schema with their JSON pointers."""
+    for key, nested in part.items():
         if key in _MAPPINGS and isinstance(nested, dict):
             for name, one in nested.items():
-                yield from _parts(one, f"{path}/{key}/{name.replace('~', '~0').replace('/', '~1')}")
+                yield f"{path}/{key}/{_escaped(name)}", one
         elif key in _CHOICES | _SINGLE and isinstance(nested, list):
             for index, one in enumerate(nested):
-                yield from _parts(one, f"{path}/{key}/{index}")
+                yield f"{path}/{key}/{index}", one
         elif key in _SINGLE:
-            yield from _parts(nested, f"{path}/{key}")
+            yield f"{path}/{key}", nested
+
+
+def _pointers(schema: Any) -> Iterator[str]:
+    """Yields the references in a schema, without those in its definitions."""
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            yield schema["$ref"]
+        inner = {key: value for key, value in schema.items() if key not in _DEFINITIONS}
+        for _, nested in _parts_within("#", inner):
+            yield from _pointers(nested)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _list(value: Any) -> list[Any]:

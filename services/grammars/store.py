@@ -24,8 +24,8 @@ from services.grammars.trial import GrammarTrial, grammar_busy
 _KNOWN_BYTES, _ENTRY_BYTES = 16 << 20, 1000
 # Grammars that may wait until the one before them is tried.
 _MAX_WAITING = 32
-# Matchers that are compiled for requests which have not opened them yet.
-_MAX_FRESH = 256
+# Matchers that are compiled for requests which have not opened them, up to 35 MB each.
+_MAX_FRESH = 8
 
 # A grammar compiled for bytes and, by a model's server, for its tokens.
 _Compiled = tuple[LLMatcher, ...]

@@ -14,12 +14,15 @@ from bridge.sampling.grammar import Grammar
 from bridge.text.common_prefix import common_prefix_length
 from services.grammars.byte_matcher import forced_bytes
 from services.grammars.compiler import invalid, refused
+from services.grammars.growth import Growth
 from services.grammars.tokenizer import GrammarTokenizer
 
 # The end of the text that an error quotes.
 _QUOTED_BYTES = 40
 # The forced bytes that decide about the next token. Few tokens are longer.
 _FORCED_BYTES = 64
+# The memory of one text's automata. A string of 6,000 characters takes 15 to 50 MB.
+_MAX_BYTES = 128 << 20
 # The event loop waits for so much processor time, and for one id more.
 _CERTAIN_SECONDS = 0.005
 
@@ -36,12 +39,20 @@ class GrammarPosition:
         self._matcher, self._grammar, self._tokenizer, self._name = matcher, grammar, tokenizer, name
         self._ends, self._end_ids = ends, np.array(sorted(ends), np.int64)
         self._text = bytearray()
+        self._growth = Growth(_MAX_BYTES)
 
     def allowed(self) -> NDArray[np.bool_]:
         """Returns which ids may follow, shape [size of the vocabulary].
 
         Raises `InvalidGrammar` if none may, because the tokenizer has no token for what the grammar requires.
         """
+        with self._growth:
+            own = self._allowed()
+        if self._growth.exceeds:
+            raise invalid(self._grammar, f"is too complex: it takes more than {_MAX_BYTES >> 20} MiB{self._place}")
+        return own
+
+    def _allowed(self) -> NDArray[np.bool_]:
         bits = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise self._failed()
@@ -116,7 +127,7 @@ class TokenMatcher(GrammarPosition):
                 raise self._failed()
             data = self._tokenizer.vocabulary.token_bytes(id_)
             if not self._byte_matcher.consume_tokens(list(data)):
-                raise self._failed()
+                raise refused(self._grammar, self._byte_matcher.get_error(), self._place)
             self._text += data
             self._lengths.append(len(data))
 
@@ -133,10 +144,10 @@ class TokenMatcher(GrammarPosition):
                 raise self._failed()
             del self._text[len(self._text) - sum(self._lengths[count:]) :], self._lengths[count:]
 
-    def allowed(self) -> NDArray[np.bool_]:
+    def _allowed(self) -> NDArray[np.bool_]:
         """Returns which ids may follow, as `GrammarPosition` does; only one within bytes that must follow."""
         forced = self._forced()
-        own = None if forced and not forced.longer else super().allowed()
+        own = None if forced and not forced.longer else super()._allowed()
         if forced and (own is None or not own[forced.longer].any()):
             own = np.zeros(self._tokenizer.size, np.bool_)
             own[forced.token_id] = True
@@ -146,7 +157,8 @@ class TokenMatcher(GrammarPosition):
     def accepted(self, token_ids: Sequence[int]) -> int:
         """Returns how many of the ids may follow, of which only the last may be one that ends the text."""
         count = next((place for place, id_ in enumerate(token_ids) if id_ in self._ends), len(token_ids))
-        found = int(self._matcher.try_consume_tokens(list(token_ids[:count])))
+        with self._growth:
+            found = int(self._matcher.try_consume_tokens(list(token_ids[:count])))
         may_end = found == count < len(token_ids) and self._matcher.is_accepting()
         if found and not self._matcher.rollback(found):
             raise self._failed()
@@ -159,7 +171,7 @@ class TokenMatcher(GrammarPosition):
         ends after some milliseconds.
         """
         end = thread_time() + _CERTAIN_SECONDS
-        with self.excursion():
+        with self.excursion(), self._growth:
             for place, id_ in enumerate(token_ids):
                 if thread_time() >= end:
                     return place, True
@@ -199,6 +211,7 @@ class TextMatcher(GrammarPosition):
             raise self._failed()
 
     def _append(self, data: bytes) -> bool:
-        found = int(self._matcher.try_consume_tokens([self._tokenizer.byte_id(byte) for byte in data]))
+        with self._growth:
+            found = int(self._matcher.try_consume_tokens([self._tokenizer.byte_id(byte) for byte in data]))
         self._text += data[:found]
         return found == len(data)

@@ -19,7 +19,7 @@ from typing import Any
 from bridge.errors import InvalidGrammar, SandboxBusy
 from bridge.sampling.grammar import Grammar
 from services.grammars.byte_matcher import allowed_bytes, byte_tokenizer
-from services.grammars.compiler import compile_grammar, invalid, refused
+from services.grammars.compiler import check_satisfiable, compile_grammar, invalid, refused
 from services.sandbox.process import command, confine, environment
 
 _log = logging.getLogger(__name__)
@@ -123,7 +123,9 @@ class GrammarTrial:
 
 def try_grammar(grammar: Grammar) -> None:
     """Compiles a grammar for bytes and follows some texts. Raises `InvalidGrammar`."""
-    matcher = compile_grammar(byte_tokenizer(), grammar)
+    tokenizer = byte_tokenizer()
+    matcher = compile_grammar(tokenizer, grammar)
+    check_satisfiable(tokenizer, grammar)
     for walk in range(_WALKS):
         text = bytearray()
         while len(text) < _WALK_BYTES and (bytes_ := allowed_bytes(matcher)):

@@ -62,6 +62,8 @@ _NO_NAMES: dict[str, str] = {}
 _ALTERNATIVE = re.compile(
     r"str|int|float|bool|none|(tuple|dict|literal)\[.*|(constrained|function)-.*|NamedTool|\[key\]"
 )
+# How an error names a part of a tool's parameters: see `call_grammar`.
+_TOOL = re.compile(r"tools .*? at (#/\$defs/(\d+))")
 _MAX_NAME_CHARACTERS = 100
 # With more errors in one body, the first one is not worth the memory of all.
 _MAX_ERRORS = 1000
@@ -173,6 +175,9 @@ def report(
     text = str(error)
     if param and field and text.startswith(field):
         text = param + text.removeprefix(field)
+        if param == "tools" and (found := _TOOL.match(text)):
+            param = f"tools[{found[2]}].function.parameters"
+            text = param + text.removeprefix("tools").replace(found[1], "#")
     return status, _body(status, text, param, _CODES.get(error.reason, error.reason.lower())), headers
 
 

@@ -12,6 +12,7 @@ from services.http.errors import report
 from tests.services.test_http_limits import door
 from tests.support.doors import CHAT, chat, complete, refused, tool
 
+UNSUPPORTED = {"properties": {"b": {"not": {}}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "a", "arguments": "{}"}}
 
 
@@ -107,7 +108,10 @@ def test_a_completion_with_a_bad_parameter_is_refused_by_its_name(
         ({"tools": [tool("a", parameters=5)], "tool_choice": "required"}, "tools[0].function.parameters"),
         ({"tools": [tool("a", parameters=nested(24))]}, "tools[0].function.parameters"),
         ({"tools": [tool("a", parameters={"maximum": 10**400})]}, "tools[0].function.parameters"),
-        ({"tools": [tool("a", parameters={"properties": {"b": {"not": {}}}})], "tool_choice": "required"}, "tools"),
+        (
+            {"tools": [tool("a"), tool("b", parameters=UNSUPPORTED)], "tool_choice": "required"},
+            "tools[1].function.parameters",
+        ),
         ({"tools": [tool("a")], "tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"chat_template_kwargs": nested(24)}, "chat_template_kwargs"),
     ],
@@ -116,6 +120,16 @@ def test_a_chat_with_a_bad_parameter_is_refused_by_its_name(
     http: httpx.Client, body: dict[str, object], param: str
 ) -> None:
     refused(chat(http, **body), 400, param)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_an_error_in_a_tool_names_its_place_in_that_tool(http: httpx.Client, name: str) -> None:
+    broken = tool("b", parameters={"properties": {"c": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"pattern": "("}}})
+    tools = [broken, tool("a")] if name == "a" else [tool("a"), broken]
+    answer = chat(http, tools=tools, tool_choice="required")
+    place = tools.index(broken)
+    message = refused(answer, 400, f"tools[{place}].function.parameters")
+    assert message.startswith(f"tools[{place}].function.parameters cannot be used at #/$defs/d: regex")
 
 
 def test_an_unknown_model_or_draft_is_not_found(http: httpx.Client) -> None:

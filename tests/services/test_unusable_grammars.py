@@ -7,6 +7,7 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import count
 from threading import Event
 from time import process_time
 
@@ -39,8 +40,14 @@ SCHEMAS = [
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, r"at #/exclusiveMinimum: less than 1"),
     ({"minimum": -1.5, "exclusiveMaximum": -1}, r"at #/exclusiveMaximum: less than 1"),
     ({"allOf": [{"exclusiveMinimum": 1}, {"exclusiveMaximum": 1.5}]}, r"at #/allOf/0/exclusiveMinimum: less than 1"),
+    (
+        {"items": {"$ref": "#/$defs/a", "maximum": 0.5}, "$defs": {"a": {"exclusiveMinimum": 0}}},
+        r"at #/\$defs/a/exclusiveMinimum: less than 1",
+    ),
     ({"x-guidance": {"coerce_one_of": True}, "oneOf": [{}, {}]}, r"at #/x-guidance/coerce_one_of: only"),
     ({"x-guidance": {"key_separator": "="}}, r"at #/x-guidance/key_separator: only"),
+    ({"x-guidance": {"whitespace_flexible": "True"}}, r"at #/x-guidance/whitespace_flexible: only"),
+    ({"x-guidance": {"item_separator": [","]}}, r"at #/x-guidance/item_separator: only"),
     ({"x-guidance": 5}, r"at #/x-guidance: it is not an object"),
     ({"items": {"x-guidance": {}}}, r'at #/items: the keyword "x-guidance"'),
     ({"required": ["a", "a"], "minProperties": 2}, r"at #/minProperties: above 1"),
@@ -51,6 +58,20 @@ SCHEMAS = [
             "type": "object",
         },
         r"at #/properties/b/properties/c: Unsatisfiable",
+    ),
+    ({"properties": {"a": 5}}, r"at #/properties/a: schema must be an object"),
+    ({"patternProperties": {"(": {}}}, r"at #: regex parse error"),
+    (
+        {"properties": {f"{place:04}": {"pattern": "(" * (place == 1777)} for place in range(2000)}},
+        r"at #/properties/1777",
+    ),
+    (
+        {"properties": {"a": {"properties": {"b": {"properties": {"c": {"oneOf": [{}, {}]}}}}}}},
+        r"at #/properties/a/properties/b/properties/c: oneOf constraints are not supported: change",
+    ),
+    (
+        {"type": "object", "properties": {"a": IMPOSSIBLE, "b": IMPOSSIBLE}, "required": ["b"]},
+        r"at #/properties/b: Unsatisfiable schema: minLength \(3\) is greater than maxLength \(2\): change",
     ),
     ({"$schema": "http://json-schema.org/draft-04/schema#", "propertyNames": {}}, r'keyword "propertyNames"'),
     ({"$schema": "http://json-schema.org/draft-07/schema#", "dependentRequired": {}}, r'keyword "dependentRequired"'),
@@ -91,6 +112,12 @@ BAD = [
     (GrammarKind.LARK, "start: foo", r'at 1\(8\): unknown name: "foo"'),
     (GrammarKind.LARK, 'start: "a" start', r"at 1\(1\): no text matches start"),
     (GrammarKind.LARK, "// x: y\nstart: /[ab]/ x\n?x[lazy]: (start | x)+", r"at 2\(1\): no text matches start"),
+    (GrammarKind.LARK, "start: /[xy]{99}/ A\nA: B & C\nB: /a/\nC: /b/", r"satisfied at 1\(19\): no text matches A:"),
+    (
+        GrammarKind.LARK,
+        '%ignore / /\nstart: "s" st start?\nst: a b\na: "x"{99} (C|"d")\nb: /x[^\\s\\S]/\nC: "x" "y" // start',
+        r"satisfied at 5\(4\): no text matches /x\[\^",
+    ),
     (GrammarKind.LARK, "start: <|im_end|>", r"at 1\(8\): <\|im_end\|>: tokens by name"),
     (GrammarKind.LARK, 'start: "a"\n | <[65]>', r"at 2\(4\): <\[65\]>: tokens by name or number"),
     (GrammarKind.LARK, "start: a\na[temperature=0.5]: /b/", r"at 2\(3\): temperature: the option"),
@@ -112,6 +139,13 @@ GOOD = [
     support.schema({"type": "number", "exclusiveMinimum": 0, "maximum": 1}),
     support.schema({"allOf": [{"type": "integer", "exclusiveMinimum": 0}, {"maximum": 1.5}, {"enum": [1, 2**53]}]}),
     support.schema({**LINKED, "required": ["v"]}),
+    support.schema({**NEVER_ENDS, "type": "string"}),
+    support.schema(
+        {
+            "properties": {"a": {"exclusiveMinimum": 0}, "b": {"maximum": 0.5}, "c": {"$ref": "#/$defs/d"}},
+            "$defs": {"d": {}},
+        }
+    ),
     support.schema({**LINKED, "properties": {"c": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}),
     support.schema({"type": "array", "items": {"$ref": "#"}}),
     support.schema({"type": "object", "properties": {"not": {"title": "if", "x-a": 1}}, "const": {"if": 1}}),
@@ -122,6 +156,8 @@ GOOD = [
     Grammar(
         GrammarKind.LARK, 'start[lazy]: /x+y/\n%llguidance {"no_forcing": false}\nA: %regex {"substring_chars": ":"}'
     ),
+    Grammar(GrammarKind.LARK, 'start: "x" start?\nunused: "y" unused A\nA: "b" & "c"\nb: B\nB: A | "b"'),
+    Grammar(GrammarKind.LARK, 'start: "start " B start?\nA: "b" & "c"\nB: A | "x" // start\n%ignore / start/'),
     Grammar(GrammarKind.LARK, 'start: a | %json {"type": "integer"}\na: b\nb: "x" a | "y"'),
     Grammar(GrammarKind.REGEX, r"\x{20000}\u{10000}"),
 ]
@@ -232,6 +268,24 @@ def test_a_grammar_does_not_wear_out() -> None:
             assert matcher.allowed()[id_]
             matcher.advance((id_,))
         assert matcher.allowed()[2]
+
+
+def test_the_memory_of_a_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = count(0, 10 << 20)
+    monkeypatch.setattr("services.grammars.growth.resident_bytes", lambda: next(sizes))
+    model, grammar = tiny.model("byte_level"), Grammar(GrammarKind.REGEX, "(abc)*")
+    ids = [model.vocabulary.byte_ids[byte] for byte in b"abc" * 10]
+    store = support.grammars(model)
+    for matcher in (store.open(grammar, frozenset({2})), store.open_draft(grammar)):
+        with pytest.raises(InvalidGrammar, match=r"is too complex: it takes more than 128 MiB after b'abc.*: use the"):
+            for id_ in ids:
+                matcher.allowed()
+                matcher.advance((id_,))
+    byte_matcher = ByteMatcher(compile_grammar(byte_tokenizer(), grammar))
+    assert byte_matcher.forced(b"a", 512) == (b"bc", False) and byte_matcher.accepted(b"", b"x") == (0, False)
+    for _ in range(7):
+        byte_matcher.commit(b"abc")
+    assert byte_matcher.forced(b"a", 512) == (b"", False) and byte_matcher.accepted(b"", b"x") == (1, True)
 
 
 async def test_a_grammar_is_tried_once_and_an_error_kept() -> None:

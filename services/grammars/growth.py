@@ -1,0 +1,32 @@
+"""Measures the memory of a text's automaton, of which the library bounds the states but not the bytes."""
+
+from contextlib import suppress
+from mmap import PAGESIZE
+
+
+def resident_bytes() -> int:
+    """Returns the memory of this process; 0 where the system does not tell it in /proc."""
+    with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
+        return int(file.read().split()[1]) * PAGESIZE
+    return 0
+
+
+class Growth:
+    """Adds up by how much the process grows within `with` blocks.
+
+    What other threads take and return meanwhile counts, too. Blocks are short, so that it is little.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._total, self._before = limit, 0, 0
+
+    def __enter__(self) -> None:
+        self._before = resident_bytes()
+
+    def __exit__(self, *_: object) -> None:
+        self._total += resident_bytes() - self._before
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether the total is above the limit."""
+        return self._total > self._limit
