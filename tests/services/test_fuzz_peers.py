@@ -81,7 +81,8 @@ def test_a_lying_target(house: House, messages: list[bytes], stays: bool, mode: 
         outcome = "silence"  # a client leaves while the target is silent
     allowed = {"the text", "TARGET_FAULT", "silence" if stays else "SERVICE_UNREACHABLE"}
     assert outcome in (allowed if messages else allowed - {"the text", "TARGET_FAULT"})
-    assert house.liar.stream_count == stream_count + 1, "the target that lies served the request"
+    # A client that leaves a silent target may do so before its stream has reached it.
+    assert outcome == "silence" or house.liar.stream_count > stream_count, "the target that lies served the request"
     eventually(lambda: house.quiet)
 
 
