@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 from cachetools import LRUCache
 from llguidance import LLMatcher
@@ -29,6 +30,7 @@ _MAX_FRESH = 8
 
 # A grammar compiled for bytes and, by a model's server, for its tokens.
 _Compiled = tuple[LLMatcher, ...]
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,13 @@ class _Store:
             if (future := self._waiting.get(grammar)) is None:
                 if len(self._waiting) >= _MAX_WAITING:
                     raise grammar_busy(f"{len(self._waiting)} others are waiting")
-                self._waiting[grammar] = future = self._thread.submit(self._try, grammar)
+                self._waiting[grammar] = future = self._submit(self._try, grammar)
                 future.add_done_callback(lambda _: self._waiting.pop(grammar))
-            await asyncio.shield(asyncio.wrap_future(future))  # others may wait for it when this request is cancelled
+            tried = asyncio.wrap_future(future)
+            tried.add_done_callback(lambda one: one.cancelled() or one.exception())  # else asyncio logs an unread error
+            await asyncio.shield(tried)  # others may wait for it when this request is cancelled
         if (verdict := self._verdict(grammar)) and not verdict.error:
-            compiled = await asyncio.wrap_future(self._thread.submit(self._compile_one, grammar))
+            compiled = await asyncio.wrap_future(self._submit(self._compile_one, grammar))
             self._fresh.append((grammar, compiled))
 
     def matchers(self, grammar: Grammar) -> _Compiled:
@@ -83,6 +87,12 @@ class _Store:
         """Ends the thread and the trial's process."""
         self._thread.shutdown(wait=False)
         self._trial.close()
+
+    def _submit(self, function: Callable[[Grammar], _Result], grammar: Grammar) -> Future[_Result]:
+        try:
+            return self._thread.submit(function, grammar)
+        except RuntimeError:
+            raise grammar_busy("the server is stopping") from None
 
     def _verdict(self, grammar: Grammar) -> _Verdict | None:
         with self._lock:

@@ -1,6 +1,7 @@
 """What cannot be a grammar is refused by name, in bounded time."""
 
 import asyncio
+import gc
 import json
 import re
 import signal
@@ -19,7 +20,7 @@ from bridge.sampling.sampler import SamplingParameters
 from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
 from services.grammars.store import TokenGrammars
-from services.grammars.trial import GrammarTrial, try_grammar
+from services.grammars.trial import GrammarTrial, grammar_busy, try_grammar
 from tests.support import grammars as support
 from tests.support import tiny
 from tests.support.waiting import eventually
@@ -335,6 +336,31 @@ async def test_requests_for_one_new_grammar_wait_for_the_same_trial() -> None:
     await asyncio.gather(*waiting, *others)
     assert trial.tried == [one.grammar for one in grammars[:32]]
     store.close()
+
+
+async def test_a_trial_that_fails_after_its_request_is_not_logged_and_a_stopped_server_is_busy() -> None:
+    class Failing(Slow):
+        def check(self, grammar: Grammar) -> None:
+            super().check(grammar)
+            raise grammar_busy("it is trying others")
+
+    unread: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
+    trial = Failing()
+    store = TokenGrammars(tiny.model("byte_level"), trial)
+    sampling = SamplingParameters(grammar=Grammar(GrammarKind.REGEX, "a"))
+    request = asyncio.create_task(store.prepare(sampling))
+    await asyncio.sleep(0)
+    request.cancel()
+    await asyncio.wait([request])
+    trial.may_end.set()
+    await asyncio.wrap_future(store._store._thread.submit(int))  # runs after the trial
+    del request
+    gc.collect()
+    assert not unread
+    store.close()
+    with pytest.raises(SandboxBusy, match="is stopping"):
+        await store.prepare(sampling)
 
 
 async def test_grammars_are_forgotten_by_the_memory_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
