@@ -127,6 +127,8 @@ async def generate(
         statistics.drafts.append(draft.model.name)
     if refusal:
         note = f"the draft could not take the request ({refusal}); the target went on without it"
+        if drafter:
+            drafter.close()
         found = (
             await _substitute(next_draft, opening, own_estimates, model, statistics, refusal) if next_draft else None
         )
@@ -219,6 +221,7 @@ async def _substitute(
             draft = Draft(model, drafter, draft_estimates)
             source = await asyncio.to_thread(DraftSource.open, replace(opening, draft=draft))
         except DraftBridgeError as refusal:  # its template may refuse what the target's accepts
+            drafter.close()
             error = refusal
             continue
         assert source, "it has a draft"

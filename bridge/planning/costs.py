@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +32,13 @@ class Ewma:
     value: float
     count: int = 0
 
-    def observe(self, value: float, fresh: float = _FRESH) -> None:
-        """Moves the average towards a value whose weight is at least `fresh`."""
+    def observe(self, value: float, fresh: float = _FRESH, limit: float = inf) -> None:
+        """Moves the average towards a value whose weight is at least `fresh`.
+
+        A value above `limit` times the average counts as that: a machine or network that stalls once says little.
+        """
         self.count += 1
+        value = min(value, limit * self.value)
         self.value += (value - self.value) * max(1.0 / self.count, fresh)
 
 

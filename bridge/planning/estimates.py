@@ -22,6 +22,11 @@ _PRIOR_HOP_NS = 600_000.0
 _PRIOR_ROUND_TRIP_NS = 1_000_000.0
 # Average bytes of a target token until some were seen, and the weight of each new token.
 _PRIOR_TOKEN_BYTES, _TOKEN_BYTES_FRESH = 4.0, 0.02
+# A hop or round trip counts as at most this multiple of the average: networks differ a lot from the priors, and a stall
+# of seconds must not keep the draft from being used, because only its use measures it.
+_MAX_DELAY_RATIO = 10.0
+# The same for slowdowns.
+_MAX_SLOWDOWN_RATIO = 3.0
 # The hop is measured only in passes that waited at least this long for candidates.
 _MIN_WAITED_NS = 20_000
 # A draft that reads more tokens than this reads a prompt, which does not measure its turns.
@@ -57,7 +62,7 @@ class DraftEstimates:
     def __init__(self, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False) -> None:
         single_ns = dict(forward_costs).get(1, 0)
         self.forward = ForwardTime(WidthCost.measured(forward_costs), float(single_ns))
-        self.round_trip = Ewma(_PRIOR_ROUND_TRIP_NS)
+        self.round_trip = Ewma(_PRIOR_ROUND_TRIP_NS, count=1)
         self._prior_slowdown = _PRIOR_SLOWDOWN if competes else 1.0
         self.slowdown = Ewma(self._prior_slowdown, count=1)
         self.ahead_slowdown = Ewma(self._prior_slowdown, count=1)
@@ -90,11 +95,12 @@ class DraftEstimates:
         count = len(proposal.token_ids)
         read_ns = proposal.read_ns or proposal.forward_ns // count
         if round_trip_ns is not None:
-            self.round_trip.observe(round_trip_ns + proposal.queue_ns)
+            self.round_trip.observe(round_trip_ns + proposal.queue_ns, limit=_MAX_DELAY_RATIO)
         if ahead and self.forward.single_ns:
             if proposal.read_token_count <= 1:
                 taken_ns = (proposal.forward_ns + proposal.queue_ns) / count
-                self.ahead_slowdown.observe(max(taken_ns / self.forward.single_ns, 0.5))
+                ratio = max(taken_ns / self.forward.single_ns, 0.5)
+                self.ahead_slowdown.observe(ratio, limit=_MAX_SLOWDOWN_RATIO)
             return
         if count > 1:
             self.forward.observe(1, (proposal.forward_ns - read_ns) / (count - 1))
@@ -134,7 +140,7 @@ class _Load:
 
     widths: WidthCost
     single_ns: float
-    hop: Ewma = field(default_factory=lambda: Ewma(_PRIOR_HOP_NS))
+    hop: Ewma = field(default_factory=lambda: Ewma(_PRIOR_HOP_NS, count=1))
 
 
 class TargetEstimates:
@@ -240,7 +246,7 @@ class RequestEstimates:
         self.forward.widths = costs.widths
         if plan.runs_ahead and self.draft and self.forward.known:
             slowdown = self.draft.slowdown
-            slowdown.observe(taken_ns / self.forward.of(width), _FRESH_SLOWDOWN)
+            slowdown.observe(taken_ns / self.forward.of(width), _FRESH_SLOWDOWN, _MAX_SLOWDOWN_RATIO)
             if slowdown.count > _SLOWDOWN_PASSES:  # the slowdown is known, so a change comes from the growing text
                 self.forward.observe(width, taken_ns / slowdown.value)
         else:
@@ -248,7 +254,8 @@ class RequestEstimates:
         costs.single_ns = self.forward.single_ns
         self.waiting_gain.observe(plan.waiting_gain_ns, _GAIN_FRESH)
         if result.waited_ns >= _MIN_WAITED_NS and not plan.pace.lead:
-            costs.hop.observe(2 * result.waited_ns if outcome.timed_out else result.waited_ns)
+            waited_ns = 2 * result.waited_ns if outcome.timed_out else result.waited_ns
+            costs.hop.observe(waited_ns, limit=_MAX_DELAY_RATIO)
 
     def _observe_yield(self, plan: Plan, accepted: int) -> None:
         ratio, ratios = self.acceptance_ratio(plan.source), self.shared.acceptance_ratios

@@ -15,6 +15,9 @@ from bridge.text.vocabulary import Rendering
 
 # The assumed average bytes of a draft token, until the draft has proposed some.
 _TOKEN_BYTES = 4.0
+# The passes of the target that wait in vain for a draft that runs ahead, with nothing from it in between, after which
+# the target no longer waits for it.
+_VAIN_PASSES = 4
 
 
 class DraftEpoch:
@@ -110,6 +113,7 @@ class DraftSource(CandidateSource):
         self._threshold = threshold
         self._epoch: DraftEpoch | None = None
         self._overdue = False
+        self._vain_pass_count = 0
         # The time of the last sync or the last proposal, from which the time of the next proposal counts.
         self._asked_ns = 0
         # What the draft may still send, in all epochs together.
@@ -161,7 +165,9 @@ class DraftSource(CandidateSource):
     def observe(self, outcome: Outcome) -> None:
         if self._epoch:
             self._epoch.observe(b"".join(outcome.data))
-            self._overdue |= outcome.timed_out and self._epoch.turns and not self._epoch.turn_over
+            self._vain_pass_count += outcome.timed_out
+            if outcome.timed_out and not self._epoch.turn_over:
+                self._overdue |= self._epoch.turns or self._vain_pass_count >= _VAIN_PASSES
 
     async def advance(self, tape: Tape, pace: DraftPace) -> None:
         epoch = self._epoch
@@ -230,6 +236,7 @@ class DraftSource(CandidateSource):
             round_trip_ns = now - self._asked_ns - proposal.queue_ns - proposal.forward_ns
             self._times.observe_proposal(proposal, max(round_trip_ns, 0) if answers else None, not epoch.turns)
         self._asked_ns = now
+        self._vain_pass_count = 0
         for id_, confidence in zip(proposal.token_ids, proposal.confidence or (1.0,) * epoch.credit, strict=False):
             self._add(epoch, id_, confidence)
         epoch.done |= proposal.done

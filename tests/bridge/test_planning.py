@@ -21,7 +21,7 @@ from bridge.planning.prediction import (
     plain,
     with_candidates,
 )
-from bridge.ports import Pass
+from bridge.ports import Pass, Proposal
 from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
 from bridge.sources.suffix import SuffixSource
 from bridge.sources.suffix_index import SuffixMatcher
@@ -109,6 +109,18 @@ def test_one_bad_pass_does_not_rule_out_a_draft_that_runs_ahead() -> None:
     for one in requests:
         one.run(40)
     assert requests[-1].names.count("draft ahead") > 30
+
+
+@pytest.mark.parametrize("known", [1, 60])
+def test_one_answer_that_comes_late_does_not_rule_out_a_draft_that_takes_turns(known: int) -> None:
+    shared = TargetEstimates(measured(FLAT))
+    draft = shared.draft("draft", [(1, MS)], competes=True)
+    Simulated(shared, FLAT, 0.8, draft=draft, slowdown=3.0).run(known)
+    late = Proposal(1, (1, 2, 3, 4), (), forward_ns=4 * MS, read_token_count=1, read_ns=MS)
+    draft.observe_proposal(late, 5_000 * MS, ahead=False)
+    following = Simulated(shared, FLAT, 0.8, draft=draft, slowdown=3.0, seed=1)
+    following.run(60)
+    assert sum(name.startswith("draft in turns") for name in following.names) > 40, following.names
 
 
 def test_a_source_that_failed_for_long_is_used_when_it_is_right_again() -> None:

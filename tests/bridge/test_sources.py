@@ -111,6 +111,22 @@ async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is
     assert not source.state.stale
 
 
+async def test_a_draft_that_runs_ahead_is_not_waited_for_once_it_hangs() -> None:
+    source, drafter, tape = draft_source()
+    await source.advance(tape, DraftPace(8))
+    for answer_comes in (True, False):
+        for _ in range(3):
+            commit(tape, source, " a", timed_out=True)
+            assert not source.state.overdue
+        if answer_comes:
+            await propose(source, drafter, " b")
+            await source.advance(tape, DraftPace(8))
+    commit(tape, source, " a", timed_out=True)
+    assert source.state.overdue and not source.state.awaited
+    await propose(source, drafter, " b")
+    assert not source.state.overdue
+
+
 async def test_a_turn_is_waited_for_until_it_is_late() -> None:
     source, drafter, tape = draft_source()
     await source.advance(tape, DraftPace(3, 3, True))
