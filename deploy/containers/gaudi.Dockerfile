@@ -27,6 +27,8 @@ LABEL org.opencontainers.image.title="DraftBridge" org.opencontainers.image.lice
 RUN useradd --uid 10001 --no-create-home --home-dir /models draftbridge \
     && install --directory --owner=draftbridge --group=draftbridge /models
 COPY --from=build /opt/draftbridge /opt/draftbridge
+# Statistics for FP8 are written to a path relative to this one.
+WORKDIR /models
 ENV PATH=/opt/draftbridge/bin:${PATH} \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \

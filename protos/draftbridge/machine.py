@@ -17,7 +17,10 @@ def compute_units(device: str, threads: int | None) -> tuple[frozenset[str], int
     if device.lower() != "cpu":
         # Engines have different names for the same accelerator.
         name = device.lower().replace("cuda", "gpu").removesuffix(":0")
-        return frozenset({f"{machine}/{name}{one}" for one in (_gaudis() if name == "hpu" else ("",))}), 1
+        numbers = _gaudis() if name == "hpu" else [""]
+        # A launcher names all Gaudis of a model to each of its processes.
+        count = int(os.environ.get("WORLD_SIZE", "0")) if name == "hpu" else 1
+        return frozenset(f"{machine}/{name}{one}" for one in numbers), min(max(count, 1), len(numbers))
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return frozenset(f"{machine}/cpu{core}" for core in cores), min(threads or len(cores), len(cores))
 

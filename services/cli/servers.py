@@ -21,7 +21,7 @@ from services.config import (
     ProcessConfig,
 )
 from services.config_reading import check, check_files, load
-from services.engines.registry import engines, prepare
+from services.engines.registry import engines, follows, prepare
 from services.engines.spec import Weights
 from services.logs import configure
 
@@ -35,6 +35,8 @@ def serve(config: ModelServerConfig, until_stdin_closes: bool) -> None:
     from services.metrics import ModelMetrics
     from services.model.server import run
 
+    if follows(config.engine, config.model, config.options):
+        config = config.model_copy(update={"metrics": "", "otlp": ""})  # the first process has them
     with _observed(config, metrics := ModelMetrics(), f"draftbridge-{config.role.value}") as traces:
         run(config, report, announce, until_stdin_closes, metrics, traces)
 

@@ -66,6 +66,12 @@ def choose_engine(
     return spec, options
 
 
+def follows(name: str, model: str, options: EngineOptions) -> bool:
+    """Returns whether this process only computes a part of a model that another process serves."""
+    own = [one for one in engines().values() if one.follows()]
+    return any(one.name == name or (name == AUTO and not one.reason_to_skip(model, options)) for one in own)
+
+
 def prepare(name: str, model: str, weights: Weights, report: Report) -> Path:
     """Downloads and converts a model for one engine. Returns the path to open. Raises a `DraftBridgeError`."""
     if name == AUTO:

@@ -9,7 +9,7 @@ from services.engines.engine import Row
 from services.engines.habana.shapes import MAX_LOGITS, MESSAGE_SIZE, Shapes, inputs_of, shape_of, slots_of
 
 SIZES = st.tuples(
-    st.integers(1, 9), st.sampled_from([256, 512, 1024]), st.sampled_from([1, 20, 128, 512]), st.booleans()
+    st.integers(1, 9), st.sampled_from([48, 256, 512, 1024]), st.sampled_from([1, 20, 128, 512]), st.booleans()
 )
 
 

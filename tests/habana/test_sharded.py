@@ -16,11 +16,14 @@ from bridge.errors import UnusableModel
 from draftbridge import Client
 from services.cli.processes import serve
 from services.engines.engine import Row
+from services.engines.habana import engine
 from services.engines.habana.engine import HabanaEngine
 from services.engines.habana.model import load_sharded, prepare_process
+from services.engines.habana.ranks import Ranks
+from services.engines.habana.spec import HABANA
 from services.engines.spec import GaudiOptions
 from tests.habana.fresh import free_port, in_fresh_process, in_two_ranks, place
-from tests.habana.models import FAMILIES, fix_mistral
+from tests.habana.models import FAMILIES, fix_mistral, opened
 from tests.habana.oracle import Oracle
 from tests.habana.test_end_to_end import bridged
 from tests.support.engine_contract import expected
@@ -31,13 +34,13 @@ def logits_of_rows(directory: Path) -> list[np.ndarray]:
     fix_mistral()
     # Sums over processes cannot be recorded here.
     gaudi = GaudiOptions(bucket_size=64, use_hpu_graphs=False)
-    engine = HabanaEngine(directory, device="cpu", dtype="float32", threads=1, slot_count=2, gaudi=gaudi)
-    first = engine.forward([Row(0, 0, tuple(range(1, 41)), 39)])
-    engine.copy(0, 1, 20)
-    return first + engine.forward([Row(0, 30, (7, 8), 0), Row(1, 20, (9,), 0)])
+    divided = HabanaEngine(directory, device="cpu", dtype="float32", threads=1, slot_count=2, gaudi=gaudi)
+    first = divided.forward([Row(0, 0, tuple(range(1, 41)), 39)])
+    divided.copy(0, 1, 20)
+    return first + divided.forward([Row(0, 30, (7, 8), 0), Row(1, 20, (9,), 0)])
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])  # loaded without weights first, and with them
+@pytest.mark.parametrize("family", FAMILIES)
 def test_two_processes_give_the_logits_of_one(family: str, tmp_path: Path) -> None:
     oracle = Oracle(FAMILIES[family], tmp_path)
     # Must not be read: unpickling can run code.
@@ -74,12 +77,29 @@ def test_a_missing_deepspeed_is_named(tmp_path: Path) -> None:
     assert "need Intel's DeepSpeed" in in_fresh_process(refusal, tmp_path, without_deepspeed=True)
 
 
+def test_a_rank_without_other_processes_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    for count, follows in (("0", False), ("1", False), ("2", True)):
+        monkeypatch.setenv("WORLD_SIZE", count)
+        assert HABANA.follows() == follows
+
+
+def test_a_follower_that_fails_does_not_blame_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Oracle(FAMILIES["llama"], tmp_path).close()
+    monkeypatch.setattr(engine, "rank", lambda: 1)
+    monkeypatch.setattr(Ranks, "follow", lambda self, execute: execute(None))
+    with pytest.raises(TypeError):
+        opened(tmp_path, use_hpu_graphs=False)
+
+
 def test_the_first_process_serves_and_ends_the_other(
     tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = free_port()
     options = ("--engine", "habana", "--device", "cpu", "--dtype", "float32", "--threads", "1", "--slots", "2")
-    arguments = (str(tiny_models[0]), "--role", "target", *options, "--no-use-hpu-graphs")
+    # One address for both processes, as in the environment that a launcher gives them.
+    metrics = ("--metrics", f"127.0.0.1:{free_port()}")
+    arguments = (str(tiny_models[0]), "--role", "target", *options, "--no-use-hpu-graphs", *metrics)
     for name, value in place(0, 2, port).items():
         monkeypatch.setenv(name, value)
     with ExitStack() as stack:

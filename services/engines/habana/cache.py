@@ -63,13 +63,14 @@ class Attended:
 class Probe:
     """Replaces `Attended` in the first forward, of one token without cache. Records which windows masks ask for."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
         self.windows: set[int] = set()
+        self._device = device
 
     def mask(self, window: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a mask that shows the token to itself, on the CPU."""
+        """Returns a mask that shows the token to itself."""
         self.windows.add(window)
-        return torch.zeros(1, 1, 1, 1, dtype=dtype)
+        return torch.zeros(1, 1, 1, 1, dtype=dtype, device=self._device)
 
 
 class _Active(threading.local):
@@ -167,4 +168,4 @@ def install(model: Any) -> list[SlotCache]:
 
 def _mask(given: Any, shape: Any, embeds: torch.Tensor, past: int, sliding_window: int | None = None) -> torch.Tensor:
     assert _active.attended is not None
-    return _active.attended.mask(sliding_window or 0, embeds.dtype).to(embeds.device)
+    return _active.attended.mask(sliding_window or 0, embeds.dtype)

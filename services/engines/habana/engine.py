@@ -19,8 +19,10 @@ from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row, by_row, check, check_copy, slot_room
 from services.engines.habana.cache import Probe, attending, install
+from services.engines.habana.launch import rank, rank_count
 from services.engines.habana.model import (
     check_lazy_mode,
+    computes_fp8,
     load_sharded,
     mark_constants,
     model_options,
@@ -28,7 +30,7 @@ from services.engines.habana.model import (
     quantize,
     self_test,
 )
-from services.engines.habana.ranks import Ranks, rank, rank_count
+from services.engines.habana.ranks import Ranks
 from services.engines.habana.shapes import Shapes
 from services.engines.habana.worker import Worker
 from services.engines.spec import GaudiOptions
@@ -71,7 +73,8 @@ class HabanaEngine:
         check_lazy_mode(gaudi)
         config = read_config(source, trusted)
         sharded = rank_count() > 1
-        test = None if sharded or gaudi.quant_config else self_test(source, self._dtype, trusted)
+        self._in_fp8 = computes_fp8(gaudi.quant_config)
+        test = None if sharded or self._in_fp8 else self_test(source, self._dtype, trusted)
         prepare_process(gaudi)
         if sharded:
             self._model = load_sharded(source, config, self._dtype, trusted)
@@ -80,18 +83,21 @@ class HabanaEngine:
             self._model = load_model(source, self._dtype, trusted).eval()
         self._config = self._model.config.get_text_config()
         try:
-            self._open(cache_byte_limit)
-            self._warm_up()
+            finish = self._open(cache_byte_limit)
+            if not rank():
+                self._warm_up()
             if test:
                 test.check(self)
         except UnusableModel:
             raise
         except Exception as error:  # optimum-habana's classes fail with errors of many types
             raise self._unusable(error) from error
+        if rank():
+            self._follow(finish)
 
     @property
     def dtype(self) -> str:
-        return "fp8" if self._gaudi.quant_config else str(self._dtype).removeprefix("torch.")
+        return "fp8" if self._in_fp8 else str(self._dtype).removeprefix("torch.")
 
     @property
     def logit_tolerance(self) -> float:
@@ -130,7 +136,8 @@ class HabanaEngine:
                 "docs/guides/gaudi.md, or use --engine torch"
             ) from error
 
-    def _open(self, cache_byte_limit: int) -> None:
+    def _open(self, cache_byte_limit: int) -> Callable[[], None] | None:
+        """Prepares the model. Returns what a process calls before it ends, if anything."""
         options = model_options(self._model, self._gaudi)
         caches = install(self._model)
         if not caches:
@@ -150,20 +157,24 @@ class HabanaEngine:
         if gaudi.quant_config:
             mark_constants(self._model)
         self._ranks = Ranks()
-        if rank():
-            status = self._ranks.follow(self._worker.execute)
+        if not rank():
             if finish:
-                finish()
-            os._exit(status)
+                atexit.register(finish)
+            self._ranks.stop_with(self)
+        return finish
+
+    def _follow(self, finish: Callable[[], None] | None) -> None:
+        """Computes this process's part of the model until the first process stops, and then ends this process."""
+        status = self._ranks.follow(self._worker.execute)
         if finish:
-            atexit.register(finish)
-        self._ranks.stop_with(self)
+            finish()
+        os._exit(status)
 
     @torch.inference_mode()
     def _probe(self, options: dict[str, bool]) -> set[int]:
         """Runs one token, after which all caches know their sizes. Returns the windows of the model's masks."""
         one = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        probe = Probe()
+        probe = Probe(self.device)
         with attending(probe):
             self._model(
                 input_ids=one, position_ids=one, use_cache=True, reuse_cache=True, token_idx=one[0] + 1, **options

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 from typing import IO, Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.llama import modeling_llama as llama
 
 from bridge.errors import UnusableModel
-from services.engines.habana.ranks import rank_count
+from services.engines.habana.launch import rank_count
 from services.engines.selftest import SelfTest
 from services.engines.spec import GaudiOptions
 from services.engines.torch.model import load_model
@@ -143,11 +143,40 @@ def _scope_sums(model: torch.nn.Module) -> None:
             _scope_sums(module)
 
 
+def computes_fp8(quant_config: Path | None) -> bool:
+    """Returns whether a file of `--quant-config` asks for FP8. While it asks for measurements, nothing is rounded."""
+    return quant_config is not None and _read(quant_config).get("mode") != "MEASURE"
+
+
+def _read(quant_config: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(quant_config.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UnusableModel(
+            f"--quant-config {quant_config} cannot be read ({error}): name a file of optimum-habana's "
+            "examples/text-generation/quantization_config"
+        ) from error
+
+
+def _check_statistics_folder(quant_config: Path) -> None:
+    """Raises `UnusableModel` now rather than after hours of measuring."""
+    folder = Path(_read(quant_config).get("dump_stats_path", "")).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UnusableModel(
+            f"measurements cannot be written to {folder.absolute()} ({error.strerror}): change dump_stats_path in "
+            f"{quant_config}, or start in a writable folder"
+        ) from error
+
+
 def quantize(model: Any, quant_config: Path) -> tuple[Any, Callable[[], None] | None]:
     """Measures or quantizes a model in FP8 with Intel Neural Compressor, as the file's `mode` requires.
 
     Returns the model and, if it measures, a function that writes this process's measurements before the process ends.
-    Raises `UnusableModel` if the library is not installed.
+    Raises `UnusableModel` if the library is not installed, or if the measurements could not be written.
     """
     try:
         from neural_compressor.torch.quantization import FP8Config, convert, finalize_calibration, prepare
@@ -157,6 +186,7 @@ def quantize(model: Any, quant_config: Path) -> tuple[Any, Callable[[], None] | 
         ) from error
     config = FP8Config.from_json_file(str(quant_config))
     if config.measure:
+        _check_statistics_folder(quant_config)
         model = prepare(model, config)
         return model, partial(finalize_calibration, model)
     return convert(model, config) if config.quantize else model, None

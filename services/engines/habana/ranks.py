@@ -1,10 +1,6 @@
-"""Keeps the processes of a sharded model together: the first one sends each message before it executes it.
-
-A launcher (DeepSpeed, torchrun, mpirun) starts one process per Gaudi and sets each one's rank in its environment.
-"""
+"""Keeps the processes of a sharded model together: the first one sends each message before it executes it."""
 
 import logging
-import os
 import signal
 import weakref
 from collections.abc import Callable
@@ -14,19 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from services.engines.habana.launch import rank_count
 from services.engines.habana.shapes import MESSAGE_SIZE, Kind, Message, stopping
 
 _log = logging.getLogger(__name__)
-
-
-def rank() -> int:
-    """Returns the number of this process among those of a model, 0 for the one that serves."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def rank_count() -> int:
-    """Returns the number of processes that share a model, 1 without a launcher."""
-    return max(int(os.environ.get("WORLD_SIZE", "0")), 1)
 
 
 class Ranks:

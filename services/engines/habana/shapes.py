@@ -60,7 +60,7 @@ class Shapes:
     def __init__(self, slot_count: int, capacity: int, bucket_size: int, bucketed: bool) -> None:
         self.slot_count, self.capacity = slot_count, capacity
         wide = tuple(_doubled(bucket_size, min(MAX_WIDTH, capacity)))
-        self.widths = (*(width for width in _NARROW_WIDTHS if width < bucket_size), *wide)
+        self.widths = (*(width for width in _NARROW_WIDTHS if width < wide[0]), *wide)
         self.lengths = tuple(_doubled(bucket_size, capacity)) if bucketed else (capacity,)
         self._prompt_width = wide[0]
 

@@ -1,9 +1,9 @@
 """The `habana` engine's entry in the registry."""
 
-import os
 from pathlib import Path
 
 from services.engines.engine import Engine
+from services.engines.habana.launch import rank
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
 from services.store.cache import Report
 from services.store.resolve import resolve
@@ -28,10 +28,6 @@ def _open(path: Path, options: EngineOptions) -> Engine:
     )
 
 
-def _follows() -> bool:
-    return int(os.environ.get("RANK", "0")) > 0
-
-
 HABANA = EngineSpec(
     name="habana",
     runs="Llama, Qwen2, Mistral, Gemma and similar models of Hugging Face transformers, through optimum-habana",
@@ -43,6 +39,6 @@ HABANA = EngineSpec(
     modules=("optimum", "optimum.habana", "habana_frameworks"),
     install="see docs/guides/gaudi.md",
     for_gaudi=True,
-    follows=_follows,
+    follows=lambda: rank() > 0,
     reason_to_skip=lambda model, options: "" if options.device == "hpu" else "it is for --device hpu",
 )

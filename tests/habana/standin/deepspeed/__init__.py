@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 from deepspeed.module_inject.layers import LinearAllreduce
 
+_AUTOMATIC = ("self_attn.o_proj", "mlp.down_proj")
+
 
 def init_distributed(dist_backend: str) -> None:
     """Connects the processes that the environment describes."""
@@ -45,7 +47,8 @@ def init_inference(
 ) -> SimpleNamespace:
     """Reads the weights if the model has none, and keeps this process's part of each layer.
 
-    `injection_policy`: the linear layers of each kind of layer whose inputs are divided; others' outputs are.
+    `injection_policy`: the linear layers of each kind of layer whose inputs are divided; others' outputs are. Without
+    one, the library finds them itself ("AutoTP").
     """
     assert tensor_parallel == {"tp_size": dist.get_world_size()}
     if checkpoint:
@@ -54,6 +57,7 @@ def init_inference(
             state |= load_file(file)
         model.load_state_dict({name: one.to(dtype) for name, one in state.items()}, strict=False, assign=True)
         model.tie_weights()
+    injection_policy = injection_policy or {type(model.model.layers[0]): _AUTOMATIC}
     for layer in model.modules():
         for name, linear in [*layer.named_modules()] if type(layer) in injection_policy else []:
             if isinstance(linear, torch.nn.Linear):

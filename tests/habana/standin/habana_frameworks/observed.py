@@ -128,7 +128,7 @@ class _Waits(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name in _WAITING or (name == "to" and not (kwargs or {}).get("non_blocking")):
+        if name in _WAITING or (name in _MAY_WAIT and _MAY_WAIT[name](args, kwargs or {})):
             self._seen.append(name)
         return function(*args, **(kwargs or {}))
 
@@ -138,6 +138,19 @@ _WAITING = {
     "item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "nonzero", "masked_select", "unique",
     "equal", "allclose",
 }  # fmt: skip
+
+
+def _moves(args: Any, kwargs: Any) -> bool:
+    targets = (*args[1:], kwargs.get("device"))
+    return not kwargs.get("non_blocking") and any(isinstance(one, str | torch.device) for one in targets)
+
+
+def _selects(args: Any, kwargs: Any) -> bool:
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(one, torch.Tensor) and one.dtype == torch.bool for one in index)
+
+
+_MAY_WAIT = {"to": _moves, "__getitem__": _selects, "__setitem__": _selects}
 
 
 @contextmanager
