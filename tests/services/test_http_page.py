@@ -151,6 +151,12 @@ def test_the_tokens_of_both_models_stand_above_each_other(page: Page, tiny_fleet
     expect(spoken).to_have_attribute("role", "status")
     expect(spoken).to_have_text(re.compile(r"^tiny-target: .+; tiny-draft: .+; proposed by: .+$"))
     assert page.locator("#tokens [role]").count() == 0
+    page.set_viewport_size({"width": 340, "height": 700})
+    for _ in range(12):
+        page.keyboard.press("ArrowRight")
+    name = page.locator("#tokens .model").first
+    assert name.evaluate("one => one.closest('.scroll').scrollLeft") > 0
+    assert name.evaluate("one => one.getBoundingClientRect().left") >= 0, "the name stays where tokens scroll"
     run(page, 1, **(values | {"seed": "4"}))
     assert page.locator("#tokens .token").count() == 0
 
