@@ -26,8 +26,8 @@ from services.store.cache import Report
 # "", or the fastest of those that read the same files.
 _OWN = (LLAMACPP, IK_LLAMA, OPENVINO, HABANA, TORCH)
 AUTO = "auto"
-# Chooses among engines for a model.
-Selection = Callable[[Sequence[EngineSpec], str, EngineOptions], EngineSpec]
+# Chooses among engines for a model; None if none of them runs it.
+Selection = Callable[[Sequence[EngineSpec], str, EngineOptions], EngineSpec | None]
 
 
 @cache
@@ -50,7 +50,8 @@ def choose_engine(
 ) -> tuple[EngineSpec, EngineOptions]:
     """Returns the spec for a model and the options to open it with, both chosen here if `name` is "auto".
 
-    `fastest` then chooses among engines that read the same files on the CPU; see `services.engines.trial`.
+    `fastest` then chooses among engines that read the same files on the CPU; see `services.engines.trial`. If none of
+    them runs the model, engines that read other files are tried.
     Raises `InvalidField` for an unknown engine or options that it does not support, `UnusableModel` for an engine that
     is not installed.
     """
@@ -58,12 +59,24 @@ def choose_engine(
         spec = engine_spec(name)
     else:
         usable = [one for one in engines().values() if one.installed and not one.reason_to_skip(model, options)]
-        rivals = [one for one in usable if one.reads == usable[0].reads]
-        spec = fastest(rivals, model, options) if len(rivals) > 1 and options.on_cpu else rivals[0]
+        spec = _first_that_runs(usable, model, options, fastest)
         if options.weights is Weights.AUTO:
             options = replace(options, weights=spec.auto_weights)
     spec.check(options)
     return spec, options
+
+
+def _first_that_runs(
+    usable: Sequence[EngineSpec], model: str, options: EngineOptions, fastest: Selection
+) -> EngineSpec:
+    kinds = list(dict.fromkeys(one.reads for one in usable))
+    for kind in kinds:
+        rivals = [one for one in usable if one.reads == kind]
+        if (len(rivals) == 1 and kind == kinds[-1]) or not options.on_cpu:
+            return rivals[0]
+        if found := fastest(rivals, model, options):
+            return found
+    return usable[0]  # whose own error says why
 
 
 def follows(name: str, model: str, options: EngineOptions) -> bool:

@@ -14,18 +14,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from bridge.errors import DraftBridgeError
+from bridge.errors import DraftBridgeError, UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.engine import measure, warm
 from services.engines.fixed_width import FixedWidthEngine
+from services.engines.measuring import alone, library_facts, run
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.store.cache import Report, cache_directory
 
@@ -37,7 +35,12 @@ _CHANCE = 0.7
 # With a smaller model, the difference is not worth the seconds of a trial.
 _MIN_WEIGHT_BYTES = 64 << 20
 _CACHE_BYTES = 256 << 20
-_TIMEOUT_SECONDS = 180
+# Twice what a probe of ik_llama may take, which belongs to its trial, and a minute.
+_TIMEOUT_SECONDS = 300
+# How long a refusal is believed: memory may have been short, or a library has been mended elsewhere.
+_REFUSAL_SECONDS = 24 * 3600
+# The speed of an engine whose trial ended too early: better than that of one that was refused.
+_UNKNOWN = 1e-9
 # The exit status of a trial whose engine refuses the model; the reason is the last line that it prints.
 _REFUSED = 3
 
@@ -58,52 +61,56 @@ def fastest(
     drafts: bool = False,
     deterministic: bool = False,
     attempt: "Callable[[str, Path, EngineOptions, bool], Costs] | None" = None,
-) -> EngineSpec:
-    """Returns the fastest engine for a model, or the first of `rivals` if there is little to gain or none works.
+) -> EngineSpec | None:
+    """Returns the fastest engine for a model, or the first of `rivals` if there is little to gain.
 
+    Returns None if none runs the model. An engine whose trial ended for want of time or memory counts as the slowest
+    until the next start tries it again; a refusal is believed for a day.
     `drafts`: the model only drafts. `deterministic`: it is served with that option. `attempt` measures one engine.
     """
     chosen = {one.name: replace(options, weights=_weights(one, options)) for one in rivals}
-    paths = {one.name: one.prepare(model, chosen[one.name].weights, report) for one in rivals}
+    paths = dict[str, Path]()
+    for one in rivals:
+        try:
+            paths[one.name] = one.prepare(model, chosen[one.name].weights, report)
+        except UnusableModel as error:
+            report(f"{one.name} is not used: {error}")
+    rivals = [one for one in rivals if one.name in paths]
+    if not rivals:
+        return None
     if max(map(_size, paths.values())) < _MIN_WEIGHT_BYTES:
         return rivals[0]
     file = cache_directory().parent / "engines" / f"{_key(rivals, paths, options, drafts, deterministic)}.json"
     speeds = _read(file)
     if not speeds.keys() >= paths.keys():
-        report(f"measuring which engine is the fastest for {model} here: {', '.join(paths)} (once)")
-        speeds = {}
-        with _alone():
-            for name, path in paths.items():
+        with alone(2 * _TIMEOUT_SECONDS):
+            speeds = _read(file)  # another process may have measured meanwhile
+            if missing := {name: path for name, path in paths.items() if name not in speeds}:
+                report(f"measuring how fast {model} is here with {', '.join(missing)} (once)")
+            for name, path in missing.items():
                 try:
                     speeds[name] = speed((attempt or _attempt)(name, path, chosen[name], deterministic), drafts=drafts)
-                except DraftBridgeError as error:
+                except _TrialFailed as error:
                     report(f"{name} is not used: {error}")
-                    speeds[name] = 0.0
-        _write(file, speeds)
-    best = max(rivals, key=lambda one: speeds[one.name])
+                    if not error.passing:
+                        speeds[name] = 0.0
+            if missing:
+                _write(file, speeds)
+    if all(speeds.get(name) == 0.0 for name in paths):
+        report(f"{model} does not run here with {', '.join(paths)}")
+        return None
+    best = max(rivals, key=lambda one: speeds.get(one.name, _UNKNOWN))
     figures = ", ".join(f"{name} {value:.0f}" for name, value in speeds.items())
     report(f"the fastest engine for {model} here: {best.name} (expected tokens/s with a good draft: {figures})")
     return best
 
 
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Waits until no other process of this user measures engines: a target and its draft start at the same time."""
-    directory = cache_directory().parent
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(directory / "trial.lock").acquire(timeout=2 * _TIMEOUT_SECONDS)
-    except (OSError, Timeout):
-        lock = None  # measured together, then
-    try:
-        yield
-    finally:
-        if lock:
-            lock.lock.release()
-
-
 class _TrialFailed(DraftBridgeError):
-    """An engine could not be tried."""
+    """An engine could not be tried. `passing`: for want of time or memory, so that another trial may succeed."""
+
+    def __init__(self, text: str, *, passing: bool = False) -> None:
+        super().__init__(text)
+        self.passing = passing
 
 
 def _weights(spec: EngineSpec, options: EngineOptions) -> Weights:
@@ -112,18 +119,17 @@ def _weights(spec: EngineSpec, options: EngineOptions) -> Weights:
 
 def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> Costs:
     """Measures an engine in another process. Raises `_TrialFailed`."""
-    command = [sys.executable, "-m", __name__, name, str(path), _encoded(options, deterministic)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
+        done = run(__name__, name, str(path), _encoded(options, deterministic), seconds=_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        raise _TrialFailed(f"its trial took more than {_TIMEOUT_SECONDS} s") from None
+        raise _TrialFailed(f"its trial took more than {_TIMEOUT_SECONDS} s", passing=True) from None
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode == _REFUSED:
         raise _TrialFailed(last)
     if done.returncode:
         how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
         reason = (done.stderr.strip().splitlines() or [""])[-1][:300]
-        raise _TrialFailed(f"its trial ended with {how} ({reason})")
+        raise _TrialFailed(f"its trial ended with {how} ({reason})", passing=done.returncode == -signal.SIGKILL)
     return [(width, taken_ns) for width, taken_ns in json.loads(last)]
 
 
@@ -162,8 +168,7 @@ def _key(
     files = [
         (str(file), file.stat().st_size, file.stat().st_mtime_ns) for path in paths.values() for file in _files(path)
     ]
-    modules = [found.origin for one in rivals for name in one.modules if (found := find_spec(name)) and found.origin]
-    libraries = [(origin, Path(origin).stat().st_mtime_ns) for origin in modules if Path(origin).is_file()]
+    libraries = [library_facts(name) for one in rivals for name in one.modules]
     machine = (cpu_name(), sorted(cpu_flags()), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
     facts = (files, libraries, machine, options.device, options.dtype.value, options.weights.value, options.threads)
     return hashlib.sha256(repr((facts, drafts, deterministic)).encode()).hexdigest()[:24]
@@ -171,7 +176,10 @@ def _key(
 
 def _read(file: Path) -> dict[str, float]:
     try:
-        return {str(name): float(value) for name, value in json.loads(file.read_text()).items()}
+        speeds = {str(name): float(value) for name, value in json.loads(file.read_text()).items()}
+        if time.time() - file.stat().st_mtime < _REFUSAL_SECONDS:
+            return speeds
+        return {name: value for name, value in speeds.items() if value}
     except (OSError, ValueError, TypeError, AttributeError):  # absent, or not written by this version
         return {}
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from services.cli.processes import fleet
 from services.config import ModelServerConfig
 from services.engines.cpu import cpu_flags
 from services.engines.engine import Engine, Row
-from services.engines.ik_llama.spec import IK_LLAMA, missing_instructions
+from services.engines.ik_llama.spec import IK_LLAMA, MAX_CONTEXTS, missing_instructions
 from services.engines.observer import UNOBSERVED
 from services.engines.registry import choose_engine
 from services.engines.spec import EngineOptions
@@ -40,8 +41,8 @@ if missing_instructions():
     pytest.skip(f"the processor lacks {missing_instructions()}", allow_module_level=True)
 
 from services.engines.ik_llama import probe as probing
-from services.engines.ik_llama.engine import IkLlamaEngine
-from services.engines.ik_llama.library import MAX_CONTEXTS, Model
+from services.engines.ik_llama.engine import IkLlamaEngine, _file_type
+from services.engines.ik_llama.library import Model
 from services.engines.ik_llama.probe import Way, choose_way
 
 PLAIN = Way(False, 31, 1, 0.0, (10, 12, 16, 24))
@@ -242,6 +243,47 @@ def test_which_way_is_better(tmp_path: Path, plain: Way | None, repacked: Way | 
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     assert choose_way(path, 2, lambda *facts: repacked if facts[2] else plain) == (chosen or repacked)
+
+
+def test_a_probe_that_did_not_come_to_its_end_is_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+
+    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+        if repacked:
+            raise probing._Unfinished("took too long")
+        return PLAIN
+
+    assert choose_way(path, 4, probe) == PLAIN
+    assert choose_way(path, 4, lambda *_: REPACKED) == REPACKED
+
+    def never(*_: object) -> Way | None:
+        raise probing._Unfinished("took too long")
+
+    with pytest.raises(UnusableModel, match=r"took too long with model\.gguf here: use --engine"):
+        choose_way(path, 5, never)
+
+
+def test_types_of_weights_have_names() -> None:
+    """137 is a type of ik_llama.cpp alone."""
+    assert (_file_type(7), _file_type(137)) == ("Q8_0", "type 137")
+
+
+def test_a_failed_row_ends_a_forward_after_the_other_rows(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, ended = pair[1], threading.Event()
+
+    def run(row: Row, threads: int) -> np.ndarray:
+        if row.slot == 0:
+            raise RuntimeError("code 1")
+        started.wait(0.2)  # the failed row's forward must not return within this time
+        ended.set()
+        return np.empty(0)
+
+    started = threading.Event()
+    monkeypatch.setattr(engine, "_run", run)
+    with pytest.raises(RuntimeError, match="code 1"):
+        engine.forward([Row(0, 0, (1,), 0), Row(1, 0, (1,), 0)])
+    assert ended.is_set()
 
 
 def test_what_was_remembered_and_is_damaged_is_measured_anew(tmp_path: Path) -> None:

@@ -1,16 +1,23 @@
 """`--engine auto` chooses the fastest engine with speculation, measured once for a file and a machine."""
 
 import os
+import select
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from services.engines import trial
-from services.engines.ik_llama.spec import IK_LLAMA
+from bridge.errors import UnusableModel
+from services.engines import measuring, trial
+from services.engines.ik_llama.spec import IK_LLAMA, MAX_CONTEXTS
 from services.engines.llamacpp.spec import LLAMACPP
 from services.engines.registry import choose_engine
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
+from services.engines.torch.spec import TORCH
 from services.engines.trial import Costs, fastest, speed
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
@@ -36,8 +43,12 @@ class Attempts:
         self.names.append(name)
         found = self.costs[name]
         if isinstance(found, str):
-            raise trial._TrialFailed(found)
+            raise trial._TrialFailed(found, passing=found == "took too long")
         return found
+
+
+def name(spec: EngineSpec | None) -> str:
+    return spec.name if spec else ""
 
 
 def engine(name: str, path: Path) -> EngineSpec:
@@ -59,10 +70,10 @@ def test_the_fastest_is_taken_and_remembered_for_the_file_and_the_machine(big: P
     attempts = Attempts(a=NARROW, b=WIDE)
 
     def chosen(options: EngineOptions = OPTIONS, **more: bool) -> str:
-        return fastest(rivals, "model", options, report=lines.append, attempt=attempts, **more).name
+        return name(fastest(rivals, "model", options, report=lines.append, attempt=attempts, **more))
 
     assert chosen() == "b" and attempts.names == ["a", "b"]
-    assert "a, b (once)" in lines[0] and "b (expected tokens/s with a good draft: a 1000, b 1" in lines[1]
+    assert "with a, b (once)" in lines[0] and "b (expected tokens/s with a good draft: a 1000, b 1" in lines[1]
     assert chosen() == "b" and len(attempts.names) == 2
     attempts.costs = {"a": WIDE, "b": NARROW}
     assert chosen(replace(OPTIONS, threads=1)) == "a" and len(attempts.names) == 4
@@ -79,24 +90,109 @@ def test_a_memory_that_is_damaged_or_not_writable_costs_only_time(
     for content in (None, "{", "[]", '{"b": "fast"}'):
         for file in (tmp_path / "cache" / "engines").glob("*.json"):
             file.write_text(content or "")
-        assert fastest(rivals, "model", OPTIONS, report=str, attempt=attempts).name == "b"
+        assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempts)) == "b"
     assert len(attempts.names) == 8
     for file in (tmp_path / "cache" / "engines").glob("*"):
         file.unlink()
     (tmp_path / "cache" / "engines").rmdir()
     (tmp_path / "cache" / "engines").write_text("a file")
-    assert fastest(rivals, "model", OPTIONS, report=str, attempt=attempts).name == "b"
+    assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempts)) == "b"
     assert "cannot be written" in caplog.text
 
 
 def test_an_engine_that_fails_is_not_taken(big: Path) -> None:
     rivals, lines = [engine("a", big), engine("b", big)], list[str]()
     attempts = Attempts(a="its library is for another platform", b=NARROW)
-    assert fastest(rivals, "model", OPTIONS, report=lines.append, attempt=attempts).name == "b"
+    assert name(fastest(rivals, "model", OPTIONS, report=lines.append, attempt=attempts)) == "b"
     assert "a is not used: its library is for another platform" in lines
     attempts = Attempts(a="x", b="y")
     os.utime(big, ns=(2, 2))
-    assert fastest(rivals, "model", OPTIONS, report=str, attempt=attempts).name == "a", "whose own error is shown"
+    assert fastest(rivals, "model", OPTIONS, report=lines.append, attempt=attempts) is None
+    assert lines[-1] == "model does not run here with a, b"
+
+
+def test_a_trial_that_failed_for_a_passing_reason_is_repeated(big: Path, tmp_path: Path) -> None:
+    """A refusal is believed for a day; a trial that took too long is repeated at the next start."""
+    rivals, attempts = [engine("a", big), engine("b", big)], Attempts(a="took too long", b="refused")
+
+    def chosen() -> str:
+        return name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempts))
+
+    assert chosen() == "a", "which may well run"
+    attempts.costs = {"a": NARROW, "b": WIDE}
+    assert chosen() == "a" and attempts.names == ["a", "b", "a"]
+    (file,) = (tmp_path / "cache" / "engines").glob("*.json")
+    yesterday = time.time() - 25 * 3600
+    os.utime(file, (yesterday, yesterday))
+    assert chosen() == "b" and attempts.names == ["a", "b", "a", "b"]
+
+
+def test_what_another_process_measured_meanwhile_is_taken(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rivals, attempts = [engine("a", big), engine("b", big)], Attempts(a=NARROW, b=WIDE)
+
+    @contextmanager
+    def after_another(seconds: float) -> Iterator[None]:
+        monkeypatch.setattr(trial, "alone", measuring.alone)
+        fastest(rivals, "model", OPTIONS, report=str, attempt=attempts)
+        yield
+
+    monkeypatch.setattr(trial, "alone", after_another)
+    assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempts)) == "b"
+    assert attempts.names == ["a", "b"]
+
+
+def test_another_build_of_a_library_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = tmp_path / "libllama.so"
+    built.write_bytes(b"one")
+    monkeypatch.setenv("JSON_LIB_PATH", str(built))
+    before = measuring.library_facts("json")
+    built.write_bytes(b"another")
+    assert measuring.library_facts("json") != before
+
+
+def test_a_trial_that_takes_too_long_ends_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipe, which the started process keeps open, closes only when that process has ended too."""
+    end, write = os.pipe()
+    code = (
+        "import subprocess, sys, time; subprocess.Popen(['sleep', '60'], pass_fds=[int(sys.argv[1])]); time.sleep(60)"
+    )
+    (tmp_path / "starts_another.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    real = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *given, **more: real(*given, pass_fds=[write], **more))
+    with pytest.raises(subprocess.TimeoutExpired):
+        measuring.run("starts_another", str(write), seconds=1)
+    os.close(write)
+    assert select.select([end], [], [], 10)[0] and os.read(end, 1) == b""
+    os.close(end)
+
+
+def test_auto_goes_on_with_other_files_if_no_engine_runs_those_of_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.engines.spec.find_spec", lambda name: name in ("ik_llama_cpp", *TORCH.modules))
+    monkeypatch.setattr("services.engines.ik_llama.spec.missing_instructions", lambda: "")
+    assert choose_engine("auto", "gemma-3-270m", OPTIONS, lambda *_: None)[0].name == "torch"
+    assert choose_engine("auto", "gemma-3-270m", OPTIONS)[0] is IK_LLAMA
+
+
+def test_a_model_that_an_engine_cannot_convert_is_left_to_others(big: Path) -> None:
+    def refuse(model: str, weights: Weights, report: object) -> Path:
+        raise UnusableModel("it cannot be exported")
+
+    lines = list[str]()
+    refusing = replace(LLAMACPP, name="a", prepare=refuse)
+    assert fastest([refusing], "model", OPTIONS, report=lines.append) is None
+    assert lines == ["a is not used: it cannot be exported"]
+    attempts = Attempts(b=WIDE)
+    assert name(fastest([refusing, engine("b", big)], "model", OPTIONS, report=str, attempt=attempts)) == "b"
+
+
+def test_auto_passes_over_an_engine_with_fewer_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.engines.ik_llama.spec.missing_instructions", lambda: "")
+    most = replace(OPTIONS, slot_count=MAX_CONTEXTS)
+    assert IK_LLAMA.reason_to_skip("gemma-3-270m", most) == ""
+    assert "27 sequences" in IK_LLAMA.reason_to_skip("gemma-3-270m", replace(most, slot_count=MAX_CONTEXTS + 1))
 
 
 def test_all_options_reach_the_process_of_a_trial() -> None:
@@ -108,7 +204,7 @@ def test_all_options_reach_the_process_of_a_trial() -> None:
 def test_a_small_model_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_MIN_WEIGHT_BYTES", 5)
     attempts = Attempts()
-    assert fastest([engine("a", big), engine("b", big)], "m", OPTIONS, report=str, attempt=attempts).name == "a"
+    assert name(fastest([engine("a", big), engine("b", big)], "m", OPTIONS, report=str, attempt=attempts)) == "a"
 
 
 def test_auto_compares_engines_that_read_the_same_files(monkeypatch: pytest.MonkeyPatch) -> None:

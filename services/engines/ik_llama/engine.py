@@ -6,7 +6,7 @@ Rows of a forward run beside one another, with their share of the threads each: 
 """
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +15,9 @@ from gguf import LlamaFileType
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row, check, check_copy, core_count, slot_room
-from services.engines.ik_llama.library import MAX_AT_ONCE, MAX_CONTEXTS, Context, Model
+from services.engines.ik_llama.library import MAX_AT_ONCE, Context, Model
 from services.engines.ik_llama.probe import choose_way
+from services.engines.ik_llama.spec import MAX_CONTEXTS
 
 # A token that fills a pass up, and is cut off again.
 _FILLER = 0
@@ -45,7 +46,7 @@ class IkLlamaEngine:
         self._threads = threads or core_count()
         self._way = choose_way(gguf, self._threads)
         self._model = Model(gguf, repacked=self._way.repacked)
-        self.dtype = LlamaFileType(int(self._model.meta("general.file_type") or 0)).name.removeprefix("MOSTLY_")
+        self.dtype = _file_type(int(self._model.meta("general.file_type") or 0))
         self.vocabulary_size = self._model.vocabulary_size
         self.slot_count = slot_count
         token_bytes = self._model.token_byte_count
@@ -69,7 +70,9 @@ class IkLlamaEngine:
         if len(rows) == 1 or self._at_once == 1:
             return [self._run(row, self._threads) for row in rows]
         threads = self._threads // min(len(rows), self._at_once)
-        return list(self._pool.map(lambda row: self._run(row, threads), rows))
+        running = [self._pool.submit(self._run, row, threads) for row in rows]
+        wait(running)  # also if one fails: the next forward may not meet a context that is still in use
+        return [one.result() for one in running]
 
     def copy(self, source: int, target: int, token_count: int) -> None:
         """See `Engine.copy`."""
@@ -93,6 +96,14 @@ class IkLlamaEngine:
             tables.append(table if end == len(ids) else table.copy())
             start = end
         return np.concatenate(tables) if len(tables) > 1 else tables[0]
+
+
+def _file_type(number: int) -> str:
+    """Returns the name of a type of weights; those of ik_llama.cpp alone have none in gguf's list."""
+    try:
+        return LlamaFileType(number).name.removeprefix("MOSTLY_")
+    except ValueError:
+        return f"type {number}"
 
 
 def _ends(count: int, logit_count: int, width: int) -> list[int]:

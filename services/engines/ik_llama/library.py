@@ -38,8 +38,8 @@ _lib = api._lib
 # prompts are read no faster.
 MAX_WIDTH, SMALL_WIDTH = 31, 14
 # The library crashes when a process has more than 64 of ggml's contexts: one for a model, two for each of our contexts,
-# and one for each pass that is under way.
-MAX_AT_ONCE, MAX_CONTEXTS = 8, 27
+# and one for each pass that is under way. `spec.MAX_CONTEXTS` leaves room for these passes.
+MAX_AT_ONCE = 8
 # Keys and values are float16.
 CACHE_BYTES = 2
 

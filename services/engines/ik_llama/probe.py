@@ -24,6 +24,7 @@ from time import perf_counter_ns
 
 from bridge.errors import UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
+from services.engines.measuring import alone, library_facts, run
 from services.store.cache import cache_directory
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ _TIMED_WIDTHS, _REPETITIONS, _CONTEXT = (1, 2, 4, 8), 5, 62
 _COMPARED, _COMPARED_SINGLY = 31, 8
 # Repacked weights are in memory of the process's own and take longer to load: they have to gain this much.
 _LEAST_GAIN = 1.1
-_TIMEOUT_SECONDS = 300
+_TIMEOUT_SECONDS = 120
 # The exit status of a probe that refuses a file; the reason is the last line that it prints.
 _REFUSED = 3
 
@@ -63,12 +64,30 @@ def choose_way(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way
     file = cache_directory().parent / "ik_llama" / f"{_key(gguf, threads)}.json"
     if remembered := _read(file):
         return remembered
-    try_out = probe or _probe
-    plain, repacked = try_out(gguf, threads, False), try_out(gguf, threads, True)
-    if plain is None and repacked is None:
-        raise UnusableModel(f"ik_llama.cpp crashes with {gguf.name} here: use --engine llamacpp or torch", model=gguf)
-    way = _better(plain, repacked)
-    _write(file, way)
+    with alone(4 * _TIMEOUT_SECONDS):
+        return _read(file) or _measured(gguf, threads, probe or _probe, file)
+
+
+class _Unfinished(Exception):
+    """A probe ended for want of time or memory; another one may succeed."""
+
+
+def _measured(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way | None]", file: Path) -> Way:
+    """Tries both ways, and remembers the better one if both probes came to an end."""
+    found, unfinished = list[Way | None](), ""
+    for repacked in (False, True):
+        try:
+            found.append(probe(gguf, threads, repacked))
+        except _Unfinished as error:
+            unfinished = str(error)
+            found.append(None)
+    plain, repacked_way = found
+    if plain is None and repacked_way is None:
+        how = unfinished or "ik_llama.cpp crashes"
+        raise UnusableModel(f"{how} with {gguf.name} here: use --engine llamacpp or torch", model=gguf)
+    way = _better(plain, repacked_way)
+    if not unfinished:
+        _write(file, way)
     return way
 
 
@@ -84,19 +103,23 @@ def _better(plain: Way | None, repacked: Way | None) -> Way:
 
 
 def _probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
-    """Tries one way in another process. Returns None if that crashes. Raises `UnusableModel` if it refuses the file."""
-    command = [sys.executable, "-m", __name__, str(gguf), str(threads), str(int(repacked))]
+    """Tries one way in another process. Returns None if that crashes.
+
+    Raises `UnusableModel` if it refuses the file, `_Unfinished` if time or memory was short.
+    """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS)
+        done = run(__name__, str(gguf), str(threads), str(int(repacked)), seconds=_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
         _log.warning("ik_llama.cpp took more than %d s to try %s", _TIMEOUT_SECONDS, gguf.name)
-        return None
+        raise _Unfinished(f"ik_llama.cpp takes more than {_TIMEOUT_SECONDS} s to start") from None
     last = (done.stdout.strip().splitlines() or [""])[-1]
     if done.returncode == _REFUSED:
         raise UnusableModel(last, model=gguf)
     if done.returncode:
         how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
         _log.warning("ik_llama.cpp ended with %s when it tried %s: %s", how, gguf.name, done.stderr[-500:])
+        if done.returncode == -signal.SIGKILL:
+            raise _Unfinished("ik_llama.cpp was killed, perhaps for want of memory,")
         return None
     return _way(last)
 
@@ -112,7 +135,7 @@ def _key(gguf: Path, threads: int) -> str:
     with gguf.open("rb") as file:
         head = hashlib.sha256(file.read(1 << 16)).hexdigest()
     facts = (head, status.st_size, status.st_mtime_ns, cpu_name(), sorted(cpu_flags()), threads)
-    library = (version("ik-llama-cpp-python"), os.environ.get("IK_LLAMA_CPP_LIB_PATH", ""))
+    library = (version("ik-llama-cpp-python"), library_facts("ik_llama_cpp"))
     return hashlib.sha256(repr((facts, library)).encode()).hexdigest()[:24]
 
 

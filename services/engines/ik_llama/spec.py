@@ -12,6 +12,8 @@ from services.engines.spec import EngineOptions, EngineSpec
 
 # What the prebuilt library is compiled for.
 _NEEDED = frozenset({"avx2", "fma", "f16c"})
+# Each slot has a context; `library.MAX_AT_ONCE` says why there are no more.
+MAX_CONTEXTS = 27
 
 
 def missing_instructions(flags: Set[str] | None = None, architecture: str = machine()) -> str:
@@ -39,6 +41,8 @@ def _open(path: Path, options: EngineOptions) -> Engine:
 def _passed_over(model: str, options: EngineOptions) -> str:
     if missing := missing_instructions():
         return f"the processor lacks {missing.upper()}"
+    if options.slot_count > MAX_CONTEXTS:
+        return f"it holds at most {MAX_CONTEXTS} sequences"
     return gguf.reason_to_skip(model, options)
 
 

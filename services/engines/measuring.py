@@ -1,0 +1,77 @@
+"""Measurements in other processes: one at a time on a machine, ended with all that they started, of one library."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from services.store.cache import cache_directory
+
+# Set in processes whose starter holds the lock for them.
+_HELD = "DRAFTBRIDGE_MEASURING"
+
+
+@contextmanager
+def alone(seconds: float) -> Iterator[None]:
+    """Waits until no other process of this user measures engines: a target and its draft start at the same time.
+
+    After `seconds`, or where no lock can be had, they measure at the same time.
+    """
+    if os.environ.get(_HELD):
+        yield
+        return
+    directory = cache_directory().parent
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(directory / "trial.lock").acquire(timeout=seconds)
+    except (OSError, Timeout):
+        lock = None
+    try:
+        yield
+    finally:
+        if lock:
+            lock.lock.release()
+
+
+def run(module: str, *arguments: str, seconds: float) -> "subprocess.CompletedProcess[str]":
+    """Runs a module in another process, whose starter is `alone`. Raises `subprocess.TimeoutExpired`.
+
+    Processes that it started end with it: they would disturb the next measurement.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=not os.environ.get(_HELD),
+        env=os.environ | {_HELD: "1"},
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=seconds)
+        finally:
+            _end(process)
+    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    if sys.platform != "win32" and not os.environ.get(_HELD):
+        with suppress(ProcessLookupError, PermissionError):  # the group has ended
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def library_facts(module: str) -> list[tuple[str, int, int]]:
+    """Names the files of an installed module's library, with sizes and times: another build is another library."""
+    found = find_spec(module)
+    places = [Path(found.origin), Path(found.origin).parent / "lib"] if found and found.origin else []
+    if built := os.environ.get(f"{module.upper()}_LIB_PATH"):
+        places.append(Path(built))
+    files = [file for place in places for file in (sorted(place.iterdir()) if place.is_dir() else [place])]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]
