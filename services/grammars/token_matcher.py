@@ -89,7 +89,7 @@ class _Forced:
     """The token of bytes that must follow. Those in `longer` go on after these bytes, and may be allowed, too."""
 
     token_id: int
-    longer: list[int]
+    longer: NDArray[np.intp]
 
 
 class TokenMatcher(GrammarPosition):
@@ -147,7 +147,7 @@ class TokenMatcher(GrammarPosition):
     def _allowed(self) -> NDArray[np.bool_]:
         """Returns which ids may follow, as `GrammarPosition` does; only one within bytes that must follow."""
         forced = self._forced()
-        own = None if forced and not forced.longer else super()._allowed()
+        own = None if forced and not forced.longer.size else super()._allowed()
         if forced and (own is None or not own[forced.longer].any()):
             own = np.zeros(self._tokenizer.size, np.bool_)
             own[forced.token_id] = True
@@ -176,7 +176,7 @@ class TokenMatcher(GrammarPosition):
                 if thread_time() >= end:
                     return place, True
                 forced = self._forced()
-                if not forced or forced.longer:
+                if not forced or forced.longer.size:
                     return place, True
                 if id_ != forced.token_id:
                     return place, False
@@ -191,7 +191,9 @@ class TokenMatcher(GrammarPosition):
         if not data or self._byte_matcher.is_error():
             return None
         id_ = self._tokenizer.first_id(data)
-        return None if id_ is None or id_ in self._ends else _Forced(id_, [] if ends else self._tokenizer.longer(data))
+        if id_ is None or id_ in self._ends:
+            return None
+        return _Forced(id_, np.empty(0, np.intp) if ends else self._tokenizer.longer(data))
 
 
 class TextMatcher(GrammarPosition):

@@ -3,7 +3,9 @@
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from llguidance import LLTokenizer
+from numpy.typing import NDArray
 
 from bridge.text.translation import segment
 from bridge.text.vocabulary import Vocabulary
@@ -48,7 +50,9 @@ class GrammarTokenizer:
         self.forcing = vocabulary.byte_ids.keys() >= _COMMON_BYTES
         tokens = [data or b"" for data in vocabulary.tokens] + [bytes([byte]) for byte in range(256)]
         self.library = library_tokenizer(Tokens(tokens, self.end, lambda data: segment(vocabulary, data)))
-        self._sorted = sorted((data, id_) for id_, data in enumerate(vocabulary.tokens) if data)
+        found = sorted((data, id_) for id_, data in enumerate(vocabulary.tokens) if data)
+        self._sorted = [data for data, _ in found]
+        self._sorted_ids = np.array([id_ for _, id_ in found], np.intp)
 
     def byte_id(self, byte: int) -> int:
         """Returns the further id of a byte."""
@@ -59,8 +63,8 @@ class GrammarTokenizer:
         ids = segment(self.vocabulary, data)
         return ids[0] if self.vocabulary.spell(ids) == data and self.vocabulary.token_bytes(ids[0]) else None
 
-    def longer(self, data: bytes) -> list[int]:
+    def longer(self, data: bytes) -> NDArray[np.intp]:
         """Returns the ids of the tokens that begin with `data` and go on."""
-        first = bisect_right(self._sorted, (data, self.size))
-        end = bisect_right(self._sorted, data, first, key=lambda token: token[0][: len(data)])
-        return [id_ for _, id_ in self._sorted[first:end]]
+        first = bisect_right(self._sorted, data)
+        end = bisect_right(self._sorted, data, first, key=lambda token: token[: len(data)])
+        return self._sorted_ids[first:end]
