@@ -42,7 +42,7 @@ if missing_instructions():
 
 from services.engines.ik_llama import probe as probing
 from services.engines.ik_llama.engine import IkLlamaEngine, _file_type
-from services.engines.ik_llama.library import Model
+from services.engines.ik_llama.library import Context, Model
 from services.engines.ik_llama.probe import Way, choose_way
 
 PLAIN = Way(False, 31, 1, 0.0, (10, 12, 16, 24))
@@ -262,6 +262,19 @@ def test_a_probe_that_did_not_come_to_its_end_is_repeated(tmp_path: Path) -> Non
 
     with pytest.raises(UnusableModel, match=r"took too long with model\.gguf here: use --engine"):
         choose_way(path, 5, never)
+
+
+def test_logits_that_depend_on_the_number_of_threads_are_not_deterministic(
+    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Threaded(Context):
+        def decode(self, *given: object) -> np.ndarray:
+            return super().decode(*given) + self._threads
+
+    gguf.write(pair[0], tmp_path / "model.gguf")
+    monkeypatch.setattr("services.engines.ik_llama.library.Context", Threaded)
+    assert probing._measure(tmp_path / "model.gguf", 2, False).drift == pytest.approx(1, abs=0.01)
+    assert probing._measure(tmp_path / "model.gguf", 1, False).drift == 0.0
 
 
 def test_types_of_weights_have_names() -> None:

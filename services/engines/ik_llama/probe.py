@@ -45,8 +45,8 @@ class Way:
     """One way to run a file, and what was found out about it.
 
     `max_width`: tokens of a pass at most. `min_width`: single tokens are filled up to it. `drift`: how far a logit
-    moved between widths from `min_width` to `max_width`, 0.0 if all were the same bit for bit. `pass_ns`: time of a
-    pass of 1, 2, 4 and 8 tokens, with what is filled up.
+    moved between widths from `min_width` to `max_width`, and with one thread, 0.0 if all were the same bit for bit.
+    `pass_ns`: time of a pass of 1, 2, 4 and 8 tokens, with what is filled up.
     """
 
     repacked: bool
@@ -188,6 +188,10 @@ def _measure(gguf: Path, threads: int, repacked: bool) -> Way:
         raise UnusableModel(f"ik_llama.cpp computes no numbers with {gguf.name}: use --engine llamacpp or torch")
     max_width = SMALL_WIDTH if drift(MAX_WIDTH) else MAX_WIDTH
     wide, single = max(drift(max_width), drift(8), drift(2)), drift(1)
+    if threads > 1:  # rows of one forward share the threads
+        context.use_threads(1)
+        wide = max(wide, drift(8))
+        context.use_threads(threads)
     min_width = 2 if single and not wide else 1
     context.cut(0)
     for at in range(0, _CONTEXT, max_width):
