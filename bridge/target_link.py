@@ -24,6 +24,9 @@ _HELD_PASSES, _WIDTH_CHANGE = 2, 2
 # client that reads slowly makes its target wait.
 CREDIT_TOKENS = 512
 
+# Rounding may make the logarithm of a probability of 1 positive.
+_MAX_LOGPROB = 1e-3
+
 
 class TargetLink:
     """Sends offers and credit to the target, and turns its passes into outcomes, up to `max_tokens` tokens."""
@@ -135,6 +138,11 @@ class TargetLink:
             raise TargetFault(f"a pass has a token id that {self._model.name} cannot produce")
         if len(result.logprobs) not in (0, len(ids)):
             raise TargetFault(f"a pass has {len(result.logprobs)} log probabilities for {len(ids)} tokens")
+        values = [value for one in result.logprobs for value in (one.logprob, *(value for _, value in one.top))]
+        if not all(value <= _MAX_LOGPROB for value in values):  # also False for what is no number
+            raise TargetFault("a pass has a log probability that is none")
+        if result.cached_token_count > result.base_token_count:
+            raise TargetFault(f"a pass found {result.cached_token_count} tokens in a cache, more than there are")
         if result.finish_reason is FinishReason.LENGTH and len(ids) < self.remaining:
             raise TargetFault("a pass has finish reason LENGTH before the credit is used up")
         if max(result.forward_ns, result.waited_ns, result.queue_ns) > MAX_MEASURED_NS:

@@ -37,7 +37,7 @@ _WORTH_IT = 1.05
 
 
 class InvalidPrompts(DraftBridgeError, reason="INVALID_PROMPTS"):
-    """A file of prompts cannot be read."""
+    """A file of prompts cannot be read, or a picture cannot be drawn."""
 
 
 @dataclass(frozen=True)
@@ -193,27 +193,44 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
     if not speed(one for one in samples if one.way == ALONE):
         return "No text was longer than one pass: give longer prompts or more --tokens."
     gain = {way: ratio(samples, way) for way in ways}
-    lookup, auto = gain.get("prompt lookup", 0.0), gain.get(AUTO, 0.0)
+    has_draft = "draft model" in ways
+    with_draft = max((way for way in (AUTO, "draft model") if way in ways), key=gain.__getitem__, default="")
+    lookup = max((way for way in ("prompt lookup", AUTO)[: 1 if has_draft else 2] if way in ways), key=gain.__getitem__)
+    drafts = has_draft and gain[with_draft] >= _WORTH_IT * gain[lookup]
+    best = with_draft if drafts else lookup
+    if gain[best] < _WORTH_IT:
+        return f"Use the target alone: speculation gains nothing here ({gain[best]:.2f}x)."
     categories = by(samples, lambda one: one.category)
-    losers = [name for name, some in categories.items() if name and ratio(some, AUTO) < _WORTH_IT]
+    losers = [name for name, some in categories.items() if name and ratio(some, best) < _WORTH_IT]
     for_all = f"; it is not worth it for {', '.join(losers)}" if losers and len(losers) < len(categories) else ""
-    if max(lookup, auto) < _WORTH_IT:
-        return f"Use the target alone: speculation gains nothing here ({auto:.2f}x)."
-    if "draft model" in ways and auto >= _WORTH_IT * lookup:
-        return f"Use {draft} as the draft: expect {auto:.2f}x ({lookup:.2f}x without a draft){for_all}."
-    without = f", and {draft} adds nothing" if "draft model" in ways else ""
-    return f"Use no draft: expect {max(lookup, auto):.2f}x from prompt lookup{without}{for_all}."
+    if drafts:
+        how = ' with its candidates alone (sources "draft")' if best == "draft model" else ""
+        return (
+            f"Use {draft} as the draft{how}: expect {gain[best]:.2f}x ({gain[lookup]:.2f}x without a draft){for_all}."
+        )
+    without = f", and {draft} adds nothing" if has_draft else ""
+    return f"Use no draft: expect {gain[best]:.2f}x from prompt lookup{without}{for_all}."
+
+
+def check_plot(path: Path) -> None:
+    """Raises `InvalidPrompts` if `plot` cannot draw this file."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InvalidPrompts("--plot needs matplotlib: pip install '.[plot]' in the checkout") from error
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lower().lstrip(".") not in known:
+        raise InvalidPrompts(f"--plot cannot draw {path.name}: name a file that ends with {', '.join(sorted(known))}")
 
 
 def plot(samples: Sequence[Sample], title: str, path: Path) -> None:
     """Writes a picture (PNG, SVG or PDF) with a bar for each category and way: its speed over that of the target alone.
 
-    Needs matplotlib, the extra `plot`.
+    Raises `InvalidPrompts` without matplotlib, the extra `plot`, and for a kind of file that it cannot draw.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InvalidPrompts("--plot needs matplotlib: pip install '.[plot]' in the checkout") from error
+    check_plot(path)
+    from matplotlib.figure import Figure
+
     groups = by(samples, lambda one: one.category or "all")
     if len(groups) > 1:
         groups = {"all": list(samples), **groups}

@@ -42,6 +42,11 @@ def run(
     plot: Annotated[Path | None, typer.Option(help="Draw the ratios to this file, PNG or SVG.")] = None,
 ) -> None:
     """Measure a pair on your prompts and your machine, and report whether speculation helps."""
+    for name, path in (("--json", json), ("--plot", plot)):  # not found out after minutes of measuring
+        if path and not path.parent.is_dir():
+            raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint=name)
+    if plot:
+        bench.check_plot(plot)
     given = bench.read_prompts(prompts, count)
     drafted = None if draft == "none" else draft
     with ExitStack() as stack:

@@ -1,18 +1,19 @@
 """Runs `draftbridge demo`: two models with different tokenizers generate together, and a table shows the gain."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from bridge.errors import ModelNotFound
+from bridge.errors import ModelNotFound, UnusableModel
 from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.processes import draft_threads, fleet
+from services.store.download import NoSpace
 from services.store.resolve import default_name, resolve
 
 # Colours of the sources, by name; any other source gets one of `OTHERS`.
@@ -99,23 +100,26 @@ def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callab
 
 
 def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstration:
-    """Downloads the models. If the large pair cannot be downloaded, reports it and returns the small one."""
+    """Downloads the models. If the large pair cannot be had, reports it and returns the small one."""
     try:
         for model in (wanted.target, wanted.draft):
             resolve(model, report)
-    except ModelNotFound as error:
-        if wanted.target != LARGE.target:
+    except (ModelNotFound, UnusableModel, NoSpace) as error:
+        if (wanted.target, wanted.draft) != (LARGE.target, LARGE.draft):
             raise
         report(f"{error}; going on with the small pair")
-        return _fetched(SMALL, report)
+        prompt = SMALL.prompt if wanted.prompt == LARGE.prompt else wanted.prompt
+        return _fetched(replace(SMALL, prompt=prompt), report)
     return wanted
 
 
 def _why(together: Sample, alone: Sample) -> str:
     """Returns in plain words where the gain comes from."""
     did, plain = together.speculation, alone.speculation
-    if not did.num_accepted_tokens:
+    if not did.num_draft_tokens:
         return "The planner expected no gain from any source here, and left the target alone."
+    if not did.num_accepted_tokens:
+        return f"None of the {did.num_draft_tokens} candidates was right here, so nothing was gained."
     pass_cost = (did.verify_ns / did.target_pass_count) / (plain.verify_ns / plain.target_pass_count)
     shares = [
         f"{one.accepted_byte_count / did.generated_byte_count:.0%} of the text {NAMES.get(one.name, f'by {one.name}')}"

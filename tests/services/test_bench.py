@@ -78,6 +78,18 @@ def samples(*speeds: dict[str, float]) -> list[Sample]:
         ([{ALONE: 10, "prompt lookup": 16, "draft model": 9, AUTO: 16}], "and d adds nothing"),
         ([{ALONE: 10, "prompt lookup": 13, AUTO: 13}], "Use no draft: expect 1.30x from prompt lookup."),
         ([{ALONE: 10, "prompt lookup": 10, "draft model": 9, AUTO: 10}], "Use the target alone"),
+        ([{ALONE: 10, "prompt lookup": 10.4, "draft model": 9, AUTO: 10.7}], "Use the target alone"),
+        (
+            [{ALONE: 10, "prompt lookup": 9, "draft model": 16, AUTO: 10}],
+            'Use d as the draft with its candidates alone (sources "draft"): expect 1.60x (0.90x without a draft).',
+        ),
+        (
+            [
+                {ALONE: 10, "prompt lookup": 20, "draft model": 9, AUTO: 20},
+                {ALONE: 10, "prompt lookup": 9, "draft model": 9, AUTO: 20},
+            ],
+            "Use d as the draft: expect 2.00x (1.24x without a draft).",
+        ),
         (
             [
                 {ALONE: 10, "prompt lookup": 10, "draft model": 20, AUTO: 20},
@@ -134,3 +146,13 @@ def test_pinning_ends_with_its_context() -> None:
         )
     assert seen.stdout.strip() == str({min(before)})
     assert os.sched_getaffinity(0) == before
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [(["--json", "nowhere/a.json"], "nowhere does not exist"), (["--plot", "a.xyz"], "cannot draw a.xyz")],
+)
+def test_what_cannot_be_written_is_said_before_anything_is_measured(option: list[str], words: str) -> None:
+    command = [sys.executable, "-m", "services.cli", "bench", "--server", "127.0.0.1:1", *option]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "160"})
+    assert done.returncode and words in done.stderr, done.stderr

@@ -1,0 +1,61 @@
+"""Tests what the demo does when models cannot be had, and what it says of a gain."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bridge.errors import ChecksumMismatch, ModelNotFound, UnusableModel
+from draftbridge.v1 import bridge_pb2
+from services.cli import demo
+from services.cli.bench import ALONE, AUTO, Sample
+from services.cli.demo import LARGE, SMALL, Demonstration
+from services.store.download import NoSpace
+
+
+@pytest.fixture
+def gone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
+    """Errors by model; other models are there."""
+    errors: dict[str, Exception] = {}
+
+    def resolve(model: str, report: object) -> Path:
+        if model in errors:
+            raise errors[model]
+        return Path(model)
+
+    monkeypatch.setattr(demo, "resolve", resolve)
+    return errors
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModelNotFound("no source has it"),
+        ChecksumMismatch("a part is another file"),
+        UnusableModel("it could not be converted"),
+        NoSpace(Path("models"), 2 << 30, 1 << 30),
+    ],
+)
+def test_without_the_large_pair_it_goes_on_with_the_small_one(gone: dict[str, Exception], error: Exception) -> None:
+    gone[LARGE.target] = error
+    lines: list[str] = []
+    assert demo._fetched(LARGE, lines.append) == SMALL
+    assert str(error) in lines[0] and "small pair" in lines[0]
+    own = demo._fetched(replace(LARGE, prompt="Mine"), lines.append)
+    assert own == replace(SMALL, prompt="Mine"), "the prompt is still the user's"
+
+
+@pytest.mark.parametrize("wanted", [replace(LARGE, draft="nonsense"), replace(SMALL, target="nonsense")])
+def test_another_pair_than_was_asked_for_never_runs(gone: dict[str, Exception], wanted: Demonstration) -> None:
+    gone["nonsense"] = ModelNotFound("nonsense is no model")
+    with pytest.raises(ModelNotFound):
+        demo._fetched(wanted, str)
+
+
+@pytest.mark.parametrize(
+    ("tried", "words"), [(0, "expected no gain from any source"), (7, "None of the 7 candidates was right")]
+)
+def test_a_gain_of_nothing_is_explained(tried: int, words: str) -> None:
+    did = bridge_pb2.SpeculationStatistics(num_draft_tokens=tried)
+    together = Sample(0, "", AUTO, 10, 10, 0, "", did)
+    assert words in demo._why(together, replace(together, way=ALONE))
