@@ -43,7 +43,7 @@ def test_a_token_sees_the_tokens_of_its_slot_up_to_itself(drawn: tuple[Shapes, l
 
 def test_a_cache_returns_what_was_written_and_copies_slots() -> None:
     cache, slot_count = SlotCache(), 2
-    with attending(Probe()):
+    with attending(Probe("cpu")):
         new = torch.ones(1, 3, 1, 4)
         assert cache(new, 2, torch.tensor([1])) is new
     assert cache.token_byte_count == 3 * 4 * 4

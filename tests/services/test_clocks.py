@@ -13,6 +13,7 @@ DATED = {
     "services/traces.py",
     "services/sandbox/jinja.py",
     "services/store/cache.py",
+    "services/engines/trial.py",
     "services/bridge/pair_memory.py",
     "services/cli/zoo/command.py",
 }
