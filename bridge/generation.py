@@ -9,7 +9,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter_ns
@@ -94,7 +94,8 @@ async def generate(
     earlier outputs of tenants; a request with a tenant uses it and adds to it. `clock` returns nanoseconds. The
     request counts into `statistics`, which the caller may read at any time. `next_draft` returns another draft for the
     rest of the text, given the error of the present one, or None if that one does not pay. `grammar` follows the
-    request's grammar from the start of the text; `target` must obey the same.
+    request's grammar from the start of the text; `target` must obey the same. A draft is closed once it is of no more
+    use; the caller closes those that it opened, which may be done twice.
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock()
@@ -137,8 +138,6 @@ async def generate(
             sources.insert(0, source)
             take_over()
             note = f"the draft could not take the request ({refusal}); another draft replaced it"
-    yield Started(len(prompt.ids))
-
     planner = Planner(request.speculation, own_estimates)
     tape, text = Tape(model.vocabulary, prompt.ids), TextStream(request.stop)
     # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
@@ -153,8 +152,9 @@ async def generate(
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = reported_ns = 0
     passes = speculate(link, chain, planner, statistics, clock)
-    async with aclosing(passes):
-        with _remembered(tape, memory, request.tenant):
+    with closing(chain), _remembered(tape, memory, request.tenant):
+        yield Started(len(prompt.ids))
+        async with aclosing(passes):
             async for outcome in passes:
                 first_token_ns = first_token_ns or clock() - started
                 finish_reason = outcome.result.finish_reason
@@ -224,6 +224,9 @@ async def _substitute(
             drafter.close()
             error = refusal
             continue
+        except BaseException:  # cancelled, or a bug
+            drafter.close()
+            raise
         assert source, "it has a draft"
         return source, partial(_take_over, estimates, source, draft_estimates, statistics, model.name)
     return None

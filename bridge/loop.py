@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import perf_counter_ns
+from typing import TypeAlias
 
 from bridge.errors import Unreachable
 from bridge.planning.planner import Planner
@@ -21,6 +22,9 @@ from bridge.sources.source_set import SourceSet
 from bridge.speculation import Speculation
 from bridge.statistics import Statistics
 from bridge.target_link import TargetLink
+
+# A pass, and the nanoseconds since the one before.
+_Arrival: TypeAlias = tuple[Pass, int | None]
 
 
 async def speculate(
@@ -41,10 +45,10 @@ async def speculate(
         async for event in events:
             started, outcome = clock(), None
             if event:  # 1. take a pass and commit it
-                outcome = link.commit(event)
+                outcome = link.commit(*event)
                 # 2. report which candidates were accepted
                 speculation.observe(outcome)
-                if event.finish_reason is not None or link.remaining == 0:
+                if outcome.result.finish_reason is not None or link.remaining == 0:
                     yield outcome
                     return
                 await link.extend()
@@ -61,12 +65,12 @@ async def speculate(
 
 
 @asynccontextmanager
-async def _events(link: TargetLink, sources: SourceSet) -> AsyncIterator[AsyncIterator[Pass | None]]:
-    """Yields every pass of the target, and None when a source has news. Raises the target's errors.
+async def _events(link: TargetLink, sources: SourceSet) -> AsyncIterator[AsyncIterator[_Arrival | None]]:
+    """Yields every pass of the target with its time, and None when a source has news. Raises the target's errors.
 
     The queue needs no limit: the target's credit bounds the passes, and at most one notice of news is pending.
     """
-    queue: asyncio.Queue[Pass | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[_Arrival | Exception | None] = asyncio.Queue()
     news = False
 
     def notify() -> None:
@@ -83,7 +87,7 @@ async def _events(link: TargetLink, sources: SourceSet) -> AsyncIterator[AsyncIt
         except Exception as error:  # raised again by `events`
             queue.put_nowait(error)
 
-    async def events() -> AsyncIterator[Pass | None]:
+    async def events() -> AsyncIterator[_Arrival | None]:
         nonlocal news
         while True:
             event = await queue.get()

@@ -42,7 +42,8 @@ class Speculation:
         self.statistics.observe(outcome, self.plan)
 
     def refresh(self, limit_bytes: int = MAX_OFFERED_BYTES) -> None:
-        """Asks the sources for their present offers, which translate no more bytes than the limit."""
+        """Lets a new source take over, and asks all for their offers, which translate no more bytes than the limit."""
+        self.sources.take_over()
         self.offers = self.sources.offers(limit_bytes)
 
     async def replan(self, room: int) -> None:

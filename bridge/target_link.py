@@ -42,7 +42,6 @@ class TargetLink:
         self._last_number = self._held_width = self._patience_us = 0
         # The candidates of the last offer that the target still holds.
         self._held: tuple[int, ...] = ()
-        self._last_pass_ns: int | None = None
 
     @property
     def remaining(self) -> int:
@@ -59,17 +58,19 @@ class TargetLink:
         self._patience_us = int(patience_ns // 1000)
         await self._target.run(Run(0, tuple(self._tape.ids), 0, 0, self._granted, self._patience_us))
 
-    async def passes(self) -> AsyncIterator[Pass]:
-        """Yields the target's passes. Raises `TargetFault` if they have more tokens than the credit allows.
+    async def passes(self) -> AsyncIterator[tuple[Pass, int | None]]:
+        """Yields the target's passes, each with its `elapsed_ns`. Raises `TargetFault` if they exceed the credit.
 
-        `commit` would check this too late, because passes are not committed while a client reads slowly.
+        `commit` would count tokens and time too late, because passes are not committed while a client reads slowly. A
+        target without credit waits for the client, so the time of its next pass is not known.
         """
-        count = 0
+        count, before = 0, None
         async for result in self._target.passes():
-            count += max(len(result.token_ids), 1)
+            count, now = count + max(len(result.token_ids), 1), self._clock()
             if count > self._granted:
                 raise TargetFault("it sent more tokens than its credit allows")
-            yield result
+            yield result, None if before is None else now - before
+            before = now if count < self._granted else None
 
     async def extend(self) -> None:
         """Grants more credit once half of it is committed."""
@@ -109,11 +110,9 @@ class TargetLink:
             self._offers[number] = base, offer
         await self._target.candidates(Candidates(number, base, ids, max(width, 1)))
 
-    def commit(self, result: Pass) -> Outcome:
+    def commit(self, result: Pass, elapsed_ns: int | None = None) -> Outcome:
         """Checks a pass and commits it to the tape. Raises `TargetFault`."""
         tried = self._checked(result)
-        now, before = self._clock(), self._last_pass_ns
-        self._last_pass_ns = now
         count = len(result.token_ids)
         # Passes come in order, each with the newest offer that the target had. So older offers, and those that end
         # before the text does, can no longer be used.
@@ -123,7 +122,6 @@ class TargetLink:
                 del self._offers[number]
         self._held = self._held[count:] if self._held[:count] == result.token_ids else ()
         timed_out = not tried.token_ids and 0 < self._patience_us <= result.waited_ns // 1000
-        elapsed_ns = None if before is None else now - before
         return Outcome(result, tried, self._tape.commit(result.token_ids), elapsed_ns, timed_out)
 
     def _checked(self, result: Pass) -> Offer:

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # After this many passes without any candidate, another draft is tried.
 _UNUSED_PASSES = 64
 # Opens a source in place of one that failed with an error, or that does not pay (None). Returns the source and a
-# function to call when it takes over, or None if no source is left to take over.
+# function to call when it takes over, or None if no source is left to take over. An error ends all searches.
 Substitute: TypeAlias = Callable[[Exception | None], Awaitable[tuple[CandidateSource, Callable[[], None]] | None]]
 # The most continuations of one offer, of sources that continue each other.
 _MAX_PARTS = 8
@@ -79,7 +79,6 @@ class SourceSet:
 
     def offers(self, limit_bytes: int = MAX_OFFERED_BYTES) -> list[Offer]:
         """Returns one offer for each source that proposes, continued by the other sources that can continue it."""
-        self._take_over()
         offers = []
         for source in tuple(self._sources):
             with self._dropping(source):
@@ -106,8 +105,9 @@ class SourceSet:
                 await source.advance(self._tape, pace)
 
     def close(self) -> None:
-        if self._seeking:
-            self._seeking.cancel()
+        task = self._seeking
+        if task and not task.cancel() and not task.cancelled() and not task.exception() and (found := task.result()):
+            found[0].close()  # it was opened, and has not taken over
         for source in self._sources:
             source.close()
 
@@ -128,7 +128,7 @@ class SourceSet:
             self._seeking = asyncio.ensure_future(self._substitute(error))
             self._seeking.add_done_callback(lambda _: self._notify())
 
-    def _take_over(self) -> None:
+    def take_over(self) -> None:
         """Puts a source that was opened in the meantime in place of the one that it replaces."""
         if self._seeking is None or not self._seeking.done():
             return

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from time import perf_counter_ns
 from typing import ClassVar
@@ -227,6 +227,23 @@ async def test_a_bug_in_one_source_does_not_cost_another() -> None:
     suffix.propose = broken  # type: ignore[method-assign]
     assert [offer.sources[0] for offer in chain.offers()] == ["draft"]
     assert "suffix" in chain.note and not drafter.closed
+
+
+async def test_another_draft_that_was_found_too_late_is_closed() -> None:
+    source, _, tape = draft_source()
+    other, found, _ = draft_source()
+
+    async def substitute(error: Exception | None) -> tuple[CandidateSource, Callable[[], None]]:
+        return other, lambda: None
+
+    chain, news = SourceSet([source], MODEL, tape, None, substitute), asyncio.Event()
+    chain.start(news.set)
+    source._error = Unreachable("host:1", "gone")
+    assert chain.offers() == []
+    async with asyncio.timeout(5):
+        await news.wait()
+    chain.close()
+    assert found.closed
 
 
 async def test_the_first_fault_is_the_one_that_is_noted() -> None:

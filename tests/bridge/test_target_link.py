@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from bridge.errors import TargetFault
-from bridge.generation import generate
+from bridge.generation import Delta, generate
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Run
 from bridge.request import Request
 from bridge.sources.source import Offer
+from bridge.statistics import Statistics
 from bridge.tape import Tape
 from bridge.target_link import TargetLink
 from services.rpc.status import code_of
@@ -185,6 +186,29 @@ async def test_a_client_is_told_that_the_target_is_at_fault(answers: list[Pass],
                 pass
     assert getattr(caught.value, "reason", "") == reason
     assert code_of(caught.value).name in ("INTERNAL", "UNAVAILABLE")  # type: ignore[arg-type]
+
+
+async def test_the_pauses_of_a_client_are_not_the_targets_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass counts from when it arrives; a target without credit waits for the client, for an unknown time."""
+    monkeypatch.setattr("bridge.target_link.CREDIT_TOKENS", 4)
+    now, read, statistics = 0, asyncio.Event(), Statistics()
+
+    class Paced(Target):
+        async def passes(self) -> AsyncIterator[Pass]:
+            nonlocal now
+            for place in range(5):
+                if place == 4:
+                    await read.wait()
+                now += 1_000_000
+                yield Pass(2 + place, (20,), 0, 0)
+
+    request = Request((10, 11), max_tokens=5)
+    async for event in generate(request, MODEL, Paced(), clock=lambda: now, statistics=statistics):
+        now += 1_000_000_000
+        if isinstance(event, Delta):
+            read.set()
+    plain = statistics.plans["plain"]
+    assert (plain.target_pass_count, plain.elapsed_ns) == (3, 3_000_000)
 
 
 async def test_an_endless_target_is_cut_off_by_its_credit() -> None:

@@ -1,14 +1,18 @@
 """Drafts that die, hang or break the contract do not change the text."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from bridge.errors import Unreachable
+from bridge.generation import Started, generate
 from bridge.planning.planner import Mode, SpeculationParameters
-from bridge.ports import Proposal, Sync
+from bridge.ports import Candidates, Grant, Pass, Proposal, Run, Sync
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
+from bridge.text.chat import Chat, Message
 from tests.support import tiny
 from tests.support.alone import PROMPT, QueuedDrafter, answer, oracle
 
@@ -53,7 +57,7 @@ class HangingDrafter(QueuedDrafter):
         pass
 
 
-@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC, Mode.AUTO])
 async def test_a_draft_that_hangs_is_waited_for_once(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.planning.planner._LOCKSTEP_PATIENCE_NS", 2e8)
     target, draft = tiny.model("sentencepiece"), tiny.model("byte_level")
@@ -62,7 +66,52 @@ async def test_a_draft_that_hangs_is_waited_for_once(mode: Mode, monkeypatch: py
     async with asyncio.timeout(3):
         _, ids, finished = await answer(target, engine, HangingDrafter(), draft, request, 0.0)
     assert ids == oracle(target, engine, 0.0, 40)
-    assert ("no longer waits" in finished.statistics.note) == (mode is Mode.LOCKSTEP)
+    if mode is not Mode.AUTO:  # whose plans depend on measured times
+        assert ("no longer waits" in finished.statistics.note) == (mode is Mode.LOCKSTEP)
+
+
+class ClosedDrafter(HangingDrafter):
+    """Counts how often it is closed."""
+
+    closed = 0
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+async def test_a_draft_whose_template_refuses_is_closed_before_the_text_begins() -> None:
+    model, refused, next_one = tiny.model("byte_level"), ClosedDrafter(), ClosedDrafter()
+    picky = replace(model, chat_template="{{ raise_exception('only systems') }}")
+    others = [(picky, next_one)]
+    request = Request(Chat((Message("user", "hi"),)), max_tokens=5)
+    target = HangingTarget()
+    events = generate(request, model, target, picky, refused, next_draft=lambda _: others.pop() if others else None)
+    assert isinstance(await anext(events), Started)
+    assert refused.closed and next_one.closed
+    await events.aclose()
+
+
+async def test_a_draft_is_closed_if_nobody_reads_past_the_start() -> None:
+    model, drafter = tiny.model("byte_level"), ClosedDrafter()
+    events = generate(Request(PROMPT), model, HangingTarget(), model, drafter)
+    assert isinstance(await anext(events), Started)
+    assert not drafter.closed
+    await events.aclose()
+    assert drafter.closed
+
+
+class HangingTarget:
+    """Accepts all messages and never answers."""
+
+    async def run(self, run: Run) -> None: ...
+
+    async def candidates(self, candidates: Candidates) -> None: ...
+
+    async def grant(self, grant: Grant) -> None: ...
+
+    async def passes(self) -> AsyncIterator[Pass]:
+        await asyncio.Event().wait()
+        yield Pass(0, (), 0, 0)
 
 
 class StrangeDrafter(QueuedDrafter):
