@@ -5,10 +5,13 @@ this order, which is also a good order to read them in::
 
     request      checks what a client asks for and renders the prompt
     text/        bytes and tokens: tokenizer_json -> token_table -> seams, prefix_cache -> vocabulary -> models
-                 -> chat (templates), translation (draft and target ids), stream (text to the client)
+                 -> chat (templates), chat_reading (chats in ids), translation (draft and target ids), stream (text
+                 to the client)
     tape         the committed tokens of a request: the only state that matters
-    sources/     where candidates come from: source (the port), grammar, draft, suffix, source_set
-    planning/    chooses a source and a number of tokens: costs, chances -> estimates -> prediction -> planner
+    sources/     where candidates come from: source (the port), grammar, draft, suffix_index -> suffix_memory -> suffix,
+                 source_set
+    planning/    chooses a source and a number of tokens: costs, chances, prediction -> estimates -> planner; choice of
+                 a draft among several
     speculation  the sources, the planner and the present plan of one sequence: what its next pass gets
     target_link  sends offers to the target and checks its passes
     loop         the verification loop: take a pass, commit it, inform the sources, plan, send candidates

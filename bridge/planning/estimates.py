@@ -1,10 +1,10 @@
 """Estimates the costs and acceptance of a target and its drafts, from measured times and accepted candidates.
 
-All requests share `TargetEstimates` and `DraftEstimates`; `RequestEstimates` starts from them. Queries change nothing,
-only the `observe` methods do. A wrong estimate costs time but never changes text.
+All requests share `TargetEstimates` and `DraftEstimates`; `RequestEstimates` starts from them. Queries change no
+estimate, but create the priors of a draft or source at first. A wrong estimate costs time but never changes text.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -154,7 +154,7 @@ class TargetEstimates:
         self.acceptance_ratios: dict[str, AcceptanceRatio] = {}
         self.drafts: dict[str, DraftEstimates] = {}
         # By source, the passes since one with its candidates; under "", those since one without candidates.
-        self.idle_pass_counts: dict[str, int] = defaultdict(int)
+        self.idle_pass_counts: Counter[str] = Counter()
 
     @property
     def load(self) -> int:

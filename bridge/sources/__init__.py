@@ -1,6 +1,7 @@
 """Proposes candidates: the port (`source`), each source, and all of a request (`source_set`).
 
-To add a source, write its class in a new file and list it in `SOURCES`.
+To add a source that proposes at once, write its class in a new file and list it in `SOURCES`. At most one source of a
+request may take time: the planner knows one draft, with its `DraftEstimates`.
 """
 
 from bridge.sources.draft import DraftSource

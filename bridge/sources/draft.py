@@ -18,6 +18,10 @@ _TOKEN_BYTES = 4.0
 # The passes of the target that wait in vain for a draft that runs ahead, with nothing from it in between, after which
 # the target no longer waits for it.
 _VAIN_PASSES = 4
+# Rounding may make a probability larger than 1.
+_MAX_CONFIDENCE = 1.001
+# More committed bytes than this are encoded in a thread, so that other requests do not wait.
+_MAX_ENCODED_BYTES = 4096
 
 
 class DraftEpoch:
@@ -35,14 +39,15 @@ class DraftEpoch:
         self.ended = self.done = False
         self._committed = False
         self._confirmed_byte_count = 0
-        self._ends: list[int] = []
+        # Where proposed tokens start, and the end of the last one.
+        self._offsets = [0]
         self._confidences: list[float] = []
 
     def add(self, id_: int, data: bytes, confidence: float) -> None:
         """Appends a proposed token."""
         self.token_ids.append(id_)
         self.unconfirmed += data
-        self._ends.append(self._confirmed_byte_count + len(self.unconfirmed))
+        self._offsets.append(self._confirmed_byte_count + len(self.unconfirmed))
         self._confidences.append(confidence)
         self._match()
 
@@ -78,18 +83,18 @@ class DraftEpoch:
     @property
     def reached_token_count(self) -> int:
         """Returns the number of proposed tokens that end within the length of the committed text."""
-        return bisect_right(self._ends, self._confirmed_byte_count + len(self.unread))
+        return bisect_right(self._offsets, self._confirmed_byte_count + len(self.unread)) - 1
 
     def ahead(self, source: str) -> Continuation | None:
         """Returns the proposal beyond the committed text; None if there is none or the two disagree."""
         if self.unread or not (self.unconfirmed or self.ended):
             return None
-        start, starts = self._confirmed_byte_count, [0, *self._ends]
-        first = bisect_left(starts, start)
+        start = self._confirmed_byte_count
+        first = bisect_left(self._offsets, start)
         return Continuation(
             source,
             bytes(self.unconfirmed),
-            starts=tuple(offset - start for offset in starts[first : len(self._confidences)]),
+            starts=tuple(offset - start for offset in self._offsets[first : len(self._confidences)]),
             confidences=tuple(self._confidences[first:]),
             closes=self.ended,
         )
@@ -112,7 +117,7 @@ class DraftSource(CandidateSource):
         self._context = DraftContext(draft.model.vocabulary, prompt)
         self._threshold = threshold
         self._epoch: DraftEpoch | None = None
-        self._overdue = False
+        self._overdue = self._encoding = False
         self._vain_pass_count = 0
         # The time of the last sync or the last proposal, from which the time of the next proposal counts.
         self._asked_ns = 0
@@ -171,7 +176,7 @@ class DraftSource(CandidateSource):
 
     async def advance(self, tape: Tape, pace: DraftPace) -> None:
         epoch = self._epoch
-        if pace.lead == 0 or self._overdue:
+        if pace.lead == 0 or self._overdue or self._encoding:
             return
         if epoch and epoch.turns == pace.turns and not epoch.stale:
             if pace.turns and not epoch.turn_over:
@@ -198,12 +203,19 @@ class DraftSource(CandidateSource):
     async def _sync(self, tape: Tape, pace: DraftPace) -> None:
         """Starts an epoch at the end of the tape, before an incomplete character, if the draft would have any ids."""
         before, context = self._epoch, self._context
-        keep, ids = context.append(tape.data[context.appended_byte_count :], before.token_ids if before else ())
+        data, proposed = tape.data[context.appended_byte_count :], tuple(before.token_ids) if before else ()
+        if len(data) > _MAX_ENCODED_BYTES:
+            self._encoding = True  # a guest's sequence may go on meanwhile
+            keep, ids = await asyncio.to_thread(context.append, data, proposed)
+            self._encoding = False
+        else:
+            keep, ids = context.append(data, proposed)
         if not ids:
             return
         if before is None:
             keep, ids = 0, context.ids
-        self._epoch = DraftEpoch(before.number + 1 if before else 1, pace.lead, pace.turns, context.unspelled)
+        unread = context.unspelled + tape.data[context.appended_byte_count :]
+        self._epoch = DraftEpoch(before.number + 1 if before else 1, pace.lead, pace.turns, unread)
         self._asked_ns = self._clock()
         self._allow(pace.lead)
         number, offset = self._epoch.number, max(context.byte_offset, 0)
@@ -252,6 +264,8 @@ class DraftSource(CandidateSource):
             raise ProtocolViolation("the draft sent more than its credit allows")
         if len(proposal.confidence) not in (0, count):
             raise ProtocolViolation("the draft sent confidences for only some tokens: send them for all or none")
+        if not all(0 <= value <= _MAX_CONFIDENCE for value in proposal.confidence):  # also False for NaN
+            raise ProtocolViolation("the draft sent a confidence that is not a probability")
         if any(not 0 <= id_ < size for id_ in proposal.token_ids):
             raise ProtocolViolation(f"the draft proposed an id outside its vocabulary of {size} ids")
         if not proposal.read_ns <= proposal.forward_ns <= MAX_MEASURED_NS or proposal.queue_ns > MAX_MEASURED_NS:

@@ -68,6 +68,10 @@ class _Stream:
                     self._call.cancel()
                     end = ProtocolViolation(f"{self._address} has sent more messages than its credit allows")
                     break
+                if (count := self._token_count(message)) > _MAX_TOKENS:
+                    self._call.cancel()
+                    end = ProtocolViolation(f"{self._address} has sent {count} tokens in one message")
+                    break
                 self._inbox.put_nowait(message)
         except aio.AioRpcError as error:
             end = from_rpc_error(error, self._address)
@@ -87,10 +91,10 @@ class _Stream:
                 raise message
             if message is None:
                 raise ProtocolViolation(f"{self._address} has sent a message that cannot be parsed")
-            count = max(len(message.token_ids), len(getattr(message, self._per_token)))
-            if count > _MAX_TOKENS:
-                raise ProtocolViolation(f"{self._address} has sent {count} tokens in one message")
             yield message
+
+    def _token_count(self, message: Any) -> int:
+        return 0 if message is None else max(len(message.token_ids), len(getattr(message, self._per_token)))
 
     def close(self) -> None:
         self._closed = True

@@ -4,23 +4,19 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from time import perf_counter_ns
 from typing import ClassVar
 
 import pytest
 
 from bridge.errors import InvalidField, ProtocolViolation, Unreachable
-from bridge.planning.estimates import DraftEstimates
 from bridge.planning.planner import SpeculationParameters
-from bridge.ports import Pass, Proposal, Sync
-from bridge.request import Request, render
+from bridge.ports import Proposal
+from bridge.request import Request
 from bridge.sources import SOURCES
-from bridge.sources.draft import DraftEpoch, DraftSource
 from bridge.sources.source import (
     MAX_OFFERED_BYTES,
     CandidateSource,
     Continuation,
-    Draft,
     DraftPace,
     Offer,
     Opening,
@@ -36,124 +32,8 @@ from services.cli.demo import _by_source
 from services.model.draft.session import DraftSession
 from services.rpc.codec import write_delta
 from tests.support import tiny
-from tests.support.alone import PROMPT, QueuedDrafter, answer, did, oracle
-
-MODEL = tiny.model("byte_level")
-WORDS = MODEL.vocabulary
-
-
-class RecordingDrafter(QueuedDrafter):
-    """Records the messages that it receives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.syncs: list[Sync] = []
-        self.grants: list[tuple[int, int]] = []
-        self.closed = False
-
-    async def sync(self, sync: Sync) -> None:
-        self.syncs.append(sync)
-
-    async def grant(self, epoch: int, credit: int) -> None:
-        self.grants.append((epoch, credit))
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def draft_source(prompt: str = PROMPT, threshold: float = 0.0) -> tuple[DraftSource, RecordingDrafter, Tape]:
-    drafter, rendering = RecordingDrafter(), render(Request(prompt), MODEL, MODEL)
-    source = DraftSource(Draft(MODEL, drafter, DraftEstimates()), rendering, threshold, perf_counter_ns)
-    return source, drafter, Tape(WORDS, rendering.ids)
-
-
-def commit(tape: Tape, source: DraftSource, text: str, *, timed_out: bool = False) -> None:
-    ids = tuple(WORDS.pieces(text.encode()).ids)
-    base = len(tape.ids)
-    source.observe(Outcome(Pass(base, ids, 0, 0), Offer(), tape.commit(ids), timed_out=timed_out))
-
-
-def ids_of(text: str) -> tuple[int, ...]:
-    return tuple(WORDS.pieces(text.encode()).ids)
-
-
-async def propose(source: DraftSource, drafter: RecordingDrafter, text: str, done: bool = False) -> None:
-    """Lets the draft propose a text in the newest epoch, and the source take it."""
-    ids = ids_of(text)
-    news = asyncio.Event()
-    source.start(news.set)
-    drafter.queue.put_nowait(Proposal(drafter.syncs[-1].epoch, ids, (0.5,) * len(ids), done))
-    async with asyncio.timeout(5):
-        await news.wait()
-    assert source._reader is not None and source._error is None
-    source._reader.cancel()
-
-
-async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is_not() -> None:
-    source, drafter, tape = draft_source()
-    await source.advance(tape, DraftPace(8))
-    assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (8, 1)
-    await propose(source, drafter, " fox jumps")
-    commit(tape, source, " fox")
-    await source.advance(tape, DraftPace(8))
-    assert len(drafter.syncs) == 1
-    assert drafter.grants and drafter.grants[0][0] == 1, "it may stay as far ahead as before"
-    ahead = source.propose(tape)
-    assert ahead is not None and ahead.data == b" jumps"
-    commit(tape, source, " sleeps")
-    assert source.propose(tape) is None
-    assert source.state.stale
-    await source.advance(tape, DraftPace(8))
-    second = drafter.syncs[1]
-    assert second.epoch == 2
-    held = [*drafter.syncs[0].token_ids, *ids_of(" fox jumps")][: second.keep_token_count]
-    assert WORDS.spell([*held, *second.token_ids]).endswith(b" fox sleeps")
-    assert not source.state.stale
-
-
-async def test_a_draft_that_runs_ahead_is_not_waited_for_once_it_hangs() -> None:
-    source, drafter, tape = draft_source()
-    await source.advance(tape, DraftPace(8))
-    for answer_comes in (True, False):
-        for _ in range(3):
-            commit(tape, source, " a", timed_out=True)
-            assert not source.state.overdue
-        if answer_comes:
-            await propose(source, drafter, " b")
-            await source.advance(tape, DraftPace(8))
-    commit(tape, source, " a", timed_out=True)
-    assert source.state.overdue and not source.state.awaited
-    await propose(source, drafter, " b")
-    assert not source.state.overdue
-
-
-async def test_a_turn_is_waited_for_until_it_is_late() -> None:
-    source, drafter, tape = draft_source()
-    await source.advance(tape, DraftPace(3, 3, True))
-    assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (3, 3)
-    assert source.state.awaited
-    await source.advance(tape, DraftPace(3, 3, True))
-    assert len(drafter.syncs) == 1, "it receives one sync"
-    commit(tape, source, " a", timed_out=True)
-    assert source.state.overdue and not source.state.awaited
-    await source.advance(tape, DraftPace(3, 3, True))
-    assert len(drafter.syncs) == 1, "it receives no other sync before it has answered"
-    await propose(source, drafter, " fox", done=True)
-    assert not source.state.overdue
-    assert source.state.stale
-    await source.advance(tape, DraftPace(3, 3, True))
-    assert len(drafter.syncs) == 2
-
-
-async def test_what_a_draft_reads_next_is_its_lag() -> None:
-    source, drafter, tape = draft_source("The quick brown fox jumps over the lazy dog, again and again")
-    assert source.state.lag_token_count > 10
-    await source.advance(tape, DraftPace(3, 3, True))
-    await propose(source, drafter, " fox", done=True)
-    commit(tape, source, " fox")
-    assert source.state.lag_token_count == 1
-    commit(tape, source, " jumps over the lazy dog")
-    assert source.state.lag_token_count > 4
+from tests.support.alone import PROMPT, answer, did, oracle
+from tests.support.drafted import MODEL, WORDS, draft_source, ids_of, propose
 
 
 @pytest.mark.parametrize(
@@ -163,6 +43,9 @@ async def test_what_a_draft_reads_next_is_its_lag() -> None:
         [Proposal(1, (50,), ())] * 5,  # more than its credit bit by bit
         [Proposal(1, (), ())] * 9,  # messages without end
         [Proposal(1, (50, 60), (0.5,))],
+        [Proposal(1, (50,), (float("nan"),))],
+        [Proposal(1, (50,), (-0.5,))],
+        [Proposal(1, (50,), (1e38,))],
         [Proposal(1, (MODEL.vocabulary_size,), ())],
         [Proposal(1, (-1,), ())],
         [Proposal(7, (50,), ())],  # an epoch that never began
@@ -175,6 +58,9 @@ async def test_what_a_draft_reads_next_is_its_lag() -> None:
         "bit by bit",
         "empty",
         "half a confidence",
+        "no number",
+        "below 0",
+        "above 1",
         "an id too large",
         "negative",
         "epoch",
@@ -313,29 +199,6 @@ def test_a_short_match_does_not_continue_another_source() -> None:
     assert after is not None and after.data.startswith(b"use.")
     assert SuffixSource(SuffixMatcher(b"xx hose yy ")).propose(tape, b"ho") is None
     assert SuffixSource(SuffixMatcher(b"nothing twice")).propose(tape) is None
-
-
-def test_a_control_token_other_than_an_end_closes_an_epoch() -> None:
-    source, _, _ = draft_source()
-    epoch = DraftEpoch(1, 8, False, b"")
-    for id_ in (*ids_of(" fox"), 3, *ids_of(" never")):
-        source._add(epoch, id_, 0.9)
-    assert epoch.done and not epoch.ended
-    assert bytes(epoch.unconfirmed) == b" fox"
-
-
-def test_half_a_character_is_proposed_before_what_follows() -> None:
-    """The prompt ended inside a character: the draft first adds its other half, which is committed already."""
-    epoch = DraftEpoch(1, 8, False, "é".encode()[1:])
-    assert epoch.ahead("draft") is None
-    epoch.add(1, "é".encode()[1:] + b"t", 0.9)
-    ahead = epoch.ahead("draft")
-    assert ahead is not None and ahead.data == b"t"
-    assert (ahead.starts, ahead.confidences) == ((), ()), "the token starts before the text's end"
-    other = DraftEpoch(1, 1, True, "é".encode()[1:])
-    other.add(1, b"x", 0.9)
-    assert other.parted and other.ahead("draft") is None
-    assert not other.stale, "another sync would give the same"
 
 
 class Oracle(CandidateSource):

@@ -33,13 +33,14 @@ class Draft(draft_pb2_grpc.DraftServiceServicer):
 class Flood(draft_pb2_grpc.DraftServiceServicer):
     """Answers every stream with messages without end. `cancelled` is set when the client cancels one."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_count: int = 1) -> None:
+        self._token_ids = [5] * token_count
         self.cancelled = asyncio.Event()
 
     async def Draft(self, request_iterator: object, context: object) -> AsyncIterator[draft_pb2.DraftResponse]:  # noqa: N802
         try:
             while True:
-                yield draft_pb2.DraftResponse(epoch=1, token_ids=[5])
+                yield draft_pb2.DraftResponse(epoch=1, token_ids=self._token_ids)
         finally:
             self.cancelled.set()
 
@@ -156,12 +157,16 @@ async def test_no_read_of_a_stream_is_cancelled() -> None:
     assert call.outcome == "ended by the call"
 
 
-async def test_a_flood_that_nobody_reads_is_cut_off() -> None:
-    flood = Flood()
+@pytest.mark.parametrize(
+    ("token_count", "held", "fault"), [(1, 1024, "more messages"), (2000, 0, "2000 tokens in one")]
+)
+async def test_a_flood_that_nobody_reads_is_cut_off(token_count: int, held: int, fault: str) -> None:
+    flood = Flood(token_count)
     async with connected(flood) as channel, asyncio.timeout(30):
         with closing(RemoteDrafter(channel, "peer:1", MODEL, SamplingParameters(), 0)) as drafter:
             await flood.cancelled.wait()
-            with pytest.raises(ProtocolViolation, match="more messages"):
+            assert drafter._stream._inbox.qsize() == held + 1, "the messages and the error"
+            with pytest.raises(ProtocolViolation, match=fault):
                 async for _ in drafter.proposals():
                     pass
 

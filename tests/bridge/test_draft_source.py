@@ -1,0 +1,153 @@
+"""Tests the draft as a source: its epochs, when it is synced, and when the target no longer waits for it."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from bridge.sources.draft import DraftEpoch
+from bridge.sources.source import DraftPace
+from bridge.text.translation import DraftContext
+from tests.support.drafted import WORDS, commit, draft_source, ids_of, propose
+
+
+async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is_not() -> None:
+    source, drafter, tape = draft_source()
+    await source.advance(tape, DraftPace(8))
+    assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (8, 1)
+    await propose(source, drafter, " fox jumps")
+    commit(tape, source, " fox")
+    await source.advance(tape, DraftPace(8))
+    assert len(drafter.syncs) == 1
+    assert drafter.grants and drafter.grants[0][0] == 1, "it may stay as far ahead as before"
+    ahead = source.propose(tape)
+    assert ahead is not None and ahead.data == b" jumps"
+    commit(tape, source, " sleeps")
+    assert source.propose(tape) is None
+    assert source.state.stale
+    await source.advance(tape, DraftPace(8))
+    second = drafter.syncs[1]
+    assert second.epoch == 2
+    held = [*drafter.syncs[0].token_ids, *ids_of(" fox jumps")][: second.keep_token_count]
+    assert WORDS.spell([*held, *second.token_ids]).endswith(b" fox sleeps")
+    assert not source.state.stale
+
+
+async def test_a_draft_that_runs_ahead_is_not_waited_for_once_it_hangs() -> None:
+    source, drafter, tape = draft_source()
+    await source.advance(tape, DraftPace(8))
+    for answer_comes in (True, False):
+        for _ in range(3):
+            commit(tape, source, " a", timed_out=True)
+            assert not source.state.overdue
+        if answer_comes:
+            await propose(source, drafter, " b")
+            await source.advance(tape, DraftPace(8))
+    commit(tape, source, " a", timed_out=True)
+    assert source.state.overdue and not source.state.awaited
+    await propose(source, drafter, " b")
+    assert not source.state.overdue
+
+
+async def test_a_turn_is_waited_for_until_it_is_late() -> None:
+    source, drafter, tape = draft_source()
+    await source.advance(tape, DraftPace(3, 3, True))
+    assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (3, 3)
+    assert source.state.awaited
+    await source.advance(tape, DraftPace(3, 3, True))
+    assert len(drafter.syncs) == 1, "it receives one sync"
+    commit(tape, source, " a", timed_out=True)
+    assert source.state.overdue and not source.state.awaited
+    await source.advance(tape, DraftPace(3, 3, True))
+    assert len(drafter.syncs) == 1, "it receives no other sync before it has answered"
+    await propose(source, drafter, " fox", done=True)
+    assert not source.state.overdue
+    assert source.state.stale
+    await source.advance(tape, DraftPace(3, 3, True))
+    assert len(drafter.syncs) == 2
+
+
+async def test_a_long_text_is_encoded_without_holding_up_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, drafter, tape = draft_source()
+    await source.advance(tape, DraftPace(8))
+    turn = DraftPace(8, 8, True)
+    append, free = DraftContext.append, threading.Event()
+
+    def slow(*args: Any) -> tuple[int, list[int]]:
+        assert free.wait(5), "the event loop waits for the encoder"
+        return append(*args)
+
+    monkeypatch.setattr(DraftContext, "append", slow)
+    commit(tape, source, " fox jumps" * 1000)
+    syncing = asyncio.create_task(source.advance(tape, turn))
+    await asyncio.sleep(0)
+    commit(tape, source, " over")
+    await source.advance(tape, turn)
+    free.set()
+    await syncing
+    assert len(drafter.syncs) == 2
+    held = [*drafter.syncs[0].token_ids, *drafter.syncs[1].token_ids]
+    assert WORDS.spell(held).endswith(b" fox jumps" * 1000)
+    await propose(source, drafter, " over it", done=True)
+    ahead = source.propose(tape)
+    assert ahead is not None and ahead.data == b" it", "what was committed meanwhile is known"
+
+
+def test_an_epoch_that_agrees_for_long_costs_no_more() -> None:
+    """Only the offsets after the committed text are read."""
+
+    class Counted(list[int]):
+        read = 0
+
+        def __getitem__(self, key: Any) -> Any:
+            found = super().__getitem__(key)
+            Counted.read += len(found) if isinstance(key, slice) else 1
+            return found
+
+        def __iter__(self) -> Any:
+            raise AssertionError("all offsets are read")
+
+    epoch = DraftEpoch(1, 10_000, False, b"")
+    epoch._offsets = Counted(epoch._offsets)
+    for _ in range(5000):
+        epoch.add(1, b"ab", 0.9)
+    epoch.observe(b"ab" * 4990)
+    assert epoch.reached_token_count == 4990
+    ahead = epoch.ahead("draft")
+    assert ahead is not None and ahead.starts == tuple(range(0, 20, 2)) and len(ahead.confidences) == 10
+    assert Counted.read < 50
+
+
+async def test_what_a_draft_reads_next_is_its_lag() -> None:
+    source, drafter, tape = draft_source("The quick brown fox jumps over the lazy dog, again and again")
+    assert source.state.lag_token_count > 10
+    await source.advance(tape, DraftPace(3, 3, True))
+    await propose(source, drafter, " fox", done=True)
+    commit(tape, source, " fox")
+    assert source.state.lag_token_count == 1
+    commit(tape, source, " jumps over the lazy dog")
+    assert source.state.lag_token_count > 4
+
+
+def test_a_control_token_other_than_an_end_closes_an_epoch() -> None:
+    source, _, _ = draft_source()
+    epoch = DraftEpoch(1, 8, False, b"")
+    for id_ in (*ids_of(" fox"), 3, *ids_of(" never")):
+        source._add(epoch, id_, 0.9)
+    assert epoch.done and not epoch.ended
+    assert bytes(epoch.unconfirmed) == b" fox"
+
+
+def test_half_a_character_is_proposed_before_what_follows() -> None:
+    """The prompt ended inside a character: the draft first adds its other half, which is committed already."""
+    epoch = DraftEpoch(1, 8, False, "é".encode()[1:])
+    assert epoch.ahead("draft") is None
+    epoch.add(1, "é".encode()[1:] + b"t", 0.9)
+    ahead = epoch.ahead("draft")
+    assert ahead is not None and ahead.data == b"t"
+    assert (ahead.starts, ahead.confidences) == ((), ()), "the token starts before the text's end"
+    other = DraftEpoch(1, 1, True, "é".encode()[1:])
+    other.add(1, b"x", 0.9)
+    assert other.parted and other.ahead("draft") is None
+    assert not other.stale, "another sync would give the same"
