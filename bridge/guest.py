@@ -9,28 +9,26 @@ Nothing that a guest reports can fail a step: a sequence that the bridge cannot 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from time import perf_counter_ns
-
-import numpy as np
-from numpy.typing import NDArray
 
 from bridge.guest_sequence import GuestSequence
 from bridge.planning.batch import BatchCosts, share
 from bridge.ports import MAX_MEASURED_NS
-from bridge.sources.source import Offer, Outcome
+from bridge.sources.source import Draft, Offer, Outcome
 from bridge.statistics import Statistics
 from bridge.text.models import Model
+
+_log = logging.getLogger(__name__)
 
 # Candidates of each sequence that are considered, by the number of sequences: the first item that is large enough.
 _CONSIDERED = ((1, 24), (4, 16), (16, 8), (64, 6))
 _MIN_CONSIDERED = 4
 # One forward of this number is made without candidates, because what is never measured cannot be compared.
 _PLAIN_FORWARDS = 100
-# From this number, ids are checked as an array.
-_MANY_IDS = 1024
 # Choosing for several sequences may take this long, however short the deadline is.
 _MIN_DEADLINE_NS = 1_000_000
 # An answer has candidates for this many forwards, for an engine that receives it late.
@@ -110,10 +108,17 @@ class Held:
         if self.sequence:
             self.sequence.close()
 
+    def refuse(self) -> None:
+        """Gives it no more candidates, until the engine sends it from the beginning."""
+        self.close()
+        self.sequence, self.ids, self.refused = None, [], True
+
 
 class Guest:
-    """The sequences of one engine. `open_sequence` prepares one, given its ids and the number of generated ones.
+    """The sequences of one engine. `open_sequence` prepares one, given its ids, the number of generated ones, a draft.
 
+    `find_draft` returns a draft for a sequence, or None if none is free; it is asked when the sequence begins (True)
+    and, until it has one, after later steps (False).
     `on_held` is called when a sequence begins or grows, and may end any of them, so that all guests together keep to
     one limit. `on_ended` is called when one ends; `on_outcome` receives each forward that verified candidates. The
     engine's `costs` outlive its stream.
@@ -122,23 +127,25 @@ class Guest:
     def __init__(
         self,
         model: Model,
-        open_sequence: Callable[[Sequence[int], int], Awaitable[GuestSequence]],
+        open_sequence: Callable[[Sequence[int], int, Draft | None], Awaitable[GuestSequence]],
         costs: BatchCosts,
         *,
+        find_draft: Callable[[Held, bool], Draft | None] = lambda held, is_new: None,
         on_held: Callable[[int, int], None] = lambda id_, count: None,
         on_ended: Callable[[int, Statistics | None], None] = lambda id_, statistics: None,
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
         clock: Callable[[], int] = perf_counter_ns,
     ) -> None:
-        self._model, self._open_sequence, self._costs = model, open_sequence, costs
+        self._model, self._open_sequence, self._find_draft, self._costs = model, open_sequence, find_draft, costs
         self._on_held, self._on_ended, self._on_outcome, self._clock = on_held, on_ended, on_outcome, clock
         self.held: dict[int, Held] = {}
         self._answered_ns = 0
-        # How long the last step took.
-        self.elapsed_ns = 0
+        # How long the last step took, and when the last one began that named sequences.
+        self.elapsed_ns = self.stepped_ns = 0
         self._begun = self._turn = self._deadline_ns = 0
         self._alone = False
-        self._choosing: list[GuestSequence] = []
+        self._choosing: list[Held] = []
+        self._failed = False
         # Updates that the last step had no time for.
         self._uncommitted: Sequence[tuple[SequenceUpdate, Held]] = []
 
@@ -146,15 +153,15 @@ class Guest:
         """Takes a step, and returns its answer within the step's deadline. `settle` must be called after it."""
         began = self._clock()
         answer, self._deadline_ns = Answer(update.number), update.deadline_ns
+        self.stepped_ns = began if update.sequences else self.stepped_ns
         for id_ in update.ended:
             self.end(id_)
         engine_ns = update.engine_ns or (began - self._answered_ns if self._answered_ns else 0)
         named = [(one, held) for one in update.sequences if (held := self._take(one, answer, began))]
         measured = self._measure(update, named, min(engine_ns, MAX_MEASURED_NS))
         self._alone = len(update.sequences) == 1
-        if self._alone and named and (sequence := self._commit(*named[0], measured)):
-            width = await sequence.choose(began + update.deadline_ns)
-            answer.proposed += self._proposed(named[0][0].id, sequence, update.number, sequence.chosen, width)
+        if self._alone and named:
+            await self._choose_for_one(update, *named[0], answer, measured, began)
         elif not self._alone:
             self._choose_for_all(update, named, answer, began + max(update.deadline_ns, _MIN_DEADLINE_NS))
         self._answered_ns = self._clock()
@@ -164,9 +171,16 @@ class Guest:
     async def settle(self) -> None:
         """Learns from the step, and lets the drafts go on; called when its answer was sent."""
         for one, held in self._uncommitted:
-            self._commit(one, held, None)
-        for sequence in self._choosing:
-            await sequence.settle(alone=self._alone)
+            with self._refusing(held):
+                self._commit(one, held, None)
+        waiting = None
+        for held in self._choosing:
+            with self._refusing(held):
+                if held.sequence:
+                    await held.sequence.settle(alone=self._alone)
+                    waiting = held if held.sequence.awaits_draft and not waiting else waiting
+        if waiting and waiting.sequence and (draft := self._find_draft(waiting, False)):
+            waiting.sequence.add_draft(draft)
         self._choosing, self._uncommitted = [], []
 
     def end(self, id_: int) -> None:
@@ -189,7 +203,7 @@ class Guest:
     def _take(self, one: SequenceUpdate, answer: Answer, now: int) -> Held | None:
         """Returns the sequence that an update is for, without its new tokens if it is open; None if it is unknown."""
         held, kept = self.held.get(one.id), one.kept_token_count
-        if not self._has_all(one.token_ids) or kept + len(one.token_ids) > self._model.context_length:
+        if not self._model.has_all(one.token_ids) or kept + len(one.token_ids) > self._model.context_length:
             self.end(one.id)
             self.held[one.id] = Held([], now, refused=True)
             self._on_held(one.id, 0)
@@ -214,18 +228,6 @@ class Guest:
             self._on_held(one.id, len(held.ids))
         return held
 
-    def _has_all(self, ids: Sequence[int]) -> bool:
-        """Returns whether the engine's vocabulary has all of these ids. Long prompts must not block other engines."""
-        if len(ids) < _MANY_IDS:
-            return all(map(self._model.has, ids))
-        known = self._known
-        array = np.array(ids, np.int64)
-        return int(array.max()) < len(known) and bool(known[array].all())
-
-    @cached_property
-    def _known(self) -> NDArray[np.bool_]:
-        return np.array([self._model.has(id_) for id_ in range(self._model.vocabulary.size)])
-
     def _begin(self, one: SequenceUpdate, ids: list[int], now: int) -> Held | None:
         self.end(one.id)
         if not ids:
@@ -237,12 +239,14 @@ class Guest:
             return None
 
         async def open_() -> None:
-            known = len(held.ids)
-            sequence = await self._open_sequence(held.ids[:known], min(one.generated_token_count, known - 1))
-            sequence.start()
+            known, draft = len(held.ids), self._find_draft(held, True)
+            sequence = await self._open_sequence(held.ids[:known], min(one.generated_token_count, known - 1), draft)
             # The tokens that came while it was opened.
-            sequence.commit(held.ids[known:], 0, 0, None)
+            new = held.ids[known:]
             held.sequence, held.ids = sequence, []
+            sequence.awaits_draft = draft is None
+            sequence.start()
+            sequence.commit(new, 0, 0, None)
             sequence.allow_waiting(self._deadline_ns)
             await sequence.settle(alone=True)
 
@@ -250,10 +254,21 @@ class Guest:
         held.opening.add_done_callback(lambda done: self._on_opened(held, done))
         return held
 
-    @staticmethod
-    def _on_opened(held: Held, done: "asyncio.Task[None]") -> None:
-        if not done.cancelled() and done.exception():
-            held.refused = True  # `open_sequence` has logged why
+    def _on_opened(self, held: Held, done: "asyncio.Task[None]") -> None:
+        if not done.cancelled():
+            with self._refusing(held):
+                done.result()
+
+    @contextmanager
+    def _refusing(self, held: Held) -> Iterator[None]:
+        """Refuses a sequence that an unexpected error concerns, and logs the first such error."""
+        try:
+            yield
+        except Exception:
+            if not self._failed:
+                self._failed = True
+                _log.exception("a bug in the bridge; a sequence of an engine gets no candidates")
+            held.refuse()
 
     def _measure(self, update: StepUpdate, named: Sequence[tuple[SequenceUpdate, Held]], engine_ns: int) -> int | None:
         """Returns the time of the forward, and records it; None if it also read a prompt, or is unknown."""
@@ -280,8 +295,23 @@ class Guest:
         self._on_held(one.id, len(sequence.tape.ids))
         if one.id not in self.held:
             return None
-        self._choosing.append(sequence)
+        self._choosing.append(held)
         return sequence if sequence.room else None
+
+    async def _choose_for_one(
+        self,
+        update: StepUpdate,
+        one: SequenceUpdate,
+        held: Held,
+        answer: Answer,
+        engine_ns: int | None,
+        began: int,
+    ) -> None:
+        """Adds candidates for a sequence that is alone in its forward."""
+        with self._refusing(held):
+            if sequence := self._commit(one, held, engine_ns):
+                width = await sequence.choose(began + update.deadline_ns)
+                answer.proposed += self._proposed(one.id, sequence, update.number, sequence.chosen, width)
 
     def _choose_for_all(
         self, update: StepUpdate, named: Sequence[tuple[SequenceUpdate, Held]], answer: Answer, deadline: int
@@ -297,11 +327,12 @@ class Guest:
             if place % 8 == 7 and self._clock() > deadline:
                 self._uncommitted = named[place:]
                 break
-            sequence = self._commit(one, held, None)
-            if sequence and not plain:
-                offer, chances = sequence.best_offer(considered)
-                if chances:
-                    offered.append((one.id, sequence, offer, chances))
+            with self._refusing(held):
+                sequence = self._commit(one, held, None)
+                if sequence and not plain:
+                    offer, chances = sequence.best_offer(considered)
+                    if chances:
+                        offered.append((one.id, sequence, offer, chances))
         widths = share([chances for *_, chances in offered], count, self._costs.of(count))
         for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
             answer.proposed += self._proposed(id_, sequence, update.number, offer, width)

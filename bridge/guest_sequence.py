@@ -8,13 +8,14 @@ from itertools import accumulate
 from operator import mul
 from time import perf_counter_ns
 
-from bridge.errors import InvalidRequest, UnusableModel
+from bridge.errors import DraftBridgeError, InvalidRequest, UnusableModel
 from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.ports import Pass
 from bridge.sources import SOURCES
+from bridge.sources.draft import DraftSource
 from bridge.sources.source import CandidateSource, Draft, Offer, Opening, Outcome
-from bridge.sources.source_set import SourceSet
+from bridge.sources.source_set import Opened, SourceSet
 from bridge.speculation import Speculation
 from bridge.statistics import Statistics
 from bridge.tape import Tape
@@ -82,7 +83,8 @@ def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
 class GuestSequence:
     """Follows one sequence of an engine, and proposes what continues it.
 
-    `chosen` is the offer of the last `choose`. `room`: how many candidates the engine can verify.
+    `chosen` is the offer of the last `choose`. `room`: how many candidates the engine can verify. `awaits_draft`: none
+    was connected, or other sequences used them all.
     """
 
     def __init__(self, model: Model, tape: Tape, sources: SourceSet, estimates: RequestEstimates) -> None:
@@ -98,6 +100,8 @@ class GuestSequence:
         self._observed: Outcome | None = None
         self._planned = self._refreshed = self._timed_out = False
         self._waited_ns = 0
+        self.awaits_draft = False
+        self._late_draft: Draft | None = None
 
     @property
     def statistics(self) -> Statistics:
@@ -116,6 +120,32 @@ class GuestSequence:
     def close(self) -> None:
         """Stops its sources. May be called twice."""
         self._speculation.sources.close()
+        self.awaits_draft = False
+        if self._late_draft:
+            self._late_draft.drafter.close()
+
+    def add_draft(self, draft: Draft) -> None:
+        """Lets a draft take part from now on, when it is open. Must be called in the event loop."""
+        self._late_draft, self.awaits_draft = draft, False
+        self._speculation.sources.add_slow(self._open(draft))
+
+    def release_draft(self) -> None:
+        """Goes on without its draft, which another sequence needs."""
+        self._speculation.sources.remove_slow()
+        if self._late_draft:
+            self._late_draft.drafter.close()
+        self.awaits_draft = True
+
+    async def _open(self, draft: Draft) -> Opened:
+        ids = self.tape.ids[: len(self.tape.ids) - self.tape.generated_token_count]
+        opening = Opening(b"", partial(_render, ids=ids, source=self._model), draft)
+        try:
+            source = await asyncio.to_thread(DraftSource.open, opening)
+        except DraftBridgeError:  # the prompt cannot be given to it
+            draft.drafter.close()
+            return None
+        assert source and isinstance(draft.times, DraftEstimates)
+        return source, partial(self._estimates.replace_draft, source, draft.times)
 
     def limit_room(self, room: int | None) -> None:
         """Sets how many candidates the engine can verify; the context must have place for them."""
@@ -210,7 +240,7 @@ class GuestSequence:
             speculation.planner.observe(outcome, speculation.plan)
             speculation.statistics.observe(outcome, speculation.plan)
             self._observed = None
-        if not self._planned and (alone or self.has_draft):
+        if not self._planned and (alone or self.has_draft or speculation.sources.seeking):
             self._planned = True
             if not alone:
                 self.allow_waiting(0)

@@ -26,9 +26,10 @@ _log = logging.getLogger(__name__)
 
 # After this many passes without any candidate, another draft is tried.
 _UNUSED_PASSES = 64
-# Opens a source in place of one that failed with an error, or that does not pay (None). Returns the source and a
-# function to call when it takes over, or None if no source is left to take over. An error ends all searches.
-Substitute: TypeAlias = Callable[[Exception | None], Awaitable[tuple[CandidateSource, Callable[[], None]] | None]]
+# A source and a function to call when it takes over, or None if no source is left to take over.
+Opened: TypeAlias = tuple[CandidateSource, Callable[[], None]] | None
+# Opens a source in place of one that failed with an error, or that does not pay (None). An error ends all searches.
+Substitute: TypeAlias = Callable[[Exception | None], Awaitable[Opened]]
 # The most continuations of one offer, of sources that continue each other.
 _MAX_PARTS = 8
 
@@ -53,7 +54,7 @@ class SourceSet:
         self._sources = list(sources)
         self._model, self._tape, self._end_id, self._grammar = model, tape, end_id, grammar
         self._substitute = substitute
-        self._seeking: asyncio.Task[tuple[CandidateSource, Callable[[], None]] | None] | None = None
+        self._seeking: asyncio.Future[Opened] | None = None
         # Whether the present search is for a replacement of a draft that failed.
         self._unused_pass_count, self._failed = 0, False
         self._notify: Callable[[], None] = lambda: None
@@ -65,6 +66,11 @@ class SourceSet:
     def empty(self) -> bool:
         """Returns whether no source is left."""
         return not self._sources
+
+    @property
+    def seeking(self) -> bool:
+        """Returns whether a source that takes time is being opened, or has not taken over."""
+        return self._seeking is not None
 
     @property
     def state(self) -> SourceState | None:
@@ -105,11 +111,26 @@ class SourceSet:
                 await source.advance(self._tape, pace)
 
     def close(self) -> None:
-        task = self._seeking
-        if task and not task.cancel() and not task.cancelled() and not task.exception() and (found := task.result()):
-            found[0].close()  # it was opened, and has not taken over
+        self._stop_seeking()
         for source in self._sources:
             source.close()
+
+    def remove_slow(self) -> None:
+        """Removes the source that takes time, also one that is being opened."""
+        self._stop_seeking()
+        for source in [one for one in self._sources if one.takes_time]:
+            self._sources.remove(source)
+            source.close()
+
+    def add_slow(self, opening: Awaitable[Opened]) -> None:
+        """Lets a source that takes time take over when it is open."""
+        self._seeking = asyncio.ensure_future(opening)
+        self._seeking.add_done_callback(lambda _: self._notify())
+
+    def _stop_seeking(self) -> None:
+        task, self._seeking = self._seeking, None
+        if task and not task.cancel() and not task.cancelled() and not task.exception() and (found := task.result()):
+            found[0].close()  # it was opened, and has not taken over
 
     def _judge(self, source: CandidateSource, outcome: Outcome) -> None:
         """Looks for another source if this one has not answered in time, or its candidates are not worth verifying."""
@@ -125,8 +146,7 @@ class SourceSet:
     def _seek(self, error: Exception | None) -> None:
         if self._substitute and not self._seeking:
             self._unused_pass_count, self._failed = 0, error is not None
-            self._seeking = asyncio.ensure_future(self._substitute(error))
-            self._seeking.add_done_callback(lambda _: self._notify())
+            self.add_slow(self._substitute(error))
 
     def take_over(self) -> None:
         """Puts a source that was opened in the meantime in place of the one that it replaces."""
@@ -141,9 +161,7 @@ class SourceSet:
                 self._substitute = None
             return
         source, on_take_over = found
-        for other in [one for one in self._sources if one.takes_time]:
-            self._sources.remove(other)
-            other.close()
+        self.remove_slow()
         self._sources.insert(0, source)
         self.opened.append(source)
         on_take_over()

@@ -50,6 +50,7 @@ class TokenTable:
                 self.tokens[id_] = token.encode()
             else:
                 self.tokens[id_] = decode_token(token, decoder)
+        self.missing = frozenset(id_ for id_, data in enumerate(self.tokens) if data is None)
         self._spelled = [data or b"" for data in self.tokens]
         # Ids of single-byte tokens, by that byte.
         self.byte_ids: dict[int, int] = {}

@@ -348,11 +348,10 @@ class CandidateClient:
                 stream.outbox.put(candidate_pb2.ProposeRequest(tokenizer=piece))
             return
         draft = f"the draft {opened.draft}" if opened.draft else "no draft"
-        _log.info("candidates from %s, with %s", self._address, draft)
+        self._log_once(f"candidates from {self._address}, with {draft}", level=logging.INFO)
         with self._changed:
             stream.opened = True
             self._missed = 0
-            self._logged.clear()
             self.counts.connection_count += 1
             self._changed.notify_all()
 
@@ -367,6 +366,8 @@ class CandidateClient:
                     self._missed = 0
             for number in [number for number in stream.sent if number <= message.step]:
                 del stream.sent[number]
+            if not stream.answered_step:  # the connection works, so the next problem is a new one
+                self._logged.clear()
             stream.answered_step = max(stream.answered_step, message.step)
             if message.note:
                 # The note names a sequence; one of them is enough.
@@ -384,7 +385,7 @@ class CandidateClient:
             self.counts.answer_count += 1
             self._changed.notify_all()
 
-    def _log_once(self, text: str, kind: str = "") -> None:
+    def _log_once(self, text: str, kind: str = "", level: int = logging.WARNING) -> None:
         if (kind or text) not in self._logged:
             self._logged.add(kind or text)
-            _log.warning("%s", text)
+            _log.log(level, "%s", text)

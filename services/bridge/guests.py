@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -17,14 +17,12 @@ from bridge.guest import Answer, Guest, SequenceUpdate, StepUpdate
 from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
-from bridge.sampling.sampler import SamplingParameters
 from bridge.sources import SOURCES
 from bridge.sources.source import Draft, Outcome
 from bridge.statistics import Statistics
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
-from services.bridge.endpoint import Endpoint
-from services.bridge.gateway import ZooDrafter
+from services.bridge.guest_drafts import GuestDrafts
 from services.bridge.guest_tokenizers import GuestTokenizers
 from services.bridge.zoo import Zoo
 from services.logs import loggable
@@ -83,18 +81,6 @@ class _Budget:
         return len(self._held)
 
 
-class _SharedDrafter(ZooDrafter):
-    """A draft's stream for one sequence. `on_close` is called once, when the stream is closed."""
-
-    on_close: Callable[[], None] | None = None
-
-    def close(self) -> None:
-        super().close()
-        if self.on_close:
-            self.on_close()
-            self.on_close = None
-
-
 @dataclass(eq=False)
 class _Connection:
     """The stream of one engine. It is replaced when the same instance of the engine connects again."""
@@ -117,7 +103,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         metrics.guest_engines.set_function(lambda: len(self._connections))
         metrics.guest_sequences.set_function(lambda: self._budget.count)
         self._estimates: LRUCache[tuple[str, str, str], tuple[TargetEstimates, BatchCosts]] = LRUCache(_MAX_ENGINES)
-        self._drafting = 0
+        self._drafts = GuestDrafts(zoo, limits.draft_count)
 
     async def Propose(  # noqa: N802
         self,
@@ -138,7 +124,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
                 vocabulary = await self._tokenizers.receive(requests, opening.model)
             stack.enter_context(self._tokenizers.using(vocabulary))
             guest = stack.enter_context(closing(self._guest(opening, vocabulary)))
-            endpoint = self._draft_of(opening)
+            endpoint = self._drafts.endpoint(opening)
             yield _opened(
                 candidate_pb2.ProposeOpened(
                     draft=endpoint.model.name if endpoint else "", max_sequence_count=self._limits.sequence_count
@@ -219,12 +205,17 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         estimates, costs = self._estimates[key]
         shared, name = GuestOpening(model, estimates, tuple(opening.sources)), loggable(opening.engine)
 
-        async def open_(ids: Sequence[int], generated_token_count: int) -> GuestSequence:
-            try:
-                return await self._open(shared, opening, ids, generated_token_count)
-            except Exception:
-                _log.exception("a sequence of engine %s could not be opened; it gets no candidates", name)
-                raise
+        async def open_(ids: Sequence[int], generated_token_count: int, draft: Draft | None) -> GuestSequence:
+            if draft:
+                try:
+                    return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, draft)
+                except DraftBridgeError as error:
+                    _log.info("a sequence of engine %s goes without its draft: %s", name, error.reason)
+                    draft.drafter.close()
+                except BaseException:
+                    draft.drafter.close()
+                    raise
+            return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, None)
 
         def on_ended(id_: int, statistics: Statistics | None) -> None:
             self._budget.drop(guest, id_)
@@ -235,59 +226,18 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
             model,
             open_,
             costs,
+            find_draft=lambda held, is_new: self._drafts.find(guest, held, is_new, shared, opening),
             on_held=lambda id_, count: self._budget.hold(guest, id_, count),
             on_ended=on_ended,
             on_outcome=self._count,
         )
         return guest
 
-    def _draft_of(self, opening: candidate_pb2.ProposeOpen) -> Endpoint | None:
-        if opening.sources and "draft" not in opening.sources:
-            return None
-        with suppress(DraftBridgeError):  # a draft that is away may return
-            return self._zoo.draft(opening.draft)
-        return None
-
-    async def _open(
-        self,
-        shared: GuestOpening,
-        opening: candidate_pb2.ProposeOpen,
-        ids: Sequence[int],
-        generated_token_count: int,
-    ) -> GuestSequence:
-        draft = self._draft(shared, opening)
-        if draft:
-            try:
-                return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, draft)
-            except DraftBridgeError as error:
-                _log.info("a sequence of engine %s goes without its draft: %s", loggable(opening.engine), error.reason)
-                draft.drafter.close()
-            except BaseException:
-                draft.drafter.close()
-                raise
-        return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, None)
-
-    def _draft(self, shared: GuestOpening, opening: candidate_pb2.ProposeOpen) -> Draft | None:
-        """Returns a draft's stream for a sequence; None without a connected draft, or at the limit of all guests."""
-        endpoint = self._draft_of(opening)
-        if endpoint is None or self._drafting >= self._limits.draft_count:
-            return None
-        # The engine's sampling is not known; a greedy draft is right most often.
-        drafter = _SharedDrafter(self._zoo, endpoint, SamplingParameters(), 0)
-        self._drafting += 1
-        drafter.on_close = self._on_draft_closed
-        competes = endpoint.model.competes_with(shared.model)
-        times = shared.estimates.draft(endpoint.model.name, endpoint.model.forward_costs, competes=competes)
-        return Draft(endpoint.model, drafter, times)
-
     def _count(self, outcome: Outcome) -> None:
         for place, source in enumerate(outcome.tried.sources):
             self._metrics.guest_verified.labels(source).inc()
             if place < outcome.result.accepted_token_count:
                 self._metrics.guest_accepted.labels(source).inc()
-
-    def _on_draft_closed(self) -> None:
-        self._drafting -= 1
 
 
 def _check(opening: candidate_pb2.ProposeOpen) -> None:

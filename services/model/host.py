@@ -31,7 +31,7 @@ class LoadedModel:
 
     @cached_property
     def _missing(self) -> Int64:
-        return np.array([id_ for id_, data in enumerate(self.model.vocabulary.tokens) if data is None], np.int64)
+        return np.array(sorted(self.model.vocabulary.missing), np.int64)
 
     def warm(self) -> None:
         """Computes the noise keys, which would delay the first request."""

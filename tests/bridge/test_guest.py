@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
-from bridge.guest import Answer, Guest, SequenceUpdate, StepUpdate
+from bridge.guest import Answer, Guest, Held, SequenceUpdate, StepUpdate
 from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
@@ -30,6 +31,10 @@ class Reciting(QueuedDrafter):
         self._held: list[int] = []
         # The text of its context after each sync.
         self.read: list[bytes] = []
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
 
     async def sync(self, sync: Sync) -> None:
         del self._held[sync.keep_token_count :]
@@ -41,17 +46,19 @@ class Reciting(QueuedDrafter):
             self.queue.put_nowait(Proposal(sync.epoch, ids, (0.9,) * len(ids), done=len(ids) < sync.credit))
 
 
-def guest_of(drafter: QueuedDrafter | None = None, costs: BatchCosts | None = None) -> Guest:
+def guest_of(drafter: QueuedDrafter | None = None, costs: BatchCosts | None = None, late: bool = False) -> Guest:
+    """Returns a guest whose sequences have this draft, those of a `late` one only after their first step."""
     shared = GuestOpening(MODEL, TargetEstimates())
 
-    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
-        draft = None
-        if drafter:
-            model = tiny.model("byte_level")
-            draft = Draft(model, drafter, shared.estimates.draft(model.name))
+    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
         return open_sequence(shared, ids, generated, draft)
 
-    return Guest(MODEL, open_, costs or BatchCosts())
+    def find_draft(held: Held, is_new: bool) -> Draft | None:
+        model = tiny.model("byte_level")
+        available = drafter and not (late and is_new)
+        return Draft(model, drafter, shared.estimates.draft(model.name)) if available else None
+
+    return Guest(MODEL, open_, costs or BatchCosts(), find_draft=find_draft)
 
 
 async def stepped(guest: Guest, number: int, *sequences: SequenceUpdate, deadline_ns: int = 2_000_000) -> Answer:
@@ -113,6 +120,78 @@ async def test_a_rejected_draft_starts_again_at_the_engine_s_tokens() -> None:
     whole = MODEL.vocabulary.spell(IDS[:40] + IDS[60:80])
     assert all(whole.startswith(read) for read in drafter.read)
     assert len(drafter.read[-1]) > len(MODEL.vocabulary.spell(IDS[:40]))
+
+
+async def test_a_draft_that_comes_late_proposes_for_the_rest() -> None:
+    drafter = Reciting(TEXT)
+    guest = guest_of(drafter, late=True)
+    _, accepted = await recited(guest, IDS[:120], 10, 10**9)
+    assert accepted["draft"] >= 20
+    assert TEXT.startswith(drafter.read[0]) and len(drafter.read[0]) > len(MODEL.vocabulary.spell(IDS[:10]))
+    guest.close()
+    assert drafter.closed
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_sequence_that_loses_its_draft_goes_on(late: bool) -> None:
+    drafter = Reciting(TEXT)
+    guest = guest_of(drafter, late=late)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:20])))
+    sequence = await opened(guest, 1)
+    await stepped(guest, 2, SequenceUpdate(1, 20, ()))
+    assert not sequence.awaits_draft
+    sequence.release_draft()
+    assert drafter.closed and sequence.awaits_draft and not sequence.has_draft
+    drafter.closed = False
+    answer = await stepped(guest, 3, SequenceUpdate(1, 20, tuple(IDS[20:150])))
+    assert answer.proposed and set(answer.proposed[0].offer.sources) == {"suffix"}
+    assert not sequence.awaits_draft, "it has a draft again"
+    guest.close()
+    assert drafter.closed, "also one that is still being opened"
+
+
+async def opened(guest: Guest, id_: int) -> GuestSequence:
+    """Returns a sequence when it is open."""
+    opening = guest.held[id_].opening
+    assert opening
+    await opening
+    sequence = guest.held[id_].sequence
+    assert sequence
+    return sequence
+
+
+@pytest.mark.parametrize("method", ["commit", "start", "choose", "best_offer", "settle"])
+async def test_a_bug_costs_one_sequence_its_candidates(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    drafter = Reciting(TEXT)
+    guest = guest_of(drafter)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:150])))
+    await opened(guest, 1)
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    with monkeypatch.context() as patch:
+        if method == "start":
+            patch.setattr(GuestSequence, method, fails)
+        await stepped(guest, 2, SequenceUpdate(2, 0, tuple(IDS[:149])))
+        with suppress(RuntimeError):
+            await asyncio.wait_for(asyncio.shield(guest.held[2].opening), 10)  # type: ignore[arg-type]
+        if sequence := guest.held[2].sequence:
+            patch.setattr(sequence, method, fails)
+        await stepped(guest, 3, SequenceUpdate(2, 149, (IDS[149],)))
+        updates = [SequenceUpdate(1, 150, (IDS[150],)), SequenceUpdate(2, 150, (IDS[150],))]
+        answer = await stepped(guest, 4, *updates, deadline_ns=10**9)
+        assert [one.sequence_id for one in answer.proposed] == [1]
+    assert guest.held[2].refused and drafter.closed
+    assert caplog.text.count("a bug in the bridge") == 1
+    drafter.closed = False
+    await stepped(guest, 5, SequenceUpdate(2, 0, tuple(IDS[:150])))
+    await opened(guest, 2)
+    answer = await stepped(guest, 6, SequenceUpdate(2, 150, (IDS[150],)))
+    assert answer.proposed, "the engine may send it again"
+    guest.close()
 
 
 async def test_an_expensive_forward_gets_fewer_candidates() -> None:

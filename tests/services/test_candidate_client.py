@@ -233,3 +233,28 @@ def test_a_refusal_is_logged_with_its_text(caplog: pytest.LogCaptureFixture) -> 
         eventually(lambda: client.connect(0.1) or "another tokenizer" in caplog.text)
         assert not client.connected
         client.close()
+
+
+def test_a_bridge_that_fails_at_each_step_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(candidate_pb2_grpc.CandidateServiceServicer):
+        def Propose(  # noqa: N802
+            self, requests: Iterator[candidate_pb2.ProposeRequest], context: grpc.ServicerContext
+        ) -> Iterator[candidate_pb2.ProposeResponse]:
+            next(requests)
+            yield candidate_pb2.ProposeResponse(opened=candidate_pb2.ProposeOpened())
+            next(requests)
+            context.abort(grpc.StatusCode.INTERNAL, "broken")
+
+    monkeypatch.setattr(candidates, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(candidates, "_MAX_PAUSE_SECONDS", 0.05)
+    caplog.set_level("INFO", "draftbridge")
+    with serving(Failing()) as address:  # type: ignore[arg-type]
+        client = CandidateClient(address, MODEL, b"{}")
+        for _ in range(3):
+            assert client.connect(10)
+            ask(client, [1])
+            eventually(lambda: not client.connected)
+        client.close()
+    assert len(caplog.records) == 2, "one connection, and one problem"

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from draftbridge import CallError
+from draftbridge.candidates import SequenceStep
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
 from services.bridge.guests import GuestLimits
 from tests.support import tiny
@@ -57,6 +58,36 @@ def test_a_draft_of_another_tokenizer_runs_ahead() -> None:
         recite(guest, engine, forward_seconds=0.05)
         guest.close()
     assert engine.accepted.get("draft", 0) > 0.5 * (len(ids) - 8)
+
+
+def test_a_draft_leaves_a_sequence_that_is_no_longer_named() -> None:
+    ids = truth(FRESH)
+    with running(GuestLimits(draft_count=1), draft_text=FRESH) as found:
+        guest = client(found.address)
+        for number in (1, 2, 3):  # each ends when its text does, which the engine does not report
+            engine = Reciter(ids, 8, number)
+            recite(guest, engine, forward_seconds=0.05)
+            assert engine.accepted.get("draft", 0) > 0.5 * (len(ids) - 8)
+        assert len(found.servicer._drafts._users) == 1
+        guest.close()
+        eventually(lambda: not found.servicer._drafts._users)
+
+
+def test_a_draft_that_comes_free_goes_to_a_sequence_without() -> None:
+    ids = truth(FRESH)
+    with running(GuestLimits(draft_count=1), draft_text=FRESH) as found:
+        first, second = client(found.address), client(found.address, engine="another")
+        assert first.step([SequenceStep(1, ids[:8])], deadline=1.0) is not None
+        eventually(lambda: opened(found, 1))
+        other = Reciter(ids[:12], 8, 2)
+        recite(second, other, forward_seconds=0.05)
+        assert not other.accepted.get("draft"), "the first engine's last step named the sequence with the draft"
+        first.close()
+        eventually(lambda: not found.servicer._drafts._users)
+        other = Reciter(ids, len(other.ids), 2)
+        recite(second, other, forward_seconds=0.05)
+        assert other.accepted.get("draft")
+        second.close()
 
 
 def opening(**changes: object) -> candidate_pb2.ProposeRequest:
