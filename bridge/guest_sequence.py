@@ -159,6 +159,7 @@ class GuestSequence:
     def commit(self, ids: Sequence[int], step: int, count: int, engine_ns: int | None) -> Outcome | None:
         """Appends tokens that the engine produced in a forward with the first `count` candidates of answer `step`.
 
+        An engine may have verified fewer: vLLM does not tell its proposer which candidates it left out.
         `engine_ns`: what the forward took, if it is known and ran no other sequence.
         """
         if not ids:
@@ -166,6 +167,9 @@ class GuestSequence:
         base, (start, offer) = len(self.tape.ids), self._answers.get(step, (0, Offer()))
         tried = offer.part(base - start, base - start + count) if base >= start and count else Offer()
         accepted = common_prefix_length(tried.token_ids, ids)
+        if accepted == len(ids):  # the last id is the engine's own choice: it verified only the candidates before it
+            accepted -= 1
+            tried = tried.part(0, accepted)
         result = Pass(
             base, tuple(ids), accepted, len(tried.token_ids), step, forward_ns=engine_ns or 0, waited_ns=self._waited_ns
         )

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.ports import Proposal, Sync
-from bridge.sources.source import Draft
+from bridge.sources.source import Draft, Outcome
 from tests.support import tiny
 from tests.support.alone import QueuedDrafter
 
@@ -46,7 +47,9 @@ class Reciting(QueuedDrafter):
             self.queue.put_nowait(Proposal(sync.epoch, ids, (0.9,) * len(ids), done=len(ids) < sync.credit))
 
 
-def guest_of(drafter: QueuedDrafter | None = None, costs: BatchCosts | None = None, late: bool = False) -> Guest:
+def guest_of(
+    drafter: QueuedDrafter | None = None, costs: BatchCosts | None = None, late: bool = False, **options: Any
+) -> Guest:
     """Returns a guest whose sequences have this draft, those of a `late` one only after their first step."""
     shared = GuestOpening(MODEL, TargetEstimates())
 
@@ -58,7 +61,7 @@ def guest_of(drafter: QueuedDrafter | None = None, costs: BatchCosts | None = No
         available = drafter and not (late and is_new)
         return Draft(model, drafter, shared.estimates.draft(model.name)) if available else None
 
-    return Guest(MODEL, open_, costs or BatchCosts(), find_draft=find_draft)
+    return Guest(MODEL, open_, costs or BatchCosts(), find_draft=find_draft, **options)
 
 
 async def stepped(guest: Guest, number: int, *sequences: SequenceUpdate, deadline_ns: int = 2_000_000) -> Answer:
@@ -148,6 +151,19 @@ async def test_a_sequence_that_loses_its_draft_goes_on(late: bool) -> None:
     assert not sequence.awaits_draft, "it has a draft again"
     guest.close()
     assert drafter.closed, "also one that is still being opened"
+
+
+async def test_candidates_that_the_engine_left_out_do_not_count() -> None:
+    outcomes: list[Outcome] = []
+    guest = guest_of(on_outcome=outcomes.append)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:150])))
+    await opened(guest, 1)
+    answer = await stepped(guest, 2, SequenceUpdate(1, 150, (IDS[150],)))
+    assert answer.proposed[0].offer.token_ids[:3] == tuple(IDS[151:154])
+    # It says that it verified 3 candidates, but its second token is already its own.
+    await stepped(guest, 3, SequenceUpdate(1, 151, tuple(IDS[151:153]), candidate_step=2, candidate_count=3))
+    guest.close()
+    assert [(len(one.tried.token_ids), one.result.accepted_token_count) for one in outcomes] == [(1, 1)]
 
 
 async def opened(guest: Guest, id_: int) -> GuestSequence:

@@ -124,11 +124,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
     )  # fmt: skip
 
 
-def config(model: SimpleNamespace, **settings: object) -> SimpleNamespace:
+def config(model: SimpleNamespace, replica: int = 0, **settings: object) -> SimpleNamespace:
     speculative = SimpleNamespace(num_speculative_tokens=8)
     return SimpleNamespace(
         speculative_config=speculative,
         model_config=model,
+        parallel_config=SimpleNamespace(data_parallel_index=replica),
         device_config=SimpleNamespace(device_type="cpu"),
         additional_config={"draftbridge": settings},
     )
@@ -165,7 +166,9 @@ def test_the_model_is_described(model: SimpleNamespace) -> None:
     with served(bridge) as address:
         connected(model, address, engine="one", draft="small", sources=["suffix"])
         opening = bridge.opening
+        connected(model, address, engine="one", replica=2)
     assert (opening.engine, opening.draft, list(opening.sources)) == ("one", "small", ["suffix"])
+    assert bridge.opening.engine == "one-dp2", "a data-parallel replica has a name of its own"
     described = opening.model
     assert (described.name, described.engine, described.dtype) == ("tiny", "vllm", "bfloat16")
     assert (described.context_length, described.vocabulary_size) == (WIDTH, VOCABULARY)
