@@ -67,11 +67,11 @@ class VllmServer:
         connection.close()
 
     def counts(self) -> dict[str, float]:
-        """Returns vLLM's own counters of speculation, by name."""
+        """Returns vLLM's own counters of speculation and preemption, by name."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as response:
             lines = response.read().decode().splitlines()
-        found = (line.split() for line in lines if line.startswith("vllm:spec_decode_num"))
-        return {name.partition("{")[0].removeprefix("vllm:spec_decode_num_"): float(value) for name, value in found}
+        found = (line.split() for line in lines if line.startswith(("vllm:spec_decode_num_", "vllm:num_preemptions")))
+        return {name.partition("{")[0].partition("num_")[2]: float(value) for name, value in found}
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
         headers = {"Content-Type": "application/json"}
