@@ -173,14 +173,11 @@ class Guest:
         for one, held in self._uncommitted:
             with self._refusing(held):
                 self._commit(one, held, None)
-        waiting = None
         for held in self._choosing:
             with self._refusing(held):
                 if held.sequence:
                     await held.sequence.settle(alone=self._alone)
-                    waiting = held if held.sequence.awaits_draft and not waiting else waiting
-        if waiting and waiting.sequence and (draft := self._find_draft(waiting, False)):
-            waiting.sequence.add_draft(draft)
+        self._give_draft()
         self._choosing, self._uncommitted = [], []
 
     def end(self, id_: int) -> None:
@@ -336,6 +333,15 @@ class Guest:
         widths = share([chances for *_, chances in offered], count, self._costs.of(count))
         for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
             answer.proposed += self._proposed(id_, sequence, update.number, offer, width)
+
+    def _give_draft(self) -> None:
+        """Gives a draft that has come free to a sequence without one: at most one in a step, so that it stays short."""
+        for held in self._choosing:
+            if held.sequence and held.sequence.awaits_draft:
+                with self._refusing(held):
+                    if draft := self._find_draft(held, False):
+                        held.sequence.add_draft(draft)
+                return
 
     @staticmethod
     def _proposed(id_: int, sequence: GuestSequence, number: int, offer: Offer, width: int) -> list[Proposed]:
