@@ -65,13 +65,14 @@ class BridgeDraftModel:
         self._deadline = deadline
         self._sequence = 0
         self._ids: list[int] = []
-        self._prompt_count = 0
+        self._prompt_count = self._candidate_count = 0
 
     def __call__(self, input_ids: Any, /, **_: Any) -> Any:
         """Returns the candidates that continue `input_ids`, an array of all ids so far, as an array of that kind."""
         ids, known = input_ids.tolist(), len(self._ids)
         ended = []
-        if not known or len(ids) <= known or ids[:known] != self._ids:  # another text
+        # A forward adds one id and those of right candidates; the next message of a chat adds more.
+        if not known or not 0 < len(ids) - known <= 1 + self._candidate_count or ids[:known] != self._ids:
             ended = [self._sequence] if self._sequence else []
             # The last id is the first that was generated.
             self._sequence, self._prompt_count = self._sequence + 1, len(ids) - 1
@@ -79,6 +80,7 @@ class BridgeDraftModel:
         step = SequenceStep(self._sequence, ids, generated_token_count=len(ids) - self._prompt_count)
         found = self.client.step([step], ended=ended, deadline=self._deadline).get(self._sequence)
         candidates = found.token_ids[: len(ids)] if found else ()
+        self._candidate_count = len(candidates)
         result = input_ids[: len(candidates)].copy()
         result[:] = candidates
         return result

@@ -7,31 +7,42 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from draftbridge.candidates import CandidateClient, SequenceStep
+from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, CandidateClient, SequenceStep
 from draftbridge.machine import compute_units
 from draftbridge.security import Credentials
 from draftbridge.v1 import model_pb2
 
 # Long enough for a draft to propose several tokens. The bridge waits only where it predicts a gain.
 _DEADLINE_SECONDS = 0.25
-# Options of `generate` with which transformers cannot verify candidates, or does so with others.
-_UNSUITABLE = ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "custom_generate", "use_mtp")
+# Options of `generate` with which candidates would change the text or raise. transformers looks for a stop after all
+# accepted tokens, not after each; what a processor remembers of rejected candidates is never taken back.
+_UNSUITABLE = (
+    "assistant_ensemble_weight",
+    "custom_generate",
+    "logits_processor",
+    "stop_strings",
+    "stopping_criteria",
+    "watermarking_config",
+)
 
 
 class Assistance:
     """The candidates of one model. `close`, or the end of a `with` block, gives the model back as it was.
 
-    `client.counts` shows what the bridge has answered. `generate` calls that cannot use candidates run as before: more
-    than one prompt, beams, several return sequences, no cache or a static one, another assistant.
+    `client.counts` shows what the bridge has answered. `generate` calls that cannot use candidates, or whose text they
+    would change, run as before: more than one prompt, beams, several return sequences, no cache or a static one,
+    another assistant, stop strings, stopping criteria, logits processors of the caller, guidance, watermarks.
     """
 
     def __init__(self, model: Any, client: CandidateClient, deadline: float) -> None:
         self._model, self.client, self._deadline = model, client, deadline
         self._ids = itertools.count(1)
+        self._running: set[int] = set()
         self._generate, self._get_generator = model.generate, model._get_candidate_generator
         self._active = threading.local()
         self._lock = threading.Lock()
@@ -57,38 +68,54 @@ class Assistance:
         self.client.close()
 
     def _assisted_generate(self, inputs: Any = None, generation_config: Any = None, *args: Any, **options: Any) -> Any:
-        config = generation_config or self._model.generation_config
-        if not self._suits(inputs, config, options):
+        if args or not self._suits(inputs, generation_config, options):
             return self._generate(inputs, generation_config, *args, **options)
-        self._active.sequence = next(self._ids)
+        self._active.sequence = sequence = next(self._ids)
+        self._running.add(sequence)
         try:
             # The number only leads `generate` to its assisted mode; the candidates are the bridge's.
-            return self._generate(inputs, generation_config, *args, prompt_lookup_num_tokens=1, **options)
+            return self._generate(inputs, generation_config, **options | {"prompt_lookup_num_tokens": 1})
         finally:
-            ended, self._active.sequence = self._active.sequence, None
+            self._active.sequence = None
+            self._running.discard(sequence)
             with self._lock:
-                self.client.step([], ended=[ended], deadline=0)
+                self.client.step([], ended=[sequence], deadline=0)
 
-    def _suits(self, inputs: Any, config: Any, options: dict[str, Any]) -> bool:
-        ids = inputs if inputs is not None else options.get("input_ids")
-
-        def value(name: str) -> Any:
-            return options[name] if name in options else getattr(config, name, None)
-
+    def _suits(self, inputs: Any, generation_config: Any, options: dict[str, Any]) -> bool:
+        """Returns whether candidates can be verified in this call of `generate`, and leave its text as it is."""
+        model, ids = self._model, inputs if inputs is not None else options.get("input_ids")
         if ids is None or ids.ndim != 2 or ids.shape[0] != 1 or options.get("inputs_embeds") is not None:
             return False
-        if any(value(name) for name in _UNSUITABLE) or value("cache_implementation") not in (None, "dynamic"):
+        if getattr(model, "_is_stateful", False) or model.config.is_encoder_decoder:
             return False
-        if (value("num_beams") or 1) > 1 or (value("num_return_sequences") or 1) > 1 or value("use_cache") is False:
+        if (getattr(model, "tp_size", None) or 1) > 1:  # each process would have other candidates
             return False
-        return not (getattr(self._model, "_is_stateful", False) or self._model.config.is_encoder_decoder)
+        config, others = model._prepare_generation_config(generation_config, **options)
+        if config.get_generation_mode(others.get("assistant_model")).value not in ("greedy_search", "sample"):
+            return False
+        if any(getattr(config, name, None) or others.get(name) for name in _UNSUITABLE):
+            return False
+        if not config.use_cache or config.cache_implementation not in (None, "dynamic"):
+            return False
+        if type(others.get("past_key_values")).__name__ not in ("NoneType", "DynamicCache"):
+            return False
+        return config.num_return_sequences in (None, 1) and config.guidance_scale in (None, 1)
 
     def _candidate_generator(self, *args: Any, **options: Any) -> Any:
         sequence = getattr(self._active, "sequence", None)
         if sequence is None:
             return self._get_generator(*args, **options)
-        max_length = options["generation_config"].max_length
-        return _Generator(self.client, self._lock, sequence, self._deadline, max_length)
+        return _Generator(self, sequence, options["generation_config"].max_length)
+
+    def _step(self, step: SequenceStep, engine_seconds: float, forward_token_count: int) -> Sequence[int]:
+        """Reports a forward of a sequence, and returns candidates for the next one."""
+        with self._lock:
+            # While a call waits for a draft, no other call can report.
+            deadline = self._deadline if len(self._running) == 1 else min(self._deadline, DEFAULT_DEADLINE_SECONDS)
+            found = self.client.step(
+                [step], deadline=deadline, engine_seconds=engine_seconds, forward_token_count=forward_token_count
+            ).get(step.sequence_id)
+        return found.token_ids if found else ()
 
 
 class _Generator:
@@ -100,16 +127,15 @@ class _Generator:
 
     requires_model_outputs = False
 
-    def __init__(
-        self, client: CandidateClient, lock: threading.Lock, sequence: int, deadline: float, max_length: int
-    ) -> None:
-        self._client, self._lock, self._sequence, self._deadline = client, lock, sequence, deadline
-        self._max_length = max_length
+    def __init__(self, assistance: Assistance, sequence: int, max_length: int) -> None:
+        self._assistance, self._sequence, self._max_length = assistance, sequence, max_length
         self._ids: list[int] = []
         self._prompt_count = self._forward_count = 0
+        self._returned_at = 0.0
 
     def get_candidates(self, input_ids: Any, **_: Any) -> tuple[Any, None]:
         """Returns the ids so far with candidates after them, and no logits."""
+        began = time.monotonic()
         self._ids += input_ids[0, len(self._ids) :].tolist()
         count = len(self._ids)
         first = not self._prompt_count
@@ -121,12 +147,9 @@ class _Generator:
             # Before its first forward the model has not read the prompt, and the bridge neither.
             max_candidates=0 if first else max(self._max_length - count - 1, 0),
         )
-        with self._lock:
-            found = self._client.step([step], deadline=self._deadline, forward_token_count=self._forward_count).get(
-                self._sequence
-            )
-        ids: Sequence[int] = found.token_ids if found else ()
-        self._forward_count = len(ids) + (count if first else 1)
+        engine_seconds = began - self._returned_at if self._returned_at else 0.0
+        ids = self._assistance._step(step, engine_seconds, self._forward_count)
+        self._forward_count, self._returned_at = len(ids) + (count if first else 1), time.monotonic()
         if not ids:
             return input_ids, None
         longer = input_ids.new_empty((1, count + len(ids)))

@@ -1,0 +1,234 @@
+"""The adapter for transformers with a real model and a bridge that is told what to propose."""
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from scipy.stats import chisquare
+
+from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, Candidates, SequenceStep
+from draftbridge.guests.transformers import Assistance
+
+# Two ids, so that candidates are right now and then.
+PAIR = (14, 15)
+NARROW = {"sequence_bias": [[[id_], 100.0] for id_ in PAIR]}
+PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown"
+
+
+class ToldClient:
+    """Proposes what continues `text`, or always `guess`, in place of a `CandidateClient`."""
+
+    def __init__(self, text: Sequence[int] = (), guess: Sequence[int] = (), width: int = 7) -> None:
+        self._text, self._guess, self._width = text, guess, width
+        self.steps: list[SequenceStep] = []
+        self.engine_seconds: list[float] = []
+        self.deadlines: list[float] = []
+        self.ended: list[int] = []
+        self.proposed_count = 0
+
+    def step(
+        self,
+        sequences: Sequence[SequenceStep],
+        *,
+        ended: Sequence[int] = (),
+        deadline: float,
+        engine_seconds: float = 0.0,
+        forward_token_count: int = 0,
+    ) -> dict[int, Candidates]:
+        self.ended += ended
+        if not sequences:
+            return {}
+        (one,) = sequences
+        self.steps.append(one)
+        self.engine_seconds.append(engine_seconds)
+        self.deadlines.append(deadline)
+        ids = tuple(self._guess or self._text[len(one.token_ids) :])[: min(self._width, one.max_candidates or 0)]
+        self.proposed_count += len(ids)
+        return {one.sequence_id: Candidates(ids, ("suffix",) * len(ids))} if ids else {}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_models: tuple[Path, Path]) -> tuple[Any, Any]:
+    directory = tiny_models[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    return model, transformers.AutoTokenizer.from_pretrained(directory)
+
+
+def generated(loaded: tuple[Any, Any], **options: Any) -> list[int]:
+    model, tokenizer = loaded
+    inputs = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    ids: list[int] = model.generate(**inputs, **{"max_new_tokens": 40, "do_sample": False} | options)[0].tolist()
+    return ids
+
+
+def assisted(model: Any, client: Any, deadline: float = 0.25) -> Assistance:
+    return Assistance(model, client, deadline)
+
+
+def test_right_candidates_save_forwards(loaded: tuple[Any, Any]) -> None:
+    plain = generated(loaded, **NARROW)
+    forwards: list[int] = []
+    hook = loaded[0].register_forward_hook(lambda *_: forwards.append(1))
+    with assisted(loaded[0], client := ToldClient(plain)):
+        assert generated(loaded, **NARROW) == plain
+    hook.remove()
+    assert len(forwards) == 1 + 5  # the prompt, and 39 tokens of which each forward has 8
+    assert client.ended == [1]
+    assert client.engine_seconds[0] == 0 and all(client.engine_seconds[1:]), "times are those of a call's own forwards"
+
+
+def test_sampling_is_lossless(loaded: tuple[Any, Any]) -> None:
+    """No logits are returned, so each token is drawn from the model's own distribution, with or without candidates."""
+    model, tokenizer = loaded
+    count, runs, temperature = 5, 500, 3.0  # at which both ids are likely everywhere
+    options = {"do_sample": True, "top_k": 0, "temperature": temperature, "max_new_tokens": count, **NARROW}
+    torch.manual_seed(1)
+    with assisted(model, client := ToldClient(guess=(14, 14, 15, 14))):
+        drawn = Counter(tuple(generated(loaded, **options)[-count:]) for _ in range(runs))
+    assert client.proposed_count > 2 * runs
+    prompt = tokenizer(PROMPT)["input_ids"]
+    texts = list(product(PAIR, repeat=count))
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *text] for text in texts])).logits[:, -count - 1 : -1]
+    chances = torch.softmax(logits[:, :, PAIR].double() / temperature, -1)
+    right = torch.tensor([[PAIR.index(id_) for id_ in text] for text in texts])
+    expected = runs * chances.gather(2, right[:, :, None])[:, :, 0].prod(1)
+    frequent = [place for place, value in enumerate(expected.tolist()) if value >= 5]
+    assert len(frequent) > 15 and drawn.total() == sum(drawn[text] for text in texts)
+    found = [drawn[texts[place]] for place in frequent]
+    rest, expected_rest = runs - sum(found), runs - float(expected[frequent].sum())
+    result = chisquare([*found, rest], [*expected[frequent].tolist(), expected_rest])
+    assert result.pvalue > 0.001, (found, expected[frequent])
+
+
+def _stop(word: int) -> Any:
+    """Returns a criterion that ends a text after an id."""
+    return transformers.StoppingCriteriaList([lambda ids, scores, **_: torch.tensor([bool(ids[0, -1] == word)])])
+
+
+class _Alternating(transformers.LogitsProcessor):
+    """Allows one of two ids in turn, as a grammar that advances with each call does."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._calls += 1
+        scores[:, PAIR[self._calls % 2]] += 1000
+        return scores
+
+
+def _options(name: str, loaded: tuple[Any, Any]) -> dict[str, Any]:
+    model, tokenizer = loaded
+    plain = generated(loaded)
+    middle = plain[-20]
+    return {
+        "stop strings": {"stop_strings": tokenizer.decode([middle]), "tokenizer": tokenizer},
+        "stop strings of a configuration": {
+            "generation_config": transformers.GenerationConfig(
+                max_new_tokens=40, do_sample=False, stop_strings=tokenizer.decode([middle])
+            ),
+            "tokenizer": tokenizer,
+        },
+        "stopping criteria": {"stopping_criteria": _stop(middle)},
+        "processors": {"logits_processor": transformers.LogitsProcessorList([_Alternating()])},
+        "guidance": {"guidance_scale": 1.5},
+        "watermark": {"watermarking_config": transformers.WatermarkingConfig()},
+        "static cache": {"past_key_values": transformers.StaticCache(model.config, max_cache_len=200)},
+        "static cache by name": {"cache_implementation": "static"},
+        "lookup": {"prompt_lookup_num_tokens": 3},
+        "beams": {"num_beams": 2},
+        "beams by default": {},
+        "no cache": {"use_cache": False},
+        "several sequences": {"num_return_sequences": 2, "do_sample": True},
+        "tensor parallel": {},
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stop strings", "stop strings of a configuration", "stopping criteria", "processors", "guidance", "watermark",
+        "static cache", "static cache by name", "lookup", "beams", "beams by default", "no cache", "several sequences",
+        "tensor parallel",
+    ],
+)  # fmt: skip
+def test_what_cannot_be_assisted_runs_as_before(
+    loaded: tuple[Any, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = loaded
+    if name == "tensor parallel":
+        monkeypatch.setattr(model, "_tp_size", 2)
+    if name == "beams by default":
+        monkeypatch.setattr(model.generation_config, "num_beams", 2)
+    truth = generated(loaded)
+    torch.manual_seed(0)
+    plain = generated(loaded, **_options(name, loaded))
+    with assisted(model, client := ToldClient(truth)):
+        options = _options(name, loaded)
+        client.steps.clear()
+        torch.manual_seed(0)
+        assert generated(loaded, **options) == plain
+        assert not client.steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_lookup_num_tokens": None},
+        {"past_key_values": "dynamic"},
+        {"guidance_scale": 1.0, "num_beams": 1, "stopping_criteria": None},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    ],
+)
+def test_harmless_options_are_assisted(loaded: tuple[Any, Any], options: dict[str, Any]) -> None:
+    def own() -> dict[str, Any]:
+        cache = {"past_key_values": transformers.DynamicCache()} if "past_key_values" in options else {}
+        return options | cache
+
+    plain = generated(loaded, **own())
+    with assisted(loaded[0], client := ToldClient(plain)):
+        assert generated(loaded, **own()) == plain
+    assert client.proposed_count > 20
+
+
+def test_a_hybrid_cache_by_default_is_a_dynamic_one(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configurations of Gemma name it; transformers ignores it."""
+    monkeypatch.setattr(loaded[0].generation_config, "cache_implementation", "hybrid")
+    plain = generated(loaded)
+    with assisted(loaded[0], client := ToldClient(plain)):
+        assert generated(loaded) == plain
+    assert client.proposed_count > 20
+
+
+def test_calls_in_several_threads_do_not_wait_for_a_draft(loaded: tuple[Any, Any]) -> None:
+    plain = generated(loaded)
+    client, started = ToldClient(plain), threading.Barrier(2)
+
+    def run() -> None:
+        assert generated(loaded, prefix_allowed_tokens_fn=together) == plain
+
+    def together(_: int, ids: torch.Tensor) -> list[int]:
+        if len(ids) == len(plain) - 40:
+            started.wait(20)
+        return list(range(loaded[0].config.vocab_size))
+
+    with assisted(loaded[0], client):
+        threads = [threading.Thread(target=run) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert sorted(client.ended) == [1, 2]
+    by_call = {id_: [step for step in client.steps if step.sequence_id == id_] for id_ in (1, 2)}
+    assert all(len(steps) == 6 for steps in by_call.values())
+    assert DEFAULT_DEADLINE_SECONDS in client.deadlines
