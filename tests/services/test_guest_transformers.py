@@ -2,7 +2,6 @@
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,48 +11,14 @@ import torch
 import transformers
 from scipy.stats import chisquare
 
-from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, Candidates, SequenceStep
+from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS
 from draftbridge.guests.transformers import Assistance
+from tests.support.guests import ToldClient
 
 # Two ids, so that candidates are right now and then.
 PAIR = (14, 15)
 NARROW = {"sequence_bias": [[[id_], 100.0] for id_ in PAIR]}
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown"
-
-
-class ToldClient:
-    """Proposes what continues `text`, or always `guess`, in place of a `CandidateClient`."""
-
-    def __init__(self, text: Sequence[int] = (), guess: Sequence[int] = (), width: int = 7) -> None:
-        self._text, self._guess, self._width = text, guess, width
-        self.steps: list[SequenceStep] = []
-        self.engine_seconds: list[float] = []
-        self.deadlines: list[float] = []
-        self.ended: list[int] = []
-        self.proposed_count = 0
-
-    def step(
-        self,
-        sequences: Sequence[SequenceStep],
-        *,
-        ended: Sequence[int] = (),
-        deadline: float,
-        engine_seconds: float = 0.0,
-        forward_token_count: int = 0,
-    ) -> dict[int, Candidates]:
-        self.ended += ended
-        if not sequences:
-            return {}
-        (one,) = sequences
-        self.steps.append(one)
-        self.engine_seconds.append(engine_seconds)
-        self.deadlines.append(deadline)
-        ids = tuple(self._guess or self._text[len(one.token_ids) :])[: min(self._width, one.max_candidates or 0)]
-        self.proposed_count += len(ids)
-        return {one.sequence_id: Candidates(ids, ("suffix",) * len(ids))} if ids else {}
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")

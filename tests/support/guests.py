@@ -1,4 +1,4 @@
-"""A bridge for guests in a thread of this process, perhaps with a draft, and an engine that recites a text."""
+"""Stand-ins for tests of guests: a bridge in a thread, an engine that recites a text, a client without a bridge."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.reciting import load
-from draftbridge.candidates import CandidateClient, SequenceStep
+from draftbridge.candidates import CandidateClient, Candidates, SequenceStep
 from draftbridge.v1 import candidate_pb2_grpc, model_pb2
 from services.bridge.guests import CandidateServicer, GuestLimits
 from services.bridge.zoo import Zoo
@@ -151,3 +151,39 @@ def recite(client: CandidateClient, *engines: Reciter, deadline: float = 1.0, fo
         for one in live:
             got = found.get(one.sequence_id)
             one.forward(got.token_ids if got else (), got.sources if got else ())
+
+
+class ToldClient:
+    """Proposes what continues a sequence in `text`, or always `guess`, in place of a `CandidateClient`."""
+
+    def __init__(self, text: Sequence[int] = (), guess: Sequence[int] = (), width: int = 7) -> None:
+        self._text, self._guess, self._width = text, guess, width
+        self.steps: list[SequenceStep] = []
+        self.engine_seconds: list[float] = []
+        self.deadlines: list[float] = []
+        self.ended: list[int] = []
+        self.proposed_count = 0
+
+    def step(
+        self,
+        sequences: Sequence[SequenceStep],
+        *,
+        ended: Sequence[int] = (),
+        deadline: float,
+        engine_seconds: float = 0.0,
+        forward_token_count: int = 0,
+    ) -> dict[int, Candidates]:
+        self.ended += ended
+        if not sequences:
+            return {}
+        (one,) = sequences
+        self.steps.append(one)
+        self.engine_seconds.append(engine_seconds)
+        self.deadlines.append(deadline)
+        limit = self._width if one.max_candidates is None else min(self._width, one.max_candidates)
+        ids = tuple(self._guess or self._text[len(one.token_ids) :])[:limit]
+        self.proposed_count += len(ids)
+        return {one.sequence_id: Candidates(ids, ("suffix",) * len(ids))} if ids else {}
+
+    def close(self) -> None:
+        pass
