@@ -1,7 +1,6 @@
 """Defines a user's request, checks it before anything runs, and renders its prompt in a model's tokens."""
 
 import json
-import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,6 @@ from bridge.text.vocabulary import Rendering
 
 MAX_STOP_STRINGS = 64
 MAX_TENANT_LENGTH = 256
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -45,8 +43,11 @@ def check(request: Request) -> None:
     texts = [request.input] if isinstance(request.input, str) else []
     if isinstance(request.input, Chat):
         texts = [text for one in request.input.messages for text in (one.role, one.content)]
-    if any(_SURROGATE.search(text) for text in texts):
-        raise InvalidField("the prompt", "Unicode text", "a lone surrogate")
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError:
+        raise InvalidField("the prompt", "Unicode text", "a lone surrogate") from None
     max_tokens, min_tokens = request.max_tokens, request.sampling.min_tokens
     if max_tokens is not None and max_tokens < 1:
         raise InvalidField("max_tokens", "at least 1", max_tokens)

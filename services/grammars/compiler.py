@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar, GrammarKind
 from services.grammars.lark import check_lark, check_terminals
-from services.grammars.schema import UnsupportedPart, check_schema, refused_part
+from services.grammars.schema import UnsupportedPart, check_parts, check_schema, encode_references, refused_part
 
 # JSON is written on one line, like most JSON in training data. So nearly all of it except the values is forced.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -58,21 +58,26 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 
 def check_satisfiable(tokenizer: LLTokenizer, grammar: Grammar) -> None:
-    """Raises `InvalidGrammar` for a part of a compiled Lark grammar that no text matches, wherever it is.
+    """Raises `InvalidGrammar` for a part of a compiled grammar that no text matches, wherever it is.
 
-    In other grammars the library finds such parts.
+    In regular expressions and choices the library finds such parts.
     """
 
-    def is_empty(lark: str) -> bool:
-        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0, limits=_LIMITS)
-        matcher.compute_bitmask()
+    def is_empty(source: str, begin: bytes = b"") -> bool:
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
+        if matcher.try_consume_tokens(list(begin)) == len(begin):
+            matcher.compute_bitmask()
         return "NoExtension" in matcher.get_error()
 
-    if grammar.kind is GrammarKind.LARK:
-        try:
-            check_terminals(grammar.text, is_empty)
-        except UnsupportedPart as error:
-            raise invalid(grammar, f"cannot be satisfied {error}") from None
+    try:
+        if grammar.kind is GrammarKind.LARK:
+            check_terminals(grammar.text, lambda lark: is_empty(LLMatcher.grammar_from_lark(lark)))
+        elif grammar.kind is GrammarKind.JSON_SCHEMA:
+            # Otherwise white space may follow without an end.
+            style = {"x-guidance": _JSON_STYLE}
+            check_parts(json.loads(grammar.text), lambda schema: is_empty(_lark_of(schema | style), b"{"))
+    except UnsupportedPart as error:
+        raise invalid(grammar, f"cannot be satisfied {error}") from None
 
 
 def _refused_at(tokenizer: LLTokenizer, grammar: Grammar, reason: str) -> InvalidGrammar:
@@ -126,6 +131,7 @@ def _source(grammar: Grammar) -> str:
             check_schema(json.loads(schema))  # the library's copy has rounded large integers
             value = json.loads(source)["grammars"][0]["json_schema"]
             value.pop("$schema", None)  # under older ones, the library ignores some keywords
+            encode_references(value)
             return _lark_of(value)
     return LLMatcher.grammar_from_lark(lark + _UNFORCED)
 

@@ -1,20 +1,26 @@
 """Measures the memory of a text's automaton, of which the library bounds the states but not the bytes."""
 
+import sys
 from contextlib import suppress
 from mmap import PAGESIZE
 
 
 def resident_bytes() -> int:
-    """Returns the memory of this process; 0 where the system does not tell it in /proc."""
+    """Returns the memory of this process; without /proc its highest so far, and 0 on Windows."""
     with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as file:
         return int(file.read().split()[1]) * PAGESIZE
+    with suppress(ImportError):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return 0
 
 
 class Growth:
     """Adds up by how much the process grows within `with` blocks.
 
-    What other threads take and return meanwhile counts, too. Blocks are short, so that it is little.
+    What other threads take and return meanwhile counts, too. Blocks are short, so that it is little. Where only the
+    highest memory is known, the process still cannot exceed it by more than the limit.
     """
 
     def __init__(self, limit: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from time import thread_time
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 _TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 _FORMATS = frozenset(
@@ -93,10 +93,7 @@ def refused_part(schema: Any, refusal: Callable[[Any], str]) -> tuple[str, str]:
     `refusal` returns the reason for which a schema is refused, "" if it is not. It is asked for some tenths of a
     second; then the part found last contains the innermost one.
     """
-    root, parts = deepcopy(schema), dict(_parts(schema, "#"))
-    for _, part in list(_parts(root, "#")):
-        if isinstance(part, dict) and isinstance(part.get("$ref"), str):
-            part["$ref"] = _moved(part["$ref"])
+    root, parts = _as_definition(schema), dict(_parts(schema, "#"))
     path, reason, end = "#", refusal(schema), thread_time() + _FINDING_SECONDS
     kind, found = _kind(reason), {path}
 
@@ -119,6 +116,38 @@ def refused_part(schema: Any, refusal: Callable[[Any], str]) -> tuple[str, str]:
     return path, reason
 
 
+def check_parts(schema: Any, is_empty: Callable[[Any], bool]) -> None:
+    """Raises `UnsupportedPart` for a part whose `minProperties` no object satisfies.
+
+    `is_empty` returns whether no text matches a schema. It is asked for some tenths of a second.
+    """
+    parts = list(_parts(schema, "#"))
+    if not any(isinstance(part, dict) and "minProperties" in part for _, part in parts):
+        return  # the library finds other such parts
+    root, end = _as_definition(schema), thread_time() + _FINDING_SECONDS
+    for path, part in parts:
+        if thread_time() >= end:
+            break
+        if isinstance(part, dict) and is_empty({"$defs": {"root": root}, "$ref": _moved(path)}):
+            raise UnsupportedPart(f"at {path}: no text matches it")
+
+
+def _as_definition(schema: Any) -> Any:
+    """Returns the schema with the references that it needs as a definition of another schema: see `_moved`."""
+    root = deepcopy(schema)
+    for _, part in list(_parts(root, "#")):
+        if isinstance(part, dict) and isinstance(part.get("$ref"), str):
+            part["$ref"] = _moved(unquote(part["$ref"]))
+    return root
+
+
+def encode_references(schema: Any) -> None:
+    """Changes the references in a schema to URIs in ASCII: the library reads no others."""
+    for _, part in list(_parts(schema, "#")):
+        if isinstance(part, dict) and "$ref" in part:
+            part["$ref"] = _reference(unquote(part["$ref"]))
+
+
 def _inner(path: str, parts: dict[str, Any]) -> list[str]:
     """Returns the pointers of the parts directly within a part, those that it requires first, and of its `$ref`."""
     part = parts[path]
@@ -136,7 +165,11 @@ def _kind(reason: str) -> str:
 
 
 def _moved(path: str) -> str:
-    return path.replace("#", "#/$defs/root", 1)
+    return _reference(path.replace("#", "#/$defs/root", 1))
+
+
+def _reference(path: str) -> str:
+    return "#" + quote(path[1:], safe="/~$")
 
 
 def _check_top(schema: dict[str, Any], embedded: bool) -> None:
@@ -170,7 +203,7 @@ def _check_exclusive_bounds(parts: dict[str, Any]) -> None:
 
     for path, part in found:  # these apply to the same number
         same = [f"{path}/{key}/{place}" for key in _SAME_VALUE for place in range(len(part.get(key, [])))]
-        for one in (*same, unquote(part.get("$ref", path))):
+        for one in (*same, unquote(part["$ref"]) if "$ref" in part else path):
             group[first(one)] = first(path)
     limits: dict[str, list[tuple[str, float]]] = {}
     for path, part in found:

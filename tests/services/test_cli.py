@@ -71,6 +71,8 @@ def test_generate_demands_a_form(tiny_fleet: Fleet, tmp_path: Path) -> None:
     lark.write_text('start: "<" /[a-c]{2}/ ">"')
     at = ("generate", "hello", "--server", tiny_fleet.bridge, "--max-tokens", "30")
     forms = {
+        ("--regex", "[0-9]{3}-[a-c]"): r"[0-9]{3}-[a-c]\n",
+        ("--json-object",): r'\{("[^\n]*|\})\n',
         ("--json-schema", str(schema)): r'("öl"|12)\n',
         ("--choice", "yes", "--choice", "no"): r"(yes|no)\n",
         ("--grammar", str(lark)): r"<[a-c]{2}>\n",

@@ -11,6 +11,7 @@ from contextlib import closing
 from itertools import count
 from threading import Event
 from time import process_time
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,6 +20,7 @@ from bridge.sampling.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
+from services.grammars.growth import resident_bytes
 from services.grammars.store import TokenGrammars
 from services.grammars.trial import GrammarTrial, grammar_busy, try_grammar
 from tests.support import grammars as support
@@ -287,6 +289,12 @@ def test_the_memory_of_a_text_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(7):
         byte_matcher.commit(b"abc")
     assert byte_matcher.forced(b"a", 512) == (b"", False) and byte_matcher.accepted(b"", b"x") == (1, True)
+
+
+def test_memory_is_measured_also_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = resident_bytes()
+    monkeypatch.setattr("services.grammars.growth.open", Mock(side_effect=FileNotFoundError), raising=False)
+    assert 1 << 20 < 0.8 * present < resident_bytes() < 1 << 40  # the highest so far
 
 
 async def test_a_grammar_is_tried_once_and_an_error_kept() -> None:

@@ -1,0 +1,161 @@
+"""JSON schemas: what is generated satisfies them, and is the target's own text, or they are refused at once."""
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.errors import InvalidGrammar
+from bridge.planning.planner import Mode
+from bridge.ports import FinishReason
+from services.grammars.trial import try_grammar
+from tests.services.test_grammars import alone, follow, together
+from tests.support import grammars as support
+from tests.support import tiny
+from tests.support.depth import examples
+
+NAMES = ("a", "é", 'b"c', "$ref", "the")
+MAX_TOKENS = 60
+VALUES = st.sampled_from([None, True, 0, -7, 1.5, "", "the\n", 'ö"l\\', "🎉", [1, "a"], {"a": {"é": []}}])
+# Unsupported in this form, but for one that an annotation makes harmless.
+REFUSED: list[dict[str, Any]] = [
+    {"not": {"type": "string"}}, {"type": "array", "uniqueItems": True}, {"if": {}, "then": {}}, {"maxlength": 1},
+    {"type": "object", "dependentRequired": {}}, {"type": "array", "contains": {}}, {"propertyNames": {}},
+]  # fmt: skip
+
+
+def _ranges(low: str, high: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional={low: values, high: values})
+
+
+def _merged(*parts: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.tuples(*parts).map(lambda found: {key: value for one in found for key, value in one.items()})
+
+
+def _of(type_: str) -> st.SearchStrategy[dict[str, Any]]:
+    return st.just({"type": type_})
+
+
+BOUNDS = st.one_of(
+    _ranges("minimum", "maximum", st.integers(-200, 200)),
+    _ranges("exclusiveMinimum", "exclusiveMaximum", st.integers(-200, 200)),
+    _ranges("minimum", "exclusiveMaximum", st.sampled_from([-1.5, -0.1, 0, 0.25, 1, 2.5, 100])),
+)
+SCALARS = st.one_of(
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": ["integer", "null"], "maximum": 5}]),
+    _merged(_of("integer"), BOUNDS, st.sampled_from([{}, {"multipleOf": 3}])),
+    _merged(_of("number"), BOUNDS, st.sampled_from([{}, {"multipleOf": 0.25}])),
+    _merged(_of("string"), _ranges("minLength", "maxLength", st.integers(0, 6))),
+    st.sampled_from(["^[a-c]{2,3}$", "é|🎉", "^$", "^\\d+\\.\\d$", "a"]).map(
+        lambda pattern: {"type": "string", "pattern": pattern, "maxLength": 5}
+    ),
+    st.sampled_from(["ipv4", "uuid"]).map(lambda name: {"type": "string", "format": name}),
+    st.lists(VALUES, min_size=1, max_size=4).map(lambda values: {"enum": values}),
+    VALUES.map(lambda value: {"const": value, "title": "a value"}),
+)
+
+
+def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    lists = st.lists(inner, min_size=1, max_size=3)
+    properties = st.dictionaries(st.sampled_from(NAMES), inner, min_size=1, max_size=3)
+    listed = st.tuples(properties, st.sets(st.sampled_from(NAMES)), st.sampled_from([{}, {"minProperties": 1}])).map(
+        lambda found: {
+            "type": "object",
+            "properties": found[0],
+            "required": sorted(found[1] & found[0].keys()),
+            "additionalProperties": False,
+            **found[2],
+        }
+    )
+    free = st.tuples(st.sampled_from(["^[a-c]{1,2}$", "^é", "^[^\\s\\S]"]), inner, st.integers(0, 1)).map(
+        lambda found: {
+            "type": "object",
+            "patternProperties": {found[0]: found[1]},
+            "additionalProperties": False,
+            "minProperties": found[2],
+            "maxProperties": 2,
+        }
+    )
+    arrays = _merged(
+        _of("array"), inner.map(lambda one: {"items": one}), _ranges("minItems", "maxItems", st.integers(0, 3))
+    )
+    tuples = lists.map(lambda found: {"type": "array", "prefixItems": found, "items": False, "minItems": len(found)})
+    choices = st.tuples(st.sampled_from(["anyOf", "oneOf", "allOf"]), lists).map(lambda found: {found[0]: found[1]})
+    recursive = inner.map(lambda one: {"type": "array", "items": {"anyOf": [one, {"$ref": "#"}]}, "maxItems": 2})
+    return st.one_of(listed, listed, free, arrays, tuples, choices, recursive)
+
+
+SCHEMAS = st.recursive(SCALARS, _containers, max_leaves=5)
+
+NO_NAME = {
+    "type": "object",
+    "patternProperties": {r"[^\s\S]": {"type": "integer"}},
+    "additionalProperties": False,
+    "minProperties": 1,
+}
+# More bytes than a trial follows.
+LATE = {"type": "string", "pattern": "^[xy]{99}$"}
+EMPTY = [
+    ({"properties": {"a": LATE, "é": NO_NAME}, "required": ["a", "é"]}, "#/properties/é"),
+    ({"properties": {"b%41": {"allOf": [NO_NAME | {"minProperties": 0}, {"minProperties": 1}]}}}, "#/properties/b%41"),
+    ({"prefixItems": [LATE, {"$ref": "#/$defs/m"}], "$defs": {"m": NO_NAME}}, "#/prefixItems/1"),
+    ({"x-guidance": {"whitespace_flexible": True}, **NO_NAME}, "#"),
+]
+
+
+@settings(max_examples=examples(60))
+@given(
+    schema=SCHEMAS,
+    kind=st.sampled_from(tiny.EXACT_KINDS),
+    draft_kind=st.sampled_from([None, *tiny.KINDS]),
+    mode=st.sampled_from(list(Mode)),
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 3),
+)
+def test_a_text_satisfies_its_schema_or_the_schema_is_refused_at_once(
+    schema: dict[str, Any], kind: str, draft_kind: str | None, mode: Mode, temperature: float, seed: int
+) -> None:
+    grammar = support.schema(schema)
+    try:
+        try_grammar(grammar)
+    except InvalidGrammar as error:
+        assert str(error).startswith("sampling.json_schema cannot be ")
+        return
+    expected = alone(kind, grammar, temperature, seed, MAX_TOKENS)
+    text, ids, finished = asyncio.run(together(kind, draft_kind, grammar, mode, temperature, seed, MAX_TOKENS))
+    assert ids == expected
+    if finished.finish_reason is FinishReason.STOP:
+        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+        jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("part", REFUSED, ids=lambda part: "-".join(part))
+@settings(max_examples=examples(4))
+@given(inner=SCALARS)
+def test_a_schema_with_an_unsupported_keyword_is_refused_by_its_name(
+    part: dict[str, Any], inner: dict[str, Any]
+) -> None:
+    keyword = list(part)[-1] if "then" not in part else "if"
+    schema = {"type": "object", "properties": {"a": inner, "b/c": {"items": part}}}
+    with pytest.raises(InvalidGrammar, match=rf'at #/properties/b~1c/items: the keyword "{keyword}" is not supported'):
+        try_grammar(support.schema(schema))
+
+
+@pytest.mark.parametrize(("schema", "place"), EMPTY)
+def test_an_object_without_a_possible_property_is_refused_wherever_it_is(schema: dict[str, Any], place: str) -> None:
+    message = rf"cannot be satisfied at {re.escape(place)}: no text matches it"
+    with pytest.raises(InvalidGrammar, match=message):
+        try_grammar(support.schema(schema))
+
+
+def test_names_and_references_may_have_any_characters() -> None:
+    with pytest.raises(InvalidGrammar, match=r"at #/properties/ö %41 \"#/items: .*unclosed group"):
+        try_grammar(support.schema({"properties": {'ö %41 "#': {"items": {"pattern": "("}}}}))
+    for reference in ("#/$defs/ö ß", "#/$defs/%C3%B6%20%C3%9F"):
+        matcher = follow(support.schema({"$ref": reference, "$defs": {"ö ß": {"const": [1]}}}))
+        assert matcher.forced(b"", 9) == (b"[1]", True)
