@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from services.grammars.schema import UnsupportedPart, check_schema
 
@@ -33,7 +34,7 @@ _Rules = dict[str, tuple[str, list[_Token]]]
 def check_lark(text: str) -> None:
     """Raises `UnsupportedPart` for a construct that is not supported, or a rule whose text never ends."""
     tokens = list(_tokens(text))
-    for one, following in zip(tokens, [*tokens[1:], None], strict=True):
+    for one, following in zip_longest(tokens, tokens[1:]):
         refused = ""
         if one.kind == "special":
             refused = "tokens by name or number differ between models: leave it out"

@@ -187,6 +187,8 @@ class _Door:
         # Other types can be sent by any web page without the browser asking this server first.
         if content_type.strip().lower() != "application/json":
             raise HTTPException(415, "send the body as application/json, with that Content-Type")
+        if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+            raise HTTPException(415, "send the body uncompressed, without Content-Encoding")
         limits, body, counted = self.limits, bytearray(), 0
         budget = max(_MAX_ARRIVING_BYTES, 2 * limits.body_bytes)
         too_large = HTTPException(413, f"the body may have at most {limits.body_bytes} bytes: shorten the prompt")

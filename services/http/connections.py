@@ -187,7 +187,9 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Ends the connection, with an error in OpenAI's form unless an earlier answer is being written."""
-        if not self.transport.is_closing() and all(one.response_complete for one in self._unanswered):
+        waiting = [one for one in self._unanswered if not one.response_complete]
+        arriving = self._expects_body and waiting == [self.cycle] and not self.cycle.response_started
+        if not self.transport.is_closing() and (arriving or not waiting):
             answer = errors.answer_to_http_error(HTTPException(status, message, {"connection": "close"}))
             head = b"".join(b"%s: %s\r\n" % header for header in answer.raw_headers)
             self.transport.write(STATUS_LINE[status] + head + b"\r\n" + bytes(answer.body))

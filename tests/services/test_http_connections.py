@@ -58,9 +58,14 @@ async def test_an_offer_of_http_2_is_ignored(tiny_fleet: Fleet, cut: int | None)
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),  # the beginning of a TLS handshake
         (b"GET / HTTP/1.1\r\nno header\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\nno size\r\n",
+            400,
+        ),
         (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * (11 << 10), 431),
     ],
-    ids=["TLS", "header", "HTTP/2", "large"],
+    ids=["TLS", "header", "HTTP/2", "chunk", "large"],
 )
 async def test_what_is_not_a_request_has_an_error_of_openai_s_form(tiny_fleet: Fleet, sent: bytes, status: int) -> None:
     async with door(tiny_fleet) as (url, _):

@@ -5,6 +5,7 @@ import json
 import resource
 import socket
 import time
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -121,6 +122,9 @@ def test_a_body_with_a_million_mistakes_or_prompts_costs_little(tiny_fleet: Flee
 def test_a_body_of_another_type_is_415(tiny_fleet: Fleet) -> None:
     answer = httpx.post(f"{tiny_fleet.http}/v1/completions", content=b"{}", headers={"content-type": "text/plain"})
     assert answer.status_code == 415 and "application/json" in answer.json()["error"]["message"]
+    url = f"{tiny_fleet.http}/v1/completions"
+    answer = httpx.post(url, content=zlib.compress(b"{}"), headers=JSON | {"content-encoding": "deflate"})
+    assert answer.status_code == 415 and "uncompressed" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("chunked", [True, False])

@@ -112,6 +112,7 @@ BAD = [
     (GrammarKind.REGEX, "(?=a)b", r"look-around"),
     (GrammarKind.REGEX, "(" * 5000 + ")" * 5000, r"cannot be used"),
     (GrammarKind.REGEX, r"[^\s\S]", r"no text matches it"),
+    (GrammarKind.LARK, "", r"cannot be used: no start rule"),
     (GrammarKind.LARK, "start: foo", r'at 1\(8\): unknown name: "foo"'),
     (GrammarKind.LARK, 'start: "a" start', r"at 1\(1\): no text matches start"),
     (GrammarKind.LARK, "// x: y\nstart: /[ab]/ x\n?x[lazy]: (start | x)+", r"at 2\(1\): no text matches start"),

@@ -127,6 +127,19 @@ def check_that_every_mode_says_the_same(engine: str, *, target_options: tuple[st
             )
             assert {result.token_ids for result in results} == {alone.token_ids}
             assert results[0].finished.speculation.num_accepted_tokens > 0
+            # A grammar is obeyed on every engine.
+            forms = [
+                client.generate(
+                    "The planets are",
+                    temperature=temperature,
+                    seed=2,
+                    speculation=mode,
+                    choice=["Xq7 and y", "Xq8 or z"],
+                )
+                for mode in ("off", others[0])
+            ]
+            assert forms[0].text in ("Xq7 and y", "Xq8 or z")
+            assert forms[0].token_ids == forms[1].token_ids
 
 
 class EngineContract:
