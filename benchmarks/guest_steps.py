@@ -1,25 +1,38 @@
-"""Measures what a step of a guest costs: the time that `CandidateClient.step` takes, with one and many sequences.
+"""Measures what a step of a guest costs, and what its candidates gain, by the distance between engine and bridge.
 
     python -m benchmarks.guest_steps --tokenizer tokenizer.json [--text FILE ...] [--sequences 1 64] [--json FILE]
+    python -m benchmarks.guest_steps --tokenizer tokenizer.json --draft-tokenizer DRAFT.json --sequences 1
+        --round-trip-ms 0 1 5 20 --deadline-ms 2 50
 
-A bridge without models runs in its own process. The engine recites parts of the texts, by default the documentation of
-this repository, and pauses `--forward-ms` between steps as its forward would take. Sequences begin with a prompt of
-`--prompt` tokens. A step includes messages both ways, prompt lookup, translation and planning; the first `--warm` steps
-of each number of sequences are left out. "in time" counts the answers within the deadline of 2 ms by default.
+The bridge is a process. The engine recites parts of the texts, by default the documentation of this repository, and
+pauses `--forward-ms` between steps as its forward would take, whatever the number of candidates. Sequences begin with a
+prompt of `--prompt` tokens. A step is a call of `CandidateClient.step`: messages both ways, prompt lookup, translation
+and planning, and waiting for a draft. The first `--warm` steps of each number of sequences are left out.
+
+With `--draft-tokenizer`, a draft service recites the text without computing, right with probability `--acceptance`;
+without it there is prompt lookup alone. "round trip": milliseconds that a proxy puts between engine and bridge; 0:
+without the proxy. "missed": deadlines that passed while the engine waited; after three in a row the client does not
+wait until an answer is in time. "speed": tokens per second relative to the engine alone.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
+from benchmarks.delay import DelayProxy
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.candidates import CandidateClient, SequenceStep
 from draftbridge.v1 import model_pb2
 from services.cli.processes import launched
 
 _TEXTS = sorted(Path("docs").rglob("*.md"))
+_IDS = itertools.count(1)
 
 
 class _Sequence:
@@ -42,19 +55,26 @@ class _Sequence:
         self.ids += [truth[(count + place) % len(truth)] for place in range(right + 1)]
 
 
+def speed(accepted_count: int, step_ms: Sequence[float], forward_ms: float) -> float:
+    """Returns the tokens per second of a sequence relative to one token for each forward and no steps."""
+    return (len(step_ms) + accepted_count) * forward_ms / (sum(step_ms) + len(step_ms) * forward_ms)
+
+
 def measure(
-    client: CandidateClient, truth: list[int], count: int, options: argparse.Namespace
+    client: CandidateClient, truth: list[int], count: int, deadline_ms: float, options: argparse.Namespace
 ) -> dict[str, float | int]:
     """Returns the times of steps with `count` sequences, in milliseconds."""
     stride = max(len(truth) // count, 1)
     sequences = [
-        _Sequence(count * 1000 + index, truth[index * stride :] + truth[: index * stride], options.prompt)
+        _Sequence(next(_IDS), truth[index * stride :] + truth[: index * stride], options.prompt)
         for index in range(count)
     ]
-    times, late = [], 0
+    times, late, warm_accepted = [], 0, 0
     for number in range(options.warm + options.steps):
+        if number == options.warm:
+            warm_accepted = sum(one.accepted for one in sequences)
         before, began = client.counts.late_count, time.perf_counter()
-        found = client.step([one.step() for one in sequences], deadline=options.deadline_ms / 1000)
+        found = client.step([one.step() for one in sequences], deadline=deadline_ms / 1000)
         if number >= options.warm:
             times.append(1000 * (time.perf_counter() - began))
             late += client.counts.late_count - before
@@ -62,15 +82,43 @@ def measure(
             one.forward(found[one.id].token_ids if one.id in found else ())
         time.sleep(options.forward_ms / 1000)  # in place of the engine's forward
     client.step([], ended=[one.id for one in sequences], deadline=0)
-    accepted = sum(one.accepted for one in sequences) / (len(sequences) * (options.warm + options.steps))
+    accepted = sum(one.accepted for one in sequences) - warm_accepted
     return {
         "sequences": count,
+        "deadline": deadline_ms,
         "median": median(times),
         "p90": quantiles(times, n=10)[8],
         "p99": quantiles(times, n=100)[98],
-        "in time": 1 - late / options.steps,
-        "accepted per forward": accepted,
+        "missed": late / options.steps,
+        "accepted per forward": accepted / count / options.steps,
+        "speed": speed(accepted // count, times, options.forward_ms),
     }
+
+
+@contextlib.contextmanager
+def _bridge(text: bytes, options: argparse.Namespace) -> Iterator[str]:
+    """Runs a bridge, with a draft that recites the text if it has a tokenizer. Yields its address."""
+    with contextlib.ExitStack() as stack:
+        draft = []
+        if options.draft_tokenizer:
+            file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "text"
+            file.write_bytes(text)
+            arguments = ("--text", str(file), "--tokenizer", str(options.draft_tokenizer), "--role", "draft")
+            acceptance = ("--acceptance", str(options.acceptance))
+            found = launched("draft", *arguments, *acceptance, module="benchmarks.reciting")
+            draft = ["--draft", stack.enter_context(found)[0]]
+        arguments = ("bridge", *draft, "--until-stdin-closes", "--listen", "127.0.0.1:0")
+        yield stack.enter_context(launched("bridge", *arguments))[0]
+
+
+@contextlib.contextmanager
+def _away(address: str, round_trip_ms: float) -> Iterator[str]:
+    """Puts a proxy before a bridge. Yields its address."""
+    if not round_trip_ms:
+        yield address
+        return
+    with DelayProxy(address, round_trip_ms / 2000).running() as found:
+        yield found
 
 
 def main() -> None:
@@ -78,24 +126,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--text", type=Path, nargs="+", default=_TEXTS)
+    parser.add_argument("--draft-tokenizer", type=Path, help="only for one sequence, which begins as the text does")
+    parser.add_argument("--acceptance", type=float, default=0.8)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--round-trip-ms", type=float, nargs="+", default=[0.0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--warm", type=int, default=50)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--forward-ms", type=float, default=20.0)
-    parser.add_argument("--deadline-ms", type=float, default=2.0)
+    parser.add_argument("--deadline-ms", type=float, nargs="+", default=[2.0])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.draft_tokenizer and options.sequences != [1]:
+        parser.error("--draft-tokenizer needs --sequences 1: the draft recites the text from its beginning")
     content = options.tokenizer.read_bytes()
     vocabulary = Vocabulary(content)
-    truth = list(vocabulary.pieces(b"\n".join(path.read_bytes() for path in options.text)).ids)
+    text = b"\n".join(path.read_bytes() for path in options.text)
+    truth = list(vocabulary.pieces(text).ids)
     model = model_pb2.Model(name="reciting", context_length=1 << 20, vocabulary_size=vocabulary.size)
-    results = []
-    with launched("bridge", "bridge", "--until-stdin-closes", "--listen", "127.0.0.1:0") as (address, _):
-        client = CandidateClient(address, model, content)
-        assert client.connect(60), "the bridge did not accept the engine"
-        results = [measure(client, truth, count, options) for count in options.sequences]
-        client.close()
+    results: list[dict[str, float | int]] = []
+    with _bridge(text, options) as near:
+        for round_trip in options.round_trip_ms:
+            for deadline in options.deadline_ms:
+                with _away(near, round_trip) as address:
+                    client = CandidateClient(address, model, content)
+                    assert client.connect(60), "the bridge did not accept the engine"
+                    for count in options.sequences:
+                        found = measure(client, truth, count, deadline, options)
+                        results.append({"round trip": round_trip} | found)
+                    client.close()
     print(f"milliseconds of a step, {options.steps} steps; a forward takes {options.forward_ms:g} ms")
     print(f"| {' | '.join(results[0])} |\n|{'---|' * len(results[0])}")
     for result in results:

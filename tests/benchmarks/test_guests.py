@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from benchmarks.delay import DelayProxy
+from benchmarks.guest_steps import speed
 from benchmarks.guests import ALONE, Sample, speeds, step_times
 from benchmarks.vllm_ways import OURS, PLAIN, RECORD, WAYS
 
@@ -36,6 +37,12 @@ def test_step_times_are_by_way_and_rows() -> None:
     assert (plain.way, plain.rows, plain.step_count) == (PLAIN, 1, 1)
     assert (ours.way, ours.rows, ours.step_count, ours.candidate_count) == (OURS, 8, 100, 300)
     assert ours.median_ms == pytest.approx(0.0505) and ours.p95_ms == pytest.approx(0.096)
+
+
+def test_the_speed_of_a_guest_is_relative_to_forwards_alone() -> None:
+    assert speed(0, [0.0, 0.0], 20.0) == 1.0
+    assert speed(0, [20.0, 20.0], 20.0) == 0.5
+    assert speed(6, [4.0, 6.0], 20.0) == pytest.approx(8 / (50 / 20))
 
 
 def test_the_proxy_delays_holds_back_and_ends_connections() -> None:
