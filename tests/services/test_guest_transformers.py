@@ -92,6 +92,12 @@ class _Alternating(transformers.LogitsProcessor):
         return scores
 
 
+def _cache(model: Any, ids: list[int]) -> Any:
+    """Returns a cache that holds the beginning of the prompt, as after the first message of a chat."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=True).past_key_values
+
+
 def _options(name: str, loaded: tuple[Any, Any]) -> dict[str, Any]:
     model, tokenizer = loaded
     plain = generated(loaded)
@@ -109,6 +115,7 @@ def _options(name: str, loaded: tuple[Any, Any]) -> dict[str, Any]:
         "guidance": {"guidance_scale": 1.5},
         "watermark": {"watermarking_config": transformers.WatermarkingConfig()},
         "static cache": {"past_key_values": transformers.StaticCache(model.config, max_cache_len=200)},
+        "a cache with a text": {"past_key_values": _cache(model, plain[:5])},
         "static cache by name": {"cache_implementation": "static"},
         "lookup": {"prompt_lookup_num_tokens": 3},
         "beams": {"num_beams": 2},
@@ -123,8 +130,8 @@ def _options(name: str, loaded: tuple[Any, Any]) -> dict[str, Any]:
     "name",
     [
         "stop strings", "stop strings of a configuration", "stopping criteria", "processors", "guidance", "watermark",
-        "static cache", "static cache by name", "lookup", "beams", "beams by default", "no cache", "several sequences",
-        "tensor parallel",
+        "static cache", "a cache with a text", "static cache by name", "lookup", "beams", "beams by default",
+        "no cache", "several sequences", "tensor parallel",
     ],
 )  # fmt: skip
 def test_what_cannot_be_assisted_runs_as_before(
@@ -150,19 +157,14 @@ def test_what_cannot_be_assisted_runs_as_before(
     "options",
     [
         {"prompt_lookup_num_tokens": None},
-        {"past_key_values": "dynamic"},
         {"guidance_scale": 1.0, "num_beams": 1, "stopping_criteria": None},
         {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
     ],
 )
 def test_harmless_options_are_assisted(loaded: tuple[Any, Any], options: dict[str, Any]) -> None:
-    def own() -> dict[str, Any]:
-        cache = {"past_key_values": transformers.DynamicCache()} if "past_key_values" in options else {}
-        return options | cache
-
-    plain = generated(loaded, **own())
+    plain = generated(loaded, **options)
     with assisted(loaded[0], client := ToldClient(plain)):
-        assert generated(loaded, **own()) == plain
+        assert generated(loaded, **options) == plain
     assert client.proposed_count > 20
 
 

@@ -20,7 +20,8 @@ from draftbridge.v1 import model_pb2
 # Long enough for a draft to propose several tokens. The bridge waits only where it predicts a gain.
 _DEADLINE_SECONDS = 0.25
 # Options of `generate` with which candidates would change the text or raise. transformers looks for a stop after all
-# accepted tokens, not after each; what a processor remembers of rejected candidates is never taken back.
+# accepted tokens, not after each; it computes again what a cache already holds, which then holds it twice; and what a
+# processor remembers of rejected candidates is never taken back.
 _UNSUITABLE = (
     "assistant_ensemble_weight",
     "custom_generate",
@@ -35,8 +36,8 @@ class Assistance:
     """The candidates of one model. `close`, or the end of a `with` block, gives the model back as it was.
 
     `client.counts` shows what the bridge has answered. `generate` calls that cannot use candidates, or whose text they
-    would change, run as before: more than one prompt, beams, several return sequences, no cache or a static one,
-    another assistant, stop strings, stopping criteria, logits processors of the caller, guidance, watermarks.
+    would change, run as before: more than one prompt, beams, several return sequences, no cache, a static one or one
+    of the caller, another assistant, stop strings, stopping criteria, its logits processors, guidance, watermarks.
     """
 
     def __init__(self, model: Any, client: CandidateClient, deadline: float) -> None:
@@ -95,9 +96,9 @@ class Assistance:
             return False
         if any(getattr(config, name, None) or others.get(name) for name in _UNSUITABLE):
             return False
-        if not config.use_cache or config.cache_implementation not in (None, "dynamic"):
+        if others.get("past_key_values") is not None:  # may be empty, so it has a length
             return False
-        if type(others.get("past_key_values")).__name__ not in ("NoneType", "DynamicCache"):
+        if not config.use_cache or config.cache_implementation not in (None, "dynamic"):
             return False
         return config.num_return_sequences in (None, 1) and config.guidance_scale in (None, 1)
 
