@@ -45,15 +45,15 @@ class _Store:
     """Tries each grammar once, and compiles it for each request. `compile_one` does so, and blocks.
 
     Copies of one matcher would share an automaton that grows with every text, up to a limit: whether a request fails
-    would depend on earlier ones. A thread of its own compiles one after the other, so that hostile grammars delay no
-    other work.
+    would depend on earlier ones. One thread tries new grammars and another compiles known ones, one after the other, so
+    that hostile grammars delay new ones at most.
     """
 
     def __init__(self, compile_one: Callable[[Grammar], _Compiled], trial: GrammarTrial) -> None:
         self._compile_one, self._trial = compile_one, trial
         self._known: LRUCache[Grammar, _Verdict] = LRUCache(_KNOWN_BYTES, getsizeof=lambda verdict: verdict.size)
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._trying, self._compiling = ThreadPoolExecutor(1, "grammar-trials"), ThreadPoolExecutor(1, "grammars")
         self._waiting: dict[Grammar, Future[_Verdict]] = {}
         self._fresh: deque[tuple[Grammar, _Compiled]] = deque(maxlen=_MAX_FRESH)
 
@@ -63,13 +63,13 @@ class _Store:
             if (future := self._waiting.get(grammar)) is None:
                 if len(self._waiting) >= _MAX_WAITING:
                     raise grammar_busy(f"{len(self._waiting)} others are waiting")
-                self._waiting[grammar] = future = self._submit(self._try, grammar)
+                self._waiting[grammar] = future = self._submit(self._trying, self._try, grammar)
                 future.add_done_callback(lambda _: self._waiting.pop(grammar))
             tried = asyncio.wrap_future(future)
             tried.add_done_callback(lambda one: one.cancelled() or one.exception())  # else asyncio logs an unread error
             await asyncio.shield(tried)  # others may wait for it when this request is cancelled
         if (verdict := self._verdict(grammar)) and not verdict.error:
-            compiled = await asyncio.wrap_future(self._submit(self._compile_one, grammar))
+            compiled = await asyncio.wrap_future(self._submit(self._compiling, self._compile_one, grammar))
             self._fresh.append((grammar, compiled))
 
     def matchers(self, grammar: Grammar) -> _Compiled:
@@ -84,13 +84,16 @@ class _Store:
         return self._compile_one(grammar)
 
     def close(self) -> None:
-        """Ends the thread and the trial's process."""
-        self._thread.shutdown(wait=False)
+        """Ends the threads and the trial's process."""
+        self._trying.shutdown(wait=False)
+        self._compiling.shutdown(wait=False)
         self._trial.close()
 
-    def _submit(self, function: Callable[[Grammar], _Result], grammar: Grammar) -> Future[_Result]:
+    def _submit(
+        self, thread: ThreadPoolExecutor, function: Callable[[Grammar], _Result], grammar: Grammar
+    ) -> Future[_Result]:
         try:
-            return self._thread.submit(function, grammar)
+            return thread.submit(function, grammar)
         except RuntimeError:
             raise grammar_busy("the server is stopping") from None
 
@@ -144,7 +147,7 @@ class TokenGrammars:
         return TextMatcher(matcher, grammar, self._made_tokenizer(), ends, self._model.name)
 
     def close(self) -> None:
-        """Ends the thread and the process that compile grammars."""
+        """Ends the threads and the process that compile grammars."""
         self._store.close()
 
     def _made_tokenizer(self) -> GrammarTokenizer:
@@ -170,5 +173,5 @@ class ByteGrammars:
         return ByteMatcher(*self._store.matchers(grammar))
 
     def close(self) -> None:
-        """Ends the thread and the process that compile grammars."""
+        """Ends the threads and the process that compile grammars."""
         self._store.close()

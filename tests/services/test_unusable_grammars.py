@@ -1,7 +1,5 @@
 """What cannot be a grammar is refused by name, in bounded time."""
 
-import asyncio
-import gc
 import json
 import re
 import signal
@@ -9,7 +7,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import count
-from threading import Event
 from time import process_time
 from unittest.mock import Mock
 
@@ -21,8 +18,7 @@ from bridge.sampling.sampler import SamplingParameters
 from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
 from services.grammars.growth import resident_bytes
-from services.grammars.store import TokenGrammars
-from services.grammars.trial import GrammarTrial, grammar_busy, try_grammar
+from services.grammars.trial import GrammarTrial, try_grammar
 from tests.support import grammars as support
 from tests.support import tiny
 from tests.support.waiting import eventually
@@ -296,93 +292,6 @@ def test_memory_is_measured_also_without_proc(monkeypatch: pytest.MonkeyPatch) -
     present = resident_bytes()
     monkeypatch.setattr("services.grammars.growth.open", Mock(side_effect=FileNotFoundError), raising=False)
     assert 1 << 20 < 0.8 * present < resident_bytes() < 1 << 40  # the highest so far
-
-
-async def test_a_grammar_is_tried_once_and_an_error_kept() -> None:
-    tried = []
-
-    class Counting(support.Untried):
-        def check(self, grammar: Grammar) -> None:
-            tried.append(grammar)
-            if grammar.text == "bad":
-                raise InvalidGrammar(grammar.field, "is bad")
-
-    store = TokenGrammars(tiny.model("byte_level"), Counting())
-    good, bad = Grammar(GrammarKind.REGEX, "a+"), Grammar(GrammarKind.REGEX, "bad")
-    for _ in range(3):
-        await store.prepare(SamplingParameters(grammar=good))
-        store.open(good, frozenset({2}))
-        await store.prepare(SamplingParameters(grammar=bad))
-        with pytest.raises(InvalidGrammar, match=r"^sampling.regex is bad$"):
-            store.open(bad, frozenset({2}))
-    assert tried == [good, bad]
-
-
-class Slow(support.Untried):
-    """Notes what it tries, and goes on when `may_end` is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tried: list[Grammar] = []
-        self.may_end = Event()
-
-    def check(self, grammar: Grammar) -> None:
-        self.tried.append(grammar)
-        assert self.may_end.wait(10)
-
-
-async def test_requests_for_one_new_grammar_wait_for_the_same_trial() -> None:
-    trial = Slow()
-    store = TokenGrammars(tiny.model("byte_level"), trial)
-    grammars = [SamplingParameters(grammar=Grammar(GrammarKind.REGEX, f"a{place}")) for place in range(33)]
-    waiting = [asyncio.create_task(store.prepare(grammars[0])) for _ in range(50)]
-    others = [asyncio.create_task(store.prepare(one)) for one in grammars[1:]]
-    await asyncio.sleep(0)
-    with pytest.raises(SandboxBusy, match="32 others are waiting"):
-        await others.pop()  # the 33rd grammar, not the 33rd request
-    waiting.pop().cancel()
-    trial.may_end.set()
-    await asyncio.gather(*waiting, *others)
-    assert trial.tried == [one.grammar for one in grammars[:32]]
-    store.close()
-
-
-async def test_a_trial_that_fails_after_its_request_is_not_logged_and_a_stopped_server_is_busy() -> None:
-    class Failing(Slow):
-        def check(self, grammar: Grammar) -> None:
-            super().check(grammar)
-            raise grammar_busy("it is trying others")
-
-    unread: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
-    trial = Failing()
-    store = TokenGrammars(tiny.model("byte_level"), trial)
-    sampling = SamplingParameters(grammar=Grammar(GrammarKind.REGEX, "a"))
-    request = asyncio.create_task(store.prepare(sampling))
-    await asyncio.sleep(0)
-    request.cancel()
-    await asyncio.wait([request])
-    trial.may_end.set()
-    await asyncio.wrap_future(store._store._thread.submit(int))  # runs after the trial
-    del request
-    gc.collect()
-    assert not unread
-    store.close()
-    with pytest.raises(SandboxBusy, match="is stopping"):
-        await store.prepare(sampling)
-
-
-async def test_grammars_are_forgotten_by_the_memory_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial = Slow()
-    trial.may_end.set()
-    monkeypatch.setattr("services.grammars.store._KNOWN_BYTES", 3500)
-    store = TokenGrammars(tiny.model("byte_level"), trial)
-    small, large, other = Grammar.choice(["a"]), Grammar.choice(["a" * 1000]), Grammar.choice(["b" * 1000])
-    for grammar in (small, large, small, large, other, small):
-        await store.prepare(SamplingParameters(grammar=grammar))
-        store.open(grammar, frozenset({2}))
-    assert trial.tried == [small, large, other, small]
-    store.close()
 
 
 def test_parameters_that_contradict_a_grammar_are_refused() -> None:

@@ -1,0 +1,119 @@
+"""Grammars are tried once, compiled for each request, and forgotten."""
+
+import asyncio
+import gc
+from threading import Event
+
+import pytest
+
+from bridge.errors import InvalidGrammar, SandboxBusy
+from bridge.sampling.grammar import Grammar, GrammarKind
+from bridge.sampling.sampler import SamplingParameters
+from services.grammars.store import TokenGrammars
+from services.grammars.trial import grammar_busy
+from tests.support import grammars as support
+from tests.support import tiny
+
+
+async def test_a_grammar_is_tried_once_and_an_error_kept() -> None:
+    tried = []
+
+    class Counting(support.Untried):
+        def check(self, grammar: Grammar) -> None:
+            tried.append(grammar)
+            if grammar.text == "bad":
+                raise InvalidGrammar(grammar.field, "is bad")
+
+    store = TokenGrammars(tiny.model("byte_level"), Counting())
+    good, bad = Grammar(GrammarKind.REGEX, "a+"), Grammar(GrammarKind.REGEX, "bad")
+    for _ in range(3):
+        await store.prepare(SamplingParameters(grammar=good))
+        store.open(good, frozenset({2}))
+        await store.prepare(SamplingParameters(grammar=bad))
+        with pytest.raises(InvalidGrammar, match=r"^sampling.regex is bad$"):
+            store.open(bad, frozenset({2}))
+    assert tried == [good, bad]
+
+
+class Slow(support.Untried):
+    """Notes what it tries, and goes on when `may_end` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tried: list[Grammar] = []
+        self.may_end = Event()
+
+    def check(self, grammar: Grammar) -> None:
+        self.tried.append(grammar)
+        assert self.may_end.wait(10)
+
+
+async def test_requests_for_one_new_grammar_wait_for_the_same_trial() -> None:
+    trial = Slow()
+    store = TokenGrammars(tiny.model("byte_level"), trial)
+    grammars = [SamplingParameters(grammar=Grammar(GrammarKind.REGEX, f"a{place}")) for place in range(33)]
+    waiting = [asyncio.create_task(store.prepare(grammars[0])) for _ in range(50)]
+    others = [asyncio.create_task(store.prepare(one)) for one in grammars[1:]]
+    await asyncio.sleep(0)
+    with pytest.raises(SandboxBusy, match="32 others are waiting"):
+        await others.pop()  # the 33rd grammar, not the 33rd request
+    waiting.pop().cancel()
+    trial.may_end.set()
+    await asyncio.gather(*waiting, *others)
+    assert trial.tried == [one.grammar for one in grammars[:32]]
+    store.close()
+
+
+async def test_a_known_grammar_does_not_wait_for_the_trials_of_others() -> None:
+    trial = Slow()
+    trial.may_end.set()
+    store = TokenGrammars(tiny.model("byte_level"), trial)
+    known, new = (SamplingParameters(grammar=Grammar(GrammarKind.REGEX, text)) for text in "ab")
+    await store.prepare(known)
+    trial.may_end.clear()
+    trying = asyncio.create_task(store.prepare(new))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await store.prepare(known)
+    assert not trying.done()
+    trial.may_end.set()
+    await trying
+    store.close()
+
+
+async def test_a_trial_that_fails_after_its_request_is_not_logged_and_a_stopped_server_is_busy() -> None:
+    class Failing(Slow):
+        def check(self, grammar: Grammar) -> None:
+            super().check(grammar)
+            raise grammar_busy("it is trying others")
+
+    unread: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
+    trial = Failing()
+    store = TokenGrammars(tiny.model("byte_level"), trial)
+    sampling = SamplingParameters(grammar=Grammar(GrammarKind.REGEX, "a"))
+    request = asyncio.create_task(store.prepare(sampling))
+    await asyncio.sleep(0)
+    request.cancel()
+    await asyncio.wait([request])
+    trial.may_end.set()
+    await asyncio.wrap_future(store._store._trying.submit(int))  # runs after the trial
+    del request
+    gc.collect()
+    assert not unread
+    store.close()
+    with pytest.raises(SandboxBusy, match="is stopping"):
+        await store.prepare(sampling)
+
+
+async def test_grammars_are_forgotten_by_the_memory_that_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Slow()
+    trial.may_end.set()
+    monkeypatch.setattr("services.grammars.store._KNOWN_BYTES", 3500)
+    store = TokenGrammars(tiny.model("byte_level"), trial)
+    small, large, other = Grammar.choice(["a"]), Grammar.choice(["a" * 1000]), Grammar.choice(["b" * 1000])
+    for grammar in (small, large, small, large, other, small):
+        await store.prepare(SamplingParameters(grammar=grammar))
+        store.open(grammar, frozenset({2}))
+    assert trial.tried == [small, large, other, small]
+    store.close()
