@@ -6,6 +6,7 @@ nothing but the seconds that the imports take. Tests of the start itself use `su
 
 import contextlib
 import functools
+import gc
 import importlib
 import json
 import os
@@ -23,23 +24,18 @@ from typing import IO, Any
 from services.cli import processes
 
 _MAX_MESSAGE_BYTES = 1 << 20
-# Libraries that the processes would import. Our own modules are not among them: some read the environment.
+# What the processes would import, except the modules that read the environment: some engines, and the terminal's.
 _IMPORTED = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
     "draftbridge",
-    "google.rpc.error_details_pb2",
-    "grpc.aio",
     "grpc_channelz.v1.channelz",
-    "grpc_health.v1.health",
     "grpc_reflection.v1alpha.reflection",
-    "jinja2.sandbox",
-    "llguidance",
-    "prometheus_client.core",
-    "pydantic.main",
-    "pydantic.types",
     "rich.progress",
-    "tokenizers",
+    "services.bridge.server",
+    "services.config_reading",
+    "services.http.app",
+    "services.model.server",
     "typer",
 )
 cold_start = processes._start
@@ -165,6 +161,7 @@ def _serve(connection: socket.socket) -> None:
     """Forks a process for each request until the tests end."""
     for module in _IMPORTED:
         importlib.import_module(module)
+    gc.freeze()  # a collection in a child would touch, and so copy, all pages
     children: set[int] = set()
     wakeup, waker = socket.socketpair()
     waker.setblocking(False)
