@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import httpx2 as httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from services.cli.processes import Fleet, launched
 from tests.support.waiting import eventually
@@ -227,6 +227,16 @@ def test_stopping_while_the_text_is_split_ends_the_comparison(page: Page) -> Non
     expect(page.locator("#stop")).to_be_disabled()
     expect(page.locator("#status")).to_contain_text("Finished")
     expect(page.locator("#tokens-hint")).not_to_contain_text("Splitting")
+
+
+def test_a_pointer_that_rests_on_the_text_gets_its_tokens_once_they_are_there(page: Page) -> None:
+    held: list[Route] = []
+    page.route("**/v1/segmentations", lambda route: held.append(route))
+    run(page, 1, kind="text", prompt="The quick brown", max_tokens="30", mode="lockstep")
+    page.locator("#text .piece").first.hover(position={"x": 3, "y": 8})
+    expect(page.locator("#tokens .here")).to_have_count(0)
+    held[0].continue_()
+    expect(page.locator("#tokens .here")).to_have_count(2)
 
 
 def settle(page: Page) -> None:

@@ -200,11 +200,13 @@ def _become(request: dict[str, Any], descriptors: list[int]) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    paths = [environment.get("PYTHONPATH") for environment in (os.environ, request["environment"])]
     os.environ.clear()
     os.environ.update(request["environment"])
     os.sched_setaffinity(0, request["cores"])
     os.chdir(request["directory"])
-    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path and path not in sys.path]
+    if paths[0] != paths[1]:  # other packages may be found there
+        os.execv(sys.executable, [sys.executable, "-m", request["module"], *request["arguments"]])
     sys.argv = [request["module"], *request["arguments"]]
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
     sys.exit()
