@@ -1,5 +1,6 @@
 """Settings of the test suite, and fixtures of a running fleet of tiny models."""
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -21,6 +22,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 warm.install()
+# The tests and the libraries that they import make a million objects; by default, half of some tests' time went to
+# looking for garbage among them.
+gc.set_threshold(50_000, 20, 50)
 
 # One contract is inherited by the test classes of several engines.
 _SUPPRESSED = [HealthCheck.too_slow, HealthCheck.differing_executors]

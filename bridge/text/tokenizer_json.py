@@ -44,7 +44,7 @@ def read(content: bytes) -> tuple[Spec, Tokenizer]:
         if spec["model"].get("dropout"):
             spec["model"]["dropout"] = None
             content = json.dumps(spec).encode()
-        library = Tokenizer.from_str(content.decode())
+        library = Tokenizer.from_buffer(content)  # unlike `from_str`, it lets other threads run
     except Exception as error:  # the library raises a plain Exception for a file that it cannot read
         raise TokenizerNotUnderstood(
             f"the tokenizers library cannot read this as a tokenizer.json ({error}): "
