@@ -13,6 +13,8 @@ from bridge.sampling.sampler import Logits
 
 # `measure` times forwards of these numbers of tokens after this many cached tokens, for about this long in total.
 _MEASURED_WIDTHS, _MEASURED_CONTEXT, _MEASURING_NS = (1, 2, 3, 5, 9, 17, 25), 128, 5_000_000_000
+# A prime, so that multiples of it modulo the size of a vocabulary are distinct.
+_ID_STEP = 7919
 # Slot lengths are multiples of this number of tokens, because llama.cpp rounds them up to it.
 CONTEXT_STEP = 256
 
@@ -108,6 +110,15 @@ def check_copy(engine: Engine, source: int, target: int, token_count: int) -> No
         raise ValueError(f"a copy of {token_count} tokens of {engine.context_length}")
 
 
+def sample_ids(count: int, vocabulary_size: int) -> tuple[int, ...]:
+    """Returns ids from the whole vocabulary, to run forwards without a text.
+
+    One repeated id would be unlike any text: experts of a mixture would stay idle, and an engine that measures the
+    range of values for FP8 would keep those of that id.
+    """
+    return tuple(index * _ID_STEP % vocabulary_size for index in range(1, count + 1))
+
+
 def warm(engine: Engine, widths: Iterable[int]) -> None:
     """Runs one forward of each width, because libraries prepare kernels when they first see a shape.
 
@@ -115,7 +126,7 @@ def warm(engine: Engine, widths: Iterable[int]) -> None:
     """
     for width in widths:
         if width <= engine.context_length:
-            engine.forward([Row(0, 0, (0,) * width, 0)])
+            engine.forward([Row(0, 0, sample_ids(width, engine.vocabulary_size), 0)])
 
 
 def measure(engine: Engine, *, all_logits: bool) -> list[tuple[int, int]]:
@@ -126,13 +137,14 @@ def measure(engine: Engine, *, all_logits: bool) -> list[tuple[int, int]]:
     forward after 5 seconds, once it has two numbers.
     """
     context = min(_MEASURED_CONTEXT, engine.context_length // 2)
-    engine.forward([Row(0, 0, (0,) * context, context)])
+    ids = sample_ids(context + max(_MEASURED_WIDTHS), engine.vocabulary_size)
+    engine.forward([Row(0, 0, ids[:context], context)])
     found: dict[int, int] = {}
     stop_ns = perf_counter_ns() + _MEASURING_NS
     for width in (1, 1, *_MEASURED_WIDTHS, *_MEASURED_WIDTHS):
         if context + width <= engine.context_length and (len(found) < 2 or perf_counter_ns() < stop_ns):
             started = perf_counter_ns()
-            engine.forward([Row(0, context, (0,) * width, 0 if all_logits else width - 1)])
+            engine.forward([Row(0, context, ids[context : context + width], 0 if all_logits else width - 1)])
             taken_ns = perf_counter_ns() - started
             found[width] = min(found.get(width, taken_ns), taken_ns)
     return sorted(found.items())

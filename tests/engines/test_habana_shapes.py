@@ -35,6 +35,7 @@ def test_passes_run_all_tokens_in_order_in_shapes_that_were_warmed_up(workload: 
         assert count <= MAX_LOGITS
         inputs, logits = inputs_of(message, shape)
         real = inputs[3] < shapes.slot_count * shapes.capacity
+        assert set(inputs[0]) == set(inputs[0][real]), "FP8 would measure an id that no text has"
         assert len(set(inputs[3])) == shape.width, "two tokens of a pass have the same cell"
         assert inputs[3].max() < shapes.cell_count
         assert inputs[2].max() < shape.length
@@ -54,7 +55,9 @@ def test_passes_run_all_tokens_in_order_in_shapes_that_were_warmed_up(workload: 
 def test_each_shape_has_an_example(sizes: tuple[int, int, int, bool]) -> None:
     shapes = Shapes(*sizes)
     for shape in shapes.all():
-        assert [one for one, _, _ in shapes.passes(shapes.example(shape))] == [shape]
+        rows = shapes.example(shape, 1000)
+        assert [one for one, _, _ in shapes.passes(rows)] == [shape]
+        assert all(len(set(row.token_ids)) == len(row.token_ids) for row in rows), "FP8 would measure one id"
 
 
 @pytest.mark.parametrize(("bucketed", "length"), [(False, 512), (True, 256)])

@@ -205,7 +205,7 @@ class HabanaEngine:
             transient=True,
             disable=not sys.stderr.isatty(),
         ):
-            self.forward(self._shapes.example(shape))
+            self.forward(self._shapes.example(shape, self.vocabulary_size))
         if self.slot_count > 1:
             for length in self._shapes.lengths * 2:
                 self.copy(0, 1, length)

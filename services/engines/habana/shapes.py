@@ -15,7 +15,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from services.engines.engine import Row
+from services.engines.engine import Row, sample_ids
 
 # Numbers of tokens of passes that decode or verify; prompts have `bucket_size` tokens times a power of two.
 _NARROW_WIDTHS = (1, 4, 8, 16, 32, 64)
@@ -80,16 +80,17 @@ class Shapes:
         several = [Shape(one.width, one.length, False) for one in lone if self.slot_count > 1 and one.width > 1]
         return [shape for shape in lone + several if self._fits(shape)]
 
-    def example(self, shape: Shape) -> list[Row]:
+    def example(self, shape: Shape, vocabulary_size: int) -> list[Row]:
         """Returns rows of one of the shapes."""
         left = self._least(shape.width) if shape.alone else max(self._least(shape.width), 2)
         count = left if shape.alone else min(left - 1, shape.length)
         shorter = self.lengths.index(shape.length)
         end = max(count, self.lengths[shorter - 1] + 1 if shorter else 1)
-        rows = [Row(0, end - count, (0,) * count, count - 1)]
+        ids = sample_ids(shape.width, vocabulary_size)
+        rows = [Row(0, end - count, ids[:count], count - 1)]
         while left := left - count:
             count = min(left, shape.length)
-            rows.append(Row(len(rows), 0, (0,) * count, count))
+            rows.append(Row(len(rows), 0, ids[:count], count))
         return rows
 
     def _fits(self, shape: Shape) -> bool:
@@ -138,6 +139,8 @@ class Shapes:
         message = _message(Kind.PASS, width, shape.length, int(alone), int(tokens[1, 0]), 0)
         inputs, logits = inputs_of(message, shape)
         inputs[:, :count] = tokens
+        # Padding has no effect on logits, but on the values that FP8 measures, so it repeats an id of the text.
+        inputs[0, count:] = tokens[0, 0]
         inputs[3, count:] = self.slot_count * self.capacity + np.arange(count, width)
         logits[: len(wanted)] = wanted
         return shape, message, len(wanted)
