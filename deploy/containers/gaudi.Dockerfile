@@ -1,7 +1,7 @@
 # Targets and drafts on Gaudi. The host needs Intel's driver and container runtime. Build from the root:
 #   docker build --file deploy/containers/gaudi.Dockerfile --tag draftbridge:gaudi .
-# FP8 needs Intel Neural Compressor, a model on several Gaudis needs Intel's DeepSpeed. To add both:
-#   --build-arg EXTRA_PACKAGES="neural-compressor-pt git+https://github.com/HabanaAI/DeepSpeed.git@1.23.0"
+# FP8 needs Intel Neural Compressor, which the base image has. A model on several Gaudis needs Intel's DeepSpeed:
+#   --build-arg EXTRA_PACKAGES=git+https://github.com/HabanaAI/DeepSpeed.git@1.23.0
 # The base image has PyTorch for Gaudi, which pip must not replace. Its version is the one that optimum-habana 1.21.2
 # was validated with.
 ARG GAUDI=1.24.0

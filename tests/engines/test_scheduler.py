@@ -11,7 +11,7 @@ import pytest
 
 from bridge.errors import EngineFailure, SlotsExhausted
 from bridge.sampling.sampler import Logits
-from services.engines.engine import Row, warm
+from services.engines.engine import Row, measure, warm
 from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence
 from tests.support import tiny
@@ -440,3 +440,12 @@ def test_each_width_is_met_once_and_only_those_that_fit() -> None:
     warm(engine, range(1, 9))
     assert [len(row.token_ids) for (row,) in engine.forwards] == [1, 2, 3, 4, 5]
     assert all(row.keep == row.logits_from == 0 for (row,) in engine.forwards)
+
+
+def test_no_forward_without_a_text_repeats_an_id() -> None:
+    """One repeated id is unlike any text: it has no place in the statistics of FP8."""
+    engine = Watched()
+    warm(engine, range(1, 26))
+    measure(engine, all_logits=True)
+    for (row,) in engine.forwards:
+        assert len(set(row.token_ids)) >= min(len(row.token_ids), engine.vocabulary_size // 2)
