@@ -285,7 +285,7 @@ class _Endpoint(Generic[R]):
             self._door.check_count(body, key)
             with self._door.room(body.choice_count, key):
                 target, ours = body.model or "", body.extension
-                requests = [_owned(one, key) for one in body.requests()]
+                requests = [_owned(one, key) for one in await asyncio.to_thread(body.requests)]
                 model = await self._door.backend.served_target(target)
                 calls = isinstance(body, ChatCompletionRequest) and body.demands_call
                 choices = [

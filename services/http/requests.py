@@ -127,10 +127,13 @@ class GenerationRequest(Strict, ABC):
     @property
     def choice_count(self) -> int:
         """The number of requests that `requests` returns. Raises `InvalidField`."""
-        return len(self._inputs()) * (self.n or 1)
+        return self._input_count() * (self.n or 1)
 
     def requests(self) -> list[Request]:
-        """Returns a request for each choice: `n` for each prompt, with consecutive seeds. Raises `InvalidField`."""
+        """Returns a request for each choice: `n` for each prompt, with consecutive seeds. Raises `InvalidField`.
+
+        A chat of megabytes takes some tenths of a second.
+        """
         ours = self.extension
         streamed = {
             "stream_options": self.stream_options,
@@ -172,6 +175,9 @@ class GenerationRequest(Strict, ABC):
         ]
 
     @abstractmethod
+    def _input_count(self) -> int: ...
+
+    @abstractmethod
     def _inputs(self) -> Sequence[str | Chat | tuple[int, ...]]: ...
 
     @property
@@ -202,6 +208,9 @@ class CompletionRequest(GenerationRequest):
     def names(self) -> dict[str, str]:
         """See `GenerationRequest`."""
         return {"the prompt": "prompt"}
+
+    def _input_count(self) -> int:
+        return len(self._inputs())
 
     def _inputs(self) -> Sequence[str | Chat | tuple[int, ...]]:
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -276,6 +285,9 @@ class ChatCompletionRequest(GenerationRequest):
             "max_tokens": "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
             "sampling.json_schema": "tools" if self.demands_call else "response_format.json_schema",
         }
+
+    def _input_count(self) -> int:
+        return 1
 
     def _inputs(self) -> Sequence[str | Chat | tuple[int, ...]]:
         variables = dict(self.chat_template_kwargs or {})
