@@ -51,6 +51,19 @@ def test_right_candidates_save_forwards(loaded: tuple[Any, Any]) -> None:
     assert client.engine_seconds[0] == 0 and all(client.engine_seconds[1:]), "times are those of a call's own forwards"
 
 
+def test_no_candidate_follows_the_end_of_a_text(loaded: tuple[Any, Any]) -> None:
+    truth = generated(loaded)
+    end = truth[-20]
+    plain = generated(loaded, eos_token_id=end)
+    widths: list[int] = []
+    hook = loaded[0].register_forward_hook(lambda *call: widths.append(call[-1].logits.shape[1]))
+    with assisted(loaded[0], ToldClient(truth, width=30)):
+        assert generated(loaded, eos_token_id=end) == plain
+    hook.remove()
+    assert plain[-1] == end and len(plain) < len(truth)
+    assert sum(widths[1:]) == len(plain) - (len(truth) - 40), "all that was generated, and nothing after its end"
+
+
 def test_sampling_is_lossless(loaded: tuple[Any, Any]) -> None:
     """No logits are returned, so each token is drawn from the model's own distribution, with or without candidates."""
     model, tokenizer = loaded

@@ -106,7 +106,9 @@ class Assistance:
         sequence = getattr(self._active, "sequence", None)
         if sequence is None:
             return self._get_generator(*args, **options)
-        return _Generator(self, sequence, options["generation_config"].max_length)
+        config = options["generation_config"]
+        ends = getattr(config, "_eos_token_tensor", None)
+        return _Generator(self, sequence, config.max_length, () if ends is None else ends.reshape(-1).tolist())
 
     def _step(self, step: SequenceStep, engine_seconds: float, forward_token_count: int) -> Sequence[int]:
         """Reports a forward of a sequence, and returns candidates for the next one."""
@@ -128,10 +130,10 @@ class _Generator:
 
     requires_model_outputs = False
 
-    def __init__(self, assistance: Assistance, sequence: int, max_length: int) -> None:
-        self._assistance, self._sequence, self._max_length = assistance, sequence, max_length
+    def __init__(self, assistance: Assistance, sequence: int, max_length: int, ends: Sequence[int]) -> None:
+        self._assistance, self._sequence, self._max_length, self._ends = assistance, sequence, max_length, ends
         self._ids: list[int] = []
-        self._prompt_count = self._forward_count = 0
+        self._prompt_count = self._forward_count = self._verified_count = 0
         self._returned_at = 0.0
 
     def get_candidates(self, input_ids: Any, **_: Any) -> tuple[Any, None]:
@@ -147,9 +149,14 @@ class _Generator:
             generated_token_count=count - self._prompt_count,
             # Before its first forward the model has not read the prompt, and the bridge neither.
             max_candidates=0 if first else max(self._max_length - count - 1, 0),
+            verified_count=self._verified_count,
         )
         engine_seconds = began - self._returned_at if self._returned_at else 0.0
         ids = self._assistance._step(step, engine_seconds, self._forward_count)
+        # Older versions of transformers do not end a text within the accepted tokens.
+        end = next((place for place, id_ in enumerate(ids, 1) if id_ in self._ends), None)
+        ids = ids[:end]
+        self._verified_count = len(ids)
         self._forward_count, self._returned_at = len(ids) + (count if first else 1), time.monotonic()
         if not ids:
             return input_ids, None
