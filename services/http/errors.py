@@ -173,6 +173,8 @@ def report(
         headers["WWW-Authenticate"] = "Bearer"
     field, param = _fields(error, model, _NAMES | names)
     text = str(error)
+    if param and field and text.endswith(f" {field}"):
+        text = text.removesuffix(field) + param
     if param and field and text.startswith(field):
         text = param + text.removeprefix(field)
         if param == "tools" and (found := _TOOL.match(text)):

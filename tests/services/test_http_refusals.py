@@ -176,6 +176,26 @@ async def test_tools_that_the_template_has_no_place_for_are_refused(
         assert (await http.post("/v1/chat/completions", json=body | {"tool_choice": "none"})).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"draftbridge": {"regex": "a"}}, "draftbridge.regex"),
+        ({"draftbridge": {"choice": ["a"]}}, "draftbridge.choice"),
+        ({"draftbridge": {"grammar": 'start: "a"'}}, "draftbridge.grammar"),
+        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema"),
+        ({"tools": [tool("look")], "tool_choice": "required"}, "tools"),
+    ],
+)
+async def test_a_target_without_grammars_refuses_each_of_their_forms(
+    tiny_fleet: Fleet, body: dict[str, Any], param: str
+) -> None:
+    async with door(tiny_fleet) as (url, gateway), httpx.AsyncClient(base_url=url) as http:
+        gateway.zoo.target("").description.grammars = False
+        answer = await http.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 1} | body)
+        assert refused(answer, 400, param).endswith(f"or send the request without {param}")
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1" + "0" * 400])
 def test_numbers_beyond_floats_are_refused(http: httpx.Client, number: str) -> None:
     body = (
