@@ -9,6 +9,7 @@ const SPLITTING = "Splitting the text…";
 const REACH = 22; // bytes to show on either side of the place
 const VISIBLE = { " ": "·", "\n": "⏎", "\r": "␍", "\t": "⇥" };
 let newest = null; // the signal of the newest call of `load`
+let pointed = null; // the last event of a pointer over the text
 let shown = null; // { bytes, rows: [{ model, ends }], place } of the text on the page
 
 export function clear(hint = HINT) {
@@ -37,6 +38,7 @@ export async function load(text, models, signal) {
     }
     shown = { bytes, rows, place: -1 };
     $("tokens-hint").textContent = `${counts}. ${HINT}`;
+    if (pointed && $("text").matches(":hover")) show(byteUnder(pointed)); // it rested there meanwhile
   } catch (error) {
     if (error.status === 401) throw error; // the page asks for a key
     if (!signal.aborted) clear(`The text could not be split: ${error.message}`);
@@ -167,7 +169,7 @@ function byteUnder({ clientX, clientY }) {
   return byteAt(node, units);
 }
 
-$("text").addEventListener("pointermove", (event) => show(byteUnder(event)));
+$("text").addEventListener("pointermove", (event) => show(byteUnder((pointed = event))));
 $("text").addEventListener("pointerdown", (event) => show(byteUnder(event)));
 $("text").addEventListener("keydown", (event) => {
   if (!shown || !["ArrowLeft", "ArrowRight"].includes(event.key)) return;
