@@ -22,8 +22,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 warm.install()
-# The tests and the libraries that they import make a million objects; by default, half of some tests' time went to
-# looking for garbage among them.
+# The tests and the libraries that they import make a million objects. By default, looking for garbage among them took
+# up to a third of a file's processor time.
 gc.set_threshold(50_000, 20, 50)
 
 # One contract is inherited by the test classes of several engines.
