@@ -160,7 +160,7 @@ async def test_candidates_that_the_engine_left_out_do_not_count() -> None:
     await opened(guest, 1)
     answer = await stepped(guest, 2, SequenceUpdate(1, 150, (IDS[150],)))
     assert answer.proposed[0].offer.token_ids[:3] == tuple(IDS[151:154])
-    # It says that it verified 3 candidates, but its second token is already its own.
+    # It reports three verified candidates, but it chose its second token itself.
     await stepped(guest, 3, SequenceUpdate(1, 151, tuple(IDS[151:153]), candidate_step=2, candidate_count=3))
     guest.close()
     assert [(len(one.tried.token_ids), one.result.accepted_token_count) for one in outcomes] == [(1, 1)]

@@ -1,4 +1,4 @@
-"""The adapter for transformers with a real model and a bridge that is told what to propose."""
+"""Tests the adapter for transformers with a real model and a bridge whose candidates the test chooses."""
 
 import threading
 from collections import Counter
