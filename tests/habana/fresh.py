@@ -45,6 +45,7 @@ def in_two_ranks(function: Callable[..., Any], *args: Any) -> Any:
     processes = [CONTEXT.Process(target=_run_rank, args=(rank, port, sending, function, args)) for rank in range(2)]
     for process in processes:
         process.start()
+    sending.close()  # so that two processes that fail are noticed at once
     assert receiving.poll(120)
     found = receiving.recv()
     for process in processes:
@@ -54,7 +55,8 @@ def in_two_ranks(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _run_rank(rank: int, port: int, sending: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(place(rank, 2, port))
+    # The process that this one was forked from has the environment of the test that happened to start it.
+    os.environ.update(place(rank, 2, port) | {"PT_HPU_LAZY_MODE": "1"})
     sending.send(function(*args))  # the follower's function does not return
 
 
