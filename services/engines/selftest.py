@@ -67,7 +67,7 @@ class SelfTest:
 def _sampled(model: Any) -> list[list[int]]:
     """Returns two texts with the same beginning, sampled from the model."""
     generator = torch.Generator().manual_seed(0)
-    size = min(int(model.get_output_embeddings().weight.shape[0]), 1000)
+    size = min(int(model.get_input_embeddings().weight.shape[0]), 1000)
     first = int(torch.randint(size, (1,), generator=generator))
     texts, cache = [[first], [first]], None
     while len(texts[0]) < _LENGTH:

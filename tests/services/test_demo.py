@@ -59,3 +59,16 @@ def test_a_gain_of_nothing_is_explained(tried: int, words: str) -> None:
     did = bridge_pb2.SpeculationStatistics(num_draft_tokens=tried)
     together = Sample(0, "", AUTO, 10, 10, 0, "", did)
     assert words in demo._why(together, replace(together, way=ALONE))
+
+
+@pytest.mark.parametrize(
+    ("together", "alone", "deterministic", "words"),
+    [
+        ("größer", "größer", True, "same, byte for byte (the target is served with --deterministic)"),
+        ("größer", "größer", False, "same, byte for byte (the target is in full precision)"),
+        ("größer", "größe", True, "That is a bug"),
+        ("größer", "größen", False, "part after 7 bytes"),
+    ],
+)
+def test_the_texts_are_compared_in_words(together: str, alone: str, deterministic: bool, words: str) -> None:
+    assert words in demo._compared(together, alone, deterministic)

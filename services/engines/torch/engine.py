@@ -18,6 +18,7 @@ from services.engines.torch.attention import ATTENTION, using
 from services.engines.torch.cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engines.torch.compiled import CompiledForwards, FastForwards, GraphForwards
 from services.engines.torch.model import TokenLogits, context_limit, load_model, quantize
+from services.engines.torch.packed import pack
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class TorchEngine:
         self._device = _device(device)
         self._dtype = _dtype(dtype, self._device)
         self._model = load_model(source, self._dtype, trusted).to(self._device).eval()
+        self.vocabulary_size = int(self._model.get_output_embeddings().weight.shape[0])
         self._int8 = int8
         if int8:
             quantize(self._model)
@@ -66,6 +68,8 @@ class TorchEngine:
         self._fast: FastForwards | None = None
         self.slot_count = slot_count
         try:
+            if not (int8 or compiled):  # the compiler packs by itself
+                pack(self._model)
             self_test = SelfTest.of(self._model)
             self._make_room(cache_byte_limit)
             self_test.check(self)
@@ -88,10 +92,6 @@ class TorchEngine:
     @property
     def logit_tolerance(self) -> float:
         return _TOLERANCES[self._dtype]
-
-    @property
-    def vocabulary_size(self) -> int:
-        return int(self._model.get_output_embeddings().weight.shape[0])
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
@@ -166,6 +166,11 @@ def _device(name: str) -> torch.device:
             f"torch has no device {name!r} here ({error}): use --device cpu, or install a build of torch for it"
         ) from error
     return device
+
+
+def auto_dtype() -> str:
+    """Returns the name of the type that an engine computes in if nothing is asked for."""
+    return str(_dtype("auto", _device("auto"))).removeprefix("torch.")
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

@@ -1,0 +1,46 @@
+"""Lays out weights for oneDNN once, instead of multiplying them as they lie.
+
+The plain product of float32 weights with two to sixteen rows takes three to four times as long as with one row, though
+it reads the same weights; blocks of candidates are just that wide. Packed, eight rows take 1.4 times as long as one.
+"""
+
+import torch
+
+# The number of rows that the layout is chosen for. It made no difference between 8 and 16.
+_ROWS = 8
+
+
+class PackedLinear(torch.nn.Module):
+    """Replaces a `torch.nn.Linear` of float32 on a CPU, and keeps no other copy of its weights."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Weights [out_features, in_features] as they were: slow, for models that read them directly."""
+        plain: torch.Tensor = self._packed.to_dense()
+        return plain
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns [..., out_features] for rows [..., in_features]."""
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+        return product
+
+
+def pack(model: torch.nn.Module) -> None:
+    """Packs the model's linear layers that can be packed, one after another, so that memory holds one of them twice."""
+    if not torch._C._has_mkldnn:
+        return
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            # A subclass may compute something else.
+            if type(child) is torch.nn.Linear and _is_packable(child.weight):
+                setattr(parent, name, PackedLinear(child))
+
+
+def _is_packable(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.dtype is torch.float32
