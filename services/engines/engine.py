@@ -1,7 +1,7 @@
 """The interface of engines, and functions that all engines share: checks, measurements, sizes."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Protocol
@@ -13,6 +13,8 @@ from bridge.sampling.sampler import Logits
 
 # `measure` times forwards of these numbers of tokens after this many cached tokens, for about this long in total.
 _MEASURED_WIDTHS, _MEASURED_CONTEXT, _MEASURING_NS = (1, 2, 3, 5, 9, 17, 25), 128, 5_000_000_000
+# `warm` goes on after this time only if it gains something.
+_WARMING_NS = 5_000_000_000
 # A prime, so that multiples of it modulo the size of a vocabulary are distinct.
 _ID_STEP = 7919
 # Slot lengths are multiples of this number of tokens, because llama.cpp rounds them up to it.
@@ -119,14 +121,24 @@ def sample_ids(count: int, vocabulary_size: int) -> tuple[int, ...]:
     return tuple(index * _ID_STEP % vocabulary_size for index in range(1, count + 1))
 
 
-def warm(engine: Engine, widths: Iterable[int]) -> None:
+def warm(engine: Engine, widths: Iterable[int], clock_ns: Callable[[], int] = perf_counter_ns) -> None:
     """Runs one forward of each width, because libraries prepare kernels when they first see a shape.
 
-    The first forward of a width may take ten times as long as later ones, which would distort measured costs.
+    The first forward of a width may take ten times as long as later ones, which would distort measured costs. Where it
+    does not, because forwards themselves are slow, this ends after 5 seconds.
     """
+
+    def run(width: int) -> int:
+        started = clock_ns()
+        engine.forward([Row(0, 0, sample_ids(width, engine.vocabulary_size), 0)])
+        return clock_ns() - started
+
+    began = clock_ns()
     for width in widths:
         if width <= engine.context_length:
-            engine.forward([Row(0, 0, sample_ids(width, engine.vocabulary_size), 0)])
+            first_ns = run(width)
+            if clock_ns() - began > _WARMING_NS and first_ns < 2 * run(width):
+                return
 
 
 def measure(engine: Engine, *, all_logits: bool) -> list[tuple[int, int]]:

@@ -1,0 +1,44 @@
+"""Tests how long an engine's forwards are warmed, in the time of an engine that counts its own."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from bridge.sampling.sampler import Logits
+from services.engines.engine import Row, warm
+
+
+class Timed:
+    """An engine whose first forward of a width takes `first_ms`, and each later one `later_ms`."""
+
+    name, device, dtype = "timed", "cpu", "float32"
+    vocabulary_size, slot_count, context_length, cache_byte_count, logit_tolerance = 8, 1, 64, 0, 0.0
+
+    def __init__(self, first_ms: int, later_ms: int) -> None:
+        self.first_ms, self.later_ms = first_ms, later_ms
+        self.widths: list[int] = []
+        self.now_ns = 0
+
+    def forward(self, rows: Sequence[Row]) -> list[Logits]:
+        width = len(rows[0].token_ids)
+        self.now_ns += 1_000_000 * (self.later_ms if width in self.widths else self.first_ms)
+        self.widths.append(width)
+        return [np.zeros((width, self.vocabulary_size), np.float32)]
+
+    def copy(self, source: int, target: int, token_count: int) -> None:
+        raise AssertionError("warming copies nothing")
+
+
+@pytest.mark.parametrize(
+    ("first_ms", "later_ms", "warmed"),
+    [
+        (100, 100, 25),  # fast: all widths in less than 5 s
+        (1000, 100, 25),  # kernels are prepared: worth any time
+        (1000, 1000, 6),  # nothing is prepared: it ends at the first width after 5 s
+    ],
+)
+def test_warming_goes_on_as_long_as_it_gains_something(first_ms: int, later_ms: int, warmed: int) -> None:
+    engine = Timed(first_ms, later_ms)
+    warm(engine, range(1, 26), lambda: engine.now_ns)
+    assert sorted(set(engine.widths)) == list(range(1, warmed + 1))
