@@ -53,7 +53,7 @@ def run(
         address = server
         if not server:
             for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
-                resolve(model, report)
+                resolve(model, report, weights=False)
             report("starting the model servers and a bridge")
             of_target, of_draft = _cores(target_cores), _cores(draft_cores)
             threads = len(of_draft) if of_draft else draft_threads()

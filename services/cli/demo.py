@@ -125,8 +125,8 @@ def _compared(together: str, alone: str, deterministic: bool) -> str:
 def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstration:
     """Downloads the models. If the large pair cannot be had, reports it and returns the small one."""
     try:
-        for model in (wanted.target, wanted.draft):
-            resolve(model, report)
+        resolve(wanted.target, report, weights=wanted.engine == "torch")
+        resolve(wanted.draft, report, weights=False)
     except (ModelNotFound, UnusableModel, NoSpace) as error:
         if (wanted.target, wanted.draft) != (LARGE.target, LARGE.draft):
             raise

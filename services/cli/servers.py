@@ -108,7 +108,7 @@ def up(
     stop = StopSignals()
     drafted = None if draft == "none" else draft
     for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
-        resolve(model, report)
+        resolve(model, report, weights=False)
     options = ("--engine", engine, "--dtype", dtype)
     try:
         target_options = (*options, "--deterministic") if deterministic else options

@@ -60,7 +60,7 @@ def run(
     drafts = config.role is Role.DRAFT
     selection = partial(fastest, report=report, drafts=drafts, deterministic=config.deterministic)
     spec, options = choose_engine(config.engine, config.model, pinned_options(config), selection)
-    directory = resolve(config.model, report)
+    directory = resolve(config.model, report, weights=spec.reads != "gguf")
     if config.engine == AUTO:
         report(f"engine: {spec.name}")
 

@@ -15,6 +15,8 @@ from bridge.errors import NotReady
 
 # Receives a line of text at each step of a long operation.
 Report = Callable[[str], None]
+# Holds the SHA-256 of the GGUF file that a directory was converted from.
+_SOURCE = "gguf.sha256"
 # An older scratch directory was left by a process that was killed.
 _STALE_SECONDS = 24 * 3600
 
@@ -63,8 +65,19 @@ def settle(finished: Path, final: Path) -> None:
             raise
 
 
+def name_revision(directory: Path, gguf_sha256: str) -> None:
+    """Records the file that a directory was converted from, which determines everything in it."""
+    (directory / _SOURCE).write_text(gguf_sha256)
+
+
 def fingerprint(directory: Path) -> str:
-    """Returns a hash of a model directory's configuration and weights. Reads all of them, at 1 to 2 GB per second."""
+    """Returns a hash of a model directory's configuration and weights. Reads all of them, at 1 to 2 GB per second.
+
+    Of a converted GGUF file it returns the file's, which is the same with and without the weights, and reads nothing.
+    """
+    source = directory / _SOURCE
+    if source.is_file():
+        return source.read_text()[:16]
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
         with path.open("rb") as file:

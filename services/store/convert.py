@@ -1,30 +1,39 @@
-"""Converts a GGUF file to a transformers directory: `python -m services.store.convert FILE.gguf DIRECTORY`.
+"""Converts a GGUF file to a transformers directory: `python -m services.store.convert FILE DIRECTORY [--weights]`.
 
-Weights are stored in float32, which represents every value of the quantized file exactly.
+Weights are stored in float32, which represents every value of the quantized file exactly. Without `--weights` the
+directory has everything else: tokenizer, chat template, configuration.
 """
 
+import functools
 import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 # The token that ends a document in pretraining, and so ends any text outside a chat.
 _END_OF_DOCUMENT = "<|endoftext|>"
 
 
-def convert(source: Path, destination: Path) -> None:
-    """Writes the model and the tokenizer of a GGUF file to the directory `destination`."""
+def convert(source: Path, destination: Path, weights: bool = True) -> None:
+    """Writes the tokenizer, the configuration and perhaps the weights of a GGUF file to the directory `destination`."""
     safe = {"gguf_file": source.name, "trust_remote_code": False}  # nothing beside the file may run
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **safe)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **safe)
-    # The saved weights are not quantized.
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.generation_config.eos_token_id = ends(tokenizer) or model.generation_config.eos_token_id
+    if weights:
+        model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **safe)
+        # The saved weights are not quantized.
+        model.hf_quantizer = None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        generation = model.generation_config
+    else:
+        model = AutoConfig.from_pretrained(source.parent, **safe)
+        generation = GenerationConfig.from_model_config(model)
+    generation.eos_token_id = ends(tokenizer) or generation.eos_token_id
     model.save_pretrained(destination)
+    generation.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
 
 
@@ -35,7 +44,9 @@ def ends(tokenizer: Any) -> list[int]:
 
 
 if __name__ == "__main__":
+    # Transformers reads a file's metadata anew for each part, and a reader takes seconds for a large vocabulary.
+    vars(gguf)["GGUFReader"] = functools.cache(gguf.GGUFReader)
     try:
-        convert(Path(sys.argv[1]), Path(sys.argv[2]))
+        convert(Path(sys.argv[1]), Path(sys.argv[2]), "--weights" in sys.argv[3:])
     except (KeyError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         sys.exit(f"conversion failed: {type(error).__name__}: {error}")

@@ -12,12 +12,14 @@ from pathlib import Path
 from bridge.errors import ModelNotFound, UnusableModel
 from bridge.text.vocabulary import Vocabulary
 from services.store.built_in import BUILT_IN, BuiltIn
-from services.store.cache import Report, cache_directory, scratch_directory, settle
+from services.store.cache import Report, cache_directory, name_revision, scratch_directory, settle
 from services.store.download import built_in_gguf
 from services.store.gguf import check_gguf
 
 # The reference of prompt lookup, a draft without a model or files; see `services.model.draft.suffix`.
 SUFFIX = "suffix"
+# Ends the names of directories in the cache for engines that read the weights from the GGUF file.
+_WITHOUT_WEIGHTS = ".tokenizer"
 _REMEDY = f"give a directory, a GGUF file, a Hugging Face id, or one of {', '.join(BUILT_IN)}"
 
 
@@ -27,9 +29,10 @@ def default_name(reference: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.name or reference
 
 
-def resolve(reference: str, report: Report = lambda text: None) -> Path:
+def resolve(reference: str, report: Report = lambda text: None, *, weights: bool = True) -> Path:
     """Returns a directory with configuration, weights and tokenizer. Downloads and converts the model if needed.
 
+    `weights`: whether they are needed. Without, those of a GGUF file are not converted, and may be missing.
     Raises `ModelNotFound`, `UnusableModel`, `ChecksumMismatch` or `CacheUnusable`.
     """
     if not reference:
@@ -39,7 +42,7 @@ def resolve(reference: str, report: Report = lambda text: None) -> Path:
             f"{SUFFIX} is prompt lookup, a draft without a model: serve it with --role draft", model=reference
         )
     if reference in BUILT_IN:
-        return _built_in(BUILT_IN[reference], report)
+        return _built_in(BUILT_IN[reference], weights, report)
     try:
         path = Path(reference).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
@@ -48,7 +51,7 @@ def resolve(reference: str, report: Report = lambda text: None) -> Path:
     if is_directory:
         return _directory(path)
     if is_file:
-        return _gguf(path, path.stem, None, report)
+        return _gguf(path, path.stem, None, weights, report)
     if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
         raise ModelNotFound(
             f"there is no model at {reference}: {_REMEDY}",
@@ -67,12 +70,12 @@ def read_vocabulary(reference: str, report: Report = lambda text: None) -> Vocab
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.suffix == ".json" and file.is_file():
             return Vocabulary(file.read_bytes())
-    return Vocabulary((resolve(reference, report) / "tokenizer.json").read_bytes())
+    return Vocabulary((resolve(reference, report, weights=False) / "tokenizer.json").read_bytes())
 
 
-def _directory(path: Path) -> Path:
+def _directory(path: Path, weights: bool = True) -> Path:
     missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
-    if not (any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))):
+    if weights and not (any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin"))):
         missing.append("*.safetensors")
     if missing:
         raise UnusableModel(
@@ -83,10 +86,10 @@ def _directory(path: Path) -> Path:
     return path
 
 
-def _kept(path: Path) -> Path:
+def _kept(path: Path, weights: bool) -> Path:
     """Returns a directory of the cache. Raises `UnusableModel` if files were deleted since it was put there."""
     try:
-        return _directory(path)
+        return _directory(path, weights)
     except UnusableModel as error:
         raise UnusableModel(f"{path} is damaged: delete it and run the same command again", model=path) from error
 
@@ -138,25 +141,32 @@ def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
     return found[0]
 
 
-def _built_in(model: BuiltIn, report: Report) -> Path:
-    final = cache_directory() / model.name
-    if final.exists():
-        return _kept(final)
-    return _gguf(built_in_gguf(model, report), model.name, model.sha256, report)
+def _built_in(model: BuiltIn, weights: bool, report: Report) -> Path:
+    kept = _in_cache(model.name, weights)
+    return kept or _gguf(built_in_gguf(model, report), model.name, model.sha256, weights, report)
 
 
-def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
+def _in_cache(name: str, weights: bool) -> Path | None:
+    """Returns the directory of a converted GGUF file, if it is in the cache."""
+    whole = cache_directory() / name
+    if whole.exists():
+        return _kept(whole, True)
+    small = cache_directory() / f"{name}{_WITHOUT_WEIGHTS}"
+    return None if weights or not small.exists() else _kept(small, False)
+
+
+def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Report) -> Path:
     """Returns the transformers directory of a GGUF file, converted if it is not in the cache."""
     digest = check_gguf(path, sha256)
-    final = cache_directory() / (name if sha256 else f"{name}-{digest[:12]}")
-    if final.exists():
-        return _kept(final)
-    report(f"converting {name} (once)")
+    name = name if sha256 else f"{name}-{digest[:12]}"
+    if kept := _in_cache(name, weights):
+        return kept
+    report(f"converting {name} (once)" if weights else f"reading the tokenizer of {name} (once)")
     with scratch_directory() as scratch:
         converted = scratch / "converted"
         # In a child process, because conversion takes several times the memory of the model.
         done = subprocess.run(
-            [sys.executable, "-m", "services.store.convert", str(path), str(converted)],
+            [sys.executable, "-m", "services.store.convert", str(path), str(converted)] + ["--weights"] * weights,
             stdout=sys.stderr,
             check=False,
         )
@@ -166,5 +176,7 @@ def _gguf(path: Path, name: str, sha256: str | None, report: Report) -> Path:
                 "may not read its architecture from GGUF: give a directory that save_pretrained wrote instead",
                 model=path,
             )
+        name_revision(converted, digest)
+        final = cache_directory() / (name if weights else f"{name}{_WITHOUT_WEIGHTS}")
         settle(converted, final)
     return final

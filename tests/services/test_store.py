@@ -6,17 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from bridge.errors import ChecksumMismatch, ModelNotFound
+from bridge.errors import ChecksumMismatch, ModelNotFound, UnusableModel
 from services.store import download
 from services.store.built_in import BuiltIn
 from services.store.cache import cache_directory
 from services.store.convert import ends
 from services.store.download import NoSpace, built_in_gguf
+from services.store.files import read_model_files
+from services.store.resolve import resolve
 
 # Pieces by the number of their package; sorted by name, the packages have another order.
 PIECES = {2: b"GGUF", 3: bytes([3]) * 100, 10: bytes([10]) * 100}
@@ -140,3 +145,78 @@ def test_the_end_of_a_document_ends_a_text(eos: str, pad: str | None, expected: 
     words = {"a": 0, "<|endoftext|>": 1, "<|im_end|>": 2}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), eos_token=eos, pad_token=pad)
     assert ends(tokenizer) == expected
+
+
+def _tiny_gguf(path: Path) -> None:
+    """Writes a model of the Qwen2 family with a byte-level tokenizer of single characters."""
+    writer = gguf.GGUFWriter(path, "qwen2")
+    size, width = 260, 8
+    alphabet = sorted(ByteLevel.alphabet())
+    writer.add_context_length(64)
+    writer.add_embedding_length(width)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(16)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([*alphabet, "<|endoftext|>", "<|im_start|>", "<|im_end|>", "ab"])
+    writer.add_token_types([*[1] * len(alphabet), 3, 3, 3, 1])
+    writer.add_token_merges(["a b"])
+    writer.add_eos_token_id(len(alphabet) + 2)
+    writer.add_pad_token_id(len(alphabet))
+    shapes = {
+        "token_embd.weight": (size, width),
+        "output.weight": (size, width),
+        "output_norm.weight": (width,),
+        "blk.0.attn_norm.weight": (width,),
+        "blk.0.ffn_norm.weight": (width,),
+        "blk.0.attn_q.weight": (width, width),
+        "blk.0.attn_q.bias": (width,),
+        "blk.0.attn_k.weight": (width // 2, width),
+        "blk.0.attn_k.bias": (width // 2,),
+        "blk.0.attn_v.weight": (width // 2, width),
+        "blk.0.attn_v.bias": (width // 2,),
+        "blk.0.attn_output.weight": (width, width),
+        "blk.0.ffn_gate.weight": (16, width),
+        "blk.0.ffn_up.weight": (16, width),
+        "blk.0.ffn_down.weight": (width, 16),
+    }
+    for name, shape in shapes.items():
+        writer.add_tensor(name, np.full(shape, 0.5, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_an_engine_that_reads_gguf_needs_no_converted_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    file, steps = tmp_path / "tiny.gguf", list[str]()
+    _tiny_gguf(file)
+    small = resolve(str(file), steps.append, weights=False)
+    assert small == resolve(str(file), steps.append, weights=False) and len(steps) == 1
+    assert not list(small.glob("*.safetensors"))
+    whole = resolve(str(file), steps.append)
+    assert whole != small and list(whole.glob("*.safetensors"))
+    assert resolve(str(file), steps.append, weights=False) == whole, "one that has them serves as well"
+    assert len(steps) == 2
+    few, all_ = read_model_files(small), read_model_files(whole)
+    assert few.tokenizer_json == all_.tokenizer_json
+    assert few.vocabulary.size == 260
+    assert few.special_ids == all_.special_ids and few.special_ids.eos == (258, 256)
+    assert few.revision == all_.revision, "one file has one revision, whatever is read of it"
+    _tiny_gguf(other := tmp_path / "other.gguf")
+    other.write_bytes(other.read_bytes()[:-1] + b"\0")
+    assert read_model_files(resolve(str(other), weights=False)).revision != few.revision
+
+
+def test_a_damaged_directory_of_the_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    _tiny_gguf(file := tmp_path / "tiny.gguf")
+    small = resolve(str(file), weights=False)
+    (small / "tokenizer.json").unlink()
+    with pytest.raises(UnusableModel, match="delete it and run the same command again"):
+        resolve(str(file), weights=False)

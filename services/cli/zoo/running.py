@@ -97,7 +97,7 @@ def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str) -> Iterat
         raise InvalidField("--targets", f"models with a text of their own, not {SUFFIX}", ", ".join(targets))
     for model in models:
         if model != SUFFIX:
-            resolve(model, report)
+            resolve(model, report, weights=False)
     with ExitStack() as stack:
         options: list[str] = []
         served = {}
