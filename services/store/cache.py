@@ -79,7 +79,7 @@ def fingerprint(directory: Path) -> str:
     if source.is_file():
         return source.read_text()[:16]
     digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in sorted([*directory.glob("*.safetensors"), *directory.glob("*.bin")]):
+    for path in sorted([one for kind in ("safetensors", "bin", "gguf") for one in directory.glob(f"*.{kind}")]):
         with path.open("rb") as file:
             digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]

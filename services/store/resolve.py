@@ -49,7 +49,7 @@ def resolve(reference: str, report: Report = lambda text: None, *, weights: bool
     except (OSError, RuntimeError, ValueError) as error:  # such as a name too long, or ~ of an unknown user
         raise ModelNotFound(f"there is no model at {reference[:200]} ({error}): {_REMEDY}") from error
     if is_directory:
-        return _directory(path)
+        return _directory(path, weights or not any(path.glob("*.gguf")))
     if is_file:
         return _gguf(path, path.stem, None, weights, report)
     if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from bridge.errors import ChecksumMismatch, ModelNotFound, UnusableModel
 from services.store import download
 from services.store.built_in import BuiltIn
-from services.store.cache import cache_directory
+from services.store.cache import cache_directory, fingerprint
 from services.store.convert import ends
 from services.store.download import NoSpace, built_in_gguf
 from services.store.files import read_model_files
@@ -208,15 +208,20 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(tmp_path: Path, mo
     assert few.vocabulary.size == 260
     assert few.special_ids == all_.special_ids and few.special_ids.eos == (258, 256)
     assert few.revision == all_.revision, "one file has one revision, whatever is read of it"
-    _tiny_gguf(other := tmp_path / "other.gguf")
-    other.write_bytes(other.read_bytes()[:-1] + b"\0")
-    assert read_model_files(resolve(str(other), weights=False)).revision != few.revision
-
-
-def test_a_damaged_directory_of_the_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
-    _tiny_gguf(file := tmp_path / "tiny.gguf")
-    small = resolve(str(file), weights=False)
-    (small / "tokenizer.json").unlink()
+    (whole / "tokenizer.json").unlink()
     with pytest.raises(UnusableModel, match="delete it and run the same command again"):
         resolve(str(file), weights=False)
+
+
+def test_a_directory_with_a_gguf_file_needs_no_other_weights(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(UnusableModel, match="lacks"):
+        resolve(str(tmp_path), weights=False)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF one")
+    assert resolve(str(tmp_path), weights=False) == tmp_path
+    with pytest.raises(UnusableModel, match="lacks"):
+        resolve(str(tmp_path))
+    first = fingerprint(tmp_path)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF two")
+    assert fingerprint(tmp_path) != first
