@@ -59,7 +59,7 @@ async def test_a_trace_is_of_the_drafts_tokens_of_what_the_target_says(tiny_mode
     whole, before = (vocabulary.pieces(text, whole=True).ids for text in (prompt.encode() + data, prompt.encode()))
     count = len(whole) - next(n for n, (a, b) in enumerate(zip_longest(whole, before)) if a != b)
     found = await trace(target, draft, prompt, data)
-    assert len(streamed) > 20
+    assert len(streamed) > 10
     assert found[0] == (await rights(draft, whole, 1))[0][-count:]
     assert len(found[0]) == len(found[1]) == count
     for model in (target, draft):

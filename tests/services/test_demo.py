@@ -18,7 +18,7 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
     """Errors by model; other models are there."""
     errors: dict[str, Exception] = {}
 
-    def resolve(model: str, report: object) -> Path:
+    def resolve(model: str, report: object, *, weights: bool) -> Path:
         if model in errors:
             raise errors[model]
         return Path(model)
