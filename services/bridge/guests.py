@@ -167,7 +167,6 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
                     f"the bridge follows the first {count} sequences of this step only: start it with more "
                     f"--guest-sequences, or send at most {_MAX_STEP_TOKENS} tokens in a step"
                 )
-            yield candidate_pb2.ProposeResponse(candidates=_write_answer(answer, guest.elapsed_ns))
             if answer.note and not note:
                 note = answer.note  # not logged: it has numbers that the engine has sent
                 _log.warning(
@@ -175,6 +174,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
                     "start the bridge with more --guest-sequences",
                     loggable(engine),
                 )
+            yield candidate_pb2.ProposeResponse(candidates=_write_answer(answer, guest.elapsed_ns))
             self._metrics.guest_steps.observe(guest.elapsed_ns / 1e9)
             self._metrics.guest_proposed.inc(sum(one.width for one in answer.proposed))
             await guest.settle()
