@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 from rich import box
@@ -21,6 +21,8 @@ from rich.table import Table
 from bridge.errors import DraftBridgeError
 from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
+
+T = TypeVar("T")
 
 # Prompts of six kinds that come with the package.
 OWN_PROMPTS = Path(__file__).with_name("prompts.json")
@@ -32,6 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "draft model": {"sources": ["draft"]},
     AUTO: {},
 }
+_SOURCES = {"draft": "draft model", "suffix": "prompt lookup"}
 # Speculation that gains less is not worth a second model: it is within what two runs differ by.
 _WORTH_IT = 1.05
 
@@ -124,9 +127,9 @@ def speed(samples: Iterable[Sample]) -> float:
     return 1e9 * sum(one.token_count for one in timed) / sum(one.elapsed_ns for one in timed) if timed else 0.0
 
 
-def by(samples: Iterable[Sample], key: Callable[[Sample], str]) -> dict[str, list[Sample]]:
+def by(samples: Iterable[T], key: Callable[[T], str]) -> dict[str, list[T]]:
     """Returns the samples grouped by a property, in order of appearance."""
-    found: dict[str, list[Sample]] = {}
+    found: dict[str, list[T]] = {}
     for one in samples:
         found.setdefault(key(one), []).append(one)
     return found
@@ -140,11 +143,13 @@ def ratio(samples: Sequence[Sample], way: str) -> float:
 
 
 def table(samples: Sequence[Sample]) -> Table:
-    """Returns a row for each way: speed, its prediction, tokens per pass and acceptance."""
-    result = _columns("", "tokens/s", "ratio", "predicted", "tokens/pass", "accepted")
+    """Returns a row for each way: speed, its prediction, tokens per pass and acceptance.
+
+    Below `auto` stands a row for each source that it had candidates of, with the part of the text that they were.
+    """
+    result = _columns("", "tokens/s", "ratio", "predicted", "tokens/pass", "of the text", "accepted")
     for way, found in by(samples, lambda one: one.way).items():
-        candidates, predicted = _total(found, "num_draft_tokens"), _predicted(found)
-        accepted = f"{_total(found, 'num_accepted_tokens') / candidates:.0%} of {candidates}" if candidates else ""
+        predicted = _predicted(found)
         token_count = sum(one.token_count for one in found) + len(found)
         result.add_row(
             way,
@@ -152,9 +157,21 @@ def table(samples: Sequence[Sample]) -> Table:
             f"{ratio(samples, way):.2f}x",
             f"{predicted:.1f}" if predicted and way == AUTO else "",
             f"{token_count / _total(found, 'target_pass_count'):.2f}",
-            accepted,
+            "",
+            _accepted([one.speculation for one in found]),
         )
+        if way == AUTO:
+            sources = [source for one in found for source in one.speculation.sources if source.num_draft_tokens]
+            for name, ones in by(sources, lambda source: source.name).items():
+                part = sum(one.accepted_byte_count for one in ones) / max(_total(found, "generated_byte_count"), 1)
+                result.add_row(f"  {_SOURCES.get(name, name)}", "", "", "", "", f"{part:.0%}", _accepted(ones))
     return result
+
+
+def _accepted(counted: Sequence[Any]) -> str:
+    """Returns how many of the candidates of some statistics were accepted; empty if there were none."""
+    candidates = sum(one.num_draft_tokens for one in counted)
+    return f"{sum(one.num_accepted_tokens for one in counted) / candidates:.0%} of {candidates}" if candidates else ""
 
 
 def time_table(samples: Sequence[Sample]) -> Table:

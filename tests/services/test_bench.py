@@ -103,6 +103,22 @@ def test_the_verdict(speeds: list[dict[str, float]], words: str) -> None:
     assert words in verdict(samples(*speeds), "d")
 
 
+def test_auto_has_a_row_for_each_source() -> None:
+    """Sums over the prompts: 30 and 20 of 100 bytes each were from the draft, and 6 of 10 candidates were right."""
+    some = samples({ALONE: 10, AUTO: 20}, {ALONE: 10, AUTO: 5})
+    for one, (from_draft, from_text) in zip([s for s in some if s.way == AUTO], [(30, 0), (20, 5)], strict=True):
+        did = one.speculation
+        did.target_pass_count, did.generated_byte_count = 50, 100
+        did.sources.add(name="draft", num_draft_tokens=5, num_accepted_tokens=3, accepted_byte_count=from_draft)
+        did.sources.add(name="suffix", num_draft_tokens=from_text, accepted_byte_count=from_text)
+    for one in some:
+        one.speculation.target_pass_count = one.speculation.target_pass_count or 100
+    columns = [list(column.cells) for column in bench.table(some).columns]
+    assert columns[0] == [ALONE, AUTO, "  draft model", "  prompt lookup"]
+    assert columns[-2] == ["", "", "25%", "2%"]
+    assert columns[-1] == ["", "", "60% of 10", "0% of 5"]
+
+
 def test_speeds_are_of_all_tokens_in_all_times() -> None:
     some = samples({ALONE: 10, AUTO: 20}, {ALONE: 10, AUTO: 5})
     assert bench.speed(one for one in some if one.way == AUTO) == pytest.approx(200 / (5 + 20))

@@ -10,7 +10,7 @@ from draftbridge.v1 import bridge_pb2
 from services.cli import demo
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.demo import LARGE, SMALL, Demonstration
-from services.store.download import NoSpace
+from services.store.cache import NoSpace
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
         ModelNotFound("no source has it"),
         ChecksumMismatch("a part is another file"),
         UnusableModel("it could not be converted"),
-        NoSpace(Path("models"), 2 << 30, 1 << 30),
+        NoSpace(Path("models"), "the download", 1 << 30, 2 << 30),
     ],
 )
 def test_without_the_large_pair_it_goes_on_with_the_small_one(gone: dict[str, Exception], error: Exception) -> None:

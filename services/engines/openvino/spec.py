@@ -1,15 +1,21 @@
 """The `openvino` engine's entry in the registry, and the conversion of models for it."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
 
 from bridge.errors import UnusableModel
 from services.engines.engine import Engine
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
-from services.store.cache import Report, cache_directory, fingerprint, scratch_directory, settle
+from services.store.cache import Report, cache_directory, check_space, fingerprint, scratch_directory, settle
 from services.store.resolve import default_name, resolve
 
+# With their scales, at most.
+_WEIGHT_BYTES = {"full": 4.0, "int8": 1.1, "int4": 0.7}
 # Version of the converted files. Files of other versions are not used.
 _FORMAT = 2
 
@@ -17,12 +23,14 @@ _FORMAT = 2
 def convert(directory: Path, name: str, weights: str, report: Report = lambda text: None) -> Path:
     """Returns the `model.xml` of a transformers directory, with weights "full", "int8" or "int4".
 
-    Converts once, in a child process, and keeps the result in the cache. Raises `UnusableModel` or `CacheUnusable`.
+    Converts once, in a child process, and keeps the result in the cache. Raises `UnusableModel`, `CacheUnusable` or
+    `NoSpace`.
     """
     final = cache_directory() / f"{name}-{fingerprint(directory)}-openvino{_FORMAT}-{weights}"
     if not (final / "model.xml").is_file():
         report(f"converting {name} for OpenVINO, weights {weights} (once)")
         with scratch_directory() as scratch:
+            check_space(scratch, "the converted model", round(_WEIGHT_BYTES[weights] * _weight_count(directory)))
             converted = scratch / "converted"
             program = [sys.executable, "-m", "services.engines.openvino.export"]
             done = subprocess.run(
@@ -33,6 +41,7 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
                 check=False,
             )
             if done.returncode:
+                check_space(scratch, "the converted model")  # others may have filled the disk meanwhile
                 reason = done.stderr.strip().splitlines()[-1:] or ["the process was killed"]
                 raise UnusableModel(
                     f"{name} could not be converted for OpenVINO ({reason[0][:500]}): use --engine torch",
@@ -40,6 +49,12 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
                 )
             settle(converted, final)
     return final / "model.xml"
+
+
+def _weight_count(directory: Path) -> int:
+    """Returns the number of weights in the safetensors files of a directory."""
+    files: list[Any] = [safe_open(path, "pt") for path in directory.glob("*.safetensors")]
+    return sum(int(math.prod(file.get_slice(name).get_shape())) for file in files for name in file.keys())
 
 
 def _prepare(model: str, weights: Weights, report: Report) -> Path:
