@@ -45,8 +45,8 @@ test-engines: .venv/llamacpp ## Run the engines' tests, with llama.cpp; the firs
 test-guests: .venv/dev .venv/guests/ready ## Run the adapters' tests with vLLM itself, in an environment of its own (3.5 GB).
 	DRAFTBRIDGE_TEST_VLLM=$(CURDIR)/.venv/guests/bin/python $(BIN)/pytest -m guests tests/guests $(PYTEST_ARGS)
 
-test-zoo: .venv/dev ## Run all pairs of eight models, four of them real; the first run downloads 1.5 GB.
-	$(BIN)/pytest -m zoo tests/end_to_end/test_real_zoo.py
+test-zoo: .venv/dev ## Run the real models in every engine, and all pairs of eight models; the first run downloads 2 GB.
+	$(BIN)/pytest -m zoo tests/engines/test_real_models.py tests/end_to_end/test_real_zoo.py
 
 # LangChain and LiteLLM need other versions of their libraries than the tests.
 test-clients: .venv/clients ## Run the tests of the HTTP door with LangChain and LiteLLM, in an environment of their own.

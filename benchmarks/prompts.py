@@ -2,7 +2,7 @@
 
 `OWN`, the default, has 12 prompts in six categories. `CODE_EDITS` has 20 of one: code of 60 to 150 lines, of this
 repository, in which to rename something (7), add a parameter (7) or fix a bug (6). The answer repeats most of the code,
-so give it `--max-tokens 1024` or more. See `services.cli.bench.read_prompts`.
+so give it `--tokens 1024` or more. See `services.cli.bench.read_prompts`.
 """
 
 from pathlib import Path

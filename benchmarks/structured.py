@@ -14,6 +14,7 @@ all tokens by the sum of all times.
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import defaultdict
@@ -135,7 +136,8 @@ def measure_llamacpp(path: str, chosen: Sequence[Task]) -> list[Sample]:
     """Runs llama.cpp through llama-cpp-python, plain and with the grammar that it makes of the schema."""
     from llama_cpp import Llama, LlamaGrammar
 
-    model = Llama(path, n_ctx=2048, verbose=False)
+    cores = len(os.sched_getaffinity(0))  # its own default is half of them
+    model = Llama(path, n_ctx=2048, n_threads=cores, n_threads_batch=cores, verbose=False)
     samples = []
     for place, task in enumerate([chosen[-1], *chosen]):
         limit = MAX_TOKENS
@@ -164,10 +166,15 @@ def measure_llamacpp(path: str, chosen: Sequence[Task]) -> list[Sample]:
 
 
 def measure_vllm(python: Path, model: str, chosen: Sequence[Task]) -> list[Sample]:
-    """Runs vLLM of another Python environment in bfloat16, plain and with its own structured output."""
+    """Runs vLLM of another Python environment, plain and with its own structured output.
+
+    It computes in bfloat16 where the processor does, else in float32, as the torch engine does.
+    """
+    from services.engines.torch.engine import auto_dtype
+
     samples = []
     with TemporaryDirectory() as folder:
-        options = ("--dtype", "bfloat16", "--max-model-len", "2048")
+        options = ("--dtype", auto_dtype(), "--max-model-len", "2048")
         with vllm_server(python, model, Path(folder) / "vllm.log", *options) as server:
             for place, task in enumerate([chosen[-1], *chosen]):
                 prompt = {"messages": task.messages}

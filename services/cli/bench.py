@@ -6,7 +6,6 @@ the target, which mostly measures how long the prompt is.
 """
 
 import json
-import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from rich.table import Table
 from bridge.errors import DraftBridgeError
 from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
+from services.engines.engine import core_count
 
 T = TypeVar("T")
 
@@ -229,6 +229,23 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
     return f"Use no draft: expect {gain[best]:.2f}x from prompt lookup{without}{for_all}."
 
 
+def differences(samples: Sequence[Sample]) -> str:
+    """Returns a sentence about texts that differ from that of the target alone; empty if there are none."""
+    alone = {one.prompt: one for one in samples if one.way == ALONE}
+    different = {one.prompt for one in samples if one.text != alone[one.prompt].text}
+    if not different:
+        return ""
+    if strange := [number for number in sorted(different) if not alone[number].speculation.near_ties]:
+        return (
+            f"{len(strange)} prompts have texts that differ without a near tie (the first is number {strange[0] + 1}). "
+            "That is a bug, here or in the engine: please report it with the prompt."
+        )
+    return (
+        f"{len(different)} prompts have texts that differ after a near tie, where rounding decides. "
+        "`serve --deterministic` makes all texts equal."
+    )
+
+
 def check_plot(path: Path) -> None:
     """Raises `InvalidPrompts` if `plot` cannot draw this file."""
     try:
@@ -279,7 +296,7 @@ def as_json(samples: Sequence[Sample], about: Mapping[str, Any]) -> str:
         | {"speculation": MessageToDict(one.speculation, preserving_proto_field_name=True)}
         for one in samples
     ]
-    return json.dumps({**about, "processor": processor(), "cores": os.cpu_count(), "runs": runs}, indent=1)
+    return json.dumps({**about, "processor": processor(), "cores": core_count(), "runs": runs}, indent=1)
 
 
 def processor() -> str:

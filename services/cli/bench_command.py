@@ -48,6 +48,9 @@ def run(
     if plot:
         bench.check_plot(plot)
     given = bench.read_prompts(prompts, count)
+    of_target, of_draft = _cores(target_cores), _cores(draft_cores)
+    if server and (of_target or of_draft):
+        raise typer.BadParameter("the processes of a running bridge cannot be pinned", param_hint="--server")
     drafted = None if draft == "none" else draft
     with ExitStack() as stack:
         address = server
@@ -55,7 +58,6 @@ def run(
             for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
                 resolve(model, report, weights=False)
             report("starting the model servers and a bridge")
-            of_target, of_draft = _cores(target_cores), _cores(draft_cores)
             threads = len(of_draft) if of_draft else draft_threads()
             address = stack.enter_context(
                 fleet(
@@ -83,24 +85,16 @@ def run(
     out.print(title, markup=False, highlight=False, soft_wrap=True)
     out.print(bench.table(samples))
     out.print(bench.time_table(samples))
-    different = sum(one.text != alone.text for one, alone in _with_alone(samples))
-    ties = sum(one.speculation.near_ties > 0 for one in samples if one.way == bench.ALONE)
-    if different:
-        out.print(
-            f"{different} texts differ from that of the target alone after a near tie, where rounding decides; {ties} "
-            "of the target's texts have one. `serve --deterministic` makes all texts equal.",
-            style="dim",
-        )
-    out.print(bench.verdict(samples, draft), style="bold", markup=False, highlight=False, soft_wrap=True)
+    if differences := bench.differences(samples):
+        out.print(differences, style="dim", markup=False, highlight=False, soft_wrap=True)
+    verdict = bench.verdict(samples, draft)
+    out.print(verdict, style="bold", markup=False, highlight=False, soft_wrap=True)
     if json:
-        json.write_text(bench.as_json(samples, {"title": title}))
+        asked = {"prompts": prompts.name, "tokens": tokens, "temperature": temperature, "weights": weights}
+        pinned = {"target_cores": target_cores, "draft_cores": draft_cores}
+        json.write_text(bench.as_json(samples, {"title": title, "verdict": verdict, **asked, **pinned}))
     if plot:
         bench.plot(samples, title.replace("; ", "\n"), plot)
-
-
-def _with_alone(samples: list[bench.Sample]) -> list[tuple[bench.Sample, bench.Sample]]:
-    alone = {one.prompt: one for one in samples if one.way == bench.ALONE}
-    return [(one, alone[one.prompt]) for one in samples]
 
 
 def _cores(text: str) -> list[int] | None:

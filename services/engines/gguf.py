@@ -1,6 +1,8 @@
-"""What the engines that read GGUF files have in common: preparing a model, and when `--engine auto` skips them."""
+"""What the engines that read GGUF files have in common: preparing a model, `--engine auto`, names of types."""
 
 from pathlib import Path
+
+from gguf import LlamaFileType
 
 from services.engines.spec import Dtype, EngineOptions, Weights
 from services.store.cache import Report
@@ -20,3 +22,11 @@ def reason_to_skip(model: str, options: EngineOptions) -> str:
     if not options.on_cpu:
         return "torch is faster on other devices"
     return "" if has_gguf(model) else "the model has no GGUF file"
+
+
+def file_type(number: int) -> str:
+    """Returns the name of a type of weights; those of ik_llama.cpp alone have none in gguf's list."""
+    try:
+        return LlamaFileType(number).name.removeprefix("MOSTLY_")
+    except ValueError:
+        return f"type {number}"

@@ -25,7 +25,7 @@ from services.engines.engine import measure, warm
 from services.engines.fixed_width import FixedWidthEngine
 from services.engines.measuring import alone, library_facts, run
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
-from services.store.cache import Report, cache_directory
+from services.store.cache import NoSpace, Report, cache_directory
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def fastest(
     for one in rivals:
         try:
             paths[one.name] = one.prepare(model, chosen[one.name].weights, report)
-        except UnusableModel as error:
+        except (UnusableModel, NoSpace) as error:
             report(f"{one.name} is not used: {error}")
     rivals = [one for one in rivals if one.name in paths]
     if not rivals:

@@ -1,5 +1,6 @@
 """The cache of models. Files are made in a scratch directory and moved into the cache only when they are complete."""
 
+import contextlib
 import errno
 import hashlib
 import os
@@ -7,7 +8,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -29,8 +29,8 @@ class CacheUnusable(NotReady, reason="CACHE_UNUSABLE"):
 
     def __init__(self, directory: object, detail: object) -> None:
         super().__init__(
-            f"models cannot be stored in {directory} ({detail}): set the environment variable DRAFTBRIDGE_CACHE to a "
-            "writable directory",
+            f"models cannot be stored in {directory} ({detail}): set the environment variable DRAFTBRIDGE_CACHE "
+            "(for models of the hub, HF_HOME) to a writable directory",
             directory=directory,
         )
 
@@ -55,7 +55,7 @@ def check_space(directory: Path, what: str, needed: int = 0) -> None:
         raise NoSpace(directory, what, free, needed)
 
 
-@contextmanager
+@contextlib.contextmanager
 def writing(directory: Path, what: str) -> Iterator[None]:
     """Creates a directory and lets the caller write to it.
 
@@ -68,9 +68,11 @@ def writing(directory: Path, what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise NoSpace(directory, what, shutil.disk_usage(directory).free) from error
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpace(directory, what, shutil.disk_usage(directory).free) from error
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):  # such as files of another user
+            raise CacheUnusable(directory, error.strerror) from error
+        raise
 
 
 def cache_directory() -> Path:
@@ -78,7 +80,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("DRAFTBRIDGE_CACHE") or user_cache_path("draftbridge")) / "models"
 
 
-@contextmanager
+@contextlib.contextmanager
 def scratch_directory() -> Iterator[Path]:
     """Yields a temporary directory in the cache, so that a finished model moves into place in one step.
 
@@ -87,13 +89,10 @@ def scratch_directory() -> Iterator[Path]:
     parent = cache_directory()
     with writing(parent, "the model"):
         for stale in parent.glob(".scratch-*"):
-            if time.time() - stale.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(stale, ignore_errors=True)
-        try:
-            scratch = tempfile.TemporaryDirectory(dir=parent, prefix=".scratch-", ignore_cleanup_errors=True)
-        except OSError as error:  # such as a cache that only another user may write
-            raise CacheUnusable(parent, error.strerror) from error
-        with scratch as path:
+            with contextlib.suppress(FileNotFoundError):  # another process has just deleted it
+                if time.time() - stale.stat().st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=parent, prefix=".scratch-", ignore_cleanup_errors=True) as path:
             yield Path(path)
 
 

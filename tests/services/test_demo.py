@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,31 @@ def test_a_gain_of_nothing_is_explained(tried: int, words: str) -> None:
     did = bridge_pb2.SpeculationStatistics(num_draft_tokens=tried)
     together = Sample(0, "", AUTO, 10, 10, 0, "", did)
     assert words in demo._why(together, replace(together, way=ALONE))
+
+
+@pytest.mark.parametrize(
+    ("engine", "installed", "dtype", "expected"),
+    [
+        ("ik_llama", True, "float32", True),
+        ("auto", True, "float32", True),
+        ("auto", False, "float32", False),
+        ("auto", False, "bfloat16", True),
+        ("torch", True, "float32", False),
+    ],
+)
+def test_the_target_is_deterministic_where_that_costs_little(
+    engine: str, installed: bool, dtype: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = SimpleNamespace(reads="gguf", installed=installed)
+    monkeypatch.setattr(demo, "engines", lambda: {"reader": reader})
+    monkeypatch.setattr("services.engines.torch.engine.auto_dtype", lambda: dtype)
+    assert demo._is_made_deterministic(engine) is expected
+
+
+@pytest.mark.parametrize("draft", ["none", "suffix"])
+def test_a_draft_without_a_model_needs_no_files(gone: dict[str, Exception], draft: str) -> None:
+    gone[draft] = ModelNotFound("there is no such model")
+    assert demo._fetched(replace(LARGE, draft=draft), str).draft == draft
 
 
 @pytest.mark.parametrize(

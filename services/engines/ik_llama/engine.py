@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
-from gguf import LlamaFileType
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row, check, check_copy, core_count, slot_room
+from services.engines.gguf import file_type
 from services.engines.ik_llama.library import MAX_AT_ONCE, Context, Model
 from services.engines.ik_llama.probe import choose_way
 from services.engines.ik_llama.spec import MAX_CONTEXTS
@@ -46,7 +46,7 @@ class IkLlamaEngine:
         self._threads = threads or core_count()
         self._way = choose_way(gguf, self._threads)
         self._model = Model(gguf, repacked=self._way.repacked)
-        self.dtype = _file_type(int(self._model.meta("general.file_type") or 0))
+        self.dtype = file_type(int(self._model.meta("general.file_type") or 0))
         self.vocabulary_size = self._model.vocabulary_size
         self.slot_count = slot_count
         token_bytes = self._model.token_byte_count
@@ -96,14 +96,6 @@ class IkLlamaEngine:
             tables.append(table if end == len(ids) else table.copy())
             start = end
         return np.concatenate(tables) if len(tables) > 1 else tables[0]
-
-
-def _file_type(number: int) -> str:
-    """Returns the name of a type of weights; those of ik_llama.cpp alone have none in gguf's list."""
-    try:
-        return LlamaFileType(number).name.removeprefix("MOSTLY_")
-    except ValueError:
-        return f"type {number}"
 
 
 def _ends(count: int, logit_count: int, width: int) -> list[int]:

@@ -48,7 +48,12 @@ _LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, _pointer)
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:
-    function = getattr(_lib, name)
+    try:
+        function = getattr(_lib, name)
+    except AttributeError as error:  # in a library that IK_LLAMA_CPP_LIB_PATH names
+        raise UnusableModel(
+            f"the library of ik_llama.cpp has no function {name}: unset IK_LLAMA_CPP_LIB_PATH, or use --engine torch"
+        ) from error
     function.restype, function.argtypes = result, arguments
     return function
 

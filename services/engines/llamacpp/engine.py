@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gguf import LlamaFileType
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row, by_row, check, check_copy, core_count, slot_room
+from services.engines.gguf import file_type
 
 try:
     import llama_cpp
-except ImportError as error:
+except (ImportError, OSError, RuntimeError) as error:  # the latter two for a library of another platform
     raise UnusableModel(
-        "the llamacpp engine is not installed: pip install '.[llamacpp]' in the checkout, or use --engine torch"
+        f"the library of llama-cpp-python cannot be loaded ({error}): pip install '.[llamacpp]' in the checkout, or "
+        "use --engine torch"
     ) from error
 
 _log = logging.getLogger(__name__)
@@ -79,10 +80,10 @@ class LlamaCppEngine:
         if not self._model:
             raise UnusableModel(
                 f"llama.cpp cannot read {gguf}: check that the file is whole, and that this version of "
-                "llama-cpp-python supports its architecture",
+                "llama-cpp-python supports its architecture, or use --engine torch",
                 model=gguf,
             )
-        self.dtype = LlamaFileType(int(self._meta("general.file_type") or 0)).name.removeprefix("MOSTLY_")
+        self.dtype = file_type(int(self._meta("general.file_type") or 0))
         self.vocabulary_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         if llama_cpp.llama_model_is_recurrent(self._model) or llama_cpp.llama_model_is_hybrid(self._model):
             raise UnusableModel(

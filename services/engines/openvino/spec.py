@@ -1,12 +1,13 @@
 """The `openvino` engine's entry in the registry, and the conversion of models for it."""
 
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from bridge.errors import UnusableModel
 from services.engines.engine import Engine
@@ -14,8 +15,8 @@ from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
 from services.store.cache import Report, cache_directory, check_space, fingerprint, scratch_directory, settle
 from services.store.resolve import default_name, resolve
 
-# With their scales, at most.
-_WEIGHT_BYTES = {"full": 4.0, "int8": 1.1, "int4": 0.7}
+# With their scales, at most: with int4, embeddings and the last layer are in 8 bits.
+_WEIGHT_BYTES = {"full": 4.0, "int8": 1.1, "int4": 1.1}
 # Version of the converted files. Files of other versions are not used.
 _FORMAT = 2
 
@@ -28,6 +29,7 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
     """
     final = cache_directory() / f"{name}-{fingerprint(directory)}-openvino{_FORMAT}-{weights}"
     if not (final / "model.xml").is_file():
+        shutil.rmtree(final, ignore_errors=True)  # what is left of a damaged one
         report(f"converting {name} for OpenVINO, weights {weights} (once)")
         with scratch_directory() as scratch:
             check_space(scratch, "the converted model", round(_WEIGHT_BYTES[weights] * _weight_count(directory)))
@@ -52,8 +54,11 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
 
 
 def _weight_count(directory: Path) -> int:
-    """Returns the number of weights in the safetensors files of a directory."""
-    files: list[Any] = [safe_open(path, "pt") for path in directory.glob("*.safetensors")]
+    """Returns the number of weights in the safetensors files of a directory; 0 if that cannot be found out."""
+    try:
+        files: list[Any] = [safe_open(path, "pt") for path in directory.glob("*.safetensors")]
+    except (SafetensorError, OSError):  # the conversion reports damaged files
+        return 0
     return sum(int(math.prod(file.get_slice(name).get_shape())) for file in files for name in file.keys())
 
 
