@@ -1,5 +1,6 @@
 """Compares the torch engine with transformers, in float32, over families, batches and rollbacks."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +46,12 @@ def test_bfloat16_is_close(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[torch.nn.Module, TorchEngine]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[torch.nn.Module, TorchEngine]]:
     directory = tmp_path_factory.mktemp("compiled")
     model = saved(transformers.LlamaConfig(**LLAMA_LIKE | {"num_hidden_layers": 1}), directory)
-    return model, TorchEngine(directory, dtype="float32", slot_count=3, compiled=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.engines.torch.compiled._COMPILED_WIDTHS", (1, 8))  # each takes half a minute
+        yield model, TorchEngine(directory, dtype="float32", slot_count=3, compiled=True)
 
 
 @pytest.mark.parametrize("counts", [(1,), (5,), (3, 1, 4), (16,), (1, 1, 1), (12, 30)])

@@ -82,6 +82,8 @@ def test_damaged_weights_are_refused_by_the_conversion(tmp_path: Path, monkeypat
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
     saved(FAMILIES["llama"], tmp_path)
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    failed = SimpleNamespace(returncode=1, stderr="the file is damaged")
+    monkeypatch.setattr("subprocess.run", lambda *arguments, **options: failed)
     with pytest.raises(UnusableModel, match="could not be converted for OpenVINO"):
         convert(tmp_path, "tiny", "full")
 
