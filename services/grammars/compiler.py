@@ -12,7 +12,14 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar, GrammarKind
 from services.grammars.lark import check_lark, check_terminals
-from services.grammars.schema import UnsupportedPart, check_parts, check_schema, encode_references, refused_part
+from services.grammars.schema import (
+    UnsupportedPart,
+    check_parts,
+    check_schema,
+    complete_formats,
+    encode_references,
+    refused_part,
+)
 
 # JSON is written on one line, like most JSON in training data. So nearly all of it except the values is forced.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -131,6 +138,7 @@ def _source(grammar: Grammar) -> str:
             check_schema(json.loads(schema))  # the library's copy has rounded large integers
             value = json.loads(source)["grammars"][0]["json_schema"]
             value.pop("$schema", None)  # under older ones, the library ignores some keywords
+            complete_formats(value)
             encode_references(value)
             return _lark_of(value)
     return LLMatcher.grammar_from_lark(lark + _UNFORCED)

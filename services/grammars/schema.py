@@ -42,6 +42,16 @@ _SEPARATORS = {
     "item_separator": re.compile(r"[ \t\r\n]*,[ \t\r\n]*"),
     "key_separator": re.compile(r"[ \t\r\n]*:[ \t\r\n]*"),
 }
+# What the library leaves out of formats, as patterns: 29 February is in leap years only, and a leap second at few times
+# (not generated at all).
+_LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
+_DATE = f"(?:[0-9]{{4}}-(?:(?:0[13-9]|1[0-2])-|02-(?:[01]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+_TIME = "[0-9]{2}:[0-9]{2}:[0-5]"
+_COMPLETIONS = {
+    "date": f"^{_DATE}",
+    "time": f"^{_TIME}",
+    "date-time": f"^{_DATE}[0-9]*[Tt]{_TIME}",
+}
 # Finding the part that the library refuses ends after so much processor time.
 _FINDING_SECONDS = 0.3
 
@@ -146,6 +156,16 @@ def encode_references(schema: Any) -> None:
     for _, part in list(_parts(schema, "#")):
         if isinstance(part, dict) and "$ref" in part:
             part["$ref"] = _reference(unquote(part["$ref"]))
+
+
+def complete_formats(schema: Any) -> None:
+    """Adds to a schema what the library leaves out of formats."""
+    for _, part in list(_parts(schema, "#")):
+        if isinstance(part, dict) and (missing := _COMPLETIONS.get(part.get("format", ""))):
+            if "pattern" in part:
+                part["allOf"] = [*part.get("allOf", []), {"pattern": missing}]
+            else:
+                part["pattern"] = missing
 
 
 def _inner(path: str, parts: dict[str, Any]) -> list[str]:

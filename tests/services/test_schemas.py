@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from bridge.errors import InvalidGrammar
 from bridge.planning.planner import Mode
 from bridge.ports import FinishReason
+from bridge.sampling.grammar import Grammar, GrammarKind
+from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
+from services.grammars.compiler import compile_grammar
 from services.grammars.trial import try_grammar
 from tests.services.test_grammars import alone, follow, together
 from tests.support import grammars as support
@@ -151,6 +154,23 @@ def test_an_object_without_a_possible_property_is_refused_wherever_it_is(schema:
     message = rf"cannot be satisfied at {re.escape(place)}: no text matches it"
     with pytest.raises(InvalidGrammar, match=message):
         try_grammar(support.schema(schema))
+
+
+@pytest.mark.parametrize(
+    ("format_", "right", "wrong"),
+    [
+        ("date", ["2000-02-29", "2020-02-29", "2021-02-28", "2021-10-31"], ["1900-02-29", "2021-02-29", "2021-04-31"]),
+        ("time", ["23:59:59Z", "00:00:00.5+01:00"], ["22:59:60Z", "24:00:00Z"]),
+        ("date-time", ["2020-02-29T23:59:59Z"], ["2021-02-29T23:59:59Z", "2020-02-29T22:59:60Z"]),
+    ],
+)
+@pytest.mark.parametrize("own", [{}, {"pattern": "[0-9]"}], ids=["", "with a pattern"])
+def test_dates_and_times_exist(format_: str, right: list[str], wrong: list[str], own: dict[str, str]) -> None:
+    schema = json.dumps({"type": "string", "format": format_, **own})
+    matcher = compile_grammar(byte_tokenizer(), Grammar(GrammarKind.JSON_SCHEMA, schema))
+    for text in (*right, *wrong):
+        data = json.dumps(text).encode()
+        assert (ByteMatcher(matcher).accepted(b"", data) == (len(data), True)) is (text in right), text
 
 
 def test_names_and_references_may_have_any_characters() -> None:
