@@ -1,5 +1,6 @@
 """The four real models are served by every engine that can run them, in every dtype and kind of weights."""
 
+import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -30,6 +31,8 @@ WAYS = [
     ("ik_llama", Dtype.AUTO, Weights.AUTO, 2),
     ("llamacpp", Dtype.AUTO, Weights.AUTO, 2),
 ]
+# Activations reach 100,000 there, and float16 ends at 65,504. The sampler refuses such logits, and says so.
+OVERFLOWS = {("gemma-3-270m", Dtype.FLOAT16)}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -41,6 +44,7 @@ def reference(request: pytest.FixtureRequest) -> Iterator[tuple[str, list[int], 
     with torch.inference_mode():
         best = int(model(torch.tensor([ids])).logits[0, -1].argmax())
     del model
+    gc.collect()
     yield request.param, ids, best
 
 
@@ -52,10 +56,14 @@ def test_every_engine_serves_a_real_model(
 ) -> None:
     """Opening includes the self-test of engines that have one, which once refused the largest model in bfloat16."""
     name, ids, best = reference
+    gc.collect()  # the model of the case before, which takes 7 GB
     spec = engine_spec(engine)
     if not spec.installed:
         pytest.skip(f"{engine} is not installed")
     options = EngineOptions(device="cpu", dtype=dtype, weights=weights, slot_count=2, cache_byte_limit=1 << 28)
     opened = spec.open(spec.prepare(name, weights, print), options)
     logits = opened.forward([Row(0, 0, tuple(ids), len(ids) - 1)])[0][-1]
+    if (name, dtype) in OVERFLOWS:
+        assert not np.isfinite(logits.max())
+        return
     assert best in np.argsort(logits)[-places:]
