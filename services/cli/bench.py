@@ -147,7 +147,7 @@ def table(samples: Sequence[Sample]) -> Table:
 
     Below `auto` stands a row for each source that it had candidates of, with the part of the text that they were.
     """
-    result = _columns("", "tokens/s", "ratio", "predicted", "tokens/pass", "of the text", "accepted")
+    result = _columns("", "tokens/s", "ratio", "predicted", "tokens/pass", "text", "accepted")
     for way, found in by(samples, lambda one: one.way).items():
         predicted = _predicted(found)
         token_count = sum(one.token_count for one in found) + len(found)
@@ -164,7 +164,7 @@ def table(samples: Sequence[Sample]) -> Table:
             sources = [source for one in found for source in one.speculation.sources if source.num_draft_tokens]
             for name, ones in by(sources, lambda source: source.name).items():
                 part = sum(one.accepted_byte_count for one in ones) / max(_total(found, "generated_byte_count"), 1)
-                result.add_row(f"  {_SOURCES.get(name, name)}", "", "", "", "", f"{part:.0%}", _accepted(ones))
+                result.add_row(f" {_SOURCES.get(name, name)}", "", "", "", "", f"{part:.0%}", _accepted(ones))
     return result
 
 
@@ -185,7 +185,8 @@ def time_table(samples: Sequence[Sample]) -> Table:
 
 
 def _columns(*names: str) -> Table:
-    result = Table(*names, box=box.SIMPLE_HEAD)
+    # Narrow enough for a terminal of 80 columns.
+    result = Table(*names, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in result.columns[1:]:
         column.justify = "right"
     return result

@@ -115,7 +115,7 @@ def test_auto_has_a_row_for_each_source() -> None:
     for one in some:
         one.speculation.target_pass_count = one.speculation.target_pass_count or 100
     columns = [list(column.cells) for column in bench.table(some).columns]
-    assert columns[0] == [ALONE, AUTO, "  draft model", "  prompt lookup"]
+    assert columns[0] == [ALONE, AUTO, " draft model", " prompt lookup"]
     assert columns[-2] == ["", "", "25%", "2%"]
     assert columns[-1] == ["", "", "60% of 10", "0% of 5"]
 
