@@ -46,7 +46,7 @@ test-guests: .venv/dev .venv/guests/ready ## Run the adapters' tests with vLLM i
 	DRAFTBRIDGE_TEST_VLLM=$(CURDIR)/.venv/guests/bin/python $(BIN)/pytest -m guests tests/guests $(PYTEST_ARGS)
 
 test-zoo: .venv/dev ## Run the real models in every engine, and all pairs of eight models; the first run downloads 2 GB.
-	$(BIN)/pytest -m zoo tests/engines/test_real_models.py tests/end_to_end/test_real_zoo.py
+	$(BIN)/pytest -m zoo tests/engines tests/end_to_end/test_real_zoo.py
 
 # LangChain and LiteLLM need other versions of their libraries than the tests.
 test-clients: .venv/clients ## Run the tests of the HTTP door with LangChain and LiteLLM, in an environment of their own.

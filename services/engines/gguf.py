@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from gguf import LlamaFileType
-
 from services.engines.spec import Dtype, EngineOptions, Weights
 from services.store.cache import Report
 from services.store.resolve import has_gguf, resolve, resolve_gguf
@@ -26,6 +24,8 @@ def reason_to_skip(model: str, options: EngineOptions) -> str:
 
 def file_type(number: int) -> str:
     """Returns the name of a type of weights; those of ik_llama.cpp alone have none in gguf's list."""
+    from gguf import LlamaFileType  # imports other libraries, for a second, that a bridge never needs
+
     try:
         return LlamaFileType(number).name.removeprefix("MOSTLY_")
     except ValueError:

@@ -132,7 +132,7 @@ def test_candidates_spell_what_the_draft_proposed(target: str, draft: str, text:
 
 
 @pytest.mark.parametrize("family", NAMES)
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(40))
 @given(
     texts=st.lists(st.tuples(MARKED_TEXTS, st.integers(0, 1000)), min_size=1, max_size=6),
     times=st.integers(1, 40),

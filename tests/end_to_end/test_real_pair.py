@@ -147,8 +147,9 @@ def every_second(values: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(pair, value) for at, pair in enumerate(PAIRS) for value in (values if DEEP else values[at::2])]
 
 
-# Each pair has a prompt of each category, as prompts of a category stand together; each prompt has a mode.
-CASES = every_second([(index, ("lockstep", "opportunistic")[index // 2 % 2]) for index in range(len(PROMPTS))])
+# Prompts of a category stand together. Unless there is time for all, each category has a pair, and a pair both modes.
+NUMBERS = range(len(PROMPTS)) if DEEP else [index + index // 2 % 2 for index in range(0, len(PROMPTS), 2)]
+CASES = every_second([(index, ("lockstep", "opportunistic")[index // 4 % 2]) for index in NUMBERS])
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,9 @@ def test_a_seed_gives_the_same_text_in_every_mode_and_it_is_what_the_models_own_
     prompt = PROMPTS[6]
     options = {"seed": 11, "max_tokens": 16} | options
     alone = ask(setup, prompt, speculation="off", **options)
-    for mode, length in (("lockstep", 2), ("lockstep", 9), ("opportunistic", None)):
+    # An odd and an even number of tokens in turns.
+    turns = (2, 9) if DEEP else (2,) if "top_p" in options else (9,)
+    for mode, length in (*(("lockstep", count) for count in turns), ("opportunistic", None)):
         result = ask(setup, prompt, speculation=mode, num_assistant_tokens=length, **options)
         assert (result.text, result.token_ids) == (alone.text, alone.token_ids)
     expected, near_tie = setup.sampled(setup.prompt_ids(prompt), alone.token_ids, options)
@@ -213,9 +216,9 @@ def test_a_seed_gives_the_same_text_in_every_mode_and_it_is_what_the_models_own_
 SCHEMA = {
     "type": "object",
     "properties": {
-        "title": {"type": "string", "maxLength": 16},
+        "title": {"type": "string", "maxLength": 12},
         "kind": {"enum": ["naïve", "advanced"]},
-        "steps": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 2},
+        "steps": {"type": "array", "items": {"type": "string", "maxLength": 8}, "maxItems": 2},
     },
     "required": ["title", "kind", "steps"],
     "additionalProperties": False,

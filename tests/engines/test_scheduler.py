@@ -15,6 +15,7 @@ from services.engines.engine import Row, measure, warm
 from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence
 from tests.support import tiny
+from tests.support.depth import examples
 from tests.support.waiting import eventually
 
 MODEL = tiny.model("byte_level", context_length=4096)
@@ -395,7 +396,7 @@ async def test_the_cache_that_was_used_least_recently_goes_first() -> None:
     scheduler.close()
 
 
-async def test_ten_thousand_sequences_opened_and_dropped_at_random_leave_nothing_behind() -> None:
+async def test_thousands_of_sequences_opened_and_dropped_at_random_leave_nothing_behind() -> None:
     engine = Watched(slot_count=6)
     scheduler = Scheduler(lambda: engine, queue_limit=50)
     chance = random.Random(1)
@@ -417,7 +418,7 @@ async def test_ten_thousand_sequences_opened_and_dropped_at_random_leave_nothing
             sequence.close()
 
     tasks: set[asyncio.Task[None]] = set()
-    for seed in range(10_000):
+    for seed in range(examples(10_000)):
         task = asyncio.create_task(live(seed))
         tasks.add(task)
         if chance.random() < 0.3:

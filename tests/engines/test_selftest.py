@@ -47,11 +47,11 @@ ARCHITECTURES = {
     "stablelm": transformers.StableLmConfig(**DEEP_MODEL),
     "starcoder2": transformers.Starcoder2Config(**DEEP_MODEL),
 }
-# Each architecture is tested in one dtype, in deep runs in all.
+# Unless there is time for all, three of four architectures are tested, each in one dtype.
 SERVED = [
     (name, dtype)
     for at, name in enumerate(ARCHITECTURES)
-    for dtype in (DTYPES if DEEP else (DTYPES[at % len(DTYPES)],))
+    for dtype in (DTYPES if DEEP else DTYPES[at % 3 : at % 3 + 1] if at % 4 else ())
 ]
 
 

@@ -226,10 +226,10 @@ def test_a_directory_is_a_model_as_it_is(tiny_models: tuple[Path, Path]) -> None
 
 @pytest.fixture
 def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """`draftbridge up` on tiny models, ready, and its children."""
-    target, draft = (str(path) for path in tiny_models)
+    """`draftbridge up` on a tiny model with the draft that needs none, ready, and its children."""
+    models = ("--target", str(tiny_models[0]), "--draft", "suffix", "--dtype", "float32")
     process = subprocess.Popen(
-        [sys.executable, "-m", "services.cli", "up", "--target", target, "--draft", draft, "--listen", "127.0.0.1:0"],
+        [sys.executable, "-m", "services.cli", "up", *models, "--listen", "127.0.0.1:0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -318,3 +318,11 @@ def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path]) -
             assert client.generate("The quick", max_tokens=5).started.draft == "suffix"
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize("module", ["services.cli.app", "services.bridge.server"])
+def test_a_command_and_a_bridge_start_without_heavy_libraries(module: str) -> None:
+    heavy = "{'torch', 'transformers', 'gguf', 'mistral_common', 'huggingface_hub', 'openvino', 'matplotlib'}"
+    code = f"import sys, {module}; print(*{heavy} & {{name.partition('.')[0] for name in sys.modules}})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []

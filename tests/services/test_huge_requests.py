@@ -1,7 +1,7 @@
 """A message of 16 MiB, which a bridge accepts, costs its event loop no more than its parsing."""
 
 from collections.abc import Callable
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -49,23 +49,23 @@ def test_what_would_take_long_to_convert_is_refused_by_its_size(
     build: Callable[[], bridge_pb2.GenerateRequest], field: str
 ) -> None:
     data = build().SerializeToString()
-    started = perf_counter()
+    started = thread_time()
     request = bridge_pb2.GenerateRequest.FromString(data)
-    parsed = perf_counter()
+    parsed = thread_time()
     with pytest.raises(InvalidField) as caught:
         _check_counts(request, 4 * MIB, 262_144)
-    assert perf_counter() - parsed < (parsed - started) + 0.02
+    assert thread_time() - parsed < (parsed - started) + 0.02
     assert caught.value.metadata["field"] == field
 
 
 def test_a_step_is_cut_to_what_the_bridge_can_hold() -> None:
     one = candidate_pb2.ProposeStep(sequences=[candidate_pb2.ProposeSequence(sequence_id=1)]).SerializeToString()
     data = one * MIB + candidate_pb2.ProposeStep(ended_sequence_ids=b"F" * MIB).SerializeToString()
-    started = perf_counter()
+    started = thread_time()
     step = candidate_pb2.ProposeStep.FromString(data)
-    parsed = perf_counter()
+    parsed = thread_time()
     update = _read_step(step, 4096)
-    assert perf_counter() - parsed < (parsed - started) + 0.05
+    assert thread_time() - parsed < (parsed - started) + 0.05
     assert (len(update.sequences), len(update.ended)) == (4096, 1 << 16)
     long = candidate_pb2.ProposeSequence(token_ids=b"F" * (700_000))
     assert len(_read_step(candidate_pb2.ProposeStep(sequences=[long, long]), 4096).sequences) == 1

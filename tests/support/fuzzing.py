@@ -28,11 +28,12 @@ from services.model.server import register
 from services.model.servicer import ModelServicer, describe
 from services.rpc.server import Server
 from tests.support import tiny
+from tests.support.depth import DEEP
 from tests.support.waiting import eventually
 
 T = TypeVar("T")
 
-DEFAULT_CASES = 2000
+DEFAULT_CASES = 2000 if DEEP else 1000
 CASES = int(os.environ.get("DRAFTBRIDGE_FUZZ_CASES", DEFAULT_CASES))
 # A call that takes longer hangs.
 DEADLINE_SECONDS = 20.0
