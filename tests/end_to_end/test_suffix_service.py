@@ -315,8 +315,8 @@ def check_what_tenants_are_told(running: Fleet) -> None:
         text, nothing = ask("", seed)
         assert nothing == 0
         assert ask("ann", seed) == ask("bob", seed) == (text, 0)
-        # The planner may conclude from its measurements that candidates cost more than they gain.
-        for _ in range(30):
+        # Measurements on a busy machine may say that candidates cost more than they gain, until the planner tries again.
+        for _ in range(200):
             again, count = ask("ann", seed)
             assert again == text
             if count:

@@ -316,7 +316,9 @@ async def test_a_client_that_leaves_in_its_body_is_no_error(
         await writer.drain()
         writer.close()
         await asyncio.to_thread(eventually, lambda: f"POST {path} ended with 499" in caplog.text)
-    assert not [one for one in caplog.records if one.levelname in ("WARNING", "ERROR")]
+    wrong = [one for one in caplog.records if one.levelname in ("WARNING", "ERROR")]
+    # gRPC's own, about the event loop of an earlier test.
+    assert not [one for one in wrong if "PollerCompletionQueue" not in one.getMessage()]
 
 
 async def test_bugs_and_unknown_hosts_have_openai_s_form(
