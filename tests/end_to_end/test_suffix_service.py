@@ -315,7 +315,7 @@ def check_what_tenants_are_told(running: Fleet) -> None:
         text, nothing = ask("", seed)
         assert nothing == 0
         assert ask("ann", seed) == ask("bob", seed) == (text, 0)
-        # Measurements on a busy machine may say that candidates cost more than they gain, until the planner tries again.
+        # On a busy machine, the planner may measure that candidates cost more than they gain, until it tries again.
         for _ in range(200):
             again, count = ask("ann", seed)
             assert again == text
