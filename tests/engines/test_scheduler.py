@@ -437,7 +437,7 @@ async def test_thousands_of_sequences_opened_and_dropped_at_random_leave_nothing
 
 def test_each_width_is_met_once_and_only_those_that_fit() -> None:
     engine = Watched()
-    engine.context_length = 5
+    engine.context_length, engine.device = 5, "cuda"
     warm(engine, range(1, 9))
     assert [len(row.token_ids) for (row,) in engine.forwards] == [1, 2, 3, 4, 5]
     assert all(row.keep == row.logits_from == 0 for (row,) in engine.forwards)

@@ -12,11 +12,11 @@ from services.engines.engine import Row, warm
 class Timed:
     """An engine whose first forward of a width takes `first_ms`, and each later one `later_ms`."""
 
-    name, device, dtype = "timed", "cpu", "float32"
+    name, dtype = "timed", "float32"
     vocabulary_size, slot_count, context_length, cache_byte_count, logit_tolerance = 8, 1, 64, 0, 0.0
 
-    def __init__(self, first_ms: int, later_ms: int) -> None:
-        self.first_ms, self.later_ms = first_ms, later_ms
+    def __init__(self, device: str, first_ms: int, later_ms: int) -> None:
+        self.device, self.first_ms, self.later_ms = device, first_ms, later_ms
         self.widths: list[int] = []
         self.now_ns = 0
 
@@ -31,14 +31,17 @@ class Timed:
 
 
 @pytest.mark.parametrize(
-    ("first_ms", "later_ms", "warmed"),
+    ("device", "first_ms", "later_ms", "warmed"),
     [
-        (100, 100, 25),  # fast: all widths in less than 5 s
-        (1000, 100, 25),  # kernels are prepared: worth any time
-        (1000, 1000, 6),  # nothing is prepared: it ends at the first width after 5 s
+        ("cuda", 100, 100, 25),  # fast: all widths in less than 5 s
+        ("cuda", 1000, 100, 25),  # kernels are prepared: worth any time
+        ("cuda", 1000, 1000, 6),  # nothing is prepared: it ends at the first width after 5 s
+        ("CPU", 140, 100, 25),
+        ("CPU", 1000, 700, 4),
+        ("cpu", 110, 100, 4),  # nothing is prepared: the second to fourth widths show it
     ],
 )
-def test_warming_goes_on_as_long_as_it_gains_something(first_ms: int, later_ms: int, warmed: int) -> None:
-    engine = Timed(first_ms, later_ms)
+def test_warming_goes_on_as_long_as_it_gains_something(device: str, first_ms: int, later_ms: int, warmed: int) -> None:
+    engine = Timed(device, first_ms, later_ms)
     warm(engine, range(1, 26), lambda: engine.now_ns)
     assert sorted(set(engine.widths)) == list(range(1, warmed + 1))
