@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bridge.ports import Proposal
 from bridge.sources.draft import DraftEpoch
 from bridge.sources.source import DraftPace
 from bridge.text.translation import DraftContext
@@ -48,6 +49,37 @@ async def test_a_draft_that_runs_ahead_is_not_waited_for_once_it_hangs() -> None
     assert source.state.overdue and not source.state.awaited
     await propose(source, drafter, " b")
     assert not source.state.overdue
+
+
+class RecordedTimes:
+    """Records the round trip of each proposal, and whether the draft ran ahead; see `DraftTimes`."""
+
+    token_ns = round_trip_ns = 0.0
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int | None, bool]] = []
+        self.news = asyncio.Event()
+
+    def observe_proposal(self, proposal: Proposal, round_trip_ns: int | None, ahead: bool) -> None:
+        self.seen.append((round_trip_ns, ahead))
+        self.news.set()
+
+
+@pytest.mark.parametrize("pace", [DraftPace(8), DraftPace(8, 8, True)])
+async def test_a_round_trip_is_the_time_that_the_draft_did_not_work(pace: DraftPace) -> None:
+    """It is known for the first proposal after a sync."""
+    times, now = RecordedTimes(), 1000
+    source, drafter, tape = draft_source(times=times, clock=lambda: now)
+    await source.advance(tape, pace)
+    source.start(lambda: None)
+    for taken in (100, 50):
+        now += taken
+        drafter.queue.put_nowait(Proposal(1, ids_of(" a")[:1], (), queue_ns=20, forward_ns=30))
+        async with asyncio.timeout(5):
+            await times.news.wait()
+        times.news.clear()
+    source.close()
+    assert times.seen == [(50, not pace.turns), (None, not pace.turns)]
 
 
 async def test_a_turn_is_waited_for_until_it_is_late() -> None:

@@ -1,12 +1,13 @@
 """Tests the estimates of costs and chances."""
 
 import random
+from contextlib import ExitStack
 
 import pytest
 
 from bridge.planning.chances import Chances, RequestChances
 from bridge.planning.costs import Ewma, ForwardTime, WidthCost
-from bridge.planning.estimates import RequestEstimates, TargetEstimates
+from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.ports import Pass, Proposal
 from bridge.sources.source import Offer, Outcome, SourceState
@@ -85,6 +86,27 @@ def test_times_that_cannot_be_do_no_harm() -> None:
         plan = planner.plan((), SourceState())
         assert plan.patience_ns >= 0 and plan.prediction.tokens_per_ns > 0
         planner.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=forward_ns), Offer(), (b"a",), forward_ns), plan)
+
+
+def test_a_turn_says_what_each_of_its_tokens_costs() -> None:
+    """The first forward reads what the target committed; each further one makes a token."""
+    draft = DraftEstimates([(1, 20 * MS)])
+    turn = Proposal(1, (1, 2, 3, 4), (), forward_ns=22 * MS, read_token_count=5, read_ns=10 * MS, queue_ns=MS)
+    for _ in range(40):
+        draft.observe_proposal(turn, 2 * MS, ahead=False)
+    assert draft.forward.of(1) == pytest.approx(4 * MS, rel=0.05)
+    assert draft.round_trip_ns == pytest.approx(3 * MS, rel=0.05)
+
+
+def test_each_level_of_load_has_its_own_costs() -> None:
+    shared, held = TargetEstimates(measured(FLAT)), []
+    with ExitStack() as running:
+        for _ in range(5):
+            running.enter_context(shared.request())
+            held.append(shared.costs)
+    assert len({id(one) for one in held}) == 3
+    assert held[1] is held[2] and held[3] is held[4], "2 to 3 requests, and 4 to 7"
+    assert shared.costs is held[0]
 
 
 def test_drafts_are_told_apart() -> None:

@@ -1,13 +1,14 @@
 """A draft that records what it receives, as a source, and what its target commits."""
 
 import asyncio
+from collections.abc import Callable
 from time import perf_counter_ns
 
 from bridge.planning.estimates import DraftEstimates
 from bridge.ports import Pass, Proposal, Sync
 from bridge.request import Request, render
 from bridge.sources.draft import DraftSource
-from bridge.sources.source import Draft, Offer, Outcome
+from bridge.sources.source import Draft, DraftTimes, Offer, Outcome
 from bridge.tape import Tape
 from tests.support import tiny
 from tests.support.alone import PROMPT, QueuedDrafter
@@ -35,9 +36,14 @@ class RecordingDrafter(QueuedDrafter):
         self.closed = True
 
 
-def draft_source(prompt: str = PROMPT, threshold: float = 0.0) -> tuple[DraftSource, RecordingDrafter, Tape]:
+def draft_source(
+    prompt: str = PROMPT,
+    threshold: float = 0.0,
+    times: DraftTimes | None = None,
+    clock: Callable[[], int] = perf_counter_ns,
+) -> tuple[DraftSource, RecordingDrafter, Tape]:
     drafter, rendering = RecordingDrafter(), render(Request(prompt), MODEL, MODEL)
-    source = DraftSource(Draft(MODEL, drafter, DraftEstimates()), rendering, threshold, perf_counter_ns)
+    source = DraftSource(Draft(MODEL, drafter, times or DraftEstimates()), rendering, threshold, clock)
     return source, drafter, Tape(WORDS, rendering.ids)
 
 
