@@ -155,9 +155,11 @@ def test_it_holds_no_more_memory_than_it_says() -> None:
 
 def test_a_conversation_that_goes_on_is_held_once() -> None:
     words = Vocabulary(tokenizer_json("byte_level"))
+    for other in ("! comes before it", "~ comes after it"):
+        render_text(words, other)
     for number in range(1, 20):
         render_text(words, SYSTEM[: 100 * number])
-    assert words.prefixes.prompt_count == 1
+    assert words.prefixes.prompt_count == 3
 
 
 def test_texts_that_are_read_in_different_ways_are_told_apart() -> None:
