@@ -226,7 +226,7 @@ class Gateway:
             prompt = blocks_of(request)
             verifier = ResumingVerifier(
                 self._balancer,
-                lambda: [one for one in self.zoo.replicas(target) if one.description.grammars or not grammar],
+                lambda: self._able(request, target),
                 lambda one: RemoteVerifier(
                     one.channel, one.address, one.model, request.sampling, request.seed, request.logprobs
                 ),
@@ -296,9 +296,16 @@ class Gateway:
         """Returns the request's grammar. Raises `GrammarNotSupported`, `InvalidGrammar` or `SandboxBusy`."""
         if (grammar := request.sampling.grammar) is None:
             return None
-        if not any(one.description.grammars for one in self.zoo.replicas(target)):
-            raise GrammarNotSupported(target.model.name, grammar.field)
+        self._able(request, target)
         return await self._grammars.open(grammar)
+
+    def _able(self, request: Request, target: Endpoint) -> list[Endpoint]:
+        """Returns the replicas of a target that can obey the request's grammar. Raises `GrammarNotSupported`."""
+        grammar = request.sampling.grammar
+        found = [one for one in self.zoo.replicas(target) if one.description.grammars or not grammar]
+        if grammar and not found:
+            raise GrammarNotSupported(target.model.name, grammar.field)
+        return found
 
 
 def _served(model: Model) -> ServedModel:

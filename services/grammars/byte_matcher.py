@@ -1,6 +1,5 @@
 """Follows a text through a grammar byte by byte, which needs no tokenizer."""
 
-from collections.abc import Iterable
 from math import inf
 from time import thread_time
 
@@ -12,6 +11,9 @@ from services.grammars.tokenizer import Tokens, library_tokenizer
 _END = 256
 # The event loop waits for so much processor time. Ordinary grammars take microseconds a byte.
 _FORCING_SECONDS = 0.005
+# The event loop follows a text for so much processor time, in parts of so many bytes between two looks at the clock. A
+# byte of an ambiguous grammar takes the longer the more text precedes it, ten milliseconds after some hundred bytes.
+_FOLLOWING_SECONDS, _PART_BYTES = 0.02, 4
 # The memory of one text's automaton. A string of 6,000 characters takes about 25 MB at most.
 _MAX_BYTES = 32 << 20
 
@@ -49,8 +51,8 @@ def forced_bytes(matcher: LLMatcher, limit: int, seconds: float = inf) -> tuple[
 class ByteMatcher:
     """Implements `bridge.ports.TextGrammar` for one text.
 
-    If the grammar exceeds a limit, or the text does not follow it, nothing is forced or refused from then on: the
-    target alone decides about the text.
+    If the grammar exceeds a limit of memory or time, or the text does not follow it, nothing is forced or refused from
+    then on: the target alone decides about the text.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -71,7 +73,7 @@ class ByteMatcher:
         count = self._consume(data) if held == len(before) else 0
         ends = count == len(data) and bool(self._matcher.is_accepting())
         self._rollback(held + count)
-        return count, ends
+        return (len(data), True) if self._lost else (count, ends)
 
     def forced(self, after: bytes, limit: int) -> tuple[bytes, bool]:
         """See `TextGrammar`."""
@@ -84,9 +86,19 @@ class ByteMatcher:
         self._rollback(count)
         return (b"", False) if self._lost else (data, ends)
 
-    def _consume(self, data: Iterable[int]) -> int:
+    def _consume(self, data: bytes) -> int:
+        """Returns the number of bytes that follow; fewer, and gives up, when the time is over."""
+        count, end = 0, thread_time() + _FOLLOWING_SECONDS
         with self._growth:
-            return int(self._matcher.try_consume_tokens(list(data)))
+            while count < len(data):
+                part = data[count : count + _PART_BYTES]
+                count += (found := int(self._matcher.try_consume_tokens(list(part))))
+                if found < len(part):
+                    break
+                if thread_time() >= end and count < len(data):
+                    self._lost = True
+                    break
+        return count
 
     def _rollback(self, count: int) -> None:
         if count:

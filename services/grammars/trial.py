@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 # Ordinary grammars take milliseconds.
 CPU_LIMIT_SECONDS = 1.5
 _MEMORY_LIMIT_BYTES = 1 << 30
+# The library recurses. Servers compile in threads, whose stack has 2 MB at least: what passes here must fit there.
+_STACK_LIMIT_BYTES = 1 << 20
 # On a busy machine, the process gets its time later. Starting it takes longest.
 _WAIT_SECONDS = 20.0
 _ENDING_SECONDS = 2.0
@@ -139,7 +141,7 @@ def try_grammar(grammar: Grammar) -> None:
 
 
 def _main(cpu_limit: float) -> None:
-    confine(_MEMORY_LIMIT_BYTES)
+    confine(_MEMORY_LIMIT_BYTES, _STACK_LIMIT_BYTES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(os.dup(0))
     with suppress(EOFError, OSError):

@@ -254,7 +254,9 @@ class ResponseFormat(Strict):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise InvalidField("response_format.json_schema", "given with type json_schema only", self.type)
         if self.json_schema:
-            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(self.json_schema.json_schema or {}))
+            if self.json_schema.json_schema is None:
+                raise InvalidField("response_format.json_schema.schema", "a JSON Schema", "none")
+            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(self.json_schema.json_schema))
         return Grammar(GrammarKind.JSON_OBJECT) if self.type == "json_object" else None
 
 
@@ -302,8 +304,9 @@ class ChatCompletionRequest(GenerationRequest):
         formatted, extended = self.response_format and self.response_format.grammar, super()._grammar()
         if formatted and extended:
             raise InvalidField("response_format", "text if draftbridge has a grammar", "JSON")
-        formatted = formatted or extended
         if self.demands_call:
+            if extended:
+                raise InvalidField("draftbridge", "without a grammar if a tool must be called", extended.kind.value)
             if formatted:
                 raise InvalidField("response_format", "text if a tool must be called", "JSON")
             # One call is made, whatever `parallel_tool_calls` is.
@@ -316,7 +319,7 @@ class ChatCompletionRequest(GenerationRequest):
             if tool.function.strict:
                 allowed = 'false unless tool_choice is "required" or names a function'
                 raise InvalidField(f"tools[{place}].function.strict", allowed, "true")
-        return formatted
+        return formatted or extended
 
     def _max_tokens(self) -> int | None:
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}

@@ -63,6 +63,9 @@ def call_grammar(tools: Sequence[Tool], name: str | None) -> Grammar:
         place = f"#/$defs/{index}"
         parameters = {"additionalProperties": False} if one.parameters is None else _moved(one.parameters, place)
         # Arguments are an object, also where a schema only lists properties or would allow a string.
+        types = parameters.get("type", "object")
+        if "object" not in (types if isinstance(types, list) else [types]):
+            raise InvalidField(f"tools[{index}].function.parameters.type", "object, as arguments are", types)
         definitions[str(index)] = {**parameters, "type": "object"}
         calls.append(
             {

@@ -20,10 +20,15 @@ def environment() -> dict[str, str]:
     return inherited | {"PYTHONPATH": path, "RAYON_NUM_THREADS": "1"}
 
 
-def confine(memory_limit_bytes: int) -> None:
-    """Limits the memory of this process and disables core files, where the system supports that."""
+def confine(memory_limit_bytes: int, stack_limit_bytes: int = 0) -> None:
+    """Limits the memory of this process and disables core files, where the system supports that.
+
+    `stack_limit_bytes`: the limit of the main thread's stack, 0 for the one that it has.
+    """
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (memory_limit_bytes, memory_limit_bytes))
+        if stack_limit_bytes:
+            resource.setrlimit(resource.RLIMIT_STACK, (stack_limit_bytes, resource.getrlimit(resource.RLIMIT_STACK)[1]))

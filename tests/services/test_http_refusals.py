@@ -98,6 +98,18 @@ def test_a_completion_with_a_bad_parameter_is_refused_by_its_name(
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "strict": True}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"draftbridge": {"choice": ["a"]}, "tools": [tool("look")], "tool_choice": "required"},
+            "draftbridge",
+        ),
+        (
+            {"tools": [tool("look", parameters={"type": "array"})], "tool_choice": "required"},
+            "tools[0].function.parameters.type",
+        ),
         ({"top_logprobs": 5}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": "look"}, "tools"),
@@ -183,7 +195,10 @@ async def test_tools_that_the_template_has_no_place_for_are_refused(
         ({"draftbridge": {"choice": ["a"]}}, "draftbridge.choice"),
         ({"draftbridge": {"grammar": 'start: "a"'}}, "draftbridge.grammar"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}},
+            "response_format.json_schema",
+        ),
         ({"tools": [tool("look")], "tool_choice": "required"}, "tools"),
     ],
 )

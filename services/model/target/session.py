@@ -1,7 +1,7 @@
 """The session of a target: decodes under credit, and verifies the candidates that arrive in time."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
@@ -45,6 +45,8 @@ class TargetSession:
     ) -> None:
         """`matcher` is at the end of the sequence, except while `_verify` looks ahead; None without a grammar."""
         self._matcher = matcher
+        # Ids that the matcher, back at the start, has yet to follow.
+        self._unread: Sequence[int] | None = None
         self._model = model
         self._clock = clock
         self._sampler = sampler
@@ -145,8 +147,7 @@ class TargetSession:
         self._offset, self._empty_tokens = run.byte_offset, run.empty_token_count
         prompt_length = max(length - run.generated_token_count, 0)
         self._history = History(self._sequence.ids[:prompt_length], self._sequence.ids[prompt_length:])
-        if self._matcher:
-            self._matcher.restart(self._sequence.ids[prompt_length:])
+        self._unread = self._sequence.ids[prompt_length:] if self._matcher else None
 
     def _take(self, candidates: Candidates) -> None:
         """Stores an offer that continues the sequence; ignores one that disagrees with it or leaves a gap."""
@@ -198,6 +199,10 @@ class TargetSession:
         base = len(sequence.ids)
         room = min(self._width, self._credit - 1, self._model.context_length - base - 1)
         extra, offer_id = tuple(self._pending[: max(room, 0)]), self._offer_id
+        if self._matcher and self._unread is not None:
+            # After the loss of another target, this may be a long text.
+            await asyncio.to_thread(self._matcher.restart, self._unread)
+            self._unread = None
         if self._matcher:  # candidates that the grammar refuses cost no width
             accepted = self._matcher.accepted(extra)
             if accepted < len(extra):
