@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from time import thread_time
 from typing import TypeVar
 
 from cachetools import LRUCache
@@ -23,8 +24,10 @@ from services.grammars.trial import GrammarTrial, grammar_busy
 
 # The texts of grammars that are known to be usable or refused.
 _KNOWN_BYTES, _ENTRY_BYTES = 16 << 20, 1000
-# Grammars that may wait until the one before them is tried.
+# Grammars that may wait until the one before them is tried, and requests for slow ones until it is compiled.
 _MAX_WAITING = 32
+# A grammar that takes more processor time to compile is slow. Ordinary ones take milliseconds.
+_SLOW_SECONDS = 0.1
 # Matchers that are compiled for requests which have not opened them, up to 35 MB each.
 _MAX_FRESH = 8
 
@@ -35,18 +38,19 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Why a grammar cannot be used, None if it can, and the bytes that this takes to keep."""
+    """Why a grammar cannot be used, None if it can; the bytes that this takes to keep; whether it compiles slowly."""
 
     error: InvalidGrammar | None
     size: int
+    slow: bool
 
 
 class _Store:
     """Tries each grammar once, and compiles it for each request. `compile_one` does so, and blocks.
 
     Copies of one matcher would share an automaton that grows with every text, up to a limit: whether a request fails
-    would depend on earlier ones. One thread tries new grammars and another compiles known ones, one after the other, so
-    that hostile grammars delay new ones at most.
+    would depend on earlier ones. One thread tries new grammars and compiles slow ones, another compiles the other known
+    ones, one after the other, so that hostile grammars delay only each other and new ones.
     """
 
     def __init__(self, compile_one: Callable[[Grammar], _Compiled], trial: GrammarTrial) -> None:
@@ -55,6 +59,7 @@ class _Store:
         self._lock = threading.Lock()
         self._trying, self._compiling = ThreadPoolExecutor(1, "grammar-trials"), ThreadPoolExecutor(1, "grammars")
         self._waiting: dict[Grammar, Future[_Verdict]] = {}
+        self._slow_count = 0
         self._fresh: deque[tuple[Grammar, _Compiled]] = deque(maxlen=_MAX_FRESH)
 
     async def prepare(self, grammar: Grammar) -> None:
@@ -69,8 +74,20 @@ class _Store:
             tried.add_done_callback(lambda one: one.cancelled() or one.exception())  # else asyncio logs an unread error
             await asyncio.shield(tried)  # others may wait for it when this request is cancelled
         if (verdict := self._verdict(grammar)) and not verdict.error:
-            compiled = await asyncio.wrap_future(self._submit(self._compiling, self._compile_one, grammar))
-            self._fresh.append((grammar, compiled))
+            compile_it = self._compile_slowly if verdict.slow else self._compile
+            self._fresh.append((grammar, await compile_it(grammar)))
+
+    async def _compile(self, grammar: Grammar) -> _Compiled:
+        return await asyncio.wrap_future(self._submit(self._compiling, self._compile_one, grammar))
+
+    async def _compile_slowly(self, grammar: Grammar) -> _Compiled:
+        if self._slow_count >= _MAX_WAITING:
+            raise grammar_busy(f"{self._slow_count} others are waiting")
+        self._slow_count += 1
+        try:
+            return await asyncio.wrap_future(self._submit(self._trying, self._compile_one, grammar))
+        finally:
+            self._slow_count -= 1
 
     def matchers(self, grammar: Grammar) -> _Compiled:
         """Returns new matchers at the start of a prepared grammar. Raises `InvalidGrammar`."""
@@ -102,16 +119,23 @@ class _Store:
             return self._known.get(grammar)
 
     def _try(self, grammar: Grammar) -> _Verdict:
-        error = None
+        error, slow = None, False
         try:
             self._trial.check(grammar)
-            self._compile_one(grammar)  # the trial compiles for bytes only
+            # The trial compiles for bytes only. The first grammar of a model takes longer, for the model's vocabulary.
+            slow = self._takes_long(grammar) and self._takes_long(grammar)
         except InvalidGrammar as found:
             error = found
-        verdict = _Verdict(error, len(grammar.text.encode()) + _ENTRY_BYTES)
+        verdict = _Verdict(error, len(grammar.text.encode()) + _ENTRY_BYTES, slow)
         with self._lock:
             self._known[grammar] = verdict
         return verdict
+
+    def _takes_long(self, grammar: Grammar) -> bool:
+        """Compiles a grammar. Raises `InvalidGrammar`."""
+        started = thread_time()
+        self._compile_one(grammar)
+        return thread_time() - started > _SLOW_SECONDS
 
 
 class TokenGrammars:

@@ -81,6 +81,30 @@ async def test_a_known_grammar_does_not_wait_for_the_trials_of_others() -> None:
     store.close()
 
 
+async def test_a_grammar_that_compiles_slowly_delays_only_new_and_slow_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Slow()
+    trial.may_end.set()
+    store = TokenGrammars(tiny.model("byte_level"), trial)
+    slow, fast, new = (SamplingParameters(grammar=Grammar(GrammarKind.REGEX, text)) for text in "abc")
+    monkeypatch.setattr("services.grammars.store._SLOW_SECONDS", -1.0)
+    await store.prepare(slow)
+    monkeypatch.setattr("services.grammars.store._SLOW_SECONDS", 60.0)
+    await store.prepare(fast)
+    trial.may_end.clear()
+    trying = asyncio.create_task(store.prepare(new))
+    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(store.prepare(slow)) for _ in range(33)]
+    async with asyncio.timeout(5):
+        await store.prepare(fast)
+        with pytest.raises(SandboxBusy, match="32 others are waiting"):
+            await waiting.pop()
+    assert not any(one.done() for one in waiting)
+    trial.may_end.set()
+    await asyncio.gather(trying, *waiting)
+    await store.prepare(slow)
+    store.close()
+
+
 async def test_a_trial_that_fails_after_its_request_is_not_logged_and_a_stopped_server_is_busy() -> None:
     class Failing(Slow):
         def check(self, grammar: Grammar) -> None:
