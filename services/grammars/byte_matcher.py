@@ -11,8 +11,8 @@ from services.grammars.tokenizer import Tokens, library_tokenizer
 _END = 256
 # The event loop waits for so much processor time. Ordinary grammars take microseconds a byte.
 _FORCING_SECONDS = 0.005
-# The event loop follows a text for so much processor time, in parts of so many bytes between two looks at the clock. A
-# byte of an ambiguous grammar takes the longer the more text precedes it, ten milliseconds after some hundred bytes.
+# Processor time that the event loop may spend on following a text, and the bytes between two readings of the clock. In
+# an ambiguous grammar, each byte takes longer than the one before: ten milliseconds after a few hundred bytes.
 _FOLLOWING_SECONDS, _PART_BYTES = 0.02, 4
 # The memory of one text's automaton. A string of 6,000 characters takes about 25 MB at most.
 _MAX_BYTES = 32 << 20
