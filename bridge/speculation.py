@@ -11,6 +11,9 @@ from bridge.sources.source import MAX_OFFERED_BYTES, Offer, Outcome
 from bridge.sources.source_set import SourceSet
 from bridge.statistics import Statistics
 
+# A plan that needs nothing is kept for this many passes while no source offers anything.
+_KEPT_PASSES = 3
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -28,6 +31,7 @@ class Speculation:
         self.sources, self.planner, self.statistics = sources, planner, statistics
         self.plan = planner.plan((), sources.state, room)
         self.offers: Sequence[Offer] = ()
+        self._kept_pass_count = _KEPT_PASSES  # the first pass shows what the plans cost
 
     @property
     def stale(self) -> bool:
@@ -47,7 +51,14 @@ class Speculation:
         self.offers = self.sources.offers(limit_bytes)
 
     async def replan(self, room: int) -> None:
-        """Plans the next pass from the present offers, and lets the sources work accordingly."""
+        """Plans the next pass from the present offers, and lets the sources work accordingly.
+
+        Planning takes processor time, which a target may need: a draft that does not pay must not slow it down.
+        """
+        if self.plan.rests and not self.offers and self._kept_pass_count < _KEPT_PASSES:
+            self._kept_pass_count += 1
+            return
+        self._kept_pass_count = 0
         self.plan = self.planner.plan(self.offers, self.sources.state, room)
         await self.sources.advance(self.plan.pace)
 

@@ -218,8 +218,7 @@ def predicted_gain(
     single_ns, draft_ns = dict(target_costs).get(1, 0), dict(draft_costs).get(1, 0)
     if not single_ns or not draft_ns:
         return 1.0
-    table = WidthCost.measured(target_costs).table
-    costs = TargetCosts(tuple(single_ns * one for one in table), hop_ns)
+    costs = TargetCosts(single_ns, WidthCost.measured(target_costs).table, hop_ns)
     given = list(chances or (_PRIOR_CHANCE,))
     given += [given[-1]] * (MAX_WIDTH - 1 - len(given))
     slowdown = _COMPETING_SLOWDOWN if competes else 1.0

@@ -4,7 +4,7 @@ All requests share `TargetEstimates` and `DraftEstimates`; `RequestEstimates` st
 estimate, but create the priors of a draft or source at first. A wrong estimate costs time but never changes text.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -15,6 +15,7 @@ from bridge.planning.costs import Ewma, ForwardTime, WidthCost
 from bridge.planning.prediction import Plan
 from bridge.ports import Proposal
 from bridge.sources.source import CandidateSource, Outcome
+from bridge.text.common_prefix import common_prefix_length
 
 # Nanoseconds from a pass until candidates that the bridge already has reach the target, until that is measured.
 _PRIOR_HOP_NS = 600_000.0
@@ -31,6 +32,8 @@ _MAX_SLOWDOWN_RATIO = 3.0
 _MIN_WAITED_NS = 20_000
 # A draft that reads more tokens than this reads a prompt, which does not measure its turns.
 _MAX_READ_TOKENS = 64
+# The number of contexts that a draft has read lately and is assumed to hold in its cache.
+_CACHED_CONTEXTS = 4
 # The assumed factor by which a forward is slower while another model computes on the same cores. On two cores it was
 # 3 to 9; measuring it takes seconds.
 _PRIOR_SLOWDOWN = 4.0
@@ -66,9 +69,12 @@ class DraftEstimates:
         self._prior_slowdown = _PRIOR_SLOWDOWN if competes else 1.0
         self.slowdown = Ewma(self._prior_slowdown, count=1)
         self.ahead_slowdown = Ewma(self._prior_slowdown, count=1)
+        # The time to read a prompt, relative to that extrapolated from narrow forwards.
+        self.reading = Ewma(1.0)
         self.positions = Chances(_POSITIONS, _POSITION_PRIORS)
         self.idle_pass_count = 0
         self._chances: Chances | None = None
+        self._contexts: deque[Sequence[int]] = deque(maxlen=_CACHED_CONTEXTS)
 
     @property
     def round_trip_ns(self) -> float:
@@ -90,6 +96,19 @@ class DraftEstimates:
         for one in (self.slowdown, self.ahead_slowdown):
             one.value += _FORGOTTEN_SLOWDOWN * (self._prior_slowdown - one.value)
 
+    def read_tokens(self, token_count: int) -> float:
+        """Returns the time to read some tokens in one forward, in times of a 1-token forward."""
+        return self.forward.widths.of(token_count) * (self.reading.value if token_count > _MAX_READ_TOKENS else 1.0)
+
+    def cached_token_count(self, ids: Sequence[int]) -> int:
+        """Returns how many of the first `ids` the draft has probably cached."""
+        return max((common_prefix_length(ids, one) for one in self._contexts), default=0)
+
+    def observe_context(self, ids: Sequence[int]) -> None:
+        """Records that the draft has read `ids`."""
+        if ids not in self._contexts:
+            self._contexts.append(ids)
+
     def observe_proposal(self, proposal: Proposal, round_trip_ns: int | None, ahead: bool) -> None:
         """Records the times of a proposal. `round_trip_ns` is None unless it is the first proposal of an epoch."""
         count = len(proposal.token_ids)
@@ -104,6 +123,8 @@ class DraftEstimates:
             return
         if count > 1:
             self.forward.observe(1, (proposal.forward_ns - read_ns) / (count - 1))
+        if proposal.read_token_count > _MAX_READ_TOKENS and self.forward.single_ns:
+            self.reading.observe(read_ns / self.forward.of(proposal.read_token_count), limit=_MAX_DELAY_RATIO)
         if 0 < proposal.read_token_count <= _MAX_READ_TOKENS and (self.forward.known or proposal.read_token_count == 1):
             self.forward.observe(proposal.read_token_count, read_ns)
 

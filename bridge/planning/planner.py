@@ -48,6 +48,8 @@ _IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES, _IDLE_DRAFT_PASSES = 100, 100, 500
 # A draft is tried only in these first passes of a request: the target reads the prompt, is told to wait, and verifies.
 # Reading the prompt must not cost the draft more than this share of the time since it was last used.
 _TRIAL_PASSES, _TRIAL_SHARE = 3, 0.01
+# A draft that takes turns reads at most about this many tokens at the start of each; it reads more only once.
+_TURN_LAG = 3
 # The lower bound of the average bytes per token: control tokens have no bytes.
 _MIN_TOKEN_BYTES = 0.25
 # Nanoseconds of a pass, and a draft token's time as a share of it, until they are measured.
@@ -112,12 +114,15 @@ class Planner:
         if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not self._target_waits:
             # The target may have begun a pass, which the draft would slow down. So the target is told to wait first.
             best = replace(alone, patience_ns=best.patience_ns, prepares_turn=True)
-        return replace(best, pace=replace(best.pace, lead=min(best.pace.lead, room)), plain_ns=costs.of(1))
+        pace = best.pace if best.pace.lead <= room else replace(best.pace, lead=room)
+        return replace(best, pace=pace, plain_ns=costs.of(1))
 
     def choose(self, offers: Sequence[Offer], plan: Plan) -> tuple[Offer, int]:
         """Returns the offer to send, cut to the useful candidates, and the number that one forward takes."""
+        if not offers:
+            return Offer(), 0
         if self.mode is not Mode.AUTO:
-            longest = max(offers, key=lambda offer: len(offer.token_ids), default=Offer())
+            longest = max(offers, key=lambda offer: len(offer.token_ids))
             return longest, len(longest.token_ids)
         if plan.is_trial:
             tried = next((offer for offer in offers if offer.sources[0] == plan.source), Offer())
@@ -278,21 +283,21 @@ class Planner:
         """Returns the cost of passes for all running requests, each of which waits for this request's candidates."""
         forward, shared = self._estimates.forward, self._estimates.shared
         single_ns = forward.single_ns or _PRIOR_PASS_NS
-        pass_ns = tuple(single_ns * (1 + shared.load * (ratio - 1)) for ratio in forward.widths.table)
-        return TargetCosts(pass_ns, shared.costs.hop.value)
+        return TargetCosts(single_ns, forward.widths.table, shared.costs.hop.value, shared.load)
 
     def _draft_costs(self, state: SourceState) -> DraftCosts:
         draft, estimates = self._estimates.draft, self._estimates
         assert draft is not None, "a source that takes time has estimates"
         # Until it is measured, a draft is assumed to be several times as fast as the target.
         token_ns = draft.forward.single_ns or _PRIOR_DRAFT_SPEED * (estimates.forward.single_ns or _PRIOR_PASS_NS)
-        widths = draft.forward.widths
+        lag = state.lag_token_count
+        read_tokens = draft.read_tokens(min(lag, _TURN_LAG))
         chances = (estimates.positions.of(position) for position in range(1, MAX_CANDIDATES + 1))
         return DraftCosts(
             token_ns=token_ns,
             ahead_ns=token_ns * draft.ahead_slowdown.value,
-            read_ns=token_ns * widths.of(min(state.lag_token_count, MAX_CANDIDATES)),
-            prompt_ns=token_ns * max(widths.of(state.lag_token_count) - widths.of(MAX_CANDIDATES), 0.0),
+            read_ns=token_ns * read_tokens,
+            prompt_ns=token_ns * max(draft.read_tokens(lag) - read_tokens, 0.0),
             round_trip_ns=draft.round_trip_ns,
             slowdown=draft.slowdown.value,
             target_tokens=state.token_bytes / max(estimates.token_bytes.value, _MIN_TOKEN_BYTES),

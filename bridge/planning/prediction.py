@@ -5,7 +5,7 @@ Speculative Decoding" (2023), a draft that runs ahead by a small Markov chain ov
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import ceil
 from operator import mul
@@ -56,6 +56,11 @@ class Plan:
         return f"{self.name} of {self.pace.lead}" if self.pace.turns else self.name
 
     @property
+    def rests(self) -> bool:
+        """Returns whether the next passes need nothing: no candidates, no draft, no trial."""
+        return not (self.source or self.pace.lead or self.is_trial or self.prepares_turn)
+
+    @property
     def holds_back(self) -> bool:
         """Returns whether the target gets candidates for one pass only, and waits after it."""
         return self.prepares_turn or self.pace.turns
@@ -68,18 +73,24 @@ class Plan:
 
 @dataclass(frozen=True)
 class TargetCosts:
-    """The cost of passes: `pass_ns[i]` of a pass of `i + 1` tokens, `hop_ns` from a pass to the next candidates."""
+    """The cost of passes: `single_ns` with one token, `ratios[i]` times that with `i + 1` tokens.
 
-    pass_ns: tuple[float, ...]
+    `load`: the number of sequences that share a pass, each of which waits for the candidates of all. `hop_ns`: from a
+    pass to the next candidates.
+    """
+
+    single_ns: float
+    ratios: Sequence[float]
     hop_ns: float
+    load: int = 1
 
     def of(self, width: int) -> float:
         """Returns the nanoseconds of a pass of `width` tokens."""
-        return self.pass_ns[min(width, len(self.pass_ns)) - 1]
+        return self.single_ns * (1.0 + self.load * (self.ratios[min(width, len(self.ratios)) - 1] - 1.0))
 
     def slowed(self, factor: float) -> "TargetCosts":
         """Returns the costs while a pass takes `factor` times as long."""
-        return TargetCosts(tuple(factor * one for one in self.pass_ns), self.hop_ns)
+        return replace(self, single_ns=factor * self.single_ns)
 
 
 @dataclass(frozen=True)
@@ -88,7 +99,8 @@ class DraftCosts:
 
     A draft token takes `token_ns` while the target rests, `ahead_ns` while it computes; then a pass takes `slowdown`
     times as long. `read_ns`: the first token of a turn, for which the draft reads what was committed; `prompt_ns`: the
-    extra time to read a prompt, once. `survival[i]`: the chance that the first `i + 1` candidates are all right.
+    extra time, once, to read a prompt, or all that came while the draft was not used. `survival[i]`: the chance that
+    the first `i + 1` candidates are all right.
     """
 
     token_ns: float

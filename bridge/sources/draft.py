@@ -116,6 +116,8 @@ class DraftSource(CandidateSource):
         self._drafter, self._model, self._times, self._clock = draft.drafter, draft.model, draft.times, clock
         self._context = DraftContext(draft.model.vocabulary, prompt)
         self._threshold = threshold
+        ids = self._context.ids
+        self._prompt_lag = max(len(ids) - self._times.cached_token_count(ids), 1)
         self._epoch: DraftEpoch | None = None
         self._overdue = self._encoding = False
         self._vain_pass_count = 0
@@ -139,7 +141,7 @@ class DraftSource(CandidateSource):
     def state(self) -> SourceState:
         epoch = self._epoch
         if epoch is None:
-            return SourceState(lag_token_count=len(self._context.ids))
+            return SourceState(lag_token_count=self._prompt_lag)
         return SourceState(
             lag_token_count=max(round(len(epoch.unread) / self._token_bytes), 1),
             token_bytes=self._token_bytes,
@@ -189,6 +191,8 @@ class DraftSource(CandidateSource):
     def close(self) -> None:
         if self._reader:
             self._reader.cancel()
+        if self._epoch:
+            self._times.observe_context(self._context.ids)
         self._drafter.close()
 
     async def _grant(self, epoch: DraftEpoch, lead: int) -> None:

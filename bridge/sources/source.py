@@ -83,9 +83,10 @@ class Outcome:
 class SourceState:
     """The state of a source that takes time to propose, such as a model.
 
-    `lag_token_count`: committed tokens, in its own vocabulary, that it must read before it can propose. `token_bytes`:
-    average bytes of its tokens. `awaited`: a proposal is due. `overdue`: the target has waited for it in vain.
-    `stale`: its present work has become useless. `runs_ahead`: it works while the target does.
+    `lag_token_count`: committed tokens, in its own vocabulary, that it must read before it can propose, without those
+    that it has probably cached. `token_bytes`: average bytes of its tokens. `awaited`: a proposal is due. `overdue`:
+    the target has waited for it in vain. `stale`: its present work has become useless. `runs_ahead`: it works while the
+    target does.
     """
 
     lag_token_count: int = 1
@@ -110,13 +111,17 @@ class DraftPace:
 
 
 class DraftTimes(Protocol):
-    """Records a draft's speed, for all requests that use it. Times are in nanoseconds."""
+    """Records a draft's speed and what it has read, for all requests that use it. Times are in nanoseconds."""
 
     @property
     def round_trip_ns(self) -> float: ...
 
     @property
     def token_ns(self) -> float: ...
+
+    def cached_token_count(self, ids: Sequence[int]) -> int: ...
+
+    def observe_context(self, ids: Sequence[int]) -> None: ...
 
     def observe_proposal(self, proposal: Proposal, round_trip_ns: int | None, ahead: bool) -> None: ...
 

@@ -2,10 +2,12 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from bridge.planning.estimates import DraftEstimates
 from bridge.ports import Proposal
 from bridge.sources.draft import DraftEpoch
 from bridge.sources.source import DraftPace
@@ -59,6 +61,12 @@ class RecordedTimes:
     def __init__(self) -> None:
         self.seen: list[tuple[int | None, bool]] = []
         self.news = asyncio.Event()
+
+    def cached_token_count(self, ids: Sequence[int]) -> int:
+        return 0
+
+    def observe_context(self, ids: Sequence[int]) -> None:
+        pass
 
     def observe_proposal(self, proposal: Proposal, round_trip_ns: int | None, ahead: bool) -> None:
         self.seen.append((round_trip_ns, ahead))
@@ -160,6 +168,22 @@ async def test_what_a_draft_reads_next_is_its_lag() -> None:
     assert source.state.lag_token_count == 1
     commit(tape, source, " jumps over the lazy dog")
     assert source.state.lag_token_count > 4
+
+
+async def test_a_draft_need_not_read_again_what_it_has_read_lately() -> None:
+    """Neither a prompt that came before nor a conversation that goes on. A draft that was not used has read nothing."""
+    times, prompt = DraftEstimates(), "The quick brown fox jumps over the lazy dog, again and again"
+    lags = []
+    for text, used in ((prompt, False), (prompt, True), (prompt, True), (prompt + " once more", True)):
+        source, _, tape = draft_source(text, times=times)
+        lags.append(source.state.lag_token_count)
+        if used:
+            await source.advance(tape, DraftPace(3, 3, True))
+        for _ in range(2):
+            source.close()
+    assert lags[0] == lags[1] > 10
+    assert lags[2] == 1
+    assert 1 < lags[3] < lags[0]
 
 
 def test_a_control_token_other_than_an_end_closes_an_epoch() -> None:

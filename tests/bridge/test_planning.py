@@ -37,7 +37,7 @@ def expected(right: float, count: int) -> float:
 @pytest.mark.parametrize("times", [FLAT, STEEP])
 @pytest.mark.parametrize("right", [0.05, 0.3, 0.6, 0.95])
 def test_the_number_of_candidates_maximises_the_speed(times: dict[int, float], right: float) -> None:
-    costs = TargetCosts(tuple(times[width] * MS for width in range(1, 26)), 0.5 * MS)
+    costs = TargetCosts(MS, [times[width] for width in range(1, 26)], 0.5 * MS)
     count = best_width([right] * 24, costs)
     prediction = with_candidates([right] * count, costs)
     speeds = [expected(right, count) / times[count + 1] / MS for count in range(25)]
@@ -53,7 +53,7 @@ def _draft_costs(right: float, draft_ms: float, slowdown: float = 1.0, round_tri
 
 
 def test_a_turn_costs_its_tokens_and_the_way_there_and_back() -> None:
-    costs, draft = TargetCosts(tuple(FLAT[width] * MS for width in range(1, 26)), 0.5 * MS), _draft_costs(0.7, 2.0)
+    costs, draft = TargetCosts(MS, [FLAT[width] for width in range(1, 26)], 0.5 * MS), _draft_costs(0.7, 2.0)
     found = in_turns(costs, draft, 4)
     assert found.tokens == pytest.approx(expected(0.7, 4))
     assert (found.waited_ns, found.ns) == (9.5 * MS, (9.5 + FLAT[5]) * MS)
@@ -61,7 +61,7 @@ def test_a_turn_costs_its_tokens_and_the_way_there_and_back() -> None:
 
 
 def test_a_draft_that_cannot_get_ahead_gains_nothing_and_slows_the_target_down() -> None:
-    costs = TargetCosts(tuple(FLAT[width] * MS for width in range(1, 26)), 0.5 * MS)
+    costs = TargetCosts(MS, [FLAT[width] for width in range(1, 26)], 0.5 * MS)
     assert ahead(costs, _draft_costs(0.9, 12.0), 8, 0).tokens_per_ns == plain(costs).tokens_per_ns
     slow = ahead(costs, _draft_costs(0.9, 6.0, slowdown=2.5), 8, 0)
     assert slow.tokens_per_ns < ahead(costs, _draft_costs(0.9, 6.0), 8, 0).tokens_per_ns
@@ -269,6 +269,19 @@ def test_to_read_the_prompt_does_not_keep_a_draft_from_being_used() -> None:
     state = SourceState(lag_token_count=200)
     assert planner.plan((), state, 500).prepares_turn
     assert not planner.plan((), state, 3).prepares_turn
+
+
+def test_the_time_to_read_a_prompt_is_measured() -> None:
+    """It cannot be extrapolated from narrow forwards: a wide one takes a fifth of the time here."""
+    shared = TargetEstimates(measured(FLAT))
+    draft = shared.draft("draft", [(1, MS), (2, 2 * MS), (25, 25 * MS)], competes=True)
+    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [Draft()], draft))  # type: ignore[list-item]
+    planner.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
+    state = SourceState(lag_token_count=200)
+    assert not planner.plan((), state, 20).prepares_turn
+    first = Proposal(1, (1, 2, 3), (), forward_ns=42 * MS, read_token_count=200, read_ns=40 * MS)
+    draft.observe_proposal(first, MS, ahead=False)
+    assert planner.plan((), state, 20).prepares_turn
 
 
 def test_predictions_are_corrected_by_what_came_of_them() -> None:

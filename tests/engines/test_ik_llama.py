@@ -23,6 +23,7 @@ from services.engines.observer import UNOBSERVED
 from services.engines.registry import choose_engine
 from services.engines.spec import EngineOptions
 from services.model.server import _load
+from services.store.cache import cache_directory
 from services.store.resolve import resolve_gguf
 from tests.conftest import save_tiny_model
 from tests.support import gguf
@@ -366,8 +367,9 @@ def test_a_service_is_deterministic_without_an_option(tiny_target: Path, tiny_mo
 
 @pytest.mark.models
 @pytest.mark.parametrize("name", ["gemma-3-270m", "smollm2-135m-instruct"])
-def test_real_models_give_the_same_logits_at_every_width(name: str) -> None:
+def test_real_models_give_the_same_logits_at_every_width(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gemma's prompt is so long that its sliding window has moved on."""
+    monkeypatch.setattr(probing, "cache_directory", cache_directory)  # what is measured is remembered
     engine = IkLlamaEngine(resolve_gguf(name), threads=1, slot_count=3, cache_byte_limit=200 << 20)
     assert engine.logit_tolerance == 0.0
     start = 600 if name.startswith("gemma") or DEEP else 60
@@ -384,7 +386,7 @@ def test_real_models_give_the_same_logits_at_every_width(name: str) -> None:
         assert np.concatenate(parts).tobytes() == whole.tobytes(), width
 
 
-@pytest.mark.models
+@pytest.mark.zoo
 def test_two_gguf_models_say_the_same_in_every_mode() -> None:
     """The models are quantized, and need no option for exact texts."""
     check_that_every_mode_says_the_same("ik_llama", target_options=())

@@ -166,6 +166,19 @@ def test_predictions_follow_acceptance_and_costs() -> None:
     assert far and 1.0 < far.gain < fast.gain, "a turn that takes longer than its forwards"
 
 
+def test_a_prediction_corrects_what_further_tokens_cost() -> None:
+    """Reported times may be off, but a pass with candidates never costs less than one without."""
+    found = []
+    for four_ns in (12_500_000, 20_000_000, 11_000_000):
+        one = predict("large", "small", 0.0, samples(), Times(((1, 10_000_000), (4, four_ns))), Times(((1, 1), (4, 1))))
+        assert one
+        found.append(one.gain)
+    assert found == pytest.approx([found[0]] * 3, rel=0.03)
+    dear = [replace(one, elapsed_ns=20 * 80_000_000) if one.way == TURNS else one for one in samples()]
+    lost = predict("large", "small", 0.0, dear, Times(((1, 10_000_000), (4, 11_000_000))), Times(((1, 1), (4, 1))))
+    assert lost and lost.gain < found[0]
+
+
 def test_a_character_of_several_tokens_belongs_to_the_piece_that_completes_it() -> None:
     found = pieces(sample("t", "small", AUTO, 0))
     assert "".join(text for text, _ in found) == sample("t", "small", AUTO, 0).text

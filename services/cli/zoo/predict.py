@@ -21,8 +21,8 @@ _LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 _PRIOR_COUNT, _PRIOR_CHANCE = 2.0, 0.6
 # The committed tokens that a draft reads, with a rejected candidate's correction, before it proposes again.
 _READ_TOKENS = 2
-# Bounds of the scale between reported and observed times.
-_MIN_SCALE, _MAX_SCALE = 0.5, 2.0
+# Bounds of the scale between the reported and the observed cost of further tokens.
+_MIN_SCALE, _MAX_SCALE = 0.25, 4.0
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,18 @@ def _gains(costs: TargetCosts, draft: DraftCosts, single_ns: float) -> Iterator[
 
 
 def _target_costs(turns: Sequence[Sample], single_ns: float, target: Times, draft: DraftCosts) -> TargetCosts:
-    """Returns the costs of passes: the reported ratios, scaled to what passes with candidates took in the texts."""
+    """Returns the costs of passes: as reported, but scaled to what further tokens cost in the texts."""
     passes = sum(one.pass_count for one in turns)
     width = 1 + sum(one.candidate_count for one in turns) / passes
     waited_ns = sum(one.waited_ns for one in turns) / passes
     pass_ns = sum(one.elapsed_ns for one in turns) / passes - waited_ns
-    ratios = WidthCost.measured(target.costs)
-    scale = min(max(pass_ns / (single_ns * ratios.of(round(width))), _MIN_SCALE), _MAX_SCALE)
+    table = WidthCost.measured(target.costs).table
+    # A pass with candidates never costs less than one without, so only its further cost is scaled.
+    further = table[min(round(width), len(table)) - 1] - 1.0
+    scale = min(max((pass_ns / single_ns - 1.0) / max(further, 1e-3), _MIN_SCALE), _MAX_SCALE)
     # What a turn takes beside the draft's forwards.
     hop_ns = max(waited_ns - draft.read_ns - (TURN_TOKENS - 1) * draft.token_ns, 0.0)
-    return TargetCosts((single_ns, *(single_ns * scale * one for one in ratios.table[1:])), hop_ns)
+    return TargetCosts(single_ns, [1.0 + scale * (one - 1.0) for one in table], hop_ns)
 
 
 def _draft_costs(turns: Sequence[Sample], target: Times, draft: Times) -> DraftCosts:

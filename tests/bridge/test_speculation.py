@@ -1,0 +1,70 @@
+"""Tests when a sequence's next pass is planned anew."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from bridge.planning.planner import Planner
+from bridge.planning.prediction import Plan, Prediction
+from bridge.sources.source import DraftPace, Offer, SourceState
+from bridge.sources.source_set import SourceSet
+from bridge.speculation import Speculation
+from bridge.statistics import Statistics
+from bridge.tape import Tape
+from tests.support.drafted import MODEL, WORDS
+
+PLAIN = Plan("plain", Prediction(1.0, 1.0))
+OFFER = Offer((1,), ("suffix",), (1.0,))
+
+
+class CountingPlanner(Planner):
+    """Always returns the same plan, and counts how often it was asked."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self.count = plan, 0
+
+    def plan(self, offers: Sequence[Offer], state: SourceState | None, room: int = 64) -> Plan:
+        self.count += 1
+        return self._plan
+
+
+def speculation(plan: Plan) -> tuple[Speculation, CountingPlanner]:
+    planner = CountingPlanner(plan)
+    found = Speculation(SourceSet((), MODEL, Tape(WORDS, []), None), planner, Statistics(), 64)
+    planner.count = 0
+    return found, planner
+
+
+async def test_a_plan_that_needs_nothing_is_kept_for_a_while() -> None:
+    """The second pass is planned, because the first one shows what passes cost; then every fourth."""
+    found, planner = speculation(PLAIN)
+    counts = []
+    for _ in range(9):
+        await found.replan(64)
+        counts.append(planner.count)
+    assert counts == [1, 1, 1, 1, 2, 2, 2, 2, 3]
+
+
+async def test_an_offer_is_planned_for_at_once() -> None:
+    found, planner = speculation(PLAIN)
+    for offers in ((), (), (OFFER,), (OFFER,)):
+        found.offers = offers
+        await found.replan(64)
+    assert planner.count == 3
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("suffix", Prediction(1.0, 1.0), source="suffix"),
+        Plan("plain", Prediction(1.0, 1.0), DraftPace(8)),
+        Plan("plain", Prediction(1.0, 1.0), is_trial=True),
+        Plan("plain", Prediction(1.0, 1.0), prepares_turn=True),
+    ],
+    ids=["candidates", "a draft that keeps up", "a trial", "the draft's turn comes"],
+)
+async def test_any_other_plan_is_made_for_one_pass(plan: Plan) -> None:
+    found, planner = speculation(plan)
+    for _ in range(6):
+        await found.replan(64)
+    assert planner.count == 6
