@@ -29,6 +29,9 @@ WARM_SHARE, LEAST_WARM = 0.1, 100
 # Below this number of requests, memory that is kept permanently still grows.
 LEAST_MEASURED = 2000
 MEMORY_GROWTH = 0.05
+# Pools of threads, such as asyncio's of a few more than there are cores, start threads when calls happen to coincide.
+# A thread lost with each fault or cancelled request would be many more.
+POOL_THREADS = 8
 TARGETS = ("target", "replica")
 MODES = ("auto", "off", "lockstep", "opportunistic")
 PROMPTS = [f"{index} soaked" for index in range(40)]
@@ -168,7 +171,7 @@ def test_soak(world: World) -> None:
     growth = MEMORY_GROWTH if REQUESTS >= LEAST_MEASURED else 3 * MEMORY_GROWTH
     for name, one in before.items():
         assert after[name].memory < one.memory * (1 + growth), name
-        assert after[name].threads <= one.threads + 2, name
+        assert after[name].threads <= one.threads + POOL_THREADS, name
     # Connections that were cut are closed with a delay.
     for name, one in connected.items():
         eventually(lambda name=name, most=one.files: usage(world)[name].files <= most, 20)
