@@ -196,12 +196,14 @@ def suffix_fleet(tiny_models: tuple[Path, Path]) -> Iterator[Fleet]:
 
 
 PROMPT = "The quick brown fox. The quick brown dog. The quick"
-# Allows only two digits, so that the text repeats itself.
-NARROW = {id_: 100.0 for id_ in (14, 15)}
+# With one token, every candidate is right; with two, some are.
+ONE, TWO = ({id_: 100.0 for id_ in ids} for ids in ((14,), (14, 15)))
 
 
 @pytest.mark.parametrize("mode", ["lockstep", "opportunistic", "auto"])
-@pytest.mark.parametrize("options", [{}, {"logit_bias": NARROW}, {"logit_bias": NARROW, "temperature": 0.8, "seed": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"logit_bias": ONE}, {"logit_bias": TWO}, {"logit_bias": TWO, "temperature": 0.8, "seed": 3}]
+)
 def test_a_bridge_uses_it_and_the_text_is_the_targets_own(suffix_fleet: Fleet, mode: str, options: dict) -> None:
     with Client(suffix_fleet.bridge) as client:
         alone = client.generate(PROMPT, max_tokens=100, speculation="off", **options)
@@ -216,15 +218,14 @@ def test_a_bridge_uses_it_and_the_text_is_the_targets_own(suffix_fleet: Fleet, m
     assert not speculation.note
     if options and mode == "lockstep":  # in this mode the target waits for the draft
         assert [one.name for one in speculation.sources] == ["draft"]
-        # The number, 17 to 47, depends on the text and so on the tokenizer, whose training breaks ties arbitrarily.
-        assert speculation.num_accepted_tokens > 5
+        assert speculation.num_accepted_tokens > (50 if options == {"logit_bias": ONE} else 0)
 
 
 def test_a_chat_has_it_too(suffix_fleet: Fleet) -> None:
     messages = [{"role": "user", "content": "a rose is a rose <eos> is a rose"}]
     with Client(suffix_fleet.bridge) as client:
         alone, together = (
-            client.generate(messages=messages, max_tokens=60, speculation=mode, logit_bias=NARROW)
+            client.generate(messages=messages, max_tokens=60, speculation=mode, logit_bias=ONE)
             for mode in ("off", "lockstep")
         )
     assert together.text == alone.text

@@ -1,5 +1,6 @@
 """Tiny tokenizers of every kind, and an engine with random logits that needs no weights."""
 
+import collections
 import functools
 import json
 from collections.abc import Sequence
@@ -66,7 +67,12 @@ def _sentencepiece() -> dict:
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=True)
     specials = [*SPECIALS, "<unk>"]
-    trainer = trainers.BpeTrainer(vocab_size=200, show_progress=False, special_tokens=specials, limit_alphabet=60)
+    # The trainer would break ties between rare characters differently in each process, and texts would vary with it.
+    counts = collections.Counter("".join(CORPUS).replace(" ", "▁"))
+    alphabet = sorted(counts, key=lambda character: (-counts[character], character))[:60]
+    trainer = trainers.BpeTrainer(
+        vocab_size=200, show_progress=False, special_tokens=specials, initial_alphabet=alphabet, limit_alphabet=60
+    )
     spec = _trained(tokenizer, trainer)
     spec["normalizer"] = {
         "type": "Sequence",
