@@ -10,7 +10,7 @@ from itertools import takewhile
 from tokenizers import Tokenizer
 
 from bridge.text.string_matcher import StringMatcher
-from bridge.text.tokenizer_json import BYTE_TOKEN, Spec, decode_token, decoder_parts, whole_text_step
+from bridge.text.tokenizer_json import BYTE_TOKEN, Spec, check_limits, decode_token, decoder_parts, whole_text_step
 
 
 class TokenTable:
@@ -39,6 +39,7 @@ class TokenTable:
         self.added = {id_: token for id_, token in added.items() if id_ != self.unknown}
         vocabulary = library.get_vocab(with_added_tokens=True)
         self.size = max(vocabulary.values(), default=-1) + 1
+        check_limits(spec, library, self.size - 1)
         # Bytes by id: None for an id that has no token, empty for a control token.
         self.tokens: list[bytes | None] = [None] * self.size
         for token, id_ in vocabulary.items():

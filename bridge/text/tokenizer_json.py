@@ -7,13 +7,40 @@ a sequence of components. Nothing here depends on a model's name.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
-from typing import Any
+from typing import Any, NotRequired
 
+from pydantic import TypeAdapter
 from tokenizers import AddedToken, Tokenizer
+from typing_extensions import TypedDict
 
 from bridge.errors import TokenizerNotUnderstood
 
+
+class _Model(TypedDict, total=False):
+    """What is read here of a file's model. Its tokens and merges, which are most of the file, are skipped."""
+
+    type: str | None
+    dropout: float | None
+    unk_token: str | None
+    unk_id: int | None
+    continuing_subword_prefix: str | None
+
+
+class _File(TypedDict):
+    version: NotRequired[Any]
+    truncation: NotRequired[Any]
+    padding: NotRequired[Any]
+    added_tokens: NotRequired[Any]
+    normalizer: NotRequired[Any]
+    pre_tokenizer: NotRequired[Any]
+    post_processor: NotRequired[Any]
+    decoder: NotRequired[Any]
+    model: _Model
+
+
+_FILE = TypeAdapter(_File)
 Component = Mapping[str, Any]
 Spec = Mapping[str, Any]
 
@@ -38,32 +65,30 @@ _BYTES_BY_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): 
 def read(content: bytes) -> tuple[Spec, Tokenizer]:
     """Returns a file's JSON and the library's tokenizer for it. Raises `TokenizerNotUnderstood`."""
     try:
-        spec = json.loads(content)
-        # These settings are for training and classifiers: they truncate the text or make its ids random.
-        spec |= {"truncation": None, "padding": None}
-        if spec["model"].get("dropout"):
-            spec["model"]["dropout"] = None
-            content = json.dumps(spec).encode()
         library = Tokenizer.from_buffer(content)  # unlike `from_str`, it lets other threads run
+        spec = _FILE.validate_json(content)
     except Exception as error:  # the library raises a plain Exception for a file that it cannot read
         raise TokenizerNotUnderstood(
             f"the tokenizers library cannot read this as a tokenizer.json ({error}): "
             "save the model's fast tokenizer again with save_pretrained",
             component="file",
         ) from error
+    # These settings are for training and classifiers: they truncate the text or make its ids random.
+    spec |= {"truncation": None, "padding": None}
     library.no_truncation()
     library.no_padding()
-    _check_limits(spec, library)
+    if spec["model"].get("dropout"):
+        library.model.dropout = None
     return spec, library
 
 
-def _check_limits(spec: Spec, library: Tokenizer) -> None:
+def check_limits(spec: Spec, library: Tokenizer, largest_id: int) -> None:
+    """Raises `TokenizerNotUnderstood` for a tokenizer that would take too much memory or time."""
     # Each replacement can multiply the length of a text.
     steps = components(spec.get("normalizer"))
     growth = prod(max(len(step.get("content") or step.get("prepend") or ""), 1) for step in steps)
     # The library looks for added tokens in every text, and the bridge for each of their lengths.
     lengths = {len(token.content) for token in library.get_added_tokens_decoder().values()}
-    largest_id = max(library.get_vocab(with_added_tokens=True).values(), default=0)
     for component, value, limit, problem in (
         ("normalizer", growth, _MAX_GROWTH_FACTOR, "its normalizer can turn one character into {}"),
         ("added_tokens", len(lengths), _MAX_ADDED_LENGTHS, "it has added tokens of {} different lengths"),
@@ -126,8 +151,8 @@ def decode_token(token: str, decoder: Sequence[Component]) -> bytes:
     for part in decoder:
         match part["type"]:
             case "ByteLevel":
-                if all(character in _BYTES_BY_CHARACTER for character in token):
-                    return bytes(_BYTES_BY_CHARACTER[character] for character in token)
+                with suppress(KeyError):
+                    return bytes(map(_BYTES_BY_CHARACTER.__getitem__, token))
             case "ByteFallback":
                 if match_ := BYTE_TOKEN.match(token):
                     return bytes([int(match_[1], 16)])
