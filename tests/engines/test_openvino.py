@@ -119,6 +119,16 @@ def test_a_process_that_may_use_one_core_goes_without_bfloat16_too(llama: Export
     assert done.stdout.split(maxsplit=2)[-1].strip() == "float32", done.stderr
 
 
+def test_no_usage_data_is_sent() -> None:
+    """The library would send it from processes that it forks."""
+    script = (
+        "import os; os.register_at_fork(before=lambda: print('forked'))\n"
+        "import services.engines.openvino.engine; print('imported')"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout.splitlines()[-1:] == ["imported"] and "forked" not in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_attention_that_the_device_does_not_have_is_refused(family: str, tmp_path: Path) -> None:
     saved(FAMILIES[family], tmp_path)
