@@ -290,6 +290,7 @@ def test_a_developer_is_the_system_where_the_template_knows_only_that() -> None:
     for template, role in ((selective, "system"), (TEMPLATE, "developer"), ("", "Developer: ")):
         text = vocabulary("byte_level").spell(render("byte_level", template, *chat).ids).decode()
         assert text.startswith(role) and "Be brief." in text
+        assert text.count("user" if template else "User:") == 1, "the user stays one"
 
 
 def test_calls_that_the_target_s_template_ignores_are_refused() -> None:

@@ -9,6 +9,7 @@ from bridge.planning.chances import Chances, RequestChances
 from bridge.planning.costs import Ewma, ForwardTime, WidthCost
 from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
+from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import Pass, Proposal
 from bridge.sources.source import Offer, Outcome, SourceState
 from tests.support.simulated import FLAT, MS, STEEP, Draft, Simulated, measured
@@ -96,6 +97,43 @@ def test_a_turn_says_what_each_of_its_tokens_costs() -> None:
         draft.observe_proposal(turn, 2 * MS, ahead=False)
     assert draft.forward.of(1) == pytest.approx(4 * MS, rel=0.05)
     assert draft.round_trip_ns == pytest.approx(3 * MS, rel=0.05)
+
+
+def test_only_a_token_s_known_time_can_be_read_from_a_forward_of_several() -> None:
+    reading = Proposal(1, (1,), (), forward_ns=9 * MS, read_token_count=5, read_ns=9 * MS)
+    draft = DraftEstimates()
+    draft.observe_proposal(reading, None, ahead=False)
+    assert not draft.forward.known
+    draft.observe_proposal(Proposal(1, (1,), (), forward_ns=MS, read_token_count=1, read_ns=MS), None, ahead=False)
+    for _ in range(40):
+        draft.observe_proposal(reading, None, ahead=False)
+    assert draft.forward.of(5) == pytest.approx(9 * MS, rel=0.1)
+
+
+@pytest.mark.parametrize("bad", [0.2, 50.0])
+def test_a_slowdown_is_forgotten_slowly(bad: float) -> None:
+    draft = DraftEstimates([(1, MS)], competes=True)
+    prior = draft.slowdown.value
+    for one in (draft.slowdown, draft.ahead_slowdown):
+        one.value = bad
+    draft.forget_slowdown()
+    assert abs(draft.slowdown.value - bad) < 0.01 * abs(prior - bad)
+    for _ in range(5000):
+        draft.forget_slowdown()
+    assert draft.slowdown.value == draft.ahead_slowdown.value == pytest.approx(prior, rel=0.01)
+
+
+def test_a_draft_s_tokens_are_counted_by_their_position() -> None:
+    shared = TargetEstimates(measured(FLAT))
+    draft = shared.draft("draft", [(1, MS)])
+    estimates = RequestEstimates(shared, [Draft()], draft)  # type: ignore[list-item]
+    offer = Offer((1, 2, 3), ("draft",) * 3, (0.5,) * 3)
+    for _ in range(50):
+        result = Pass(0, (1, 2, 9), 2, 3, forward_ns=MS)
+        estimates.observe(Outcome(result, offer, (b"a", b"b", b"z"), MS), Plan("plain", Prediction(1.0, MS)))
+    assert draft.positions.of(1) > 0.9
+    assert draft.positions.of(2) > 0.9
+    assert draft.positions.of(3) < 0.3
 
 
 def test_each_level_of_load_has_its_own_costs() -> None:
