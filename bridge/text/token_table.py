@@ -22,6 +22,9 @@ class TokenTable:
 
     def __init__(self, spec: Spec, library: Tokenizer) -> None:
         self.library = library
+        vocabulary = library.get_vocab(with_added_tokens=True)
+        self.size = max(vocabulary.values(), default=-1) + 1
+        check_limits(spec, library, self.size - 1)
         decoder = decoder_parts(spec)
         # The reason why decoding is more than concatenation, as far as the file shows; empty if it is not.
         self.whole_text_step = whole_text_step(decoder)
@@ -37,9 +40,6 @@ class TokenTable:
         self.controls = StringMatcher(library.id_to_token(id_) or "" for id_ in self.special)
         # The tokens that the library looks for in a text before it does anything else.
         self.added = {id_: token for id_, token in added.items() if id_ != self.unknown}
-        vocabulary = library.get_vocab(with_added_tokens=True)
-        self.size = max(vocabulary.values(), default=-1) + 1
-        check_limits(spec, library, self.size - 1)
         # Bytes by id: None for an id that has no token, empty for a control token.
         self.tokens: list[bytes | None] = [None] * self.size
         for token, id_ in vocabulary.items():

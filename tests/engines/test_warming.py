@@ -1,4 +1,4 @@
-"""Tests how long an engine's forwards are warmed, in the time of an engine that counts its own."""
+"""Tests the forwards before the first request: which there are, and how long an engine is warmed."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from bridge.sampling.sampler import Logits
-from services.engines.engine import Row, warm
+from services.engines.engine import Row, measure, warm
+from tests.support.watched import Watched
 
 
 class Timed:
@@ -45,3 +46,20 @@ def test_warming_goes_on_as_long_as_it_gains_something(device: str, first_ms: in
     engine = Timed(device, first_ms, later_ms)
     warm(engine, range(1, 26), lambda: engine.now_ns)
     assert sorted(set(engine.widths)) == list(range(1, warmed + 1))
+
+
+def test_each_width_is_met_once_and_only_those_that_fit() -> None:
+    engine = Watched()
+    engine.context_length, engine.device = 5, "cuda"
+    warm(engine, range(1, 9))
+    assert [len(row.token_ids) for (row,) in engine.forwards] == [1, 2, 3, 4, 5]
+    assert all(row.keep == row.logits_from == 0 for (row,) in engine.forwards)
+
+
+def test_no_forward_without_a_text_repeats_an_id() -> None:
+    """One repeated id is unlike any text: it has no place in the statistics of FP8."""
+    engine = Watched()
+    warm(engine, range(1, 26))
+    measure(engine, all_logits=True)
+    for (row,) in engine.forwards:
+        assert len(set(row.token_ids)) >= min(len(row.token_ids), engine.vocabulary_size // 2)

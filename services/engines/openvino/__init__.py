@@ -1,7 +1,7 @@
 """The `openvino` engine: converted transformers models on Intel devices.
 
-Importing the library would send usage data to its makers, without asking and from forks of this process. No setting
-prevents that in a library, but both openvino and NNCF do without `openvino_telemetry` where it cannot be imported.
+Importing the library would send usage data to its makers, from forks of this process, unless the user had opted out
+before. Both openvino and NNCF do without `openvino_telemetry` where it cannot be imported, and then send nothing.
 """
 
 import sys
