@@ -15,6 +15,7 @@ from bridge.errors import UnusableModel
 from services.engines.engine import Row
 from services.engines.openvino.engine import OpenVinoEngine
 from services.engines.openvino.export import export
+from services.engines.openvino.padding import Padding, measured_budget
 from services.engines.openvino.spec import convert
 from services.store.cache import NoSpace
 from tests.support.depth import DEEP
@@ -142,26 +143,55 @@ def test_a_device_that_cannot_be_used_is_refused(device: str, remedy: str, llama
         OpenVinoEngine(llama.path, device=device)
 
 
-@pytest.mark.parametrize(("weights", "filled"), [("full", 4), ("int8", 1)])
-def test_a_forward_has_as_many_tokens_as_the_one_before_for_a_while(weights: str, filled: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("budget", "after_five", "after_seventeen"),
+    [
+        (48, 12 * [5], [*4 * [17], *2 * [5]]),
+        (16, [*4 * [5], *8 * [1]], [17, *5 * [5]]),
+        (3, 12 * [1], [*5 * [5], 1]),
+        (0, 12 * [1], [*5 * [5], 1]),
+    ],
+)
+def test_a_forward_has_as_many_tokens_as_the_one_before_within_the_budget(
+    budget: int, after_five: list[int], after_seventeen: list[int], llama: Exported
+) -> None:
     """In float32, padding tokens change nothing."""
-    model = saved(FAMILIES["llama"], tmp_path)
-    export(tmp_path, tmp_path / "openvino", weights)
-    engine, sizes = sized(tmp_path / "openvino" / "model.xml")
+    engine, sizes = sized(llama.path, budget)
     ids: list[int] = []
     for width in (1, 1, 5, *12 * (1,), 17, 5, 5, 5, 5, 5, 1):
         news = tuple(1 + (len(ids) + place) % 7 for place in range(width))
         [logits] = engine.forward([Row(1, len(ids), news, 0)])
         ids += news
-        if weights == "full":
-            np.testing.assert_allclose(logits, expected(model, ids)[-width:], atol=1e-4)
-    after_five = [5] * 12 if weights == "full" else [*4 * [5], *8 * [1]]
-    assert sizes == [1, 1, 5, *after_five, 17, *filled * [17], *(6 - filled) * [5]]
+        np.testing.assert_allclose(logits, expected(llama.model, ids)[-width:], atol=1e-4)
+    assert sizes == [1, 1, 5, *after_five, 17, *after_seventeen]
+
+
+@pytest.mark.parametrize(
+    ("change_ns", "token_ns", "budget"),
+    [
+        (6_000_000, 500_000, 12),
+        (6_000_000, 4_000_000, 1),
+        (6_000_000, 40_000_000, 0),
+        (9_000_000, 0, 48),  # the most
+        (0, 500_000, 0),
+    ],
+)
+def test_the_budget_is_what_a_change_costs_in_tokens(change_ns: int, token_ns: int, budget: int) -> None:
+    """Also if the first forward of a number of tokens, and now and then another one, takes longer."""
+    clock, widths = [0], [0]
+
+    def forward(width: int) -> None:
+        clock[0] += 10_000_000 + token_ns * (width - 1) + change_ns * (widths[-1] != width)
+        clock[0] += 200_000_000 * (width not in widths) + 5_000_000 * (len(widths) % 7 == 0)
+        widths.append(width)
+
+    assert measured_budget(forward, lambda: clock[0]) == budget
+    assert len(widths) <= 21
 
 
 def test_what_a_sequence_gets_does_not_depend_on_those_before_it(llama: Exported) -> None:
     """A forward is padded only for sequences that were in the one before, and not right after their prompts."""
-    engine, sizes = sized(llama.path)
+    engine, sizes = sized(llama.path, 48)
     engine.forward([Row(0, 0, (1, 2, 3, 4, 5), 0)])
     engine.forward([Row(0, 3, (4,), 0)])  # three of the last five tokens were accepted
     assert sizes[-2:] == [5, 5]
@@ -187,9 +217,10 @@ def test_what_a_sequence_gets_does_not_depend_on_those_before_it(llama: Exported
     assert sizes[-2:] == [1, 2]
 
 
-def sized(path: Path) -> tuple[OpenVinoEngine, list[int]]:
-    """Returns an engine, and a list that receives the number of tokens of each forward."""
+def sized(path: Path, budget: int) -> tuple[OpenVinoEngine, list[int]]:
+    """Returns an engine with a budget for padding, and a list that receives the number of tokens of each forward."""
     engine = OpenVinoEngine(path, dtype="float32", threads=1, slot_count=2)
+    engine._padding = Padding(budget)
     request, sizes = engine._request, []
 
     def infer(inputs: dict, **options: bool) -> None:

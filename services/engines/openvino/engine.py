@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
-from services.engines.engine import Row, by_row, check, check_copy, core_count, slot_room
+from services.engines.engine import Row, by_row, check, check_copy, core_count, sample_ids, slot_room
 
 try:
     import openvino as ov
@@ -22,14 +22,12 @@ except ImportError as error:
     ) from error
 
 from services.engines.openvino.graph import cache_names, with_attention
+from services.engines.openvino.padding import Padding, measured_budget
 
 # Measured: how much the difference of a position's two best logits varied over widths 1 to 16 on SmolLM2-135M and
 # Gemma-3-270M. At most 0.375 in bfloat16; 0.46 and 1.91 with int8 and int4 weights, which round activations to 8 bits.
 _TOLERANCES = {"f32": 1e-4, "bf16": 0.75, "f16": 0.1}
 _QUANTIZED_TOLERANCES = {"int8": 0.5, "int4": 2.0}
-# Padding tokens, summed over forwards, that cost about as much as one change of the number of tokens: for full and for
-# quantized weights.
-_MAX_FILLED, _MAX_FILLED_QUANTIZED = 48, 16
 _DTYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
@@ -75,16 +73,15 @@ class OpenVinoEngine:
         self._request = self._compiled.create_infer_request()
         names = [name for spec in layers for name in cache_names(spec.layer)]
         self._make_room(names, limit, cache_byte_limit)
-        # The last forward: its rows by slot, its tokens, and the padding since a forward had this number without any.
-        self._rows: dict[int, Row] = {}
-        self._size = self._filled = 0
-        self._max_filled = _MAX_FILLED if weights == "full" else _MAX_FILLED_QUANTIZED
+        self._padding = Padding(0)
+        if self.device == "cpu":
+            self._padding = Padding(measured_budget(self._forward_of))
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
         check(self, rows)
         counts = [len(row.token_ids) for row in rows]
-        fillers = self._fillers(rows, sum(counts))
+        fillers = self._padding.before(rows, self.context_length)
         counts[-1] += fillers
         begins = np.cumsum([0, *counts])
         lengths = [row.keep + count for row, count in zip(rows, counts, strict=True)]
@@ -119,26 +116,8 @@ class OpenVinoEngine:
             ]
             parts[0].copy_to(parts[1])
 
-    def _fillers(self, rows: Sequence[Row], size: int) -> int:
-        """Returns the number of padding tokens to append to the last row of a forward. The next forward drops them.
-
-        OpenVINO prepares every node again whenever the number of tokens changes. That costs 5 to 8 ms on SmolLM2-135M
-        and Gemma-3-270M, where one more token costs 0.2 to 0.7 ms. So a smaller forward is padded to the number of the
-        last one, for some time. Only if all rows continue those of the last forward: the logits of a sequence must not
-        depend on others that ran before it.
-        """
-        # A forward with a prompt does not count as the last one.
-        before, self._rows = self._rows, {} if any(row.logits_from for row in rows) else {row.slot: row for row in rows}
-        fillers, last = self._size - size, rows[-1]
-        goes_on = len(before) == len(rows) and all(
-            (old := before.get(row.slot)) and old.keep < row.keep <= old.keep + len(old.token_ids) for row in rows
-        )
-        fits = last.keep + len(last.token_ids) + fillers <= self.context_length
-        if goes_on and fits and 0 < fillers <= self._max_filled - self._filled and self.device == "cpu":
-            self._filled += fillers
-            return fillers
-        self._size, self._filled = size, 0
-        return 0
+    def _forward_of(self, width: int) -> None:
+        self.forward([Row(0, 0, sample_ids(width, self.vocabulary_size), width - 1)])
 
     def _blocks(self, slot: int, length: int) -> NDArray[np.int32]:
         """Returns the blocks of the first `length` tokens of a slot."""
