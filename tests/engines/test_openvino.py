@@ -15,7 +15,7 @@ from bridge.errors import UnusableModel
 from services.engines.engine import Row
 from services.engines.openvino.engine import OpenVinoEngine
 from services.engines.openvino.export import export
-from services.engines.openvino.padding import Padding, measured_budget
+from services.engines.openvino.padding import measured_budget
 from services.engines.openvino.spec import convert
 from services.store.cache import NoSpace
 from tests.support.depth import DEEP
@@ -180,12 +180,14 @@ def test_the_budget_is_what_a_change_costs_in_tokens(change_ns: int, token_ns: i
     """Also if the first forward of a number of tokens, and now and then another one, takes longer."""
     clock, widths = [0], [0]
 
-    def forward(width: int) -> None:
+    def forward(rows: list[Row]) -> None:
+        width = len(rows[0].token_ids)
         clock[0] += 10_000_000 + token_ns * (width - 1) + change_ns * (widths[-1] != width)
         clock[0] += 200_000_000 * (width not in widths) + 5_000_000 * (len(widths) % 7 == 0)
         widths.append(width)
 
-    assert measured_budget(forward, lambda: clock[0]) == budget
+    engine = SimpleNamespace(forward=forward, vocabulary_size=99)
+    assert measured_budget(engine, lambda: clock[0]) == budget
     assert len(widths) <= 21
 
 
@@ -218,9 +220,10 @@ def test_what_a_sequence_gets_does_not_depend_on_those_before_it(llama: Exported
 
 
 def sized(path: Path, budget: int) -> tuple[OpenVinoEngine, list[int]]:
-    """Returns an engine with a budget for padding, and a list that receives the number of tokens of each forward."""
-    engine = OpenVinoEngine(path, dtype="float32", threads=1, slot_count=2)
-    engine._padding = Padding(budget)
+    """Returns an engine that has measured this budget, and a list that gets the number of tokens of each forward."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("services.engines.openvino.engine.measured_budget", lambda engine: budget)
+        engine = OpenVinoEngine(path, dtype="float32", threads=1, slot_count=2)
     request, sizes = engine._request, []
 
     def infer(inputs: dict, **options: bool) -> None:

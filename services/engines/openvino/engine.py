@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
-from services.engines.engine import Row, by_row, check, check_copy, core_count, sample_ids, slot_room
+from services.engines.engine import Row, by_row, check, check_copy, core_count, slot_room
 
 try:
     import openvino as ov
@@ -75,13 +75,13 @@ class OpenVinoEngine:
         self._make_room(names, limit, cache_byte_limit)
         self._padding = Padding(0)
         if self.device == "cpu":
-            self._padding = Padding(measured_budget(self._forward_of))
+            self._padding = Padding(measured_budget(self))
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
         check(self, rows)
         counts = [len(row.token_ids) for row in rows]
-        fillers = self._padding.before(rows, self.context_length)
+        fillers = self._padding.pad(rows, self.context_length)
         counts[-1] += fillers
         begins = np.cumsum([0, *counts])
         lengths = [row.keep + count for row, count in zip(rows, counts, strict=True)]
@@ -115,9 +115,6 @@ class OpenVinoEngine:
                 for start in (source * self._slot_blocks, target * self._slot_blocks)
             ]
             parts[0].copy_to(parts[1])
-
-    def _forward_of(self, width: int) -> None:
-        self.forward([Row(0, 0, sample_ids(width, self.vocabulary_size), width - 1)])
 
     def _blocks(self, slot: int, length: int) -> NDArray[np.int32]:
         """Returns the blocks of the first `length` tokens of a slot."""
