@@ -29,7 +29,8 @@ CONTEXT = 8192
 class Pair:
     """The speeds of a target and a draft. Milliseconds of: a 1-token forward of the target, a token of the draft, a
     round trip to the draft. `step`: what each further token adds to a forward, as a fraction. `jitter`: random part of
-    all forwards. `acceptance`: probability that a draft token is right; `trace` ("1" or "0" per token) replaces it.
+    all forwards. `acceptance`: probability that a draft token is right; `trace` ("1" or "0" per token) of the models
+    `name` replaces it.
     """
 
     verify_ms: float = 40.0
@@ -39,6 +40,7 @@ class Pair:
     step: float = 0.02
     jitter: float = 0.0
     trace: str = ""
+    name: str = ""
 
     def is_right(self, seed: int, place: int) -> bool:
         """Returns whether the draft's token at `place` is right."""

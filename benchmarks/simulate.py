@@ -1,11 +1,12 @@
 """Measures the gain of speculation by distance and draft speed with simulated models, against an event simulation.
 
     python -m benchmarks.simulate [--pair VERIFY_MS DRAFT_MS ACCEPTANCE ...] [--round-trip MS ...] [--jitter 0.1]
-        [--trace FILE] [--tokens 300] [--virtual] [--json FILE] [--plot FILE.png]
+        [--trace FILE [--traced NAME ...]] [--tokens 300] [--virtual] [--json FILE] [--plot FILE.png]
 
 Each pair of speeds at each distance runs in every mode through the real loop, planner, sessions and schedulers in one
 process. Only the models and the connection to the draft are scripted (`benchmarks.scripted`). The draft is right at
-random with probability ACCEPTANCE, or with `--trace` where `benchmarks.traces` recorded that a real draft was right.
+random with probability ACCEPTANCE, or with `--trace` where `benchmarks.traces` recorded that a real draft was right:
+the pairs of speeds and distances are measured with each recorded pair, or with those named ("TARGET <- DRAFT").
 `--virtual` takes seconds instead of minutes, without threads and sleeping (`benchmarks.virtual`).
 Prints the speed over that of the target alone in the same run, and in brackets its ratio to the event simulation.
 The automatic mode is measured after `LEARNING` more tokens, from which it learns as it would from earlier requests.
@@ -75,14 +76,18 @@ def main() -> None:
     parser.add_argument("--pair", nargs=3, type=float, action="append", metavar=("VERIFY_MS", "DRAFT_MS", "ACCEPTANCE"))
     parser.add_argument("--round-trip", nargs="+", type=float, default=ROUND_TRIPS, help="milliseconds")
     parser.add_argument("--jitter", type=float, default=0.0, help="random part of forward times, as a fraction")
-    parser.add_argument("--trace", type=Path, help="recorded trace of where a draft was right, instead of random")
+    parser.add_argument("--trace", type=Path, help="recorded traces of where drafts were right, instead of random")
+    parser.add_argument("--traced", nargs="+", metavar="NAME", help="only these pairs of the traces")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="needs matplotlib")
     arguments = parser.parse_args()
     pairs = [Pair(*speeds) for speeds in arguments.pair] if arguments.pair else PAIRS
     pairs = [replace(pair, jitter=arguments.jitter) for pair in pairs]
     if arguments.trace:
-        pairs = [traced(pair, arguments.trace) for pair in pairs]
+        found = recorded.read(arguments.trace)
+        if unknown := set(arguments.traced or ()) - set(found):
+            parser.error(f"no trace of {', '.join(sorted(unknown))}: the file has {', '.join(found)}")
+        pairs = [traced(pair, found[name]) for name in arguments.traced or found for pair in pairs]
     rows = []
     for pair in pairs:
         for round_trip in arguments.round_trip:
@@ -96,14 +101,14 @@ def main() -> None:
         _plot(rows, pairs, arguments.plot)
 
 
-def traced(pair: Pair, path: Path) -> Pair:
-    """Returns the pair with a draft that is right where the first pair of a trace file was."""
-    return replace(pair, trace=next(iter(recorded.read(path).values())).right)
+def traced(pair: Pair, trace: recorded.Pair) -> Pair:
+    """Returns the pair with a draft that is right where a recorded one was."""
+    return replace(pair, trace=trace.right, name=trace.name)
 
 
-def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, float]:
-    """Returns the speed of every mode over the target alone, measured and simulated."""
-    found: dict[str, float] = asdict(replace(pair, trace=""))
+def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, Any]:
+    """Returns a pair's parameters, and the speed of every mode over the target alone, measured and simulated."""
+    found: dict[str, Any] = asdict(replace(pair, trace=""))
     span = range(PROMPT, PROMPT + tokens)
     if pair.trace:  # in the measured part of the text
         found["acceptance"] = sum(pair.is_right(SEED, place) for place in span) / tokens
@@ -228,7 +233,7 @@ def _arrived_count(pair: Pair, since_first_ms: float) -> int:
     return max(int((since_first_ms + 1e-6) // pair.draft_ms) + 1, 0)
 
 
-def _table(rows: Sequence[dict[str, float]]) -> Table:
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(
         "verify, draft, accepted", "round trip", *(mode.value for mode in MODES), title="speed over the target alone "
         "(part of the simulation's)", box=box.SIMPLE,
@@ -236,11 +241,13 @@ def _table(rows: Sequence[dict[str, float]]) -> Table:
     for one in rows:
         cells = [f"{one[mode.value]:.2f} ({one[mode.value] / one[f'simulated_{mode.value}']:.2f})" for mode in MODES]
         label = f"{one['verify_ms']:g} ms, {one['draft_ms']:g} ms, {one['acceptance']:.2g}"
+        if one["name"]:
+            label = f"{one['name']}: {label}"
         table.add_row(label, f"{one['round_trip_ms']:g} ms", *cells)
     return table
 
 
-def _plot(rows: Sequence[dict[str, float]], pairs: Sequence[Pair], path: Path) -> None:
+def _plot(rows: Sequence[dict[str, Any]], pairs: Sequence[Pair], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")

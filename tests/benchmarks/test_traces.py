@@ -76,12 +76,10 @@ def test_a_file_holds_several_pairs(tmp_path: Path) -> None:
     assert found["big <- small"].acceptance == 0.5
 
 
-def test_the_laboratory_is_right_where_the_trace_is(tmp_path: Path) -> None:
+def test_the_laboratory_is_right_where_the_trace_is() -> None:
     """The trace has runs of right and of wrong tokens; two in three are right."""
     right = ("1" * 8 + "0" * 4) * 10
-    path = tmp_path / "trace.json"
-    write(path, [Pair("big", "small", (Text("", right, (0.5,) * len(right), 60),))], "")
-    pair = traced(PAIRS[0], path)
+    pair = traced(PAIRS[0], Pair("big", "small", (Text("", right, (0.5,) * len(right), 60),)))
     assert [pair.is_right(1, place) for place in range(7, 13)] == [True, False, False, False, False, True]
     # A turn of eight that starts at a multiple of twelve is all right; four passes of one token each follow.
     turn, passes = pair.forward_ms(9) + 8 * pair.draft_ms, 3
