@@ -1,10 +1,13 @@
 """Compares the loop and the policy in virtual time, where costs and distances are known, with simulations."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks.simulate import MODES, PAIRS, VIRTUAL, row
+from benchmarks import recorded
+from benchmarks.scripted import Pair
+from benchmarks.simulate import MODES, PAIRS, VIRTUAL, row, traced
 from bridge.planning.planner import Mode
 from tests.support.depth import DEEP
 
@@ -26,4 +29,28 @@ def test_no_mode_wastes_time_and_the_automatic_one_never_loses(pair, round_trip_
         # The simulated automatic mode knows beforehand which patience is best.
         least = 0.9 if mode is Mode.AUTO else 0.93
         assert found[mode.value] > least * found[f"simulated_{mode.value}"], mode
+    assert found["auto"] > 0.97 * max(found["lockstep"], found["opportunistic"], 1.0)
+
+
+TRACES = recorded.read(Path(recorded.__file__).with_name("trace.json"))
+QWEN, SMOLLM = "qwen2.5-coder-1.5b-instruct", "smollm2-135m-instruct"
+
+
+def test_every_ordered_pair_of_the_four_real_models_is_recorded() -> None:
+    models = {one.target for one in TRACES.values()}
+    assert len(models) == 4
+    assert set(TRACES) == {f"{target} <- {draft}" for target in models for draft in models if target != draft}
+
+
+@pytest.mark.parametrize(
+    ("name", "pair", "round_trip_ms"),
+    [
+        (f"{QWEN} <- {SMOLLM}", PAIRS[0], 0),
+        (f"{QWEN} <- qwen2.5-coder-0.5b-instruct", PAIRS[1], 10),
+        (f"gemma-3-270m <- {SMOLLM}", PAIRS[2], 50),
+        *((name, pair, 10) for name in TRACES for pair in (PAIRS if DEEP else ())),
+    ],
+)
+def test_the_automatic_mode_never_loses_where_a_real_draft_is_right(name: str, pair: Pair, round_trip_ms: int) -> None:
+    found = row(replace(traced(pair, TRACES[name]), round_trip_ms=round_trip_ms), 600, VIRTUAL)
     assert found["auto"] > 0.97 * max(found["lockstep"], found["opportunistic"], 1.0)
