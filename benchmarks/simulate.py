@@ -81,6 +81,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="needs matplotlib")
     arguments = parser.parse_args()
+    if arguments.traced and not arguments.trace:
+        parser.error("--traced names pairs of a file: add --trace FILE")
     pairs = [Pair(*speeds) for speeds in arguments.pair] if arguments.pair else PAIRS
     pairs = [replace(pair, jitter=arguments.jitter) for pair in pairs]
     if arguments.trace:
@@ -264,7 +266,9 @@ def _plot(rows: Sequence[dict[str, Any]], pairs: Sequence[Pair], path: Path) -> 
             axis.plot(distances, [row[f"simulated_{mode.value}"] for row in own], ":", color=colors[mode])
         axis.axhline(1.0, color="gray", linewidth=0.8)
         axis.set_title(
-            f"verify {pair.verify_ms:g} ms, draft {pair.draft_ms:g} ms, {own[0]['acceptance']:.0%} right", fontsize=9
+            f"{pair.name}\n" * bool(pair.name)
+            + f"verify {pair.verify_ms:g} ms, draft {pair.draft_ms:g} ms, {own[0]['acceptance']:.0%} right",
+            fontsize=9,
         )
         axis.set_xlabel("round trip to the draft, ms")
         axis.set_ylim(bottom=0)

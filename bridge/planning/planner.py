@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import accumulate
-from math import log
+from math import inf, log
 from operator import mul
 
 from bridge.planning.costs import MAX_WIDTH
@@ -15,8 +15,8 @@ from bridge.planning.prediction import (
     Prediction,
     TargetCosts,
     ahead,
+    best_turn,
     best_width,
-    in_turns,
     plain,
     with_candidates,
 )
@@ -25,8 +25,6 @@ from bridge.sources.source import DraftPace, Offer, Outcome, SourceState
 # The most candidates that are planned for one forward, and the lengths of a draft's turn in tokens.
 MAX_CANDIDATES = MAX_WIDTH - 1
 _LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
-# So many longer turns in a row that are slower end the search for a better one: each prediction takes processor time.
-_WORSE_LEADS = 3
 # The smallest lead of a draft that runs ahead, and the tokens that are added to the lead that it needs.
 _MIN_LEAD, _SPARE_LEAD = 8, 4
 # At the start of an epoch that then runs ahead, the target may wait for this many tokens of the draft.
@@ -220,17 +218,8 @@ class Planner:
 
     def _in_turns(self, draft: DraftCosts, costs: TargetCosts, room: int, leads: Sequence[int] = _LEADS) -> Plan:
         """Returns the best plan in which the target waits for the draft to propose some tokens, then verifies them."""
-        lead, best, worse_count = leads[0], in_turns(costs, draft, leads[0]), 0
-        for longer in leads[1:]:
-            if worse_count == _WORSE_LEADS or longer > (self._number or longer):
-                break
-            found = in_turns(costs, draft, longer)
-            if self.max_wait_ns is not None and found.waited_ns > self.max_wait_ns:
-                break
-            if found.tokens_per_ns > best.tokens_per_ns:
-                lead, best, worse_count = longer, found, 0
-            else:
-                worse_count += 1
+        leads = [lead for lead in leads if lead <= (self._number or lead)]
+        lead, best = best_turn(costs, draft, leads, inf if self.max_wait_ns is None else self.max_wait_ns)
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
         # The draft reads its prompt once for all passes; on other hardware, it does so while the target reads its own.
         if self._estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:

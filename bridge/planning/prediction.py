@@ -12,6 +12,9 @@ from operator import mul
 
 from bridge.sources.source import DraftPace
 
+# The number of turns, each slower than the best of the shorter ones, after which no faster one is expected.
+_SLOWER_TURNS = 3
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -151,6 +154,26 @@ def in_turns(costs: TargetCosts, draft: DraftCosts, token_count: int) -> Predict
     count = draft.candidate_count(token_count)
     waited_ns = _restart_ns(costs, draft) + (token_count - 1) * draft.token_ns
     return Prediction(draft.expected(count), waited_ns + costs.of(count + 1), waited_ns)
+
+
+def best_turn(
+    costs: TargetCosts, draft: DraftCosts, leads: Sequence[int], max_wait_ns: float
+) -> tuple[int, Prediction]:
+    """Returns the fastest of some turns, given their lengths in ascending order, and its prediction.
+
+    Only the first may wait longer than `max_wait_ns`. A prediction takes processor time, so the search ends after
+    `_SLOWER_TURNS` turns in a row that are slower than the best so far.
+    """
+    best_lead, best, slower_count = leads[0], in_turns(costs, draft, leads[0]), 0
+    for lead in leads[1:]:
+        found = in_turns(costs, draft, lead)
+        if found.waited_ns > max_wait_ns:
+            break
+        if found.tokens_per_ns > best.tokens_per_ns:
+            best_lead, best, slower_count = lead, found, 0
+        elif (slower_count := slower_count + 1) == _SLOWER_TURNS:
+            break
+    return best_lead, best
 
 
 def ahead(costs: TargetCosts, draft: DraftCosts, lead: int, batch: int) -> Prediction:

@@ -17,6 +17,7 @@ from bridge.planning.prediction import (
     Prediction,
     TargetCosts,
     ahead,
+    best_turn,
     best_width,
     in_turns,
     plain,
@@ -58,6 +59,26 @@ def test_a_turn_costs_its_tokens_and_the_way_there_and_back() -> None:
     assert found.tokens == pytest.approx(expected(0.7, 4))
     assert (found.waited_ns, found.ns) == (9.5 * MS, (9.5 + FLAT[5]) * MS)
     assert plain(costs).tokens_per_ns == 1 / (FLAT[1] * MS)
+
+
+@pytest.mark.parametrize("times", [FLAT, STEEP])
+@pytest.mark.parametrize("target_tokens", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("max_wait_ms", [5.0, 1e9])
+def test_the_search_for_the_best_turn_finds_it(
+    times: dict[int, float], target_tokens: float, max_wait_ms: float
+) -> None:
+    costs, leads = TargetCosts(MS, [times[width] for width in range(1, 26)], 0.5 * MS), (1, 2, 3, 4, 6, 8, 12, 16, 24)
+    found_leads = set()
+    for right in (0.05, 0.3, 0.6, 0.8, 0.97):
+        for draft_ms in (0.05, 0.5, 2.0, 10.0, 40.0):
+            draft = replace(_draft_costs(right, draft_ms), target_tokens=target_tokens)
+            turns = {lead: in_turns(costs, draft, lead) for lead in leads}
+            allowed = [lead for lead in leads if turns[lead].waited_ns <= max_wait_ms * MS] or leads[:1]
+            lead, found = best_turn(costs, draft, leads, max_wait_ms * MS)
+            assert found == turns[lead]
+            assert found.tokens_per_ns == max(turns[lead].tokens_per_ns for lead in allowed)
+            found_leads.add(lead)
+    assert len(found_leads) > 2
 
 
 def test_a_draft_that_cannot_get_ahead_gains_nothing_and_slows_the_target_down() -> None:
