@@ -23,6 +23,7 @@ from bridge.errors import DraftBridgeError, UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.engine import measure, warm
 from services.engines.fixed_width import FixedWidthEngine
+from services.engines.huge_pages import use_huge_pages
 from services.engines.measuring import alone, library_facts, run
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.store.cache import NoSpace, Report, cache_directory
@@ -205,6 +206,7 @@ def main() -> None:
     except DraftBridgeError as error:
         print(" ".join(str(error).split()))
         sys.exit(_REFUSED)
+    use_huge_pages()
     if deterministic and engine.logit_tolerance > 0.0:
         engine = FixedWidthEngine(engine)
     else:

@@ -15,6 +15,7 @@ from services.config import ModelServerConfig, Role
 from services.engines.affinity import pin
 from services.engines.engine import Engine, measure, warm
 from services.engines.fixed_width import FixedWidthEngine
+from services.engines.huge_pages import use_huge_pages
 from services.engines.observer import SchedulerObserver
 from services.engines.registry import AUTO, choose_engine
 from services.engines.spec import EngineOptions, EngineSpec
@@ -111,6 +112,8 @@ def _load(
 
     def open_engine() -> Engine:
         engine = spec.open(spec.prepare(config.model, options.weights, report), options)
+        if engine.device == "cpu":
+            use_huge_pages()
         if config.deterministic and engine.logit_tolerance > 0.0:  # then all its forwards have one shape
             engine = FixedWidthEngine(engine)
         elif config.role is not Role.DRAFT:
