@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from services.engines.huge_pages import large_allocations, use_huge_pages
 
 MB = 1 << 20
