@@ -212,12 +212,13 @@ class BridgeBusy(Exhausted, reason="BRIDGE_BUSY"):
 
 
 class Unreachable(DraftBridgeError, reason="SERVICE_UNREACHABLE"):
+    text: ClassVar[str] = (
+        "no usable service answers at {address} ({detail}): check the address, that the service is "
+        "running, and that it and its client both use TLS or both do not"
+    )
+
     def __init__(self, address: str, detail: str) -> None:
-        super().__init__(
-            f"no usable service answers at {address} ({detail}): check the address, that the service is "
-            "running, and that it and its client both use TLS or both do not",
-            address=address,
-        )
+        super().__init__(self.text.format(address=address, detail=detail), address=address)
 
 
 class SandboxBusy(Exhausted, reason="SANDBOX_BUSY"):
@@ -268,25 +269,19 @@ class Unauthenticated(DraftBridgeError, reason="UNAUTHENTICATED"):
 
 
 class TlsFailed(Unreachable, reason="TLS_FAILED"):
-    def __init__(self, address: str, detail: str) -> None:
-        DraftBridgeError.__init__(
-            self,
-            f"no secure connection to {address} ({detail}): check that both sides use TLS, and that the certificate of "
-            "each is for its address and of an authority that the other trusts",
-            address=address,
-        )
+    text = (
+        "no secure connection to {address} ({detail}): check that both sides use TLS, and that the certificate of "
+        "each is for its address and of an authority that the other trusts"
+    )
 
 
 class TokenRefused(Unreachable, reason="TOKEN_REFUSED"):
     """A model service refuses the bridge's own token, which is not the client's fault."""
 
-    def __init__(self, address: str, detail: str) -> None:
-        DraftBridgeError.__init__(
-            self,
-            f"the service at {address} refuses the bridge's token ({detail}): start the bridge with "
-            "--service-token-file and a token from the service's keys file",
-            address=address,
-        )
+    text = (
+        "the service at {address} refuses the bridge's token ({detail}): start the bridge with "
+        "--service-token-file and a token from the service's keys file"
+    )
 
 
 class StreamEnded(Unreachable):

@@ -8,8 +8,8 @@
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import ExitStack, aclosing, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter_ns
@@ -152,7 +152,9 @@ async def generate(
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = reported_ns = 0
     passes = speculate(link, chain, planner, statistics, clock)
-    with closing(chain), _remembered(tape, memory, request.tenant):
+    with closing(chain), ExitStack() as ended:
+        if memory and request.tenant:  # for the tenant's next requests, even if this one fails or its client disconnects
+            ended.callback(memory.remember, request.tenant, tape.data)
         yield Started(len(prompt.ids))
         async with aclosing(passes):
             async for outcome in passes:
@@ -237,16 +239,6 @@ def _take_over(
 ) -> None:
     estimates.replace_draft(source, draft)
     statistics.drafts.append(name)
-
-
-@contextmanager
-def _remembered(tape: Tape, memory: SuffixMemory | None, tenant: str) -> Iterator[None]:
-    """Keeps the output for the tenant's next requests, even if this one fails or its client disconnects."""
-    try:
-        yield
-    finally:
-        if memory and tenant:
-            memory.remember(tenant, tape.data)
 
 
 def _delta(stream: TextStream, outcome: Outcome, *, final: bool) -> Delta:

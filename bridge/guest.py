@@ -25,7 +25,7 @@ from bridge.text.models import Model
 _log = logging.getLogger(__name__)
 
 # Candidates of each sequence that are considered, by the number of sequences: the first item that is large enough.
-_CONSIDERED = ((1, 24), (4, 16), (16, 8), (64, 6))
+_CONSIDERED = ((4, 16), (16, 8), (64, 6))
 _MIN_CONSIDERED = 4
 # One forward of this number is made without candidates, because what is never measured cannot be compared.
 _PLAIN_FORWARDS = 100
@@ -93,13 +93,9 @@ class Held:
     refused: bool = False
 
     @property
-    def count(self) -> int:
-        """Returns the number of its tokens."""
-        return len(self.sequence.tape.ids) if self.sequence else len(self.ids)
-
-    def first(self, count: int) -> list[int]:
-        """Returns its first `count` tokens."""
-        return list((self.sequence.tape.ids if self.sequence else self.ids)[:count])
+    def tokens(self) -> Sequence[int]:
+        """Returns the ids of all its tokens so far."""
+        return self.sequence.tape.ids if self.sequence else self.ids
 
     def close(self) -> None:
         """Frees its draft. May be called twice."""
@@ -161,7 +157,11 @@ class Guest:
         measured = self._measure(update, named, min(engine_ns, MAX_MEASURED_NS))
         self._alone = len(update.sequences) == 1
         if self._alone and named:
-            await self._choose_for_one(update, *named[0], answer, measured, began)
+            one, held = named[0]
+            with self._refusing(held):
+                if sequence := self._commit(one, held, measured):
+                    offer, width = await sequence.choose(began + update.deadline_ns)
+                    answer.proposed += self._proposed(one.id, sequence, update.number, offer, width)
         elif not self._alone:
             self._choose_for_all(update, named, answer, began + max(update.deadline_ns, _MIN_DEADLINE_NS))
         self._answered_ns = self._clock()
@@ -211,14 +211,14 @@ class Guest:
             return None
         if held and held.refused and kept:
             return None
-        if kept == 0 or held is None or held.count < kept:
+        if kept == 0 or held is None or len(held.tokens) < kept:
             if kept:
                 answer.unknown.append(one.id)
                 self.end(one.id)
                 return None
             return self._begin(one, list(one.token_ids), now)
-        if kept < held.count:  # the engine went back; the tape cannot, so the sequence begins anew
-            return self._begin(one, [*held.first(kept), *one.token_ids], now)
+        if kept < len(held.tokens):  # the engine went back; the tape cannot, so the sequence begins anew
+            return self._begin(one, [*held.tokens[:kept], *one.token_ids], now)
         held.named_ns = now
         if not held.sequence:
             held.ids += one.token_ids
@@ -294,21 +294,6 @@ class Guest:
             return None
         self._choosing.append(held)
         return sequence if sequence.room else None
-
-    async def _choose_for_one(
-        self,
-        update: StepUpdate,
-        one: SequenceUpdate,
-        held: Held,
-        answer: Answer,
-        engine_ns: int | None,
-        began: int,
-    ) -> None:
-        """Adds candidates for a sequence that is alone in its forward."""
-        with self._refusing(held):
-            if sequence := self._commit(one, held, engine_ns):
-                width = await sequence.choose(began + update.deadline_ns)
-                answer.proposed += self._proposed(one.id, sequence, update.number, sequence.chosen, width)
 
     def _choose_for_all(
         self, update: StepUpdate, named: Sequence[tuple[SequenceUpdate, Held]], answer: Answer, deadline: int

@@ -83,8 +83,8 @@ def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
 class GuestSequence:
     """Follows one sequence of an engine, and proposes what continues it.
 
-    `chosen` is the offer of the last `choose`. `room`: how many candidates the engine can verify. `awaits_draft`: none
-    was connected, or other sequences used them all.
+    `room`: how many candidates the engine can verify. `awaits_draft`: no draft was connected, or other sequences used
+    them all.
     """
 
     def __init__(self, model: Model, tape: Tape, sources: SourceSet, estimates: RequestEstimates) -> None:
@@ -96,7 +96,7 @@ class GuestSequence:
         self._speculation = Speculation(sources, planner, Statistics(), self.room)
         self._news = asyncio.Event()
         self._answers: dict[int, tuple[int, Offer]] = {}
-        self.chosen, self._rest = Offer(), Offer()
+        self._rest = Offer()
         self._observed: Outcome | None = None
         self._planned = self._refreshed = self._timed_out = False
         self._waited_ns = 0
@@ -189,8 +189,8 @@ class GuestSequence:
         self._answers[step] = len(self.tape.ids), offer
         return len(self.tape.ids)
 
-    async def choose(self, deadline_ns: int) -> int:
-        """Chooses candidates for the sequence alone, as our own loop does. Returns how many one forward takes.
+    async def choose(self, deadline_ns: int) -> tuple[Offer, int]:
+        """Chooses candidates for the sequence alone, as our own loop does. Returns them, and how many a forward takes.
 
         If the plan is to wait for the draft, it waits until `deadline_ns` at most.
         """
@@ -213,9 +213,7 @@ class GuestSequence:
                 self._refresh()
                 choice = speculation.choose()
             self._waited_ns = clock() - now
-        width = min(choice.width, self.room)
-        self.chosen = choice.offer.part(0, _MAX_ROOM)
-        return width
+        return choice.offer.part(0, _MAX_ROOM), min(choice.width, self.room)
 
     def best_offer(self, considered: int) -> tuple[Offer, list[float]]:
         """Returns the most promising offer for a shared forward, and the chances of its first candidates."""
@@ -224,13 +222,8 @@ class GuestSequence:
             offers = self._speculation.sources.offers(_BYTES_PER_CANDIDATE * considered)
         else:
             offers = [self._rest]  # what was offered before goes on
-        best, chances, expected = Offer(), [], 0.0
-        for offer in offers:
-            of = self._estimates.chances
-            pairs = zip(offer.sources[:limit], offer.evidence[:limit], strict=True)
-            found = [of[source].of(evidence) for source, evidence in pairs]
-            if (value := sum(accumulate(found, mul))) > expected:
-                best, chances, expected = offer, found, value
+        found = [(offer, self._estimates.chances_of(offer, limit)) for offer in offers]
+        best, chances = max(found, key=lambda one: sum(accumulate(one[1], mul)), default=(Offer(), []))
         self._rest = best
         return best, chances
 

@@ -4,7 +4,7 @@ Gains are relative: tokens per time of a plain pass, so that the target alone ha
 measured under different loads are comparable so, and one factor turns a gain into bytes per second.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from math import sqrt
@@ -200,43 +200,26 @@ class DraftChooser:
 
 
 def predicted_gain(
-    target_costs: Sequence[tuple[int, int]],
-    draft_costs: Sequence[tuple[int, int]],
-    *,
-    competes: bool,
-    target_tokens: float = 1.0,
-    chances: Sequence[float] | None = None,
-    hop_ns: float = _PRIOR_HOP_NS,
-    round_trip_ns: float = _PRIOR_ROUND_TRIP_NS,
+    target_costs: Sequence[tuple[int, int]], draft_costs: Sequence[tuple[int, int]], *, competes: bool
 ) -> float:
     """Predicts the speed of a pair over that of the target alone; at least 1, because the bridge may use no draft.
 
     Costs are pairs of a number of tokens and nanoseconds, as servers report them; without them the result is 1.
-    `chances[i]`: the chance that candidate `i` is right if all before it are. `target_tokens`: tokens of the target
-    that a draft token makes.
     """
     single_ns, draft_ns = dict(target_costs).get(1, 0), dict(draft_costs).get(1, 0)
     if not single_ns or not draft_ns:
         return 1.0
-    costs = TargetCosts(single_ns, WidthCost.measured(target_costs).table, hop_ns)
-    given = list(chances or (_PRIOR_CHANCE,))
-    given += [given[-1]] * (MAX_WIDTH - 1 - len(given))
+    costs = TargetCosts(single_ns, WidthCost.measured(target_costs).table, _PRIOR_HOP_NS)
     slowdown = _COMPETING_SLOWDOWN if competes else 1.0
     draft = DraftCosts(
         token_ns=draft_ns,
         ahead_ns=draft_ns * slowdown,
         read_ns=draft_ns * WidthCost.measured(draft_costs).of(3),
         prompt_ns=0.0,
-        round_trip_ns=round_trip_ns,
+        round_trip_ns=_PRIOR_ROUND_TRIP_NS,
         slowdown=slowdown,
-        target_tokens=target_tokens,
-        survival=tuple(accumulate(given[: MAX_WIDTH - 1], mul)),
+        target_tokens=1.0,
+        survival=tuple(accumulate([_PRIOR_CHANCE] * (MAX_WIDTH - 1), mul)),
     )
-    return max(_gains(costs, draft, single_ns))
-
-
-def _gains(costs: TargetCosts, draft: DraftCosts, plain_ns: float) -> Iterator[float]:
-    yield 1.0
-    for lead in _LEADS:
-        yield in_turns(costs, draft, lead).tokens_per_ns * plain_ns
-    yield ahead(costs, draft, max(_LEADS), 0).tokens_per_ns * plain_ns
+    ways = [*(in_turns(costs, draft, lead) for lead in _LEADS), ahead(costs, draft, max(_LEADS), 0)]
+    return max(1.0, *(way.tokens_per_ns * single_ns for way in ways))

@@ -12,7 +12,6 @@ from bridge.planning.estimates import RequestEstimates
 from bridge.planning.prediction import (
     DraftCosts,
     Plan,
-    Prediction,
     TargetCosts,
     ahead,
     best_turn,
@@ -132,7 +131,7 @@ class Planner:
         found = self._widths(offers, costs)
         if not found:
             return Offer(), 0
-        best, width = max(found, key=lambda one: self._prediction(one[0], one[1], costs).tokens_per_ns)
+        best, width = max(found, key=lambda one: with_candidates(self._estimates.chances_of(*one), costs).tokens_per_ns)
         if plan.holds_back:
             return best.part(0, width), width
         drafted = best.sources.count(self._estimates.drafting_source)
@@ -185,7 +184,7 @@ class Planner:
         for offer in at_hand:
             if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load:
                 # The number of candidates that are all right with a chance of one half.
-                width = min(max(int(log(0.5) / log(self._chances(offer, 1)[0])), 1), MAX_CANDIDATES)
+                width = min(max(int(log(0.5) / log(self._estimates.chances_of(offer, 1)[0])), 1), MAX_CANDIDATES)
                 return replace(self._at_hand(offer, width, costs, 0.0), is_trial=True, trial_width=width)
         ways = [alone, *(self._at_hand(*one, costs, alone.patience_ns) for one in self._widths(at_hand, costs))]
         drafts = []
@@ -243,24 +242,17 @@ class Planner:
 
     def _at_hand(self, offer: Offer, width: int, costs: TargetCosts, patience_ns: float) -> Plan:
         """Returns the plan to send an offer of a source that takes no time."""
-        chance = self._chances(offer, 1)[0]
+        chance = self._estimates.chances_of(offer, 1)[0]
         # If the first candidate is right, waiting for it saves a 1-token pass; if not, it costs the wider pass's extra.
         gain_ns = chance * costs.of(1) - (1 - chance) * (costs.of(width + 1) - costs.of(1))
-        source, found = offer.sources[0], self._prediction(offer, width, costs)
-        found = replace(found, tokens=1.0 + (found.tokens - 1.0) * self._estimates.acceptance_ratio(source))
+        source, found = offer.sources[0], with_candidates(self._estimates.chances_of(offer, width), costs)
+        found = replace(found, tokens=1.0 + (found.tokens - 1.0) * self._estimates.shared.acceptance_ratios[source].ratio)
         return Plan(source, found, DraftPace(), patience_ns, gain_ns, source=source)
 
     def _widths(self, offers: Sequence[Offer], costs: TargetCosts) -> list[tuple[Offer, int]]:
         """Returns each offer that is worth sending, with the number of its candidates that one forward takes."""
-        widths = ((offer, best_width(self._chances(offer, MAX_CANDIDATES), costs)) for offer in offers)
+        widths = ((offer, best_width(self._estimates.chances_of(offer, MAX_CANDIDATES), costs)) for offer in offers)
         return [(offer, width) for offer, width in widths if width]
-
-    def _prediction(self, offer: Offer, width: int, costs: TargetCosts) -> Prediction:
-        return with_candidates(self._chances(offer, width), costs)
-
-    def _chances(self, offer: Offer, count: int) -> list[float]:
-        pairs = zip(offer.sources[:count], offer.evidence[:count], strict=True)
-        return [self._estimates.chances[source].of(evidence) for source, evidence in pairs]
 
     def _patience_ns(self, costs: TargetCosts) -> float:
         """Returns how long the target may wait for candidates that the bridge already has; 0 if that gained little."""

@@ -97,12 +97,10 @@ class SourceSet:
         if self._grammar:
             self._grammar.commit(b"".join(outcome.data))
         for source in tuple(self._sources):
-            try:
+            with self._dropping(source):
                 source.observe(outcome)
                 if source.takes_time:
                     self._judge(source, outcome)
-            except Exception as error:
-                self._drop(source, error)
 
     async def advance(self, pace: DraftPace) -> None:
         """Lets all sources work on what follows the tape."""
@@ -165,30 +163,26 @@ class SourceSet:
         self._sources.insert(0, source)
         self.opened.append(source)
         on_take_over()
-        if self.note:
-            self.note = self.note.replace("the target went on without it", "another draft replaced it")
+        self.note = self.note.replace("the target went on without it", "another draft replaced it")
         source.start(self._notify)
 
     @contextmanager
     def _dropping(self, source: CandidateSource) -> Iterator[None]:
+        """Drops and closes a source that fails, and notes the reason. An unexpected error is a bug, and is logged."""
         try:
             yield
         except Exception as error:
-            self._drop(source, error)
-
-    def _drop(self, source: CandidateSource, error: Exception) -> None:
-        """Drops and closes a source that failed, and notes the reason. An unexpected error is a bug, and is logged."""
-        if source not in self._sources:
-            return
-        self._sources.remove(source)
-        source.close()
-        if source.takes_time:
-            self._seek(error)
-        if isinstance(error, DraftBridgeError):
-            self.note = self.note or f"the {source.name} was lost ({error.reason}); the target went on without it"
-            return
-        _log.error("a bug in the bridge stopped the %s source", source.name, exc_info=error)
-        self.note = f"a bug in the bridge stopped the {source.name} (INTERNAL, see its log); the text is unaffected"
+            if source not in self._sources:
+                return
+            self._sources.remove(source)
+            source.close()
+            if source.takes_time:
+                self._seek(error)
+            if isinstance(error, DraftBridgeError):
+                self.note = self.note or f"the {source.name} was lost ({error.reason}); the target went on without it"
+                return
+            _log.error("a bug in the bridge stopped the %s source", source.name, exc_info=error)
+            self.note = f"a bug in the bridge stopped the {source.name} (INTERNAL, see its log); the text is unaffected"
 
     def _parts(self, source: CandidateSource) -> list[Continuation]:
         """Returns what a source proposes, and what others add to it, as long as one of them can continue the bytes."""

@@ -1,10 +1,10 @@
 """Implements prompt lookup: proposes what followed the same bytes in the text, or in a tenant's earlier output."""
 
+from functools import partial
 from typing import ClassVar
 
 from bridge.sources.source import CandidateSource, Continuation, Opening, Outcome
 from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, SuffixMatcher
-from bridge.sources.suffix_memory import suffix_drafter
 from bridge.tape import Tape
 
 # A match that continues another source's bytes, perhaps in the middle of a word, has at least this many bytes: shorter
@@ -31,7 +31,9 @@ class SuffixSource(CandidateSource):
     @classmethod
     def open(cls, opening: Opening) -> "SuffixSource":
         """Returns a source for the prompt and, if the request has a tenant, the tenant's earlier outputs."""
-        return cls(suffix_drafter(opening.prompt, opening.memory, opening.tenant))
+        if opening.memory and opening.tenant:
+            return cls(SuffixMatcher(opening.prompt, elsewhere=partial(opening.memory.match, opening.tenant)))
+        return cls(SuffixMatcher(opening.prompt))
 
     def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
         match = self._drafter.match(after)

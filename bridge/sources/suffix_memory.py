@@ -1,7 +1,5 @@
 """Keeps outputs within a memory budget, so that later requests of the same tenant can be drafted from them."""
 
-from functools import partial
-
 from cachetools import LRUCache
 
 from bridge.sources.suffix_index import MIN_MATCH_BYTES, Match, SuffixMatcher, max_memory_bytes
@@ -50,10 +48,3 @@ class SuffixMemory:
         held.start_text()
         held.append(output)
         self._tenants[tenant] = held
-
-
-def suffix_drafter(text: bytes, memory: SuffixMemory | None, tenant: str) -> SuffixMatcher:
-    """Returns a drafter for a text and, if there is a memory and a tenant, for that tenant's earlier outputs."""
-    if memory is None or not tenant:
-        return SuffixMatcher(text)
-    return SuffixMatcher(text, elsewhere=partial(memory.match, tenant))

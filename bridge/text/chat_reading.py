@@ -5,6 +5,7 @@ What the template writes around messages is learned from chats with known conten
 the template makes exactly the same ids of it again.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,9 +19,13 @@ _SYSTEM, _FIRST, _ANSWER, _SECOND = "qsysq", "qfirstq", "qanswerq", "qsecondq"
 
 @dataclass(frozen=True)
 class _Frame:
-    """What a template writes before the first message, between two messages, and at the end."""
+    """What a template writes before the first message, between two messages, and at the end.
+
+    `system_end`: what it writes after a system message; "" for a chat without one.
+    """
 
     start: str
+    system_end: str
     to_assistant: str
     to_user: str
     end: str
@@ -30,8 +35,8 @@ def read_chat(model: Model, ids: Sequence[int]) -> Chat | None:
     """Returns the chat of which the model's template makes `ids`, up to the assistant's turn; None if it finds none."""
     try:
         for text in _texts(model, ids):
-            for frame, system_end in _frames(model):
-                chat = _parsed(text, frame, system_end)
+            for frame in _frames(model):
+                chat = _parsed(text, frame)
                 if chat and render_chat(model, chat).ids == list(ids):
                     return chat
     except (InvalidRequest, UnusableModel, UnicodeDecodeError):
@@ -58,43 +63,34 @@ def _texts(model: Model, ids: Sequence[int]) -> list[str]:
 
 
 @derived
-def _frames(model: Model) -> tuple[tuple[_Frame, str], ...]:
-    """Returns the frames with and without a system message; each with what ends the system message, or ""."""
+def _frames(model: Model) -> tuple[_Frame, ...]:
+    """Returns the frames with and without a system message."""
     if not model.chat_template:
         return ()
     turns = (Message("user", _FIRST), Message("assistant", _ANSWER), Message("user", _SECOND))
     found = []
     # First without a system message: a template may write a default one.
     for messages in (turns, (Message("system", _SYSTEM), *turns)):
+        contents = [one.content for one in messages]
         try:
             text = rendered_text(model, Chat(messages))
-            start, system_end = "", ""
-            if len(messages) > len(turns):
-                start, _, text = _split(text, _SYSTEM)
-                system_end, _, text = _split(text, _FIRST)
-            else:
-                start, _, text = _split(text, _FIRST)
-            to_assistant, _, text = _split(text, _ANSWER)
-            to_user, _, end = _split(text, _SECOND)
-        except (InvalidRequest, UnusableModel, ValueError):  # a template without system messages, for one
+        except (InvalidRequest, UnusableModel):  # a template without system messages, for one
             continue
+        any_content = "|".join(contents)
+        if re.findall(any_content, text) != contents:  # it changes, moves or repeats a message
+            continue
+        start, *system_end, to_assistant, to_user, end = re.split(any_content, text)
         if start and to_assistant and to_user and end:
-            found.append((_Frame(start, to_assistant, to_user, end), system_end))
+            found.append(_Frame(start, "".join(system_end), to_assistant, to_user, end))
     return tuple(found)
 
 
-def _split(text: str, content: str) -> tuple[str, str, str]:
-    if text.count(content) != 1:
-        raise ValueError("the template changes or repeats a message")
-    return text.partition(content)
-
-
-def _parsed(text: str, frame: _Frame, system_end: str) -> Chat | None:
+def _parsed(text: str, frame: _Frame) -> Chat | None:
     if not (text.startswith(frame.start) and text.endswith(frame.end)):
         return None
     rest, messages = text[len(frame.start) : -len(frame.end)], []
-    if system_end:
-        content, found, rest = rest.partition(system_end)
+    if frame.system_end:
+        content, found, rest = rest.partition(frame.system_end)
         if not found:
             return None
         messages.append(Message("system", content))

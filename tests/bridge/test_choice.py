@@ -108,13 +108,15 @@ def test_what_was_learned_is_handed_out_and_taken_over() -> None:
         assert second.expect("t", draft, "code") == first.expect("t", draft, "code")
 
 
-def test_predictions_follow_the_costs() -> None:
+def test_predictions_follow_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     target, flat = [(1, 10_000_000), (8, 12_000_000)], [(1, 1_000_000), (8, 1_100_000)]
     good = predicted_gain(target, flat, competes=False)
     assert good > 1.3
     assert predicted_gain(target, [(1, 20_000_000), (8, 20_000_000)], competes=False) == 1.0
-    assert predicted_gain(target, flat, competes=False, chances=[0.05]) == 1.0
-    assert predicted_gain(target, flat, competes=False, chances=[0.9]) > good
     steep = [(1, 10_000_000), (2, 20_000_000), (8, 80_000_000)]
     assert predicted_gain(steep, flat, competes=False) < good
     assert predicted_gain((), flat, competes=False) == predicted_gain(target, (), competes=False) == 1.0
+    monkeypatch.setattr("bridge.planning.choice._PRIOR_CHANCE", 0.9)
+    assert predicted_gain(target, flat, competes=False) > good
+    monkeypatch.setattr("bridge.planning.choice._PRIOR_CHANCE", 0.05)
+    assert predicted_gain(target, flat, competes=False) == 1.0

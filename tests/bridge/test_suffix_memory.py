@@ -14,8 +14,10 @@ from bridge.errors import InvalidField
 from bridge.generation import Delta, Finished, generate
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request, check
+from bridge.sources.source import Opening
+from bridge.sources.suffix import SuffixSource
 from bridge.sources.suffix_index import MIN_MATCH_BYTES, Match, SuffixMatcher, max_memory_bytes
-from bridge.sources.suffix_memory import SuffixMemory, suffix_drafter
+from bridge.sources.suffix_memory import SuffixMemory
 from services.model.target.session import TargetSession
 from tests.support import tiny
 from tests.support.alone import PROMPT, answer, did, oracle
@@ -26,6 +28,10 @@ OUTPUTS = st.lists(st.tuples(st.sampled_from(["ann", "bob", ""]), LETTERS), max_
 
 def data(match: Match | None) -> bytes:
     return match.data if match else b""
+
+
+def suffix_drafter(text: bytes, memory: SuffixMemory | None, tenant: str) -> SuffixMatcher:
+    return SuffixSource.open(Opening(text, lambda model: model.vocabulary.prompt(""), memory=memory, tenant=tenant))._drafter
 
 
 def held(*drafters: SuffixMatcher) -> int:
