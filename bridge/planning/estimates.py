@@ -4,7 +4,7 @@ All requests share `TargetEstimates` and `DraftEstimates`; `RequestEstimates` st
 estimate, but create the priors of a draft or source at first. A wrong estimate costs time but never changes text.
 """
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -172,7 +172,7 @@ class TargetEstimates:
         self._loads = [_Load(WidthCost.measured(forward_costs), single_ns)]
         self._running = 0
         self._chances: dict[str, Chances] = {}
-        self.acceptance_ratios: defaultdict[str, AcceptanceRatio] = defaultdict(AcceptanceRatio)
+        self.acceptance_ratios: dict[str, AcceptanceRatio] = {}
         self.drafts: dict[str, DraftEstimates] = {}
         # By source, the passes since one with its candidates; under "", those since one without candidates.
         self.idle_pass_counts: Counter[str] = Counter()
@@ -238,6 +238,10 @@ class RequestEstimates:
         self.chances[source.name] = RequestChances(draft.chances_of(source))
         self.positions = RequestChances(draft.positions, _HOPE)
 
+    def acceptance_ratio(self, source: str) -> float:
+        """Returns how many candidates of a source are accepted, relative to the prediction."""
+        return self.shared.acceptance_ratios[source].ratio if source in self.shared.acceptance_ratios else 1.0
+
     def chances_of(self, offer: Offer, count: int) -> list[float]:
         """Returns the chance of each of an offer's first `count` candidates, if all before it are right."""
         pairs = zip(offer.sources[:count], offer.evidence[:count], strict=True)
@@ -278,12 +282,11 @@ class RequestEstimates:
             costs.hop.observe(waited_ns, limit=_MAX_DELAY_RATIO)
 
     def _observe_yield(self, plan: Plan, accepted: int) -> None:
-        ratios = self.shared.acceptance_ratios
-        predicted = (plan.prediction.tokens - 1.0) / ratios[plan.source].ratio
+        ratio, ratios = self.acceptance_ratio(plan.source), self.shared.acceptance_ratios
         for one in ratios.values():
             one.fade()
         if plan.source and plan.name == plan.source:
-            ratios[plan.source].observe(accepted, predicted)
+            ratios.setdefault(plan.source, AcceptanceRatio()).observe(accepted, (plan.prediction.tokens - 1.0) / ratio)
 
     def _observe_candidates(self, outcome: Outcome) -> None:
         for chances in (*self.chances.values(), self.positions):

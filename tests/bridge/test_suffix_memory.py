@@ -31,7 +31,9 @@ def data(match: Match | None) -> bytes:
 
 
 def suffix_drafter(text: bytes, memory: SuffixMemory | None, tenant: str) -> SuffixMatcher:
-    return SuffixSource.open(Opening(text, lambda model: model.vocabulary.prompt(""), memory=memory, tenant=tenant))._drafter
+    return SuffixSource.open(
+        Opening(text, lambda model: model.vocabulary.prompt(""), memory=memory, tenant=tenant)
+    )._drafter
 
 
 def held(*drafters: SuffixMatcher) -> int:
