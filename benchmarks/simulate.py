@@ -1,7 +1,7 @@
 """Measures the gain of speculation by distance and draft speed with simulated models, against an event simulation.
 
     python -m benchmarks.simulate [--pair VERIFY_MS DRAFT_MS ACCEPTANCE ...] [--round-trip MS ...] [--jitter 0.1]
-        [--trace FILE [--traced NAME ...]] [--tokens 300] [--virtual] [--json FILE] [--plot FILE.png]
+        [--trace FILE [--traced NAME ...]] [--tokens 300] [--learning 1200] [--virtual] [--json FILE] [--plot FILE.png]
 
 Each pair of speeds at each distance runs in every mode through the real loop, planner, sessions and schedulers in one
 process. Only the models and the connection to the draft are scripted (`benchmarks.scripted`). The draft is right at
@@ -9,7 +9,8 @@ random with probability ACCEPTANCE, or with `--trace` where `benchmarks.traces` 
 the pairs of speeds and distances are measured with each recorded pair, or with those named ("TARGET <- DRAFT").
 `--virtual` takes seconds instead of minutes, without threads and sleeping (`benchmarks.virtual`).
 Prints the speed over that of the target alone in the same run, and in brackets its ratio to the event simulation.
-The automatic mode is measured after `LEARNING` more tokens, from which it learns as it would from earlier requests.
+The automatic mode is measured after `--learning` more tokens, from which it learns as it would from earlier requests;
+with 0 it is the first request of a new bridge.
 """
 
 import argparse
@@ -72,6 +73,7 @@ def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--learning", type=int, default=LEARNING, help=f"tokens, at most {LEARNING}")
     parser.add_argument("--virtual", action="store_true", help="in virtual time")
     parser.add_argument("--pair", nargs=3, type=float, action="append", metavar=("VERIFY_MS", "DRAFT_MS", "ACCEPTANCE"))
     parser.add_argument("--round-trip", nargs="+", type=float, default=ROUND_TRIPS, help="milliseconds")
@@ -83,6 +85,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.traced and not arguments.trace:
         parser.error("--traced names pairs of a file: add --trace FILE")
+    if not 0 <= arguments.learning <= LEARNING:
+        parser.error(f"--learning must be 0 to {LEARNING}")
     pairs = [Pair(*speeds) for speeds in arguments.pair] if arguments.pair else PAIRS
     pairs = [replace(pair, jitter=arguments.jitter) for pair in pairs]
     if arguments.trace:
@@ -94,7 +98,8 @@ def main() -> None:
     for pair in pairs:
         for round_trip in arguments.round_trip:
             laboratory = VIRTUAL if arguments.virtual else REAL
-            rows.append(row(replace(pair, round_trip_ms=round_trip), arguments.tokens, laboratory))
+            placed = replace(pair, round_trip_ms=round_trip)
+            rows.append(row(placed, arguments.tokens, laboratory, arguments.learning))
             Console(stderr=True).print(f"[dim]{rows[-1]}[/]")
     Console(width=110).print(_table(rows))
     if arguments.json:
@@ -108,7 +113,7 @@ def traced(pair: Pair, trace: recorded.Pair) -> Pair:
     return replace(pair, trace=trace.right, name=trace.name)
 
 
-def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, Any]:
+def row(pair: Pair, tokens: int, laboratory: Laboratory, learning: int = LEARNING) -> dict[str, Any]:
     """Returns a pair's parameters, and the speed of every mode over the target alone, measured and simulated."""
     found: dict[str, Any] = asdict(replace(pair, trace=""))
     span = range(PROMPT, PROMPT + tokens)
@@ -122,18 +127,26 @@ def row(pair: Pair, tokens: int, laboratory: Laboratory) -> dict[str, Any]:
     found["simulated_auto"] = max(1.0, *ahead)
     for mode in MODES:
         assistant_tokens = count if mode is Mode.LOCKSTEP else None
-        found[mode.value] = alone / laboratory.run(measure(pair, mode, tokens, assistant_tokens, laboratory))
+        taken = laboratory.run(measure(pair, mode, tokens, assistant_tokens, laboratory, learning))
+        found[mode.value] = alone / taken
     return found
 
 
-async def measure(pair: Pair, mode: Mode, tokens: int, assistant_tokens: int | None, laboratory: Laboratory) -> float:
+async def measure(
+    pair: Pair,
+    mode: Mode,
+    tokens: int,
+    assistant_tokens: int | None,
+    laboratory: Laboratory,
+    learning: int = LEARNING,
+) -> float:
     """Returns the milliseconds per token after the first pass."""
 
     def clock() -> int:
         return 1 + int(1e9 * laboratory.clock())
 
     model = scripted.model()
-    learning = LEARNING if mode is Mode.AUTO else 0
+    learning = learning if mode is Mode.AUTO else 0
     prompt = scripted.text(SEED, PROMPT - learning)
     schedulers = [
         laboratory.scheduler(lambda engine=engine: engine) for engine in scripted.engines(pair, SEED, PROMPT + tokens)

@@ -54,3 +54,16 @@ def test_every_ordered_pair_of_the_four_real_models_is_recorded() -> None:
 def test_the_automatic_mode_never_loses_where_a_real_draft_is_right(name: str, pair: Pair, round_trip_ms: int) -> None:
     found = row(replace(traced(pair, TRACES[name]), round_trip_ms=round_trip_ms), 600, VIRTUAL)
     assert found["auto"] > 0.97 * max(found["lockstep"], found["opportunistic"], 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "pair"),
+    [
+        (f"{QWEN} <- {SMOLLM}", PAIRS[0]),
+        (f"gemma-3-270m <- {QWEN}", PAIRS[2]),
+        *((name, pair) for name in TRACES for pair in (PAIRS if DEEP else ())),
+    ],
+)
+def test_the_first_request_of_a_bridge_loses_little(name: str, pair: Pair) -> None:
+    found = row(replace(traced(pair, TRACES[name]), round_trip_ms=10), 96, VIRTUAL, learning=0)
+    assert found["auto"] > 0.90 * max(found["lockstep"], found["opportunistic"], 1.0)
