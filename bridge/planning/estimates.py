@@ -48,6 +48,9 @@ _HOPE = 4.0
 _SLOWDOWN_PASSES, _FRESH_SLOWDOWN = 8, 0.02
 # The weight of the assumed slowdown in each pass without such a draft.
 _FORGOTTEN_SLOWDOWN = 0.002
+# The passes for each running request after which an unused draft is tried, because what is never tried is never
+# measured. Each trial after which the planner still has no use for the draft doubles the interval.
+_MIN_TRIAL_INTERVAL, _MAX_TRIAL_INTERVAL = 500, 8000
 # The weight of the prior ratio of 1, in accepted candidates, and the factor by which each further pass of any plan
 # reduces the weight of earlier ones.
 _YIELD_PRIOR_TOKENS, _YIELD_FADE = 6.0, 0.99
@@ -72,7 +75,8 @@ class DraftEstimates:
         # The time to read a prompt, relative to that extrapolated from narrow forwards.
         self.reading = Ewma(1.0)
         self.positions = Chances(_POSITIONS, _POSITION_PRIORS)
-        self.idle_pass_count = 0
+        # The passes since the draft was last used, and those after which it is tried.
+        self.idle_pass_count, self.trial_interval = 0, _MIN_TRIAL_INTERVAL
         self._chances: Chances | None = None
         self._contexts: deque[Sequence[int]] = deque(maxlen=_CACHED_CONTEXTS)
 
@@ -231,6 +235,7 @@ class RequestEstimates:
         self.token_bytes = Ewma(_PRIOR_TOKEN_BYTES)
         # The passes so far, and whether the target waits for candidates before the next one.
         self.pass_count, self.target_waits = 0, False
+        self._tried_draft = False
 
     def replace_draft(self, source: CandidateSource, draft: DraftEstimates) -> None:
         """Goes on with another draft, whose source has taken the place of the one before."""
@@ -260,6 +265,11 @@ class RequestEstimates:
         if self.draft:
             drafted = self.drafting_source in used
             self.draft.idle_pass_count = 0 if drafted else self.draft.idle_pass_count + 1
+            if drafted and plan.is_trial and not self._tried_draft:
+                self._tried_draft = True
+                self.draft.trial_interval = min(2 * self.draft.trial_interval, _MAX_TRIAL_INTERVAL)
+            elif drafted and not self._tried_draft:  # chosen for its speed, not because of a trial
+                self.draft.trial_interval = _MIN_TRIAL_INTERVAL
             if not plan.runs_ahead:
                 self.draft.forget_slowdown()
         if outcome.elapsed_ns is None:

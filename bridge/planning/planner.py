@@ -41,9 +41,9 @@ _WAITING_MARGIN = 3.0
 _FREE_SLOWDOWN = 1.1
 # The minimum speedup over plain decoding, and over the draft's present way of working, for another way to be chosen.
 _MIN_GAIN, _MIN_CHANGE = 1.05, 1.03
-# After this many passes for each running request that do not use an available source, plain decoding, or the draft, it
-# is tried, because what is never tried is never measured.
-_IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES, _IDLE_DRAFT_PASSES = 100, 100, 500
+# After this many passes for each running request that do not use an available source, or plain decoding, it is tried,
+# because what is never tried is never measured.
+_IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES = 100, 100
 # A draft is tried only in these first passes of a request: the target reads the prompt, is told to wait, and verifies.
 # Reading the prompt must not cost the draft more than this share of the time since it was last used.
 _TRIAL_PASSES, _TRIAL_SHARE = 3, 0.01
@@ -197,7 +197,12 @@ class Planner:
                 drafts.append(self._ahead(draft, costs, _BATCHES))
             idle_count = estimates.draft.idle_pass_count
             is_cheap = draft.prompt_ns < _TRIAL_SHARE * idle_count * costs.of(1)
-            if drafts and is_cheap and idle_count >= _IDLE_DRAFT_PASSES * load and estimates.pass_count < _TRIAL_PASSES:
+            if (
+                drafts
+                and is_cheap
+                and idle_count >= estimates.draft.trial_interval * load
+                and estimates.pass_count < _TRIAL_PASSES
+            ):
                 return replace(drafts[0], is_trial=True, trial_width=drafts[0].pace.lead)
         kept = f"{estimates.drafting_source} {_AHEAD if state and state.runs_ahead else _TURNS}"
         best = max(

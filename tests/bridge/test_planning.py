@@ -378,3 +378,23 @@ def test_a_tape_of_control_tokens_has_no_bytes_to_plan_by() -> None:
         plan = planner.plan((), SourceState())
         planner.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=MS), Offer(), (b"",), MS), plan)
     assert planner.plan((), SourceState()).prediction.tokens_per_ns > 0
+
+
+def test_a_draft_that_never_pays_is_tried_ever_less_often() -> None:
+    shared = TargetEstimates(measured(HOPELESS))
+    draft = shared.draft("draft", [(1, 8 * MS)])
+    gaps, unused = [], 0
+    for seed in range(180):  # requests of 50 passes
+        simulated = Simulated(shared, HOPELESS, 0.3, draft=draft, draft_ms=8.0, seed=seed)
+        simulated.run(50)
+        if seed < 5:  # it learns
+            continue
+        if any(name.startswith("draft") for name in simulated.names):
+            gaps.append(unused)
+            unused = 0
+        unused += 50
+    assert gaps == pytest.approx([500, 1000, 2000, 4000], abs=100)
+    # Once it pays, it is tried as often as before.
+    simulated = Simulated(TargetEstimates(measured(FLAT)), FLAT, 0.9, draft=draft)
+    simulated.run(20)
+    assert draft.trial_interval == 500
