@@ -153,9 +153,8 @@ async def generate(
     first_token_ns = sent = sent_bytes = reported_ns = 0
     passes = speculate(link, chain, planner, statistics, clock)
     with closing(chain), ExitStack() as ended:
-        if (
-            memory and request.tenant
-        ):  # for the tenant's next requests, even if this one fails or its client disconnects
+        if memory and request.tenant:
+            # For the tenant's next requests, even if this one fails or its client disconnects.
             ended.callback(memory.remember, request.tenant, tape.data)
         yield Started(len(prompt.ids))
         async with aclosing(passes):
