@@ -112,7 +112,8 @@ async def generate(
         draft_estimates = _estimates_of(draft_model, model, estimates)
         draft = Draft(draft_model, drafter, draft_estimates)
     opening = Opening(
-        prompt=model.vocabulary.spell(prompt.ids),
+        vocabulary=model.vocabulary,
+        prompt_ids=prompt.ids,
         render=partial(render, request, source=model),
         draft=draft,
         confidence_threshold=request.speculation.assistant_confidence_threshold,

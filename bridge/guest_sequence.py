@@ -53,7 +53,8 @@ def open_sequence(
     split = len(ids) - generated_token_count
     prompt, generated = list(ids[:split]), list(ids[split:])
     opening = Opening(
-        prompt=model.vocabulary.spell(prompt),
+        vocabulary=model.vocabulary,
+        prompt_ids=prompt,
         render=partial(_render, ids=prompt, source=model),
         draft=draft,
         clock=shared.clock,
@@ -138,7 +139,7 @@ class GuestSequence:
 
     async def _open(self, draft: Draft) -> Opened:
         ids = self.tape.ids[: len(self.tape.ids) - self.tape.generated_token_count]
-        opening = Opening(b"", partial(_render, ids=ids, source=self._model), draft)
+        opening = Opening(self._model.vocabulary, (), partial(_render, ids=ids, source=self._model), draft)
         try:
             source = await asyncio.to_thread(DraftSource.open, opening)
         except DraftBridgeError:  # the prompt cannot be given to it

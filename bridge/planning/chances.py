@@ -28,6 +28,10 @@ class Chances:
         right, tried = self._counts[group]
         return (right + self._priors[group] * _PRIOR_COUNT) / (tried + _PRIOR_COUNT)
 
+    def prior_of(self, evidence: float) -> float:
+        """Returns the chance that is assumed until candidates with this evidence were seen."""
+        return self._priors[bisect_right(self._edges, evidence)]
+
     def observe(self, evidence: float, right: float) -> None:
         """Records a candidate whose predecessors were all right: `right` is 1 or 0, or a chance between them."""
         counts = self._counts[bisect_right(self._edges, evidence)]
@@ -57,6 +61,10 @@ class RequestChances:
             return (self._hope + _SHARED_COUNT * shared) / (self._hope + _SHARED_COUNT)
         odds = shared / (1 - shared) * self._odds_factor
         return odds / (1 + odds)
+
+    def prior_of(self, evidence: float) -> float:
+        """Returns the chance that is assumed until candidates with this evidence were seen."""
+        return self._shared.prior_of(evidence)
 
     def observe(self, evidence: float, right: float) -> None:
         """Records a candidate, here and for all requests; see `Chances.observe`."""

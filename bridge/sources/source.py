@@ -27,9 +27,9 @@ MAX_OFFERED_BYTES = 512
 class Continuation:
     """The bytes that a source proposes after the end of the tape.
 
-    `evidence` is the source's own measure of its certainty about the first byte, such as the length of a match; each
-    byte that is right adds `gain` to it, and the first one `first_gain` as well. A source with its own tokens also
-    gives the offset in `data` where each of them starts, and its probability: `starts`, `confidences`.
+    `evidence` is the source's own measure of its certainty about the first byte; each byte that is right adds `gain`
+    to it. A source with its own tokens also gives the offset in `data` where each of them starts, and its probability:
+    `starts`, `confidences`. If they are the target's tokens, `token_ids` has them.
     `closes`: the source proposes that the text ends after `data`. `cut`: the source has more bytes than `data`, which
     may end in the middle of a word.
     """
@@ -38,17 +38,16 @@ class Continuation:
     data: bytes
     evidence: float = 1.0
     gain: float = 0.0
-    first_gain: float = 0.0
     starts: tuple[int, ...] = ()
     confidences: tuple[float, ...] = ()
+    token_ids: tuple[int, ...] = ()
     closes: bool = False
     cut: bool = False
 
     def evidence_of(self, begin: int, end: int) -> float:
         """Returns the evidence for `data[begin:end]`, times the probabilities of the tokens that start there."""
         tokens = slice(bisect_left(self.starts, begin), bisect_left(self.starts, end))
-        gained = self.gain * begin + (self.first_gain if begin else 0.0)
-        return (self.evidence + gained) * prod(self.confidences[tokens])
+        return (self.evidence + self.gain * begin) * prod(self.confidences[tokens])
 
 
 @dataclass(frozen=True)
@@ -139,12 +138,13 @@ class Draft:
 class Opening:
     """The values that a source may need at the start of a request.
 
-    `prompt`: the bytes that the target's prompt ids spell. `render` returns the prompt in another model's tokens, or
+    `vocabulary` and `prompt_ids` are the target's. `render` returns the prompt in another model's tokens, or
     raises a `DraftBridgeError`. `memory`: earlier outputs by tenant; `tenant` may see only its own. `grammar`: what the
     text must satisfy.
     """
 
-    prompt: bytes
+    vocabulary: Vocabulary
+    prompt_ids: Sequence[int]
     render: Callable[[Model], Rendering]
     draft: Draft | None = None
     confidence_threshold: float = 0.0
@@ -207,6 +207,8 @@ def offer_of(
 
     A candidate belongs to the part that has its first byte. `end_id` is the candidate for a proposed end of the text.
     """
+    if len(parts) == 1 and (own := parts[0].token_ids):
+        return Offer(own, (parts[0].source,) * len(own), parts[0].confidences)
     whole = b"".join(part.data for part in parts)
     ids = candidates(vocabulary, whole[:limit_bytes])
     if len(whole) > limit_bytes or parts[-1].cut:

@@ -211,5 +211,6 @@ class SourceSet:
         if part and self._grammar and (part.data or part.closes):
             count, may_end = self._grammar.accepted(after, part.data)
             whole = count == len(part.data)
-            part = replace(part, data=part.data[:count], closes=part.closes and may_end, cut=part.cut and whole)
+            closes, cut, token_ids = part.closes and may_end, part.cut and whole, part.token_ids if whole else ()
+            part = replace(part, data=part.data[:count], closes=closes, cut=cut, token_ids=token_ids)
         return part if part and (part.data or part.closes) else None

@@ -1,46 +1,73 @@
-"""Implements prompt lookup: proposes what followed the same bytes in the text, or in a tenant's earlier output."""
+"""Implements prompt lookup: proposes what followed the same tokens in the text, or bytes in a tenant's earlier output."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, takewhile
 from typing import ClassVar
 
 from bridge.sources.source import CandidateSource, Continuation, Opening, Outcome
-from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, SuffixMatcher
+from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, Match, SuffixMatcher
+from bridge.sources.token_matcher import TokenMatcher, confidence
 from bridge.tape import Tape
+from bridge.text.vocabulary import Vocabulary
 
 # A match that continues another source's bytes, perhaps in the middle of a word, has at least this many bytes: shorter
 # matches are too often wrong about the rest of the word.
 _MIN_BYTES_AFTER = 8
-# More than the length of any match.
-_CONFIRMED = 100.0
+# The average bytes of a token, by which matching bytes count as tokens.
+_TOKEN_BYTES = 4
 
 
 class SuffixSource(CandidateSource):
-    """Proposes what followed the longest match of the text's end.
+    """Proposes what followed the longest match of the text's end, and the confidence in each token of it.
 
-    The evidence is the match's length in bytes, plus `_CONFIRMED` for all candidates but the first: once a short match
-    has been right, what follows is nearly always right, too, so it must not be mixed with matches that are not tried.
+    Matches are of the target's tokens. Where it continues another source's bytes, and in a tenant's earlier outputs,
+    they are of bytes. `elsewhere` finds a match of a text's end in those outputs.
     """
 
     name: ClassVar[str] = "suffix"
-    evidence_edges: ClassVar[tuple[float, ...]] = (8, 16, 32, *(_CONFIRMED + length for length in (0, 8, 16, 32)))
-    prior_chances: ClassVar[tuple[float, ...]] = (0.35, 0.4, 0.7, 0.85, 0.75, 0.65, 0.85, 0.95)
+    evidence_edges: ClassVar[tuple[float, ...]] = (0.15, 0.3, 0.5, 0.7, 0.9, 0.97)
+    prior_chances: ClassVar[tuple[float, ...]] = (0.1, 0.22, 0.4, 0.6, 0.8, 0.93, 0.98)
 
-    def __init__(self, drafter: SuffixMatcher) -> None:
-        self._drafter = drafter
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        prompt_ids: Sequence[int] = (),
+        elsewhere: Callable[[bytes], Match | None] = lambda end: None,
+    ) -> None:
+        self._vocabulary, self._elsewhere = vocabulary, elsewhere
+        self._tokens = TokenMatcher(prompt_ids)
+        self._bytes = SuffixMatcher(vocabulary.spell(prompt_ids), elsewhere=elsewhere)
 
     @classmethod
     def open(cls, opening: Opening) -> "SuffixSource":
         """Returns a source for the prompt and, if the request has a tenant, the tenant's earlier outputs."""
         if opening.memory and opening.tenant:
-            return cls(SuffixMatcher(opening.prompt, elsewhere=partial(opening.memory.match, opening.tenant)))
-        return cls(SuffixMatcher(opening.prompt))
+            elsewhere = partial(opening.memory.match, opening.tenant)
+            return cls(opening.vocabulary, opening.prompt_ids, elsewhere)
+        return cls(opening.vocabulary, opening.prompt_ids)
 
     def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
-        match = self._drafter.match(after)
-        if match is None or (after and match.length < _MIN_BYTES_AFTER):
+        if after:
+            found = self._bytes.match(after)
+            return self._of_bytes(found) if found and found.length >= _MIN_BYTES_AFTER else None
+        own, other = self._tokens.match(), self._elsewhere(self._bytes.end)
+        token_bytes = self._vocabulary.token_bytes
+        if other and (own is None or other.length > sum(map(len, map(token_bytes, tape.ids[-own.length :])))):
+            return self._of_bytes(other)
+        if own is None:
             return None
+        tokens = list(takewhile(bool, map(token_bytes, own.token_ids)))  # control tokens have no bytes
+        starts = tuple(accumulate(map(len, tokens[:-1]), initial=0))
+        ids, confidences = tuple(own.token_ids[: len(tokens)]), tuple(own.confidences[: len(tokens)])
+        return Continuation(
+            self.name, b"".join(tokens), starts=starts, confidences=confidences, token_ids=ids, cut=True
+        )
+
+    def _of_bytes(self, match: Match) -> Continuation:
         cut = len(match.data) >= MAX_PROPOSAL_BYTES
-        return Continuation(self.name, match.data, float(match.length), first_gain=_CONFIRMED, cut=cut)
+        return Continuation(self.name, match.data, confidence(max(match.length // _TOKEN_BYTES, 1)), cut=cut)
 
     def observe(self, outcome: Outcome) -> None:
-        self._drafter.append(b"".join(outcome.data))
+        self._tokens.append(outcome.result.token_ids)
+        self._bytes.append(b"".join(outcome.data))

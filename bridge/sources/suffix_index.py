@@ -60,6 +60,11 @@ class SuffixMatcher:
         """Returns the number of bytes of text held."""
         return len(self._text)
 
+    @property
+    def end(self) -> bytes:
+        """Returns the last bytes of the text, as many as a match may have."""
+        return bytes(self._text[-MAX_MATCH_BYTES:])
+
     def append(self, data: bytes | bytearray) -> None:
         """Adds to the end of the text."""
         if len(self._text) + len(data) > len(self._last):  # so rare that the average time per byte stays constant
@@ -84,7 +89,7 @@ class SuffixMatcher:
 
         If its own text ends soon after the match, the proposal is extended by repetition.
         """
-        end = bytes(self._text[-MAX_MATCH_BYTES:]) + ahead
+        end = self.end + ahead
         own, other = self.match_of(end), self._elsewhere(end)
         if other and (own is None or other.length > own.length):
             return other

@@ -8,8 +8,8 @@ from bridge.sources.grammar import GrammarSource
 from bridge.sources.source import CandidateSource, Continuation, Offer, Opening, Outcome
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
-from bridge.sources.suffix_index import SuffixMatcher
 from bridge.tape import Tape
+from bridge.text.translation import candidates
 from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
 from tests.support import tiny
@@ -82,7 +82,7 @@ def test_what_the_grammar_refuses_is_cut() -> None:
 
 
 def test_prompt_lookup_goes_on_after_forced_bytes() -> None:
-    suffix = SuffixSource(SuffixMatcher(b"full name: Bartholomew; age: 50;"))
+    suffix = SuffixSource(MODEL.vocabulary, candidates(MODEL.vocabulary, b"full name: Bartholomew; age: 50;"))
     found = offers(RECORD, b"", suffix)
     assert found[0] == (b"full name: Bartholomew; age: 50;", ("grammar", "suffix"), True)
 
@@ -105,4 +105,4 @@ def test_the_chance_of_forced_bytes_is_learned_and_less_at_their_end() -> None:
 
 
 def test_a_request_without_a_grammar_has_no_such_source() -> None:
-    assert GrammarSource.open(Opening(b"", lambda model: None)) is None  # type: ignore[arg-type, return-value]
+    assert GrammarSource.open(Opening(MODEL.vocabulary, (), lambda model: None)) is None  # type: ignore[arg-type, return-value]

@@ -21,12 +21,12 @@ from bridge.sources.draft import DraftSource
 from bridge.sources.source import CandidateSource, Draft, DraftPace
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
-from bridge.sources.suffix_index import SuffixMatcher
 from bridge.statistics import Statistics
 from bridge.tape import Tape
 from bridge.target_link import TargetLink
 from bridge.text.chat import Chat, Message
 from bridge.text.models import Model, SpecialIds
+from bridge.text.translation import candidates
 from services.model.draft.session import DraftSession
 from services.model.target.session import TargetSession
 from tests.support import tiny
@@ -180,7 +180,8 @@ def test_output_is_the_targets_own_for_any_proposals(
                 drafter = ScriptedDrafter(draft, script, PROMPT.encode(), truth, tape, dies_at)
                 estimates = TargetEstimates()
                 # Its text may already hold what the target is going to produce.
-                suffix = SuffixMatcher(PROMPT.encode() + truth + PROMPT.encode() if said_before else b"")
+                known = PROMPT.encode() + truth + PROMPT.encode() if said_before else b""
+                suffix = SuffixSource(target.vocabulary, candidates(target.vocabulary, known))
                 parameters = SpeculationParameters(mode, draft_length)
                 sources: list[CandidateSource] = [
                     DraftSource(
@@ -191,7 +192,7 @@ def test_output_is_the_targets_own_for_any_proposals(
                     )
                 ]
                 if mode is Mode.AUTO:
-                    sources.append(SuffixSource(suffix))
+                    sources.append(suffix)
                 planner = Erratic(parameters, RequestEstimates(estimates, sources, estimates.draft("draft")), data)
                 loop = speculate(
                     TargetLink(session, target, tape, count),

@@ -26,7 +26,6 @@ from bridge.planning.prediction import (
 from bridge.ports import Pass, Proposal
 from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
 from bridge.sources.suffix import SuffixSource
-from bridge.sources.suffix_index import SuffixMatcher
 from tests.support import tiny
 from tests.support.simulated import FLAT, HOPELESS, MS, STEEP, Draft, Simulated, measured
 
@@ -147,8 +146,8 @@ def test_one_answer_that_comes_late_does_not_rule_out_a_draft_that_takes_turns(k
 
 def test_a_source_that_failed_for_long_is_used_when_it_is_right_again() -> None:
     shared = TargetEstimates(measured(FLAT))
-    Simulated(shared, FLAT, 0.0, match=20).run(300)
-    late = [Simulated(shared, FLAT, 0.95, match=20, seed=request) for request in range(40)]
+    Simulated(shared, FLAT, 0.0, match=5).run(300)
+    late = [Simulated(shared, FLAT, 0.95, match=5, seed=request) for request in range(40)]
     for one in late:
         one.run(60)
     assert late[-1].names.count("suffix") > 50
@@ -177,7 +176,7 @@ def test_passes_of_other_requests_are_waited_for() -> None:
         with ExitStack() as stack:
             for _ in range(others + 1):
                 stack.enter_context(shared.request())
-            simulated = Simulated(shared, STEEP, 0.9, match=40)
+            simulated = Simulated(shared, STEEP, 0.9, match=10)
             simulated.run(60)
             offer = Offer((1,) * 24, ("suffix",) * 24, (40.0,) * 24)
             counts.append(simulated.planner.choose([offer], simulated.planner.plan([offer], None))[1])
@@ -189,11 +188,11 @@ def test_passes_of_other_requests_are_waited_for() -> None:
 def test_what_did_not_pay_is_tried_now_and_then(right: float) -> None:
     """Every pass has a match. Wide passes of the target are expensive at first, and nearly free later."""
     shared = TargetEstimates(measured(HOPELESS))
-    costly = [Simulated(shared, HOPELESS, 0.1, match=20, seed=request) for request in range(40)]
+    costly = [Simulated(shared, HOPELESS, 0.1, match=5, seed=request) for request in range(40)]
     speed = sum(one.run(30) for one in costly) / 40
     assert speed > 0.97 / HOPELESS[1], "trying costs next to nothing"
     assert 5 < sum(one.candidates for one in costly) < 20
-    cheap = [Simulated(shared, FLAT, right, match=20, seed=request) for request in range(120)]
+    cheap = [Simulated(shared, FLAT, right, match=5, seed=request) for request in range(120)]
     speeds = [one.run(30) for one in cheap][-20:]
     assert (sum(speeds) / 20 > 1.5 / FLAT[1]) == (right > 0.5)
     assert sum(speeds) / 20 > 0.9 / FLAT[1]
@@ -204,14 +203,14 @@ def test_widths_that_become_expensive_are_noticed(right: float) -> None:
     """Every pass has a match, so that no 1-token pass occurs unless the planner chooses it."""
     shared = TargetEstimates(measured(FLAT))
     for request in range(20):
-        Simulated(shared, FLAT, right, match=20, seed=request).run(60)
-    late = [Simulated(shared, HOPELESS, right, match=20, seed=request).run(60) for request in range(60)]
+        Simulated(shared, FLAT, right, match=5, seed=request).run(60)
+    late = [Simulated(shared, HOPELESS, right, match=5, seed=request).run(60) for request in range(60)]
     assert sum(late[-20:]) / 20 > 0.93 / HOPELESS[1]
 
 
 def test_the_target_waits_for_the_bridge_only_while_that_gains() -> None:
     shared = TargetEstimates(measured(FLAT))
-    simulated = Simulated(shared, FLAT, 0.9, match=64)
+    simulated = Simulated(shared, FLAT, 0.9, match=16)
     assert simulated.planner.plan((), None).patience_ns == 0
     simulated.run(20)
     assert simulated.planner.plan((), None).patience_ns >= 1.5 * MS
@@ -223,8 +222,10 @@ def test_the_target_waits_for_the_bridge_only_while_that_gains() -> None:
 def test_it_gives_up_waiting_for_a_bridge_that_is_far_away() -> None:
     """The candidates would gain 10 ms, but always arrive later than that."""
     shared = TargetEstimates(measured(FLAT))
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [SuffixSource(SuffixMatcher())]))
-    offer = Offer((1,) * 24, ("suffix",) * 24, (64.0,) * 24)
+    planner = Planner(
+        SpeculationParameters(), RequestEstimates(shared, [SuffixSource(tiny.model("byte_level").vocabulary)])
+    )
+    offer = Offer((1,) * 24, ("suffix",) * 24, (0.98,) * 24)
     waits = []
     for _ in range(60):
         plan = planner.plan([offer], None)
@@ -308,8 +309,10 @@ def test_the_time_to_read_a_prompt_is_measured() -> None:
 def test_predictions_are_corrected_by_what_came_of_them() -> None:
     """Half of the candidates come too late, which acceptance chances cannot predict."""
     shared = TargetEstimates(measured(FLAT))
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [SuffixSource(SuffixMatcher())]))
-    offer = Offer((1,) * 8, ("suffix",) * 8, (64.0, *[164.0] * 7))
+    planner = Planner(
+        SpeculationParameters(), RequestEstimates(shared, [SuffixSource(tiny.model("byte_level").vocabulary)])
+    )
+    offer = Offer((1,) * 8, ("suffix",) * 8, (0.98,) * 8)
     before = planner.plan([offer], None)
     for number in range(100):
         plan = planner.plan([offer], None)
@@ -344,7 +347,7 @@ def test_models_compete_for_more_cores_than_there_are(
 def test_asking_changes_nothing(passes: int) -> None:
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS)])
-    simulated = Simulated(shared, FLAT, 0.6, draft=draft, match=20)
+    simulated = Simulated(shared, FLAT, 0.6, draft=draft, match=5)
     if passes:
         simulated.run(passes)
     offer = Offer((1,) * 24, ("suffix",) * 24, (20.0,) * 24)

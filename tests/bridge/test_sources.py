@@ -25,9 +25,10 @@ from bridge.sources.source import (
 )
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
-from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, SuffixMatcher
+from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES
 from bridge.tape import Tape
 from bridge.text.models import Model
+from bridge.text.translation import candidates
 from services.cli.demo import _by_source
 from services.model.draft.session import DraftSession
 from services.rpc.codec import write_delta
@@ -102,7 +103,7 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
 
 async def test_a_bug_in_one_source_does_not_cost_another() -> None:
     source, drafter, tape = draft_source()
-    suffix = SuffixSource(SuffixMatcher())
+    suffix = SuffixSource(WORDS)
     chain = SourceSet([source, suffix], MODEL, tape, None)
     await chain.advance(DraftPace(8))
     await propose(source, drafter, " fox")
@@ -163,9 +164,9 @@ def test_a_candidate_is_as_sure_as_the_draft_tokens_that_start_in_it() -> None:
 
 
 def test_evidence_grows_with_the_bytes_that_are_right() -> None:
-    offer = offer_of(WORDS, [Continuation("suffix", b"use on the hill", 20.0, gain=1.0, first_gain=50.0)])
+    offer = offer_of(WORDS, [Continuation("suffix", b"use on the hill", 20.0, gain=1.0)])
     begins = [len(WORDS.spell(offer.token_ids[:count])) for count in range(len(offer.token_ids))]
-    assert list(offer.evidence) == [20.0] + [70.0 + begin for begin in begins[1:]]
+    assert list(offer.evidence) == [20.0 + begin for begin in begins]
 
 
 def test_what_is_cut_off_is_no_candidate() -> None:
@@ -192,13 +193,17 @@ def test_a_proposed_end_of_text_is_the_targets_own_end() -> None:
     )
 
 
+def suffix_source(text: bytes) -> SuffixSource:
+    return SuffixSource(WORDS, candidates(WORDS, text))
+
+
 def test_a_short_match_does_not_continue_another_source() -> None:
     tape = Tape(WORDS, [])
-    source = SuffixSource(SuffixMatcher(b"the small house. the small "))
+    source = suffix_source(b"the small house. the small ")
     after = source.propose(tape, b"ho")
     assert after is not None and after.data.startswith(b"use.")
-    assert SuffixSource(SuffixMatcher(b"xx hose yy ")).propose(tape, b"ho") is None
-    assert SuffixSource(SuffixMatcher(b"nothing twice")).propose(tape) is None
+    assert suffix_source(b"xx hose yy ").propose(tape, b"ho") is None
+    assert suffix_source(b"nothing twice").propose(tape) is None
 
 
 class Oracle(CandidateSource):

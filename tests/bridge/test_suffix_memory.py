@@ -18,10 +18,12 @@ from bridge.sources.source import Opening
 from bridge.sources.suffix import SuffixSource
 from bridge.sources.suffix_index import MIN_MATCH_BYTES, Match, SuffixMatcher, max_memory_bytes
 from bridge.sources.suffix_memory import SuffixMemory
+from bridge.text.translation import candidates
 from services.model.target.session import TargetSession
 from tests.support import tiny
 from tests.support.alone import PROMPT, answer, did, oracle
 
+VOCABULARY = tiny.model("byte_level").vocabulary
 LETTERS = st.text("ab", max_size=16).map(str.encode)
 OUTPUTS = st.lists(st.tuples(st.sampled_from(["ann", "bob", ""]), LETTERS), max_size=12)
 
@@ -31,9 +33,11 @@ def data(match: Match | None) -> bytes:
 
 
 def suffix_drafter(text: bytes, memory: SuffixMemory | None, tenant: str) -> SuffixMatcher:
+    prompt_ids = candidates(VOCABULARY, text)
+    assert VOCABULARY.spell(prompt_ids) == text
     return SuffixSource.open(
-        Opening(text, lambda model: model.vocabulary.prompt(""), memory=memory, tenant=tenant)
-    )._drafter
+        Opening(VOCABULARY, prompt_ids, lambda model: model.vocabulary.prompt(""), memory=memory, tenant=tenant)
+    )._bytes
 
 
 def held(*drafters: SuffixMatcher) -> int:

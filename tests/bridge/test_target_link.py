@@ -203,7 +203,7 @@ async def test_the_pauses_of_a_client_are_not_the_targets_time(monkeypatch: pyte
                 if place == 4:
                     await read.wait()
                 now += 1_000_000
-                yield Pass(2 + place, (20,), 0, 0)
+                yield Pass(2 + place, (20 + place,), 0, 0)
 
     request = Request((10, 11), max_tokens=5)
     async for event in generate(request, MODEL, Paced(), clock=clock, statistics=statistics):

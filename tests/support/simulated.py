@@ -7,7 +7,8 @@ from bridge.planning.planner import MAX_CANDIDATES, Mode, Planner, SpeculationPa
 from bridge.ports import Pass, Proposal
 from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
 from bridge.sources.suffix import SuffixSource
-from bridge.sources.suffix_index import SuffixMatcher
+from bridge.sources.token_matcher import confidence
+from tests.support import tiny
 
 MS = 1_000_000
 # Milliseconds of a forward, by its number of tokens.
@@ -33,7 +34,7 @@ class Simulated:
     """Takes the place of the loop; its target and draft follow the parameters.
 
     `right`: the chance that a candidate is right; `draft_ms`: per draft token; `slowdown`: of the target meanwhile.
-    `match`: the length of the suffix match of every pass, or None.
+    `match`: the tokens of the suffix match of every pass, or None.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Simulated:
         mode: Mode = Mode.AUTO,
         seed: int = 0,
     ) -> None:
-        sources: list[CandidateSource] = [SuffixSource(SuffixMatcher())]
+        sources: list[CandidateSource] = [SuffixSource(tiny.model("byte_level").vocabulary)]
         if draft:
             sources.append(Draft())  # type: ignore[arg-type]
         self.planner = Planner(SpeculationParameters(mode), RequestEstimates(shared, sources, draft))
@@ -69,7 +70,7 @@ class Simulated:
         ids = tuple(range(6 * MAX_CANDIDATES))
         offers = []
         if self._match:
-            evidence = (float(self._match), *[100.0 + self._match] * (len(ids) - 1))
+            evidence = tuple(confidence(self._match + place) for place in range(len(ids)))
             offers.append(Offer(ids, ("suffix",) * len(ids), evidence))
         state = SourceState(runs_ahead=self._runs_ahead) if self._draft else None
         plan = self.planner.plan(offers, state)

@@ -1,0 +1,114 @@
+"""Finds earlier occurrences of a text's last tokens, and proposes the tokens that followed them.
+
+Whole tokens match, so that even a match of one short token is useful: after " a" as a token, a new word begins, which
+matching bytes do not show. After Saxena, "Prompt Lookup Decoding" (2023). That several occurrences agree says more
+than the length of one, as in Oliaro et al., "SuffixDecoding" (2024).
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# Tokens of a proposal: enough for several passes.
+MAX_PROPOSED_TOKENS = 64
+# Longer matches predict no better.
+_MAX_MATCH_TOKENS = 16
+# The latest occurrences of the last token that are looked at, besides those that have matched so far.
+_LATEST_PLACES = 8
+# The odds that a proposed token is right, measured with two models (see docs/concepts/speculation.md): a power of the
+# tokens that match before it. If several places match, the odds are higher if all agree, and lower if some differ.
+_ODDS_OF_ONE, _ODDS_POWER, _ODDS_OF_AGREEMENT = 1 / 3, 1.5, 4.5
+
+
+def confidence(matched: int, agreeing: int = 1, places: int = 1) -> float:
+    """Returns the chance that a proposed token is right, if all before it are.
+
+    `matched`: the tokens before it that match. Of the `places` that match, `agreeing` are followed by this token.
+    """
+    agreement = _ODDS_OF_AGREEMENT if agreeing == places > 1 else agreeing / places
+    odds: float = _ODDS_OF_ONE * min(matched, _MAX_MATCH_TOKENS) ** _ODDS_POWER * agreement
+    return odds / (1 + odds)
+
+
+# The confidence in the tokens after a single place, by the tokens that match before them.
+_OF_ONE_PLACE = [confidence(max(matched, 1)) for matched in range(_MAX_MATCH_TOKENS + MAX_PROPOSED_TOKENS + 1)]
+
+
+@dataclass(frozen=True)
+class TokenMatch:
+    """States that the last `length` tokens occurred before, and that `token_ids` followed them there."""
+
+    length: int
+    token_ids: Sequence[int]
+    confidences: Sequence[float]
+
+
+class TokenMatcher:
+    """Holds the ids of a text. Time is constant per token and per match; memory is about 120 bytes per token at most.
+
+    A place is the index of the token after an occurrence.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._ids = list(token_ids)
+        ids = np.asarray(self._ids, np.int64)
+        order = np.argsort(ids, kind="stable")
+        again = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
+        before = np.zeros(len(ids), np.int32)
+        before[order[again + 1]] = order[again] + 1
+        # For each token, the place after its occurrence before; 0 without one. For each id, its last place.
+        self._before = array("i", before.tobytes())
+        self._last = dict(zip(self._ids, range(1, len(ids) + 1), strict=True))
+        # The places that match the end of the text, each after the number of tokens that match: the longest first.
+        self._places = self._found([])
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Adds to the end of the text."""
+        for rest, id_ in zip(reversed(range(len(token_ids))), token_ids, strict=True):
+            places = [(length + 1, place + 1) for length, place in self._places if self._ids[place] == id_]
+            self._before.append(self._last.get(id_, 0))
+            self._ids.append(id_)
+            self._last[id_] = len(self._ids)
+            # A place that is among the latest of an earlier token need not be among those of the last one.
+            self._places = self._found(places) if rest < _MAX_MATCH_TOKENS else places
+
+    def match(self) -> TokenMatch | None:
+        """Returns what followed the longest match, of several the latest. At the text's end, the proposal repeats."""
+        if not self._places:
+            return None
+        length, end = self._places[0][0], len(self._ids)
+        places, ids, confidences = [place for _, place in self._places], list[int](), list[float]()
+        while len(places) > 1 and len(ids) < MAX_PROPOSED_TOKENS:
+            following = [self._ids[place] if place < end else ids[place - end] for place in places]
+            agreeing = [place + 1 for place, id_ in zip(places, following, strict=True) if id_ == following[0]]
+            confidences.append(confidence(length + len(ids), len(agreeing), len(places)))
+            ids.append(following[0])
+            places = agreeing
+        matched = min(length + len(ids), _MAX_MATCH_TOKENS)
+        confidences += _OF_ONE_PLACE[matched : matched + MAX_PROPOSED_TOKENS - len(ids)]
+        place, period = places[0], end + len(ids) - places[0]
+        ids += self._ids[place : place + MAX_PROPOSED_TOKENS - len(ids)]
+        while len(ids) < MAX_PROPOSED_TOKENS:
+            ids += ids[-period:][: MAX_PROPOSED_TOKENS - len(ids)]
+        return TokenMatch(length, ids, confidences)
+
+    def _found(self, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Returns the places that still match, and the latest ones after the last token."""
+        known = {place for _, place in places}
+        place = self._before[-1] if self._ids else 0
+        for _ in range(_LATEST_PLACES):
+            if place == 0:
+                break
+            if place not in known:
+                places.append((self._length(place), place))
+            place = self._before[place - 1]
+        return sorted(places, reverse=True)[: 2 * _LATEST_PLACES]
+
+    def _length(self, place: int) -> int:
+        """Returns how many of the last tokens occur before a place, of which the last one does."""
+        ids, end, length = self._ids, len(self._ids), 1
+        while length < min(place, _MAX_MATCH_TOKENS) and ids[place - 1 - length] == ids[end - 1 - length]:
+            length += 1
+        return length

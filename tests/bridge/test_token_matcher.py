@@ -1,0 +1,127 @@
+"""What prompt lookup proposes is what a slow search finds, and its confidence is measured."""
+
+import random
+import sys
+from itertools import chain, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.sources.source_set import SourceSet
+from bridge.sources.suffix import SuffixSource
+from bridge.sources.suffix_memory import SuffixMemory
+from bridge.sources.token_matcher import MAX_PROPOSED_TOKENS, TokenMatcher, confidence
+from bridge.tape import Tape
+from bridge.text.translation import candidates
+from tests.support import tiny
+
+MODEL = tiny.model("byte_level")
+WORDS = MODEL.vocabulary
+IDS = st.lists(st.integers(0, 3), max_size=24)
+
+
+def length_at(ids: list[int], place: int) -> int:
+    """Returns how many tokens before a place are the last ones of the text."""
+    length = 0
+    while length < min(place, 16) and ids[place - 1 - length] == ids[-1 - length]:
+        length += 1
+    return length
+
+
+def slow_proposal(ids: list[int], place: int) -> list[int]:
+    whole = list(ids)
+    while len(whole) < len(ids) + MAX_PROPOSED_TOKENS:
+        whole.append(whole[place + len(whole) - len(ids)])
+    return whole[len(ids) :]
+
+
+@settings(max_examples=500)
+@given(parts=st.lists(IDS, min_size=1, max_size=6))
+def test_it_proposes_what_followed_the_longest_match(parts: list[list[int]]) -> None:
+    matcher, whole = TokenMatcher(parts[0]), list(chain(*parts))
+    for part in parts[1:]:
+        matcher.append(part)
+    match = matcher.match()
+    lengths = {place: length_at(whole, place) for place in range(1, len(whole))}
+    matching = [place for place in reversed(lengths) if lengths[place]]
+    assert (match is None) is not matching
+    if match:
+        # The latest places are always found, and those that have matched for long are not forgotten.
+        assert match.length >= max(lengths[place] for place in matching[:8])
+        assert list(match.token_ids) in [slow_proposal(whole, place) for place in matching]
+        assert len(match.confidences) == len(match.token_ids) == MAX_PROPOSED_TOKENS
+        assert all(0.0 < one < 1.0 for one in match.confidences)
+
+
+@given(first=IDS, second=IDS)
+def test_a_text_at_once_is_the_same_as_one_by_one(first: list[int], second: list[int]) -> None:
+    whole, grown = TokenMatcher(first + second), TokenMatcher(first)
+    for id_ in second:
+        grown.append([id_])
+    assert (whole._ids, whole._last, whole._before) == (grown._ids, grown._last, grown._before)
+
+
+def test_a_long_copy_is_not_lost_among_many_places() -> None:
+    """The last token of each line is the same, and the copied passage is far back."""
+    chance = random.Random(1)
+    lines = [[chance.randrange(10, 10_000), 1] for _ in range(200)]
+    copied = lines[3:40]
+    matcher = TokenMatcher(list(chain(*lines)))
+    for line, following in pairwise(copied):
+        matcher.append(line)
+        match = matcher.match()
+        assert match is not None and list(match.token_ids[:2]) == following
+
+
+def test_what_agrees_is_more_certain_than_what_does_not() -> None:
+    once = TokenMatcher([1, 2, 3, 9, 1, 2]).match()
+    thrice = TokenMatcher([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3, 7, 1, 2]).match()
+    split = TokenMatcher([1, 2, 4, 9, 1, 2, 5, 8, 1, 2, 3, 7, 1, 2]).match()
+    assert once and thrice and split
+    assert once.token_ids[0] == thrice.token_ids[0] == split.token_ids[0] == 3
+    assert split.confidences[0] < once.confidences[0] < thrice.confidences[0]
+    assert once.confidences[1] > once.confidences[0], "a token that is right makes the match longer"
+
+
+@given(matched=st.integers(1, 40), places=st.integers(1, 16), data=st.data())
+def test_confidence_is_a_chance_that_grows_with_the_match(matched: int, places: int, data: st.DataObject) -> None:
+    agreeing = data.draw(st.integers(1, places))
+    assert 0.0 < confidence(matched, agreeing, places) <= confidence(matched + 1, agreeing, places) < 1.0
+    assert confidence(matched, agreeing, places) <= confidence(matched, places, places)
+
+
+@pytest.mark.parametrize("distinct", [50_000, 300])
+def test_memory_is_as_documented(distinct: int) -> None:
+    chance = random.Random(0)
+    matcher = TokenMatcher(())
+    ids = [chance.randrange(distinct) for _ in range(50_000)]
+    matcher.append(ids)
+    places = sum(map(sys.getsizeof, matcher._last.values()))
+    parts = sys.getsizeof(matcher._ids) + sys.getsizeof(matcher._before) + sys.getsizeof(matcher._last)
+    assert places + parts <= 120 * len(ids)
+
+
+def ids_of(text: str) -> list[int]:
+    return candidates(WORDS, text.encode())
+
+
+def test_the_candidates_are_the_tokens_of_the_text_itself() -> None:
+    """Encoding the bytes that they spell could give others."""
+    prompt = [*WORDS.single_bytes(b"the quick fox").ids, *ids_of(". "), *WORDS.single_bytes(b"the").ids]
+    source, tape = SuffixSource(WORDS, prompt), Tape(WORDS, prompt)
+    (offer,) = SourceSet([source], MODEL, tape, None).offers()
+    following = WORDS.single_bytes(b" quick fox").ids
+    assert list(offer.token_ids[: len(following)]) == list(following)
+    assert offer.evidence[0] == pytest.approx(confidence(3))
+
+
+def test_another_output_is_used_where_it_matches_longer() -> None:
+    memory = SuffixMemory(1 << 20)
+    memory.remember("ann", b"one two three four five")
+    prompt = ids_of("four six. one two three four")
+    tape = Tape(WORDS, prompt)
+    alone = SuffixSource(WORDS, prompt).propose(tape)
+    both = SuffixSource(WORDS, prompt, lambda end: memory.match("ann", end)).propose(tape)
+    assert alone is not None and alone.data.startswith(b" six")
+    assert both is not None and both.data == b" five"
