@@ -1,4 +1,4 @@
-"""Implements prompt lookup: proposes what followed the same tokens in the text, or bytes in a tenant's earlier output."""
+"""Implements prompt lookup: proposes what followed the same tokens in the text, or in a tenant's earlier outputs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
