@@ -17,6 +17,8 @@ MAX_PROPOSED_TOKENS = 64
 _MAX_MATCH_TOKENS = 16
 # The latest occurrences of the last token that are looked at, besides those that have matched so far.
 _LATEST_PLACES = 8
+# More tokens than a pass yields are not searched for matches one by one.
+_MAX_PASS_TOKENS = 64
 # The odds that a proposed token is right, measured with two models (see docs/concepts/speculation.md): a power of the
 # tokens that match before it. If several places match, the odds are higher if all agree, and lower if some differ.
 _ODDS_OF_ONE, _ODDS_POWER, _ODDS_OF_AGREEMENT = 1 / 3, 1.5, 4.5
@@ -66,13 +68,19 @@ class TokenMatcher:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Adds to the end of the text."""
-        for rest, id_ in zip(reversed(range(len(token_ids))), token_ids, strict=True):
-            places = [(length + 1, place + 1) for length, place in self._places if self._ids[place] == id_]
-            self._before.append(self._last.get(id_, 0))
-            self._ids.append(id_)
-            self._last[id_] = len(self._ids)
+        for id_ in token_ids[:-_MAX_PASS_TOKENS]:
+            self._places = []
+            self._index(id_)
+        for id_ in token_ids[-_MAX_PASS_TOKENS:]:
             # A place that is among the latest of an earlier token need not be among those of the last one.
-            self._places = self._found(places) if rest < _MAX_MATCH_TOKENS else places
+            places = [(length + 1, place + 1) for length, place in self._places if self._ids[place] == id_]
+            self._index(id_)
+            self._places = self._found(places)
+
+    def _index(self, id_: int) -> None:
+        self._before.append(self._last.get(id_, 0))
+        self._ids.append(id_)
+        self._last[id_] = len(self._ids)
 
     def match(self) -> TokenMatch | None:
         """Returns what followed the longest match, of several the latest. At the text's end, the proposal repeats."""
