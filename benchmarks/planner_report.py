@@ -165,6 +165,7 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
     if AUTO in of_way:
         auto, best = speed(of_way[AUTO]), max(fixed, key=lambda name: fixed[name])
         lines.append(_verdict(f"auto / best fixed way over all prompts ({best})", auto / fixed[best], BEST_FIXED_BAR))
+        lines.append(_same_texts(runs, best))
         categories: dict[str, float] = {}
         for category in dict.fromkeys(run.category for run in runs):
             of = by_way([run for run in runs if run.category == category])
@@ -181,6 +182,15 @@ def verdicts(runs: Sequence[Run]) -> list[str]:
         + (", ".join(f"{name} {count}" for name, count in parted.items() if count) or "none")
     )
     return lines
+
+
+def _same_texts(runs: Sequence[Run], way: str) -> str:
+    """Compares `auto` with a way over the prompts whose texts are equal: others may repeat themselves more or less."""
+    pairs = [(of[AUTO], of[way]) for of in by_prompt(runs).values() if of[AUTO].token_ids == of[way].token_ids]
+    if not pairs:
+        return f"         auto / {way} over prompts with the same text: there are none"
+    ours, theirs = (speed(some) for some in zip(*pairs, strict=True))
+    return f"         auto / {way} over the {len(pairs)} prompts with the same text: {ours / theirs:.2f}"
 
 
 def _prediction(runs: Sequence[Run]) -> str:

@@ -9,7 +9,7 @@ this order, which is also a good order to read them in::
                  to the client)
     tape         the committed tokens of a request: the only state that matters
     sources/     where candidates come from: source (the port), grammar, draft, source_set; prompt lookup:
-                 token_matcher, suffix_index -> suffix_memory -> suffix
+                 token_lookup, suffix_index -> suffix_memory -> suffix
     planning/    chooses a source and a number of tokens: costs, chances, prediction -> estimates -> planner; choice of
                  a draft among several
     speculation  the sources, the planner and the present plan of one sequence: what its next pass gets

@@ -149,7 +149,7 @@ async def generate(
     if next_draft and draft:
         substitute = partial(_substitute, next_draft, opening, own_estimates, model, statistics)
     chain = SourceSet(sources, model, tape, end_id, substitute, grammar)
-    link = TargetLink(target, model, tape, max_tokens, clock)
+    link = TargetLink(target, model, tape, max_tokens, clock, request.logprobs)
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = reported_ns = 0
     passes = speculate(link, chain, planner, statistics, clock)

@@ -33,6 +33,8 @@ _PLAIN_FORWARDS = 100
 _MIN_DEADLINE_NS = 1_000_000
 # An answer has candidates for this many forwards, for an engine that receives it late.
 _OFFERED_FORWARDS = 3
+# A sequence that gains more tokens in a step is opened again.
+_MAX_GAINED_TOKENS = 4096
 # A forward that ran more tokens than expected, by this factor, also read a prompt, which does not measure its width.
 _PROMPT_FACTOR = 1.5
 
@@ -217,7 +219,9 @@ class Guest:
                 self.end(one.id)
                 return None
             return self._begin(one, list(one.token_ids), now)
-        if kept < len(held.tokens):  # the engine went back; the tape cannot, so the sequence begins anew
+        # The tape cannot go back, so a sequence that does begins anew; so does one that gains much at once, because
+        # a sequence is opened in a thread.
+        if kept < len(held.tokens) or len(one.token_ids) > _MAX_GAINED_TOKENS:
             return self._begin(one, [*held.tokens[:kept], *one.token_ids], now)
         held.named_ns = now
         if not held.sequence:

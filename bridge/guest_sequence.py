@@ -142,9 +142,11 @@ class GuestSequence:
         opening = Opening(self._model.vocabulary, (), partial(_render, ids=ids, source=self._model), draft)
         try:
             source = await asyncio.to_thread(DraftSource.open, opening)
-        except DraftBridgeError:  # the prompt cannot be given to it
+        except BaseException as error:
             draft.drafter.close()
-            return None
+            if isinstance(error, DraftBridgeError):  # the prompt cannot be given to it
+                return None
+            raise
         assert source and isinstance(draft.times, DraftEstimates)
         return source, partial(self._estimates.replace_draft, source, draft.times)
 

@@ -5,6 +5,7 @@ contract raises `TargetFault`.
 """
 
 from collections.abc import AsyncIterator, Callable
+from math import inf
 from time import perf_counter_ns
 
 from bridge.errors import TargetFault
@@ -32,9 +33,17 @@ class TargetLink:
     """Sends offers and credit to the target, and turns its passes into outcomes, up to `max_tokens` tokens."""
 
     def __init__(
-        self, target: Verifier, model: Model, tape: Tape, max_tokens: int, clock: Callable[[], int] = perf_counter_ns
+        self,
+        target: Verifier,
+        model: Model,
+        tape: Tape,
+        max_tokens: int,
+        clock: Callable[[], int] = perf_counter_ns,
+        logprobs: int | None = None,
     ) -> None:
         self._target, self._model, self._tape, self._max_tokens, self._clock = target, model, tape, max_tokens, clock
+        # The number of alternatives that was requested for each token; None for no log probabilities.
+        self._logprobs = logprobs
         # The credit that the target has got so far.
         self._granted = min(max_tokens, CREDIT_TOKENS)
         # Offers by number, each with the index in the sequence that it continues.
@@ -134,10 +143,12 @@ class TargetLink:
         chosen = [*ids, *(id_ for one in result.logprobs for id_, _ in one.top)]
         if not all(self._model.has(id_) for id_ in chosen):
             raise TargetFault(f"a pass has a token id that {self._model.name} cannot produce")
-        if len(result.logprobs) not in (0, len(ids)):
+        if len(result.logprobs) != (0 if self._logprobs is None else len(ids)):
             raise TargetFault(f"a pass has {len(result.logprobs)} log probabilities for {len(ids)} tokens")
+        if (most := max((len(one.top) for one in result.logprobs), default=0)) > (self._logprobs or 0):
+            raise TargetFault(f"a pass has {most} alternatives to a token, and {self._logprobs} were requested")
         values = [value for one in result.logprobs for value in (one.logprob, *(value for _, value in one.top))]
-        if not all(value <= _MAX_LOGPROB for value in values):  # also False for what is no number
+        if not all(-inf < value <= _MAX_LOGPROB for value in values):  # also False for what is no number
             raise TargetFault("a pass has a log probability that is none")
         if result.cached_token_count > result.base_token_count:
             raise TargetFault(f"a pass found {result.cached_token_count} tokens in a cache, more than there are")

@@ -191,9 +191,9 @@ class DraftSource(CandidateSource):
     def close(self) -> None:
         if self._reader:
             self._reader.cancel()
+        self._drafter.close()
         if self._epoch:
             self._times.observe_context(self._context.ids)
-        self._drafter.close()
 
     async def _grant(self, epoch: DraftEpoch, lead: int) -> None:
         # The lead counts from the end of the committed text, which the draft may not have reached.

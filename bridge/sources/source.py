@@ -29,7 +29,7 @@ class Continuation:
 
     `evidence` is the source's own measure of its certainty about the first byte; each byte that is right adds `gain`
     to it. A source with its own tokens also gives the offset in `data` where each of them starts, and its probability:
-    `starts`, `confidences`. If they are the target's tokens, `token_ids` has them.
+    `starts`, `confidences`. If they are the target's own, `token_ids` has them, too.
     `closes`: the source proposes that the text ends after `data`. `cut`: the source has more bytes than `data`, which
     may end in the middle of a word.
     """
@@ -207,7 +207,7 @@ def offer_of(
 
     A candidate belongs to the part that has its first byte. `end_id` is the candidate for a proposed end of the text.
     """
-    if len(parts) == 1 and (own := parts[0].token_ids):
+    if len(parts) == 1 and (own := parts[0].token_ids) and len(own) == len(parts[0].confidences):
         return Offer(own, (parts[0].source,) * len(own), parts[0].confidences)
     whole = b"".join(part.data for part in parts)
     ids = candidates(vocabulary, whole[:limit_bytes])

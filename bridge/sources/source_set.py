@@ -176,9 +176,9 @@ class SourceSet:
                 return
             self._sources.remove(source)
             source.close()
-            if source.takes_time:
-                self._seek(error)
             if isinstance(error, DraftBridgeError):
+                if source.takes_time:
+                    self._seek(error)
                 self.note = self.note or f"the {source.name} was lost ({error.reason}); the target went on without it"
                 return
             _log.error("a bug in the bridge stopped the %s source", source.name, exc_info=error)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from bridge.sources.source import CandidateSource, Continuation, Opening, Outcome
 from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, Match, SuffixMatcher
-from bridge.sources.token_matcher import TokenMatcher, confidence
+from bridge.sources.token_lookup import TokenLookup, confidence
 from bridge.tape import Tape
 from bridge.text.vocabulary import Vocabulary
 
@@ -36,7 +36,7 @@ class SuffixSource(CandidateSource):
         elsewhere: Callable[[bytes], Match | None] = lambda end: None,
     ) -> None:
         self._vocabulary, self._elsewhere = vocabulary, elsewhere
-        self._tokens = TokenMatcher(prompt_ids)
+        self._lookup = TokenLookup(prompt_ids)
         self._bytes = SuffixMatcher(vocabulary.spell(prompt_ids), elsewhere=elsewhere)
 
     @classmethod
@@ -51,17 +51,22 @@ class SuffixSource(CandidateSource):
         if after:
             found = self._bytes.match(after)
             return self._of_bytes(found) if found and found.length >= _MIN_BYTES_AFTER else None
-        own, other = self._tokens.match(), self._elsewhere(self._bytes.end)
+        own, other = self._lookup.match(), self._elsewhere(self._bytes.end)
         token_bytes = self._vocabulary.token_bytes
-        if other and (own is None or other.length > sum(map(len, map(token_bytes, tape.ids[-own.length :])))):
+        # Control tokens have no bytes.
+        tokens = list(takewhile(bool, map(token_bytes, own.token_ids))) if own else []
+        if own is None or not tokens:
+            return self._of_bytes(other) if other else None
+        if other and other.length > sum(map(len, map(token_bytes, tape.ids[-own.length :]))):
             return self._of_bytes(other)
-        if own is None:
-            return None
-        tokens = list(takewhile(bool, map(token_bytes, own.token_ids)))  # control tokens have no bytes
-        starts = tuple(accumulate(map(len, tokens[:-1]), initial=0))
-        ids, confidences = tuple(own.token_ids[: len(tokens)]), tuple(own.confidences[: len(tokens)])
+        count = len(tokens)
         return Continuation(
-            self.name, b"".join(tokens), starts=starts, confidences=confidences, token_ids=ids, cut=True
+            self.name,
+            b"".join(tokens),
+            starts=tuple(accumulate(map(len, tokens[:-1]), initial=0)),
+            confidences=tuple(own.confidences[:count]),
+            token_ids=tuple(own.token_ids[:count]),
+            cut=count == len(own.token_ids),
         )
 
     def _of_bytes(self, match: Match) -> Continuation:
@@ -69,5 +74,5 @@ class SuffixSource(CandidateSource):
         return Continuation(self.name, match.data, confidence(max(match.length // _TOKEN_BYTES, 1)), cut=cut)
 
     def observe(self, outcome: Outcome) -> None:
-        self._tokens.append(outcome.result.token_ids)
+        self._lookup.append(outcome.result.token_ids)
         self._bytes.append(b"".join(outcome.data))

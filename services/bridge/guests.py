@@ -104,6 +104,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         metrics.guest_sequences.set_function(lambda: self._budget.count)
         self._estimates: LRUCache[tuple[str, str, str], tuple[TargetEstimates, BatchCosts]] = LRUCache(_MAX_ENGINES)
         self._drafts = GuestDrafts(zoo, limits.draft_count)
+        zoo.on_other_draft = self._forget_draft
 
     async def Propose(  # noqa: N802
         self,
@@ -232,6 +233,10 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
             on_outcome=self._count,
         )
         return guest
+
+    def _forget_draft(self, name: str) -> None:
+        for estimates, _ in self._estimates.values():
+            estimates.drafts.pop(name, None)
 
     def _count(self, outcome: Outcome) -> None:
         for place, source in enumerate(outcome.tried.sources):

@@ -18,6 +18,8 @@ from services.traces import outgoing_metadata
 
 # Tokens of a message. A peer that follows the protocol sends fewer, because neither offers nor credit are this large.
 _MAX_TOKENS = 1024
+# Alternatives to the tokens of a message: more than a pass has, if each of its tokens has as many as may be requested.
+_MAX_ALTERNATIVES = 8192
 # Messages that may wait to be sent. With more, the peer is considered to have stopped reading.
 _MAX_UNSENT = 256
 # Messages that may wait to be read. A peer that keeps to its credit sends fewer.
@@ -68,9 +70,9 @@ class _Stream:
                     self._call.cancel()
                     end = ProtocolViolation(f"{self._address} has sent more messages than its credit allows")
                     break
-                if (count := self._token_count(message)) > _MAX_TOKENS:
+                if excess := self._excess(message):
                     self._call.cancel()
-                    end = ProtocolViolation(f"{self._address} has sent {count} tokens in one message")
+                    end = ProtocolViolation(f"{self._address} has sent {excess} in one message")
                     break
                 self._inbox.put_nowait(message)
         except aio.AioRpcError as error:
@@ -93,8 +95,15 @@ class _Stream:
                 raise ProtocolViolation(f"{self._address} has sent a message that cannot be parsed")
             yield message
 
-    def _token_count(self, message: Any) -> int:
-        return 0 if message is None else max(len(message.token_ids), len(getattr(message, self._per_token)))
+    def _excess(self, message: Any) -> str:
+        """Returns what a message has too much of, or "". Converting all of it would hold up everybody."""
+        if message is None:
+            return ""
+        per_token = getattr(message, self._per_token)
+        if (count := max(len(message.token_ids), len(per_token))) > _MAX_TOKENS:
+            return f"{count} tokens"
+        alternatives = sum(len(one.top_logprobs) for one in per_token) if self._per_token == "logprobs" else 0
+        return f"{alternatives} alternatives" if alternatives > _MAX_ALTERNATIVES else ""
 
     def close(self) -> None:
         self._closed = True

@@ -50,6 +50,8 @@ class Zoo:
         self.reader = ModelReader()
         self._entries: list[Entry] = []
         self.on_retired: Callable[[str], None] = lambda address: None
+        # Called with the name of a draft that is another model, or on another machine, than before.
+        self.on_other_draft: Callable[[str], None] = lambda name: None
 
     @property
     def connections(self) -> list[Connection]:
@@ -107,6 +109,7 @@ class Zoo:
             for one in self._of(model_pb2.ROLE_TARGET):
                 if one.known:
                     one.known.estimates.drafts.pop(endpoint.model.name, None)
+            self.on_other_draft(endpoint.model.name)
 
     async def close(self) -> None:
         """Stops connecting services, closes the channels, and ends the processes of the sandbox."""

@@ -24,9 +24,10 @@ RUNS = [
 
 
 def test_speeds_are_those_of_all_tokens_and_the_bars_compare_them() -> None:
-    best, category, each, prediction, parted = verdicts(RUNS)
+    best, same, category, each, prediction, parted = verdicts(RUNS)
     # 20 tokens take 2 s with off, 2.5 s with turns and 0.625 + 1.25 s with auto.
     assert best.startswith("reached  auto / best fixed way over all prompts (off): 1.07")
+    assert same.endswith("auto / off over the 2 prompts with the same text: 1.07")
     assert category.startswith("MISSED   least auto / off of a category (qa): 0.80")
     assert "chat 1.60, qa 0.80" in each
     # The predicted time is 1.67 s, the measured time 1.875 s.

@@ -226,3 +226,23 @@ async def test_an_expensive_forward_gets_fewer_candidates() -> None:
         verified[name] = sum(one.width for one in answer.proposed)
         guest.close()
     assert verified["steep"] < verified["flat"] and verified["flat"] > 8
+
+
+async def test_a_sequence_that_gains_much_at_once_is_opened_in_a_thread() -> None:
+    """Indexing thousands of tokens would hold up all other engines."""
+    model = tiny.model("sentencepiece", context_length=1 << 17)
+    shared, opened_lengths = GuestOpening(model, TargetEstimates()), list[int]()
+
+    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
+        opened_lengths.append(len(ids))
+        return await asyncio.to_thread(open_sequence, shared, ids, generated, draft)
+
+    guest, ids = Guest(model, open_, BatchCosts()), (IDS * 400)[:100_000]
+    await stepped(guest, 1, SequenceUpdate(7, 0, tuple(ids[:100])))
+    await opened(guest, 7)
+    answer = await stepped(guest, 2, SequenceUpdate(7, 100, tuple(ids[100:])))
+    assert not answer.unknown and not answer.note
+    await opened(guest, 7)
+    assert opened_lengths == [100, len(ids)]
+    answer = await stepped(guest, 3, SequenceUpdate(7, len(ids), tuple(IDS[:1])))
+    assert answer.proposed and answer.proposed[0].base == len(ids) + 1

@@ -1,8 +1,10 @@
 """Whatever the draft proposes, the text is the target's own."""
 
 import asyncio
+import inspect
 from contextlib import aclosing, closing
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter_ns
 
 import pytest
@@ -390,3 +392,9 @@ async def test_a_prompt_without_tokens_is_empty() -> None:
     target = tiny.model("wordpiece")
     with pytest.raises(EmptyPrompt):
         await answer(target, tiny.HashEngine(target), None, None, Request(" "), 0.0)
+
+
+def test_the_loop_fits_on_a_screen() -> None:
+    source, file = inspect.getsource(speculate), Path(inspect.getfile(speculate)).read_text()
+    assert len(source.splitlines()) <= 60
+    assert len(file.splitlines()) <= 150

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import ClassVar
 
 import pytest
@@ -88,7 +88,12 @@ async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Prop
 
 async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogCaptureFixture) -> None:
     source, drafter, tape = draft_source()
-    chain = SourceSet([source], MODEL, tape, None)
+    sought: list[Exception | None] = []
+
+    async def substitute(error: Exception | None) -> None:
+        sought.append(error)
+
+    chain = SourceSet([source], MODEL, tape, None, substitute)
 
     def broken(tape: Tape, after: bytes = b"") -> Continuation:
         raise KeyError("a bug")
@@ -96,6 +101,8 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
     source.propose = broken  # type: ignore[method-assign]
     with caplog.at_level(logging.ERROR):
         assert chain.offers() == []
+    await asyncio.sleep(0)
+    assert sought == [], "no draft is to blame, and another one would meet the same bug"
     assert "Traceback" in caplog.text and "KeyError" in caplog.text
     assert "lost" not in chain.note and "INTERNAL" in chain.note
     assert drafter.closed
@@ -191,6 +198,24 @@ def test_a_proposed_end_of_text_is_the_targets_own_end() -> None:
     assert offer_of(WORDS, [Continuation("draft", b"", starts=(0,), confidences=(0.7,), closes=True)], 2) == Offer(
         (2,), ("draft",), (0.7,)
     )
+
+
+def test_ids_without_confidences_are_translated_like_bytes() -> None:
+    part = Continuation("suffix", b"the fox", 0.7, token_ids=(1, 2, 3))
+    assert offer_of(WORDS, [part]) == offer_of(WORDS, [Continuation("suffix", b"the fox", 0.7)])
+
+
+async def test_a_draft_is_closed_whatever_happens_to_its_estimates() -> None:
+    source, drafter, tape = draft_source()
+    await source.advance(tape, DraftPace(8))
+
+    def broken(ids: Sequence[int]) -> None:
+        raise KeyError("a bug")
+
+    source._times.observe_context = broken  # type: ignore[method-assign]
+    with suppress(KeyError):
+        source.close()
+    assert drafter.closed
 
 
 def suffix_source(text: bytes) -> SuffixSource:

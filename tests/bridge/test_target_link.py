@@ -44,9 +44,9 @@ def offered(*ids: int) -> Offer:
     return Offer(ids, ("draft",) * len(ids), (0.5,) * len(ids))
 
 
-def link(target: Target, max_tokens: int = 20) -> tuple[TargetLink, Tape]:
+def link(target: Target, max_tokens: int = 20, logprobs: int | None = None) -> tuple[TargetLink, Tape]:
     tape = Tape(MODEL.vocabulary, [10, 11])
-    return TargetLink(target, MODEL, tape, max_tokens), tape
+    return TargetLink(target, MODEL, tape, max_tokens, logprobs=logprobs), tape
 
 
 async def test_offers_are_numbered_and_a_pass_names_the_one_it_took() -> None:
@@ -138,6 +138,10 @@ FAULTS = {
     "a log probability above 0": Pass(2, (20,), 0, 0, logprobs=(Logprob(5.0),)),
     "a log probability that is no number": Pass(2, (20,), 0, 0, logprobs=(Logprob(float("nan")),)),
     "an alternative that is no number": Pass(2, (20,), 0, 0, logprobs=(Logprob(-1.0, ((20, float("nan")),)),)),
+    "a log probability without end": Pass(2, (20,), 0, 0, logprobs=(Logprob(float("-inf")),)),
+    "an alternative more than was requested": Pass(
+        2, (20,), 0, 0, logprobs=(Logprob(-1.0, ((20, -1.0), (21, -2.0), (22, -3.0))),)
+    ),
     "a cache larger than the sequence": Pass(2, (20,), 0, 0, cached_token_count=3),
     "an id of no token": Pass(2, (MODEL.vocabulary.size,), 0, 0),
     "a huge id": Pass(2, (2**31,), 0, 0),
@@ -157,11 +161,24 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_what_the_contract_rules_out_is_an_error_of_the_target(fault: str) -> None:
-    one, tape = link(Target())
+    one, tape = link(Target(), logprobs=2 if FAULTS[fault].logprobs else None)
     await one.offer(offered(20, 21, 22), 3, 0, awaited=False)
     with pytest.raises(TargetFault, match="the target violates the protocol"):
         one.commit(FAULTS[fault])
     assert list(tape.ids) == [10, 11], "no token of the pass becomes text"
+
+
+@pytest.mark.parametrize("requested", [None, 0, 2])
+async def test_a_target_reports_the_log_probabilities_that_were_requested(requested: int | None) -> None:
+    """No more, which nobody reads, and no less."""
+    reports = {None: (), 0: (Logprob(-1.0),), 2: (Logprob(-1.0, ((20, -1.0), (21, -2.0))),)}
+    for given, logprobs in reports.items():
+        one, _ = link(Target(), logprobs=requested)
+        if given == requested or (given, requested) == (0, 2):  # a vocabulary may have fewer ids
+            assert one.commit(Pass(2, (20,), 0, 0, logprobs=logprobs)).result.logprobs == logprobs
+        else:
+            with pytest.raises(TargetFault):
+                one.commit(Pass(2, (20,), 0, 0, logprobs=logprobs))
 
 
 async def test_an_end_of_text_may_be_a_candidate() -> None:

@@ -11,13 +11,14 @@ from grpc import aio
 
 from bridge.errors import DraftBridgeError, ProtocolViolation, Unreachable
 from bridge.sampling.sampler import SamplingParameters
-from draftbridge.v1 import bridge_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from draftbridge.v1 import bridge_pb2, draft_pb2, draft_pb2_grpc, sampling_pb2, target_pb2, target_pb2_grpc
 from services.bridge.remote import RemoteDrafter, RemoteVerifier, _Stream
 from services.rpc.channel import _MAX_MESSAGE_BYTES
 from services.rpc.codec import add_statistics
 from tests.support import tiny
 
 MODEL = tiny.model("byte_level")
+ALTERNATIVES = [sampling_pb2.TopLogprob(token_id=5, logprob=-1.0)] * 20_000
 
 
 class Draft(draft_pb2_grpc.DraftServiceServicer):
@@ -87,6 +88,7 @@ async def connected(peer: draft_pb2_grpc.DraftServiceServicer | Target) -> Async
         target_pb2.VerifyResponse(token_ids=[5] * 300_000),
         target_pb2.VerifyResponse(token_ids=[5] * 400_000),
         target_pb2.VerifyResponse(token_ids=[5], logprobs=[target_pb2.VerifyResponse().logprobs.add()] * 100_000),
+        target_pb2.VerifyResponse(token_ids=[5], logprobs=[sampling_pb2.TokenLogprobs(top_logprobs=ALTERNATIVES)]),
     ],
     ids=[
         "tokens",
@@ -95,6 +97,7 @@ async def connected(peer: draft_pb2_grpc.DraftServiceServicer | Target) -> Async
         "a target's tokens",
         "a target's giant message",
         "log probabilities",
+        "alternatives",
     ],
 )
 async def test_a_message_with_too_much_is_refused_and_holds_up_nobody(

@@ -7,7 +7,7 @@ from bridge.planning.planner import MAX_CANDIDATES, Mode, Planner, SpeculationPa
 from bridge.ports import Pass, Proposal
 from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
 from bridge.sources.suffix import SuffixSource
-from bridge.sources.token_matcher import confidence
+from bridge.sources.token_lookup import confidence
 from tests.support import tiny
 
 MS = 1_000_000

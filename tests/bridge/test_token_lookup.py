@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
 from bridge.sources.suffix_memory import SuffixMemory
-from bridge.sources.token_matcher import MAX_PROPOSED_TOKENS, TokenMatcher, confidence
+from bridge.sources.token_lookup import MAX_PROPOSED_TOKENS, TokenLookup, confidence
 from bridge.tape import Tape
 from bridge.text.translation import candidates
 from tests.support import tiny
@@ -39,10 +39,10 @@ def slow_proposal(ids: list[int], place: int) -> list[int]:
 @settings(max_examples=500)
 @given(parts=st.lists(IDS, min_size=1, max_size=6))
 def test_it_proposes_what_followed_the_longest_match(parts: list[list[int]]) -> None:
-    matcher, whole = TokenMatcher(parts[0]), list(chain(*parts))
+    lookup, whole = TokenLookup(parts[0]), list(chain(*parts))
     for part in parts[1:]:
-        matcher.append(part)
-    match = matcher.match()
+        lookup.append(part)
+    match = lookup.match()
     lengths = {place: length_at(whole, place) for place in range(1, len(whole))}
     matching = [place for place in reversed(lengths) if lengths[place]]
     assert (match is None) is not matching
@@ -54,12 +54,16 @@ def test_it_proposes_what_followed_the_longest_match(parts: list[list[int]]) -> 
         assert all(0.0 < one < 1.0 for one in match.confidences)
 
 
-@given(first=IDS, second=IDS)
-def test_a_text_at_once_is_the_same_as_one_by_one(first: list[int], second: list[int]) -> None:
-    whole, grown = TokenMatcher(first + second), TokenMatcher(first)
+@given(first=IDS, second=IDS, times=st.sampled_from([1, 30]))
+def test_a_text_at_once_is_the_same_as_one_by_one(first: list[int], second: list[int], times: int) -> None:
+    second = second * times
+    whole, grown, once = TokenLookup(first + second), TokenLookup(first), TokenLookup(first)
     for id_ in second:
         grown.append([id_])
-    assert (whole._ids, whole._last, whole._before) == (grown._ids, grown._last, grown._before)
+    once.append(second)
+    for other in (grown, once):
+        assert (whole._ids, whole._last, whole._before) == (other._ids, other._last, other._before)
+        assert bool(whole.match()) is bool(other.match())
 
 
 def test_a_long_copy_is_not_lost_among_many_places() -> None:
@@ -67,20 +71,23 @@ def test_a_long_copy_is_not_lost_among_many_places() -> None:
     chance = random.Random(1)
     lines = [[chance.randrange(10, 10_000), 1] for _ in range(200)]
     copied = lines[3:40]
-    matcher = TokenMatcher(list(chain(*lines)))
+    lookup = TokenLookup(list(chain(*lines)))
     for line, following in pairwise(copied):
-        matcher.append(line)
-        match = matcher.match()
+        lookup.append(line)
+        match = lookup.match()
         assert match is not None and list(match.token_ids[:2]) == following
 
 
 def test_what_agrees_is_more_certain_than_what_does_not() -> None:
-    once = TokenMatcher([1, 2, 3, 9, 1, 2]).match()
-    thrice = TokenMatcher([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3, 7, 1, 2]).match()
-    split = TokenMatcher([1, 2, 4, 9, 1, 2, 5, 8, 1, 2, 3, 7, 1, 2]).match()
+    once = TokenLookup([1, 2, 3, 9, 1, 2]).match()
+    thrice = TokenLookup([1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3, 7, 1, 2]).match()
+    split = TokenLookup([1, 2, 4, 9, 1, 2, 5, 8, 1, 2, 3, 7, 1, 2]).match()
     assert once and thrice and split
     assert once.token_ids[0] == thrice.token_ids[0] == split.token_ids[0] == 3
     assert split.confidences[0] < once.confidences[0] < thrice.confidences[0]
+    assert once.confidences[:2] == [confidence(2), confidence(3)]
+    assert thrice.confidences[:2] == [confidence(2, 3, 3), confidence(3, 1, 3)]
+    assert split.confidences[:2] == [confidence(2, 1, 3), confidence(3)]
     assert once.confidences[1] > once.confidences[0], "a token that is right makes the match longer"
 
 
@@ -94,11 +101,11 @@ def test_confidence_is_a_chance_that_grows_with_the_match(matched: int, places: 
 @pytest.mark.parametrize("distinct", [50_000, 300])
 def test_memory_is_as_documented(distinct: int) -> None:
     chance = random.Random(0)
-    matcher = TokenMatcher(())
+    lookup = TokenLookup(())
     ids = [chance.randrange(distinct) for _ in range(50_000)]
-    matcher.append(ids)
-    places = sum(map(sys.getsizeof, matcher._last.values()))
-    parts = sys.getsizeof(matcher._ids) + sys.getsizeof(matcher._before) + sys.getsizeof(matcher._last)
+    lookup.append(ids)
+    places = sum(map(sys.getsizeof, lookup._last.values()))
+    parts = sys.getsizeof(lookup._ids) + sys.getsizeof(lookup._before) + sys.getsizeof(lookup._last)
     assert places + parts <= 120 * len(ids)
 
 
@@ -114,6 +121,15 @@ def test_the_candidates_are_the_tokens_of_the_text_itself() -> None:
     following = WORDS.single_bytes(b" quick fox").ids
     assert list(offer.token_ids[: len(following)]) == list(following)
     assert offer.evidence[0] == pytest.approx(confidence(3))
+
+
+def test_another_output_is_used_where_the_own_text_ends_with_a_control_token() -> None:
+    memory = SuffixMemory(1 << 20)
+    memory.remember("ann", b"one two three four five")
+    four = ids_of(" four")
+    prompt = [*ids_of("one two three"), *four, MODEL.special_ids.eos[0], *ids_of(" one two three"), *four]
+    found = SuffixSource(WORDS, prompt, lambda end: memory.match("ann", end)).propose(Tape(WORDS, prompt))
+    assert found is not None and found.data == b" five"
 
 
 def test_another_output_is_used_where_it_matches_longer() -> None:

@@ -27,7 +27,8 @@ _ODDS_OF_ONE, _ODDS_POWER, _ODDS_OF_AGREEMENT = 1 / 3, 1.5, 4.5
 def confidence(matched: int, agreeing: int = 1, places: int = 1) -> float:
     """Returns the chance that a proposed token is right, if all before it are.
 
-    `matched`: the tokens before it that match. Of the `places` that match, `agreeing` are followed by this token.
+    `matched`: the tokens before it that match at the best place. Of all `places` where at least one token matches,
+    `agreeing` are followed by this token.
     """
     agreement = _ODDS_OF_AGREEMENT if agreeing == places > 1 else agreeing / places
     odds: float = _ODDS_OF_ONE * min(matched, _MAX_MATCH_TOKENS) ** _ODDS_POWER * agreement
@@ -35,19 +36,22 @@ def confidence(matched: int, agreeing: int = 1, places: int = 1) -> float:
 
 
 # The confidence in the tokens after a single place, by the tokens that match before them.
-_OF_ONE_PLACE = [confidence(max(matched, 1)) for matched in range(_MAX_MATCH_TOKENS + MAX_PROPOSED_TOKENS + 1)]
+_OF_ONE_PLACE = [confidence(matched) for matched in range(_MAX_MATCH_TOKENS + MAX_PROPOSED_TOKENS + 1)]
 
 
 @dataclass(frozen=True)
 class TokenMatch:
-    """States that the last `length` tokens occurred before, and that `token_ids` followed them there."""
+    """States that the last `length` tokens occurred before, and that `token_ids` followed them there.
+
+    A match that began before the text was looked at counts from `_MAX_MATCH_TOKENS` at most.
+    """
 
     length: int
     token_ids: Sequence[int]
     confidences: Sequence[float]
 
 
-class TokenMatcher:
+class TokenLookup:
     """Holds the ids of a text. Time is constant per token and per match; memory is about 120 bytes per token at most.
 
     A place is the index of the token after an occurrence.
@@ -68,9 +72,10 @@ class TokenMatcher:
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Adds to the end of the text."""
-        for id_ in token_ids[:-_MAX_PASS_TOKENS]:
+        if len(token_ids) > _MAX_PASS_TOKENS:
+            for id_ in token_ids[:-_MAX_PASS_TOKENS]:
+                self._index(id_)
             self._places = []
-            self._index(id_)
         for id_ in token_ids[-_MAX_PASS_TOKENS:]:
             # A place that is among the latest of an earlier token need not be among those of the last one.
             places = [(length + 1, place + 1) for length, place in self._places if self._ids[place] == id_]
@@ -102,17 +107,17 @@ class TokenMatcher:
             ids += ids[-period:][: MAX_PROPOSED_TOKENS - len(ids)]
         return TokenMatch(length, ids, confidences)
 
-    def _found(self, places: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Returns the places that still match, and the latest ones after the last token."""
-        known = {place for _, place in places}
+    def _found(self, followed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Returns the places that go on matching, and the latest ones after the last token."""
+        found, known = list(followed), {place for _, place in followed}
         place = self._before[-1] if self._ids else 0
         for _ in range(_LATEST_PLACES):
             if place == 0:
                 break
             if place not in known:
-                places.append((self._length(place), place))
+                found.append((self._length(place), place))
             place = self._before[place - 1]
-        return sorted(places, reverse=True)[: 2 * _LATEST_PLACES]
+        return sorted(found, reverse=True)[: 2 * _LATEST_PLACES]
 
     def _length(self, place: int) -> int:
         """Returns how many of the last tokens occur before a place, of which the last one does."""
