@@ -150,7 +150,7 @@ def _shown(statistics: Statistics) -> PairRecord:
 
 
 def _concerns_draft(plan: str) -> bool:
-    return plan == "plain" or plan.startswith("draft")
+    return plan.split(" ")[0] in ("plain", "draft")  # the first word names the source
 
 
 class Pauses:

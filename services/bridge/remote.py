@@ -22,8 +22,8 @@ _MAX_TOKENS = 1024
 _MAX_ALTERNATIVES = 8192
 # Messages that may wait to be sent. With more, the peer is considered to have stopped reading.
 _MAX_UNSENT = 256
-# Messages that may wait to be read. A peer that keeps to its credit sends fewer.
-_MAX_UNREAD = 1024
+# Messages that may wait to be read, and their bytes. A peer that keeps to its credit sends fewer.
+_MAX_UNREAD, _MAX_UNREAD_BYTES = 1024, 16 << 20
 
 
 class _Stream:
@@ -46,6 +46,7 @@ class _Stream:
         self._writer = asyncio.create_task(self._write())
         # Messages, and last the error or `aio.EOF`.
         self._inbox: asyncio.Queue[Any] = asyncio.Queue()
+        self._unread_bytes = 0
         self._closed = False
         self._receiver = asyncio.create_task(self._receive())
 
@@ -66,7 +67,8 @@ class _Stream:
             async for message in self._call:
                 if self._closed:  # the next read would fail, whose memory gRPC does not free either
                     return
-                if self._inbox.qsize() >= _MAX_UNREAD:
+                self._unread_bytes += 0 if message is None else message.ByteSize()
+                if self._inbox.qsize() >= _MAX_UNREAD or self._unread_bytes > _MAX_UNREAD_BYTES:
                     self._call.cancel()
                     end = ProtocolViolation(f"{self._address} has sent more messages than its credit allows")
                     break
@@ -93,6 +95,7 @@ class _Stream:
                 raise message
             if message is None:
                 raise ProtocolViolation(f"{self._address} has sent a message that cannot be parsed")
+            self._unread_bytes -= message.ByteSize()
             yield message
 
     def _excess(self, message: Any) -> str:

@@ -174,6 +174,29 @@ async def test_a_flood_that_nobody_reads_is_cut_off(token_count: int, held: int,
                     pass
 
 
+async def test_large_messages_that_nobody_reads_are_cut_off() -> None:
+    """A message may be large without having many tokens: by fields that this version of the contract lacks."""
+
+    class Large(Flood):
+        async def Draft(self, request_iterator: object, context: Any) -> AsyncIterator[draft_pb2.DraftResponse]:  # noqa: N802
+            # Field 1000, of bytes; the number of its kind and the length are variable integers.
+            unknown = b"\xc2\x3e" + b"\x80\x80\x10" + bytes(1 << 18)
+            try:
+                while True:
+                    yield draft_pb2.DraftResponse.FromString(unknown)
+            finally:
+                self.cancelled.set()
+
+    flood = Large(1)
+    async with connected(flood) as channel, asyncio.timeout(30):
+        with closing(RemoteDrafter(channel, "peer:1", MODEL, SamplingParameters(), 0)) as drafter:
+            await flood.cancelled.wait()
+            assert drafter._stream._inbox.qsize() <= (16 << 20) // (1 << 18) + 1
+            with pytest.raises(ProtocolViolation, match="more messages"):
+                async for _ in drafter.proposals():
+                    pass
+
+
 async def test_a_channel_that_closes_ends_its_streams_with_an_error() -> None:
     async with connected(Silent()) as channel, asyncio.timeout(30):
         with closing(RemoteDrafter(channel, "peer:1", MODEL, SamplingParameters(), 0)) as drafter:
