@@ -86,13 +86,17 @@ class Answer:
 
 @dataclass(eq=False)
 class Held:
-    """A sequence that the engine has named. `sequence` is None while it is opened, and if it cannot be followed."""
+    """A sequence that the engine has named. `sequence` is None while it is opened, and if it cannot be followed.
+
+    `has_update`: it got the present update's tokens when it was named, before it was open.
+    """
 
     ids: list[int]
     named_ns: int
     sequence: GuestSequence | None = None
     opening: "asyncio.Task[None] | None" = None
     refused: bool = False
+    has_update: bool = True
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -157,6 +161,7 @@ class Guest:
         engine_ns = update.engine_ns or (began - self._answered_ns if self._answered_ns else 0)
         named = [(one, held) for one in update.sequences if (held := self._take(one, answer, began))]
         measured = self._measure(update, named, min(engine_ns, MAX_MEASURED_NS))
+        await self._await_openings(named, began + update.deadline_ns // 2)  # choosing takes time, too
         self._alone = len(update.sequences) == 1
         if self._alone and named:
             one, held = named[0]
@@ -223,7 +228,7 @@ class Guest:
         # a sequence is opened in a thread.
         if kept < len(held.tokens) or len(one.token_ids) > _MAX_GAINED_TOKENS:
             return self._begin(one, [*held.tokens[:kept], *one.token_ids], now)
-        held.named_ns = now
+        held.named_ns, held.has_update = now, not held.sequence
         if not held.sequence:
             held.ids += one.token_ids
             self._on_held(one.id, len(held.ids))
@@ -254,6 +259,12 @@ class Guest:
         held.opening = asyncio.create_task(open_())
         held.opening.add_done_callback(lambda done: self._on_opened(held, done))
         return held
+
+    async def _await_openings(self, named: Sequence[tuple[SequenceUpdate, Held]], deadline: int) -> None:
+        """Waits for sequences that are being opened, so that they get candidates from their first step on."""
+        opening = [held.opening for one, held in named if held.opening and not held.sequence and one.room != 0]
+        if opening and (left := deadline - self._clock()) > 0:
+            await asyncio.wait(opening, timeout=left / 1e9)
 
     def _on_opened(self, held: Held, done: "asyncio.Task[None]") -> None:
         if not done.cancelled():
@@ -289,13 +300,14 @@ class Guest:
         sequence = held.sequence
         if sequence is None or self.held.get(one.id) is not held:  # later sequences of the step may have ended it
             return None
-        outcome = sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, engine_ns)
-        if outcome and outcome.tried.token_ids:
-            self._on_outcome(outcome)
+        if not held.has_update:
+            outcome = sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, engine_ns)
+            if outcome and outcome.tried.token_ids:
+                self._on_outcome(outcome)
+            self._on_held(one.id, len(sequence.tape.ids))
+            if one.id not in self.held:
+                return None
         sequence.limit_room(one.room)
-        self._on_held(one.id, len(sequence.tape.ids))
-        if one.id not in self.held:
-            return None
         self._choosing.append(held)
         return sequence if sequence.room else None
 

@@ -246,3 +246,34 @@ async def test_a_sequence_that_gains_much_at_once_is_opened_in_a_thread() -> Non
     assert opened_lengths == [100, len(ids)]
     answer = await stepped(guest, 3, SequenceUpdate(7, len(ids), tuple(IDS[:1])))
     assert answer.proposed and answer.proposed[0].base == len(ids) + 1
+
+
+@pytest.mark.parametrize("deadline_ms", [0, 1000])
+async def test_a_sequence_has_candidates_from_its_first_step_if_there_is_time(deadline_ms: int) -> None:
+    guest, half = guest_of(), len(IDS) // 2
+    answer = await stepped(guest, 1, SequenceUpdate(7, 0, tuple(IDS[:half])), deadline_ns=deadline_ms * 1_000_000)
+    assert bool(answer.proposed) is bool(deadline_ms)
+    await opened(guest, 7)
+    if deadline_ms:
+        assert answer.proposed[0].base == half
+        assert list(answer.proposed[0].offer.token_ids[:4]) == IDS[half : half + 4]
+    answer = await stepped(guest, 2, SequenceUpdate(7, half, tuple(IDS[half : half + 2])))
+    assert answer.proposed[0].base == half + 2
+    assert list(guest.held[7].tokens) == IDS[: half + 2], "no token counts twice"
+
+
+async def test_an_opening_that_ends_while_another_is_awaited_counts_no_token_twice() -> None:
+    release = asyncio.Event()
+    shared = GuestOpening(MODEL, TargetEstimates())
+
+    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
+        await release.wait()
+        return open_sequence(shared, ids, generated, draft)
+
+    guest = Guest(MODEL, open_, BatchCosts())
+    await stepped(guest, 1, SequenceUpdate(7, 0, tuple(IDS[:40])), deadline_ns=0)
+    asyncio.get_running_loop().call_later(0.05, release.set)
+    await stepped(guest, 2, SequenceUpdate(7, 40, tuple(IDS[40:42])), SequenceUpdate(8, 0, (5, 6)), deadline_ns=10**9)
+    assert [list(guest.held[id_].tokens) for id_ in (7, 8)] == [IDS[:42], [5, 6]]
+    await stepped(guest, 3, SequenceUpdate(7, 42, tuple(IDS[42:44])), SequenceUpdate(8, 2, (7,)))
+    assert [list(guest.held[id_].tokens) for id_ in (7, 8)] == [IDS[:44], [5, 6, 7]]
