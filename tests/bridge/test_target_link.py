@@ -181,6 +181,16 @@ async def test_a_target_reports_the_log_probabilities_that_were_requested(reques
                 one.commit(Pass(2, (20,), 0, 0, logprobs=logprobs))
 
 
+async def test_passes_beyond_the_credit_are_refused_before_anybody_commits_them() -> None:
+    """A client that reads slowly commits late, and must not let a target fill the memory."""
+    one, _ = link(Target([Pass(2 + place, (20,), 0, 0) for place in range(30)]), max_tokens=20)
+    count = 0
+    with pytest.raises(TargetFault, match="more tokens than its credit"):
+        async for _ in one.passes():
+            count += 1
+    assert count == 20
+
+
 async def test_an_end_of_text_may_be_a_candidate() -> None:
     one, _ = link(Target())
     await one.offer(offered(20, 2), 3, 0, awaited=False)
