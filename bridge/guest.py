@@ -34,7 +34,7 @@ _MIN_DEADLINE_NS = 1_000_000
 # An answer has candidates for this many forwards, for an engine that receives it late.
 _OFFERED_FORWARDS = 3
 # A sequence that gains more tokens in a step is opened again.
-_MAX_GAINED_TOKENS = 4096
+_MAX_GAINED_TOKENS = 1 << 14
 # A forward that ran more tokens than expected, by this factor, also read a prompt, which does not measure its width.
 _PROMPT_FACTOR = 1.5
 
@@ -88,7 +88,7 @@ class Answer:
 class Held:
     """A sequence that the engine has named. `sequence` is None while it is opened, and if it cannot be followed.
 
-    `has_update`: it got the present update's tokens when it was named, before it was open.
+    `has_update`: it has the tokens of this step's update, which must not be appended again.
     """
 
     ids: list[int]
@@ -146,6 +146,8 @@ class Guest:
         self.elapsed_ns = self.stepped_ns = 0
         self._begun = self._turn = self._deadline_ns = 0
         self._alone = False
+        # Sequences that began in this step and can use candidates.
+        self._opening: list[asyncio.Task[None]] = []
         self._choosing: list[Held] = []
         self._failed = False
         # Updates that the last step had no time for.
@@ -161,7 +163,7 @@ class Guest:
         engine_ns = update.engine_ns or (began - self._answered_ns if self._answered_ns else 0)
         named = [(one, held) for one in update.sequences if (held := self._take(one, answer, began))]
         measured = self._measure(update, named, min(engine_ns, MAX_MEASURED_NS))
-        await self._await_openings(named, began + update.deadline_ns // 2)  # choosing takes time, too
+        await self._await_openings(len(named), began + update.deadline_ns // 2)  # choosing takes time, too
         self._alone = len(update.sequences) == 1
         if self._alone and named:
             one, held = named[0]
@@ -205,7 +207,7 @@ class Guest:
             self.end(id_)
 
     def _take(self, one: SequenceUpdate, answer: Answer, now: int) -> Held | None:
-        """Returns the sequence that an update is for, without its new tokens if it is open; None if it is unknown."""
+        """Returns an update's sequence, without its new tokens if it is open; None if it is unknown or refused."""
         held, kept = self.held.get(one.id), one.kept_token_count
         if not self._model.has_all(one.token_ids) or kept + len(one.token_ids) > self._model.context_length:
             self.end(one.id)
@@ -257,13 +259,15 @@ class Guest:
             await sequence.settle(alone=True)
 
         held.opening = asyncio.create_task(open_())
+        if one.room != 0:
+            self._opening.append(held.opening)
         held.opening.add_done_callback(lambda done: self._on_opened(held, done))
         return held
 
-    async def _await_openings(self, named: Sequence[tuple[SequenceUpdate, Held]], deadline: int) -> None:
-        """Waits for sequences that are being opened, so that they get candidates from their first step on."""
-        opening = [held.opening for one, held in named if held.opening and not held.sequence and one.room != 0]
-        if opening and (left := deadline - self._clock()) > 0:
+    async def _await_openings(self, named_count: int, deadline: int) -> None:
+        """Waits for new sequences, so that they get candidates from their first step on, unless others would wait."""
+        opening, self._opening = self._opening, []
+        if len(opening) == named_count > 0 and (left := deadline - self._clock()) > 0:
             await asyncio.wait(opening, timeout=left / 1e9)
 
     def _on_opened(self, held: Held, done: "asyncio.Task[None]") -> None:

@@ -54,7 +54,7 @@ _MIN_TRIAL_INTERVAL, _MAX_TRIAL_INTERVAL = 500, 8000
 # The weight of the prior ratio of 1, in accepted candidates, and the factor by which each further pass of any plan
 # reduces the weight of earlier ones.
 _YIELD_PRIOR_TOKENS, _YIELD_FADE = 6.0, 0.99
-# The prior chance of candidates that are tried though they are not expected to pay.
+# The least prior chance of candidates that are tried, once in a while, though they are not expected to pay.
 _PROMISING = 0.5
 # The weight of the newest pass in the average gain from waiting for candidates.
 _GAIN_FRESH = 0.2
@@ -254,7 +254,7 @@ class RequestEstimates:
         pairs = zip(offer.sources[:count], offer.evidence[:count], strict=True)
         return [self.chances[source].of(evidence) for source, evidence in pairs]
 
-    def promises(self, offer: Offer) -> bool:
+    def is_promising(self, offer: Offer) -> bool:
         """Returns whether the source itself expects the first candidate to be right: only that is worth a trial."""
         return self.chances[offer.sources[0]].prior_of(offer.evidence[0]) >= _PROMISING
 

@@ -182,7 +182,7 @@ class Planner:
             return replace(alone, is_trial=True)
         at_hand = [offer for offer in offers if offer.sources[0] != estimates.drafting_source]
         for offer in at_hand:
-            if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load and estimates.promises(offer):
+            if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load and estimates.is_promising(offer):
                 # The number of candidates that are all right with a chance of one half.
                 width = min(max(int(log(0.5) / log(self._estimates.chances_of(offer, 1)[0])), 1), MAX_CANDIDATES)
                 return replace(self._at_hand(offer, width, costs, 0.0), is_trial=True, trial_width=width)

@@ -205,6 +205,8 @@ def offer_of(
 ) -> Offer:
     """Translates continuations, each of which continues the one before it, into candidates.
 
+    A single one with `token_ids` needs no translation, so `limit_bytes` does not apply to it.
+
     A candidate belongs to the part that has its first byte. `end_id` is the candidate for a proposed end of the text.
     """
     if len(parts) == 1 and (own := parts[0].token_ids) and len(own) == len(parts[0].confidences):

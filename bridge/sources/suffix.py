@@ -6,7 +6,7 @@ from itertools import accumulate, takewhile
 from typing import ClassVar
 
 from bridge.sources.source import CandidateSource, Continuation, Opening, Outcome
-from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, Match, SuffixMatcher
+from bridge.sources.suffix_index import MAX_MATCH_BYTES, MAX_PROPOSAL_BYTES, Match, SuffixMatcher
 from bridge.sources.token_lookup import TokenLookup, confidence
 from bridge.tape import Tape
 from bridge.text.vocabulary import Vocabulary
@@ -16,6 +16,8 @@ from bridge.text.vocabulary import Vocabulary
 _MIN_BYTES_AFTER = 8
 # The average bytes of a token, by which matching bytes count as tokens.
 _TOKEN_BYTES = 4
+# A match of bytes gets longer with each byte that is right. Its confidence grows as over so many bytes.
+_AHEAD_BYTES = 16
 
 
 class SuffixSource(CandidateSource):
@@ -55,10 +57,11 @@ class SuffixSource(CandidateSource):
         token_bytes = self._vocabulary.token_bytes
         # Control tokens have no bytes.
         tokens = list(takewhile(bool, map(token_bytes, own.token_ids))) if own else []
-        if own is None or not tokens:
-            return self._of_bytes(other) if other else None
-        if other and other.length > sum(map(len, map(token_bytes, tape.ids[-own.length :]))):
+        matched = map(token_bytes, tape.ids[-min(own.length, MAX_MATCH_BYTES) :]) if own and tokens else ()
+        if other and other.length > sum(map(len, matched)):
             return self._of_bytes(other)
+        if own is None or not tokens:
+            return None
         count = len(tokens)
         return Continuation(
             self.name,
@@ -70,8 +73,9 @@ class SuffixSource(CandidateSource):
         )
 
     def _of_bytes(self, match: Match) -> Continuation:
+        evidence, later = (confidence((match.length + ahead) // _TOKEN_BYTES) for ahead in (0, _AHEAD_BYTES))
         cut = len(match.data) >= MAX_PROPOSAL_BYTES
-        return Continuation(self.name, match.data, confidence(max(match.length // _TOKEN_BYTES, 1)), cut=cut)
+        return Continuation(self.name, match.data, evidence, (later - evidence) / _AHEAD_BYTES, cut=cut)
 
     def observe(self, outcome: Outcome) -> None:
         self._lookup.append(outcome.result.token_ids)

@@ -17,7 +17,7 @@ MAX_PROPOSED_TOKENS = 64
 _MAX_MATCH_TOKENS = 16
 # The latest occurrences of the last token that are looked at, besides those that have matched so far.
 _LATEST_PLACES = 8
-# More tokens than a pass yields are not searched for matches one by one.
+# More tokens than most passes yield: only so many at a text's end are searched for matches one by one.
 _MAX_PASS_TOKENS = 64
 # The odds that a proposed token is right, measured with two models (see docs/concepts/speculation.md): a power of the
 # tokens that match before it. If several places match, the odds are higher if all agree, and lower if some differ.
@@ -43,7 +43,7 @@ _OF_ONE_PLACE = [confidence(matched) for matched in range(_MAX_MATCH_TOKENS + MA
 class TokenMatch:
     """States that the last `length` tokens occurred before, and that `token_ids` followed them there.
 
-    A match that began before the text was looked at counts from `_MAX_MATCH_TOKENS` at most.
+    `length` is at most `_MAX_MATCH_TOKENS` when a place is found, and grows while the place goes on matching.
     """
 
     length: int
@@ -58,7 +58,7 @@ class TokenLookup:
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        self._ids = list(token_ids)
+        self._ids = list(token_ids[:-_MAX_PASS_TOKENS])
         ids = np.asarray(self._ids, np.int64)
         order = np.argsort(ids, kind="stable")
         again = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
@@ -68,7 +68,8 @@ class TokenLookup:
         self._before = array("i", before.tobytes())
         self._last = dict(zip(self._ids, range(1, len(ids) + 1), strict=True))
         # The places that match the end of the text, each after the number of tokens that match: the longest first.
-        self._places = self._found([])
+        self._places: list[tuple[int, int]] = []
+        self.append(token_ids[-_MAX_PASS_TOKENS:])
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Adds to the end of the text."""
@@ -110,7 +111,7 @@ class TokenLookup:
     def _found(self, followed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns the places that go on matching, and the latest ones after the last token."""
         found, known = list(followed), {place for _, place in followed}
-        place = self._before[-1] if self._ids else 0
+        place = self._before[-1]
         for _ in range(_LATEST_PLACES):
             if place == 0:
                 break

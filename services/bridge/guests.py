@@ -37,7 +37,7 @@ _MAX_NAME_LENGTH = 256
 # One message may hold millions of values, whose conversion would hold up everybody. The rest of a step is ignored.
 _MAX_OPENING_BYTES, _MAX_STEP_TOKENS, _MAX_ENDED = 1 << 20, 1 << 20, 1 << 16
 # Upper bounds of the memory of a sequence: for itself, and for each token with its bytes and their index.
-_SEQUENCE_BYTES, _TOKEN_BYTES = 32 << 10, 200
+_SEQUENCE_BYTES, _TOKEN_BYTES = 32 << 10, 256
 # Engines whose estimates are kept after they have left.
 _MAX_ENGINES = 256
 _SWEEP_SECONDS = 5.0

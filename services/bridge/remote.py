@@ -18,8 +18,6 @@ from services.traces import outgoing_metadata
 
 # Tokens of a message. A peer that follows the protocol sends fewer, because neither offers nor credit are this large.
 _MAX_TOKENS = 1024
-# Alternatives to the tokens of a message: more than a pass has, if each of its tokens has as many as may be requested.
-_MAX_ALTERNATIVES = 8192
 # Messages that may wait to be sent. With more, the peer is considered to have stopped reading.
 _MAX_UNSENT = 256
 # Messages that may wait to be read, and their bytes. A peer that keeps to its credit sends fewer.
@@ -31,16 +29,19 @@ class _Stream:
 
     `send` does not wait for the peer, because a draft that hangs must not delay the target. It yields to the writer
     once, so that the message is sent before the caller continues. Sending on a failed call does nothing; reading raises
-    the reason. `per_token`: the repeated field that has one entry for each of a message's `token_ids`.
+    the reason. `per_token`: the repeated field that has one entry for each of a message's `token_ids`. `alternatives`:
+    the most log probabilities of other tokens that such an entry may have.
 
     A task receives all messages, and only the end of the call ends it: gRPC never frees the memory of a read that is
     cancelled (grpc/grpc issue 43360).
     """
 
-    def __init__(self, call: "aio.StreamStreamCall[Any, Any]", address: str, opening: Any, per_token: str) -> None:
+    def __init__(
+        self, call: "aio.StreamStreamCall[Any, Any]", address: str, opening: Any, per_token: str, alternatives: int = 0
+    ) -> None:
         self._call = call
         self._address = address
-        self._per_token = per_token
+        self._per_token, self._alternatives = per_token, alternatives
         self._outbox: asyncio.Queue[Any] = asyncio.Queue()
         self._outbox.put_nowait(opening)
         self._writer = asyncio.create_task(self._write())
@@ -70,7 +71,7 @@ class _Stream:
                 self._unread_bytes += 0 if message is None else message.ByteSize()
                 if self._inbox.qsize() >= _MAX_UNREAD or self._unread_bytes > _MAX_UNREAD_BYTES:
                     self._call.cancel()
-                    end = ProtocolViolation(f"{self._address} has sent more messages than its credit allows")
+                    end = ProtocolViolation(f"{self._address} has sent more than its credit allows")
                     break
                 if excess := self._excess(message):
                     self._call.cancel()
@@ -105,8 +106,8 @@ class _Stream:
         per_token = getattr(message, self._per_token)
         if (count := max(len(message.token_ids), len(per_token))) > _MAX_TOKENS:
             return f"{count} tokens"
-        alternatives = sum(len(one.top_logprobs) for one in per_token) if self._per_token == "logprobs" else 0
-        return f"{alternatives} alternatives" if alternatives > _MAX_ALTERNATIVES else ""
+        most = max((len(one.top_logprobs) for one in per_token), default=0) if self._per_token == "logprobs" else 0
+        return f"{most} alternatives to a token" if most > self._alternatives else ""
 
     def close(self) -> None:
         self._closed = True
@@ -167,7 +168,7 @@ class RemoteVerifier:
             logprobs=logprobs,
         )
         call = target_pb2_grpc.TargetServiceStub(channel).Verify(metadata=outgoing_metadata())
-        self._stream = _Stream(call, address, target_pb2.VerifyRequest(open=opening), "logprobs")
+        self._stream = _Stream(call, address, target_pb2.VerifyRequest(open=opening), "logprobs", logprobs or 0)
 
     async def run(self, run: Run) -> None:
         """See `Verifier`."""

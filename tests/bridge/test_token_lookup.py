@@ -45,7 +45,7 @@ def test_it_proposes_what_followed_the_longest_match(parts: list[list[int]]) -> 
     match = lookup.match()
     lengths = {place: length_at(whole, place) for place in range(1, len(whole))}
     matching = [place for place in reversed(lengths) if lengths[place]]
-    assert (match is None) is not matching
+    assert (match is None) is (not matching)
     if match:
         # The latest places are always found, and those that have matched for long are not forgotten.
         assert match.length >= max(lengths[place] for place in matching[:8])
@@ -64,6 +64,14 @@ def test_a_text_at_once_is_the_same_as_one_by_one(first: list[int], second: list
     for other in (grown, once):
         assert (whole._ids, whole._last, whole._before) == (other._ids, other._last, other._before)
         assert bool(whole.match()) is bool(other.match())
+
+
+def test_a_long_match_at_the_end_of_a_prompt_is_found() -> None:
+    """Its last token also occurs in many other places, later than the match."""
+    passage = list(range(100, 120))
+    others = [[2000 + place, 119, 3000 + place] for place in range(9)]
+    match = TokenLookup([*passage, 7, *chain(*others), *passage]).match()
+    assert match is not None and match.length >= 16 and match.token_ids[0] == 7
 
 
 def test_a_long_copy_is_not_lost_among_many_places() -> None:
@@ -123,7 +131,7 @@ def test_the_candidates_are_the_tokens_of_the_text_itself() -> None:
     assert offer.evidence[0] == pytest.approx(confidence(3))
 
 
-def test_another_output_is_used_where_the_own_text_ends_with_a_control_token() -> None:
+def test_another_output_is_used_where_a_control_token_followed_the_own_match() -> None:
     memory = SuffixMemory(1 << 20)
     memory.remember("ann", b"one two three four five")
     four = ids_of(" four")
@@ -141,3 +149,4 @@ def test_another_output_is_used_where_it_matches_longer() -> None:
     both = SuffixSource(WORDS, prompt, lambda end: memory.match("ann", end)).propose(tape)
     assert alone is not None and alone.data.startswith(b" six")
     assert both is not None and both.data == b" five"
+    assert both.evidence_of(4, 5) > both.evidence_of(0, 1), "each right byte makes the match longer"

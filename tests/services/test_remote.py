@@ -161,7 +161,7 @@ async def test_no_read_of_a_stream_is_cancelled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_count", "held", "fault"), [(1, 1024, "more messages"), (2000, 0, "2000 tokens in one")]
+    ("token_count", "held", "fault"), [(1, 1024, "more than its credit"), (2000, 0, "2000 tokens in one")]
 )
 async def test_a_flood_that_nobody_reads_is_cut_off(token_count: int, held: int, fault: str) -> None:
     flood = Flood(token_count)
@@ -192,7 +192,7 @@ async def test_large_messages_that_nobody_reads_are_cut_off() -> None:
         with closing(RemoteDrafter(channel, "peer:1", MODEL, SamplingParameters(), 0)) as drafter:
             await flood.cancelled.wait()
             assert drafter._stream._inbox.qsize() <= (16 << 20) // (1 << 18) + 1
-            with pytest.raises(ProtocolViolation, match="more messages"):
+            with pytest.raises(ProtocolViolation, match="more than its credit"):
                 async for _ in drafter.proposals():
                     pass
 
