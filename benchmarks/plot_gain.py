@@ -85,7 +85,7 @@ def _by_category(axes: Any, runs: list[dict[str, Any]]) -> None:
         ratios = [run["categories"][name] for name in categories]
         axes.scatter(ratios, range(len(categories)), s=55, marker=marker, color=color, label=label, zorder=3)
     axes.set_yticks(range(len(categories)), categories)
-    axes.set_xlim(0.8, 2.6)
+    axes.set_xlim(0.8, 0.2 + max(max(run["categories"].values()) for run in runs if "categories" in run))
     axes.axvline(1, color=_ALONE)
     axes.grid(axis="x", color="#e3e7ee")
     axes.set_xlabel("speed, target alone = 1")
