@@ -31,12 +31,13 @@ def use_huge_pages() -> int:
         return 0
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    # What was never written has no pages, and is refused; nothing is lost then.
-    moved = sum(
-        end - start
-        for start, end in large_allocations(_MAPS.read_text().splitlines())
-        if madvise(start, end - start, _MADV_COLLAPSE) == 0
-    )
+    # The kernel refuses a part that was never written, and all after it in the same call. It also reports neighbouring
+    # allocations, such as weights and a cache, as one. So each call moves only a small part.
+    moved = 0
+    for start, end in large_allocations(_MAPS.read_text().splitlines()):
+        for part in range(start, end, _LEAST_BYTES):
+            size = min(_LEAST_BYTES, end - part)
+            moved += size if madvise(part, size, _MADV_COLLAPSE) == 0 else 0
     _log.debug("moved %d MB to huge pages", moved >> 20)
     return moved
 

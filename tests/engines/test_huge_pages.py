@@ -39,6 +39,18 @@ def test_memory_keeps_its_content_and_lies_in_huge_pages():
     assert huge_bytes_at(content.ctypes.data) >= 60 * MB
 
 
+def test_a_part_that_was_never_written_does_not_keep_the_rest_from_moving():
+    """The kernel may report a model's weights and an unused cache as one mapping."""
+    if not kernel_collapses():
+        pytest.skip("Linux before 6.1, a sandbox, or a kernel without huge pages: it refuses any such request")
+    region = mmap.mmap(-1, 256 * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    content = np.frombuffer(region, np.uint8)
+    content[128 * MB :] = 7
+    use_huge_pages()
+    assert huge_bytes_at(content.ctypes.data) >= 64 * MB
+    assert (content[128 * MB :] == 7).all() and not content[: 128 * MB].any()
+
+
 def test_other_systems_are_left_alone(monkeypatch):
     monkeypatch.setattr("sys.platform", "darwin")
     assert use_huge_pages() == 0
