@@ -57,7 +57,7 @@ async def together(
     matcher = support.grammars(target).open(grammar, sampler.ends)
     draft = tiny.model(draft_kind) if draft_kind else None
     drafting = tiny.scheduler(tiny.HashEngine(draft, 1)) if draft else None
-    request = Request(PROMPT, max_tokens=count, stop=stop, speculation=SpeculationParameters(mode))
+    request = Request(PROMPT, max_tokens=count, stop=stop, logprobs=logprobs, speculation=SpeculationParameters(mode))
     text, ids, event = "", [], None
     try:
         drafter = None
