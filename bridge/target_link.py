@@ -148,7 +148,7 @@ class TargetLink:
         if (most := max((len(one.top) for one in result.logprobs), default=0)) > (self._logprobs or 0):
             raise TargetFault(f"a pass has {most} alternatives to a token, and {self._logprobs} were requested")
         values = [value for one in result.logprobs for value in (one.logprob, *(value for _, value in one.top))]
-        if not all(-inf < value <= _MAX_LOGPROB for value in values):  # also False for what is no number
+        if not all(-inf < value <= _MAX_LOGPROB for value in values):  # also False for NaN
             raise TargetFault("a pass has a log probability that is none")
         if result.cached_token_count > result.base_token_count:
             raise TargetFault(f"a pass found {result.cached_token_count} tokens in a cache, more than there are")

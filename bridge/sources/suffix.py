@@ -16,7 +16,7 @@ from bridge.text.vocabulary import Vocabulary
 _MIN_BYTES_AFTER = 8
 # The average bytes of a token, by which matching bytes count as tokens.
 _TOKEN_BYTES = 4
-# A match of bytes gets longer with each byte that is right. Its confidence grows as over so many bytes.
+# Each right byte makes a match of bytes longer: the confidence grows linearly, at its average rate over the first 16.
 _AHEAD_BYTES = 16
 
 

@@ -62,7 +62,7 @@ class SuffixMatcher:
 
     @property
     def end(self) -> bytes:
-        """Returns the last bytes of the text, as many as a match may have."""
+        """Returns the last `MAX_MATCH_BYTES` bytes of the text."""
         return bytes(self._text[-MAX_MATCH_BYTES:])
 
     def append(self, data: bytes | bytearray) -> None:

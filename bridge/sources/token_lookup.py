@@ -1,8 +1,8 @@
 """Finds earlier occurrences of a text's last tokens, and proposes the tokens that followed them.
 
 Whole tokens match, so that even a match of one short token is useful: after " a" as a token, a new word begins, which
-matching bytes do not show. After Saxena, "Prompt Lookup Decoding" (2023). That several occurrences agree says more
-than the length of one, as in Oliaro et al., "SuffixDecoding" (2024).
+matching bytes do not show. After Saxena, "Prompt Lookup Decoding" (2023). As in Oliaro et al., "SuffixDecoding" (2024),
+the number of occurrences that agree counts, too.
 """
 
 from array import array
@@ -17,10 +17,10 @@ MAX_PROPOSED_TOKENS = 64
 _MAX_MATCH_TOKENS = 16
 # The latest occurrences of the last token that are looked at, besides those that have matched so far.
 _LATEST_PLACES = 8
-# More tokens than most passes yield: only so many at a text's end are searched for matches one by one.
+# The number of tokens at the end of an addition that are searched for matches one by one. Few passes yield more.
 _MAX_PASS_TOKENS = 64
-# The odds that a proposed token is right, measured with two models (see docs/concepts/speculation.md): a power of the
-# tokens that match before it. If several places match, the odds are higher if all agree, and lower if some differ.
+# The odds that a proposed token is right, fitted to texts of two models (see docs/concepts/speculation.md): a power of
+# the number of tokens that match before it. If several places match, the odds are higher if all agree, and lower if some differ.
 _ODDS_OF_ONE, _ODDS_POWER, _ODDS_OF_AGREEMENT = 1 / 3, 1.5, 4.5
 
 

@@ -396,6 +396,5 @@ def test_a_draft_that_never_pays_is_tried_ever_less_often() -> None:
         unused += 50
     assert gaps[-4:] == pytest.approx([500, 1000, 2000, 4000], abs=100)  # after it has learned
     # A pass that uses the draft for its predicted speed resets the interval.
-    simulated = Simulated(TargetEstimates(measured(FLAT)), FLAT, 0.9, draft=draft)
-    simulated.run(20)
+    Simulated(TargetEstimates(measured(FLAT)), FLAT, 0.9, draft=draft).run(20)
     assert draft.trial_interval == 500

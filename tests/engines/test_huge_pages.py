@@ -33,16 +33,14 @@ def test_memory_keeps_its_content_and_lies_in_huge_pages():
     content[:] = written
     moved = use_huge_pages()
     assert np.array_equal(content, written)
-    if not kernel_collapses():
-        pytest.skip("Linux before 6.1, a sandbox, or a kernel without huge pages: it refuses any such request")
+    skip_unless_the_kernel_collapses()
     assert moved >= 32 * MB
     assert huge_bytes_at(content.ctypes.data) >= 60 * MB
 
 
 def test_a_part_that_was_never_written_does_not_keep_the_rest_from_moving():
     """The kernel may report a model's weights and an unused cache as one mapping."""
-    if not kernel_collapses():
-        pytest.skip("Linux before 6.1, a sandbox, or a kernel without huge pages: it refuses any such request")
+    skip_unless_the_kernel_collapses()
     region = mmap.mmap(-1, 256 * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     content = np.frombuffer(region, np.uint8)
     content[128 * MB :] = 7
@@ -56,15 +54,14 @@ def test_other_systems_are_left_alone(monkeypatch):
     assert use_huge_pages() == 0
 
 
-def kernel_collapses():
-    """Returns whether the kernel moves memory to huge pages at once, asked without the code under test."""
+def skip_unless_the_kernel_collapses():
+    """Asks the kernel to move memory to huge pages, without the code under test; some kernels and sandboxes cannot."""
     with mmap.mmap(-1, 8 * MB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as region:
         region.write(b"x" * (8 * MB))
         try:
             region.madvise(25, 0, 8 * MB)  # MADV_COLLAPSE
         except OSError:
-            return False
-    return True
+            pytest.skip("Linux before 6.1, a sandbox, or a kernel without huge pages: it refuses any such request")
 
 
 def huge_bytes_at(address):
