@@ -20,7 +20,8 @@ _LATEST_PLACES = 8
 # The number of tokens at the end of an addition that are searched for matches one by one. Few passes yield more.
 _MAX_PASS_TOKENS = 64
 # The odds that a proposed token is right, fitted to texts of two models (see docs/concepts/speculation.md): a power of
-# the number of tokens that match before it. If several places match, the odds are higher if all agree, and lower if some differ.
+# the number of tokens that match before it. If several places match, the odds are higher if all agree, and lower if
+# some differ.
 _ODDS_OF_ONE, _ODDS_POWER, _ODDS_OF_AGREEMENT = 1 / 3, 1.5, 4.5
 
 

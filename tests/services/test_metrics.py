@@ -147,7 +147,8 @@ def test_a_model_server_counts_its_forwards_and_its_cache(trio: Trio, client: Cl
 
 def test_a_running_request_is_visible_and_one_that_fails_or_is_cancelled_is_counted(trio: Trio, client: Client) -> None:
     before = trio.bridge.scrape()
-    stream = client.stream(PROMPT, max_tokens=220, ignore_eos=True)
+    # Without speculation, so that the request still runs when it is looked for.
+    stream = client.stream(PROMPT, max_tokens=220, ignore_eos=True, speculation="off")
     sent = 0
     for event in stream:
         sent += len(event.token_ids) if isinstance(event, bridge_pb2.GenerateDelta) else 0
