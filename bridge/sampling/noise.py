@@ -113,3 +113,27 @@ def gumbel(seed: int, offset: int, counter: int, keys: Int64) -> Float64:
         part = slice(start, start + _CHUNK_KEYS)
         noise[part] = gumbel_of(state, keys[part])
     return noise
+
+
+def reaching(seed: int, offset: int, counter: int, keys: Int64, least: float) -> Int64:
+    """Returns the indices, ascending, of all `keys` whose noise is at least `least`; a few may have a little less.
+
+    It compares the integers that the noise is made of, so no logarithm is needed.
+    """
+    state = position_state(seed, offset, counter) & _MASK
+    # -log(-log(u)) grows with u. The margins are far above the rounding of logarithms, and below any use.
+    share = math.exp(-math.exp(min(-(least - 1e-9), 700.0)))
+    least_bits = np.uint64(max(int(share * 2.0**52) - 8, 0) << 12)
+    found = []
+    unsigned, scratch = keys.view(np.uint64), np.empty((2, min(len(keys), _CHUNK_KEYS)), np.uint64)
+    for start in range(0, len(keys), _CHUNK_KEYS):
+        part = unsigned[start : start + _CHUNK_KEYS]
+        mixed, shifted = scratch[:, : len(part)]
+        np.bitwise_xor(part, np.uint64(state), out=mixed)
+        for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
+            np.right_shift(mixed, np.uint64(bits), out=shifted)
+            np.bitwise_xor(mixed, shifted, out=mixed)
+            np.multiply(mixed, np.uint64(factor), out=mixed)
+        mixed ^= mixed >> np.uint64(31)
+        found.append(np.flatnonzero(mixed >= least_bits) + start)
+    return np.concatenate(found) if found else np.empty(0, np.int64)

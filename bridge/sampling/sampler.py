@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from bridge.errors import EngineFailure, InvalidField
 from bridge.sampling.grammar import Grammar
-from bridge.sampling.noise import GUMBEL_RANGE, Int64, gumbel
+from bridge.sampling.noise import GUMBEL_RANGE, Float64, Int64, gumbel, reaching
 
 Logits = NDArray[np.float32]
 
@@ -26,6 +26,10 @@ _RANGES = {
 }
 # top_p first considers the ids that are at most this far below the best score, instead of sorting all ids.
 _FIRST_DEPTH_NATS = 4.0
+# Probabilities are reported as if the temperature were at least this high, so that scores divided by it are finite.
+_LEAST_TEMPERATURE = 1e-6
+# Sampling from all ids first considers this many of the best ones, at least, and searches them in steps of this factor.
+_NEAR_COUNT, _DEEPER = 64, 1.5
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,11 @@ class SamplingParameters:
             self.grammar.checked()
             _check("ignore_eos", self.ignore_eos, not self.ignore_eos, "false with a grammar, which ends the text")
         return self
+
+    @property
+    def truncates(self) -> bool:
+        """Returns whether only some of the ids may be sampled."""
+        return bool(self.top_k or self.min_p) or (self.top_p is not None and self.top_p < 1.0)
 
     def for_draft(self, temperature: float | None = None) -> "SamplingParameters":
         """Returns the parameters for a draft: temperature, truncation and grammar, without those on ids or the end.
@@ -170,17 +179,49 @@ class Sampler:
         adjusted = self._adjusted(scores, history, allowed)
         if adjusted is not scores and not np.isfinite(adjusted.max()):
             raise EngineFailure("no token may be chosen: every id ends the text, which min_tokens does not allow yet")
-        sampled: NDArray[np.floating[Any]] = adjusted
-        if temperature := self.parameters.temperature:
-            kept, sampled = _truncate(adjusted, self.parameters)
-            index, lead = _best(sampled + gumbel(self.seed, offset, counter, self.keys[kept]))
-            token_id, lead = int(kept[index]), lead * temperature
+        if self.parameters.temperature:
+            token_id, lead, probability = self._sample(adjusted, offset, counter)
         else:
-            index, lead = _best(sampled)
-            token_id = index
-        probability = _probability(sampled, index) if self.confident else None
+            token_id, lead = _best(adjusted)
+            probability = _probability(adjusted, token_id) if self.confident else None
         logprob, top_logprobs = (None, ()) if self.logprobs is None else _logprobs(scores, token_id, self.logprobs)
         return Choice(token_id, lead < self.tolerance, probability, logprob, top_logprobs)
+
+    def _sample(self, scores: Logits, offset: int, counter: int) -> tuple[int, float, float | None]:
+        """Returns an id, how much higher the score of the next one would have to be, and the id's probability."""
+        parameters, temperature = self.parameters, self.parameters.temperature
+        if parameters.truncates:
+            kept, scaled = _truncate(scores, parameters)
+        else:
+            kept = self._contenders(scores, offset, counter)
+            scaled = _scaled(scores[kept], float(scores.max()), temperature)
+        index, lead = _best(scaled + gumbel(self.seed, offset, counter, self.keys[kept]))
+        token_id, probability = int(kept[index]), None
+        if self.confident and parameters.truncates:
+            probability = _probability(scaled, index)
+        elif self.confident:
+            probability = _probability(scores / np.float32(max(temperature, _LEAST_TEMPERATURE)), token_id)
+        return token_id, lead * temperature, probability
+
+    def _contenders(self, scores: Logits, offset: int, counter: int) -> Int64:
+        """Returns the ids, ascending, that may have one of the two largest sums of score and noise.
+
+        Noise for all ids would take longer than anything else here, so it is computed for some of the best ids. Any
+        other id needs enough noise to exceed the second largest of their sums.
+        """
+        temperature, best, depth = self.parameters.temperature, float(scores.max()), _FIRST_DEPTH_NATS
+        # Rounding may have decided against ids that are lower by the tolerance: they count for `Choice.near_tie`.
+        keys, floor = self.keys[: len(scores)], _floor(best - self.tolerance, temperature)
+        near, limit = np.empty(0, np.int64), np.float32(best)
+        while len(near) < _NEAR_COUNT:
+            limit = np.float32(best - depth * temperature)
+            if limit <= floor:
+                return np.flatnonzero(scores >= floor)
+            near, depth = np.flatnonzero(scores >= limit), depth * _DEEPER
+        sums = _scaled(scores[near], best, temperature) + gumbel(self.seed, offset, counter, keys[near])
+        least = float(np.partition(sums, -2)[-2]) - float(_scaled(np.array([limit]), best, temperature)[0])
+        others = reaching(self.seed, offset, counter, keys, least)
+        return np.union1d(near, others[scores[others] >= floor])
 
     def _adjusted(self, scores: Logits, history: History | None, allowed: NDArray[np.bool_] | None = None) -> Logits:
         """Applies bias and penalties in the order of Hugging Face's logits processors, then the grammar.
@@ -218,7 +259,8 @@ class Sampler:
 
 def _probability(scores: NDArray[np.floating[Any]], index: int) -> float:
     # float32 is exact enough for a confidence, and takes a third of the time with a large vocabulary.
-    return float(1.0 / np.exp((scores - scores[index]).astype(np.float32)).sum())
+    weights = np.exp((scores - scores.max()).astype(np.float32))
+    return float(weights[index] / weights.sum())
 
 
 def _logprobs(scores: Logits, token_id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
@@ -236,42 +278,62 @@ def _best(scores: NDArray[np.floating[Any]]) -> tuple[int, float]:
     return best, float(scores[best]) - float(others)
 
 
-def _truncate(scores: Logits, parameters: SamplingParameters) -> tuple[Int64, NDArray[np.float64]]:
+def _floor(best: float, temperature: float) -> np.float32:
+    """Returns a score below which no noise can make an id the best."""
+    return _lowered(best - GUMBEL_RANGE * temperature)
+
+
+def _lowered(score: float) -> np.float32:
+    """Returns the next smaller score, so that rounding excludes no id."""
+    return np.nextafter(np.float32(score), np.float32(-np.inf))
+
+
+def _scaled(scores: Logits, best: float, temperature: float) -> Float64:
+    """Returns scores divided by temperature, shifted so that the best is 0."""
+    # With the best subtracted first, a tiny temperature overflows only for scores far below the best.
+    with np.errstate(over="ignore"):
+        return (scores.astype(np.float64) - best) / temperature
+
+
+def _truncate(scores: Logits, parameters: SamplingParameters) -> tuple[Int64, Float64]:
     """Returns the ids that may be chosen, ascending, and their scores divided by temperature, shifted so the best is 0.
 
     The order is that of Hugging Face's warpers: temperature, top_k, top_p, min_p, each on what the previous one left.
     """
-    best = float(scores.max())
-    # No noise can make an id below this floor the best.
-    floor = np.nextafter(np.float32(best - GUMBEL_RANGE * parameters.temperature), np.float32(-np.inf))
+    best, temperature = float(scores.max()), parameters.temperature
+    floor = _floor(best, temperature)
     if parameters.top_k and parameters.top_k < len(scores):
         # Temperature does not change the order. Ids that tie with the last one kept stay too, as in Hugging Face's.
         floor = max(floor, np.partition(scores, -parameters.top_k)[-parameters.top_k])
-    kept = np.flatnonzero(scores >= floor)
-    # With the best subtracted first, a tiny temperature overflows only for scores far below the best.
-    with np.errstate(over="ignore"):
-        scaled = (scores[kept].astype(np.float64) - best) / parameters.temperature
     if parameters.top_p is not None and parameters.top_p < 1.0:
-        inside = _nucleus(scaled, parameters.top_p)
-        kept, scaled = kept[inside], scaled[inside]
+        kept = _nucleus(scores, temperature, floor, parameters.top_p)
+    elif parameters.min_p:  # most ids are left out at once; rounding decides about none of them
+        kept = np.flatnonzero(scores >= max(floor, _lowered(best + math.log(parameters.min_p) * temperature)))
+    else:
+        kept = np.flatnonzero(scores >= floor)
+    scaled = _scaled(scores[kept], best, temperature)
     if parameters.min_p:
         inside = np.flatnonzero(scaled >= math.log(parameters.min_p))
         kept, scaled = kept[inside], scaled[inside]
     return kept, scaled
 
 
-def _nucleus(scores: NDArray[np.float64], top_p: float) -> Int64:
-    """Returns the indices, ascending, of the fewest best scores whose probabilities sum to `top_p`. The best is 0."""
-    total = float(np.exp(scores).sum())
-    depth = _FIRST_DEPTH_NATS
+def _nucleus(scores: Logits, temperature: float, floor: np.float32, top_p: float) -> Int64:
+    """Returns the ids, ascending, of the fewest best scores whose probabilities sum to `top_p`.
+
+    All scores below `floor` have no probability.
+    """
+    depth, weights = _FIRST_DEPTH_NATS, np.exp(_scaled(scores, float(scores.max()), temperature))
+    weights[scores < floor] = 0.0
+    total = float(weights.sum())
     while True:
-        near = np.flatnonzero(scores >= -depth)
+        near = np.flatnonzero(weights >= math.exp(-depth))
         # Among equal scores the later one is kept first, as in Hugging Face's stable ascending sort.
-        ordered = near[np.argsort(scores[near], kind="stable")[::-1]]
-        probabilities = np.exp(scores[ordered]) / total
+        ordered = near[np.argsort(weights[near], kind="stable")[::-1]]
+        probabilities = weights[ordered] / total
         better = np.cumsum(probabilities) - probabilities
         inside = better < top_p
-        if not inside.all() or len(near) == len(scores):
+        if not inside.all() or depth > GUMBEL_RANGE:
             inside[0] = True
             return np.sort(ordered[inside])
         depth *= 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bridge.errors import EngineFailure
-from bridge.sampling.noise import gumbel, gumbel_of, position_state, signed, token_key, token_keys, uniform
+from bridge.sampling.noise import gumbel, gumbel_of, position_state, reaching, signed, token_key, token_keys, uniform
 from bridge.sampling.sampler import Sampler, SamplingParameters
 from tests.support import tiny
 
@@ -53,6 +53,21 @@ def test_uniforms_are_uniform_and_never_0_or_1() -> None:
     state = position_state(5, 6, 7)
     extremes = uniform(state, np.array([state, ~state]))
     assert np.all((extremes > 0) & (extremes < 1))
+
+
+def test_all_keys_with_enough_noise_are_found_and_hardly_any_other() -> None:
+    keys = np.random.default_rng(2).integers(-(2**63), 2**63 - 1, 40_000)
+    for least in (-1e3, -3.0, -0.5, 0.0, 1.0, 4.0, 9.0, 12.0, 36.7, 45.0, 1e9):
+        for offset in range(5):
+            found, noise = reaching(3, offset, 1, keys, least), gumbel(3, offset, 1, keys)
+            assert set(np.flatnonzero(noise >= least)) <= set(found)
+            assert np.all(noise[found] >= least - 1e-6)
+            assert np.all(np.diff(found) > 0)
+    # The largest noise there is belongs to a key that is found at any level below it.
+    state = position_state(5, 6, 7)
+    inverse = next(key for key in (np.array([state]),) if uniform(state, key)[0] < 1)
+    assert len(reaching(5, 6, 7, inverse, gumbel(5, 6, 7, inverse)[0])) == 1
+    assert len(reaching(5, 6, 7, np.empty(0, np.int64), 0.0)) == 0
 
 
 def test_every_argument_matters() -> None:

@@ -170,6 +170,31 @@ def test_twenty_thousand_samples_follow_the_exact_softmax(case: dict[str, object
     assert not beyond(*chi_square(counts, expected))
 
 
+@pytest.mark.parametrize("size", [1, 2, 40, 5_000])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-3, 0.3, 1.0, 4.0, 100.0])
+def test_sampling_needs_the_noise_of_few_ids_but_chooses_as_if_it_had_that_of_all(
+    size: int, temperature: float
+) -> None:
+    random = np.random.default_rng(size)
+    keys = random.integers(-(2**63), 2**63 - 1, size)
+    one = Sampler(SamplingParameters(temperature), 5, keys, np.empty(0, np.int64), tolerance=0.05, confident=True)
+    for offset in range(60):
+        logits = (random.standard_normal(size) * 10 ** random.uniform(-1, 1.3)).astype(np.float32)
+        if offset % 3 == 1:
+            logits = np.round(logits)  # ties
+        if offset % 4 == 2:
+            logits[random.random(size) < 0.9] = -np.inf
+            logits[random.integers(size)] = 1.0
+        with np.errstate(over="ignore"):
+            scaled = (logits.astype(np.float64) - logits.max()) / temperature
+        sums = scaled + gumbel(5, offset, 0, keys)
+        best, next_ = int(sums.argmax()), float(np.sort(sums)[-2]) if size > 1 else -np.inf
+        choice = one.choose(logits, offset, 0)
+        assert choice.token_id == best
+        assert choice.near_tie == ((float(sums[best]) - next_) * temperature < 0.05)
+        assert choice.probability == pytest.approx(np.exp(scaled[best]) / np.exp(scaled).sum(), rel=1e-4, abs=1e-12)
+
+
 def test_the_test_would_notice_every_biased_scheme() -> None:
     """Tests schemes of other systems, each of which is biased."""
     logits = np.random.default_rng(11).standard_normal(SIZE) * 2
