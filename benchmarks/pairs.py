@@ -13,8 +13,9 @@ are medians over prompts. FILE of prompts: see `benchmarks.prompts`; the default
 a chat template continues the last message of a chat as plain text.
 
 Rivals are other software (`benchmarks.rival_process`): transformers, transformers-assisted (with the draft and both
-tokenizers), transformers-prompt-lookup, llamacpp, llamacpp-prompt-lookup, openvino-genai, openvino-genai-prompt-lookup,
-vllm, vllm-ngram, vllm-draft (with the draft, across vocabularies). Each is a process in the environment of PYTHON, or
+tokenizers), transformers-prompt-lookup, llamacpp, llamacpp-prompt-lookup, llama-server, llama-server-draft (llama.cpp's
+own program, with a draft of the same tokenizer), openvino-genai, openvino-genai-prompt-lookup, vllm, vllm-ngram,
+vllm-draft (with the draft, across vocabularies). Each is a process in the environment of PYTHON, or
 in this one, with the target's number of threads. It runs after the modes on every prompt and reads the same ids. A
 rival that does not start, or fails later, is left out. Rivals get the first request too, but transformers does not
 cache prompts. transformers and vLLM load the target's directory in the target's dtype; llama.cpp loads its GGUF file;
@@ -149,6 +150,7 @@ class Spoken:
             options += ["--gguf", str(resolve_gguf(arguments.target))]
         if arguments.draft != "none":
             options += ["--draft", str(resolve(arguments.draft))]
+            options += ["--draft-gguf", str(resolve_gguf(arguments.draft))] if has_gguf(arguments.draft) else []
         return cls(prompt_ids, list(model.special_ids.eos), options)
 
 

@@ -1,7 +1,7 @@
 """Runs one library in this process and answers greedy requests from standard input, one at a time.
 
-    PYTHON benchmarks/rival_process.py NAME --model DIR [--gguf FILE] [--draft DIR] [--dtype bfloat16] [--threads 2]
-        [--context 2048]
+    PYTHON benchmarks/rival_process.py NAME --model DIR [--gguf FILE] [--draft DIR] [--draft-gguf FILE]
+        [--dtype bfloat16] [--threads 2] [--context 2048]
 
 PYTHON may belong to any environment: this file imports only the standard library and, at run time, what NAME needs. It
 prints JSON lines: first {"about": TEXT}, or {"error": REASON} before it exits; then, for each input line
@@ -10,12 +10,16 @@ prints JSON lines: first {"about": TEXT}, or {"error": REASON} before it exits; 
 
 import argparse
 import ctypes
+import http.client
 import json
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -75,6 +79,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="model directory for transformers, or what NAME loads instead")
     parser.add_argument("--gguf", help="the same model as a GGUF file for llama.cpp")
     parser.add_argument("--draft", help="directory of the draft")
+    parser.add_argument("--draft-gguf", help="the draft as a GGUF file for llama.cpp")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--context", type=int, default=2048, help="maximum number of tokens of prompt and answer")
@@ -256,6 +261,74 @@ def _gguf(options: argparse.Namespace) -> str:
     return str(options.gguf)
 
 
+def llama_server(options: argparse.Namespace) -> tuple[str, Rival]:
+    """Starts llama.cpp's own server, plain or with a draft of the same tokenizer; see `_speculation_of_llama_cpp`.
+
+    The program is `llama-server` on the PATH, or what LLAMA_SERVER names.
+    """
+    program = shutil.which(os.environ.get("LLAMA_SERVER", "llama-server"))
+    if not program:
+        raise ValueError("there is no llama-server on the PATH: build llama.cpp, or name it in LLAMA_SERVER")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    threads = str(options.threads)
+    server = subprocess.Popen(
+        [
+            program, "--model", _gguf(options), "--host", "127.0.0.1", "--port", str(port), "--parallel", "1",
+            "--threads", threads, "--threads-batch", threads, "--ctx-size", str(options.context),
+            *_speculation_of_llama_cpp(options),
+        ],
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+    def post(path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET" if body is None else "POST", path, body and json.dumps(body))
+        response = connection.getresponse()
+        if response.status != http.HTTPStatus.OK:
+            raise RuntimeError(f"llama-server answered {response.status}")
+        yield from response
+        connection.close()
+
+    until = time.monotonic() + 300
+    while True:
+        try:
+            list(post("/health", None))
+            break
+        except (OSError, RuntimeError) as error:
+            if server.poll() is not None or time.monotonic() > until:
+                raise RuntimeError("llama-server did not start: see its messages above") from error
+            time.sleep(0.2)
+
+    def answer(request: Request) -> Answer:
+        clock, ids, timings = Clock(), list[int](), dict[str, Any]()
+        body = {
+            "prompt": request.prompt_ids, "n_predict": request.max_tokens, "temperature": 0, "return_tokens": True,
+            "stream": True, "cache_prompt": True,
+        }  # fmt: skip
+        for line in post("/completion", body):
+            if line.startswith(b"data: "):
+                event = json.loads(line.removeprefix(b"data: "))
+                timings = event.get("timings", timings)
+                if not event["stop"]:
+                    clock.tokens()
+                    ids += event["tokens"]
+        drafted, accepted = timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)
+        return Answer(ids, clock.first_token_ns, clock.elapsed_ns, len(ids) - accepted, drafted, accepted)
+
+    return f"{Path(program).name}, {Path(_gguf(options)).name}", answer
+
+
+def _speculation_of_llama_cpp(options: argparse.Namespace) -> list[str]:
+    """Returns llama-server's options for speculative decoding, with its own default number of candidates."""
+    if options.name != "llama-server-draft":
+        return []
+    if not options.draft_gguf:
+        raise ValueError("llama-server-draft needs --draft-gguf")
+    return ["--spec-type", "draft-simple", "--spec-draft-model", options.draft_gguf]
+
+
 def openvino_genai(options: argparse.Namespace) -> tuple[str, Rival]:
     """Loads `LLMPipeline`, plain or with prompt lookup, from an exported model or a GGUF file."""
     import numpy as np
@@ -353,6 +426,8 @@ RIVALS: dict[str, Callable[[argparse.Namespace], tuple[str, Rival]]] = {
     "transformers-prompt-lookup": transformers,
     "llamacpp": llamacpp,
     "llamacpp-prompt-lookup": llamacpp_prompt_lookup,
+    "llama-server": llama_server,
+    "llama-server-draft": llama_server,
     "openvino-genai": openvino_genai,
     "openvino-genai-prompt-lookup": openvino_genai,
     "vllm": vllm,
