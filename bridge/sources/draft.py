@@ -18,6 +18,8 @@ _TOKEN_BYTES = 4.0
 # The passes of the target that wait in vain for a draft that runs ahead, with nothing from it in between, after which
 # the target no longer waits for it.
 _VAIN_PASSES = 4
+# A draft that owes an answer for this long is given up: its stream is closed, which frees its slot.
+_MAX_SILENCE_NS = 30_000_000_000
 # Rounding may make a probability larger than 1.
 _MAX_CONFIDENCE = 1.001
 # More committed bytes than this are encoded in a thread, so that other requests do not wait.
@@ -123,6 +125,8 @@ class DraftSource(CandidateSource):
         self._vain_pass_count = 0
         # The time of the last sync or the last proposal, from which the time of the next proposal counts.
         self._asked_ns = 0
+        # The time since which the draft owes an answer and has sent nothing; None if it owes none.
+        self._silent_since_ns: int | None = None
         # What the draft may still send, in all epochs together.
         self._credited_messages = self._credited_tokens = 0
         self._token_count = self._byte_count = 0
@@ -175,6 +179,8 @@ class DraftSource(CandidateSource):
             self._vain_pass_count += outcome.timed_out
             if outcome.timed_out and not self._epoch.turn_over:
                 self._overdue |= self._epoch.turns or self._vain_pass_count >= _VAIN_PASSES
+        if self._silent_since_ns is not None and self._clock() - self._silent_since_ns > _MAX_SILENCE_NS:
+            self._error = Unreachable("the draft", f"it has sent nothing for {_MAX_SILENCE_NS / 1e9:.0f} seconds")
 
     async def advance(self, tape: Tape, pace: DraftPace) -> None:
         epoch = self._epoch
@@ -238,6 +244,8 @@ class DraftSource(CandidateSource):
         # The draft may send each token in its own message, and end an epoch with a message without tokens.
         self._credited_messages += token_count + 1
         self._credited_tokens += token_count
+        if self._silent_since_ns is None:
+            self._silent_since_ns = self._clock()
 
     def _on_proposal(self, proposal: Proposal) -> None:
         """Adds a proposal to its epoch. Raises `ProtocolViolation` if the draft may not send it."""
@@ -245,6 +253,7 @@ class DraftSource(CandidateSource):
         self.compute_ns += proposal.forward_ns
         self.proposed_token_count += len(proposal.token_ids)
         epoch, now = self._epoch, self._clock()
+        self._silent_since_ns = now
         if epoch is None or proposal.epoch < epoch.number:
             return
         if proposal.token_ids:
@@ -256,6 +265,8 @@ class DraftSource(CandidateSource):
         for id_, confidence in zip(proposal.token_ids, proposal.confidence or (1.0,) * epoch.credit, strict=False):
             self._add(epoch, id_, confidence)
         epoch.done |= proposal.done
+        if epoch.turn_over:
+            self._silent_since_ns = None
         if epoch.turn_over or not epoch.turns:
             self._overdue = False
             self._notify()

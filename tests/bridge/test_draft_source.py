@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bridge.errors import Unreachable
 from bridge.planning.estimates import DraftEstimates
 from bridge.ports import Proposal
 from bridge.sources.draft import DraftEpoch
@@ -51,6 +52,25 @@ async def test_a_draft_that_runs_ahead_is_not_waited_for_once_it_hangs() -> None
     assert source.state.overdue and not source.state.awaited
     await propose(source, drafter, " b")
     assert not source.state.overdue
+
+
+@pytest.mark.parametrize("pace", [DraftPace(8), DraftPace(3, 3, True)])
+async def test_a_draft_that_owes_an_answer_for_long_is_given_up(pace: DraftPace) -> None:
+    now = 1000
+    source, drafter, tape = draft_source(clock=lambda: now)
+    await source.advance(tape, pace)
+    await propose(source, drafter, " fox", done=True)
+    now += 3_600_000_000_000
+    commit(tape, source, " fox", timed_out=False)
+    assert source.propose(tape) is None, "it owed nothing in that hour"
+    spent = 0
+    with pytest.raises(Unreachable, match="it has sent nothing for 30 seconds"):
+        for spent in range(0, 60, 11):  # another sync does not start the time anew
+            await source.advance(tape, pace)
+            now += 11_000_000_000
+            commit(tape, source, " a", timed_out=False)
+            source.propose(tape)
+    assert spent >= 22
 
 
 class RecordedTimes:

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.errors import EmptyPrompt, InvalidField, Unreachable
+from bridge.errors import EmptyPrompt, InvalidField, TargetFault, Unreachable
+from bridge.generation import generate
 from bridge.loop import speculate
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, Prediction
-from bridge.ports import FinishReason, Proposal, Sync
+from bridge.ports import FinishReason, Pass, Proposal, Sync
 from bridge.request import Request, render
 from bridge.sampling.sampler import Choice, History, Logits, Sampler, SamplingParameters
 from bridge.sources.draft import DraftSource
@@ -288,6 +290,27 @@ async def test_a_full_context_ends_the_text() -> None:
     _, ids, finished = await answer(model, engine, None, None, Request(PROMPT), 0.0)
     assert prompt_count + len(ids) == 30
     assert finished.finish_reason is FinishReason.CONTEXT_FULL
+
+
+async def test_a_target_that_ends_the_text_without_a_reason_is_at_fault() -> None:
+    model = tiny.model("byte_level", context_length=30)
+    scheduler = tiny.scheduler(tiny.HashEngine(model, seed=4))
+
+    class Silent(TargetSession):
+        """Reports no reason for the end of a text."""
+
+        async def passes(self) -> AsyncGenerator[Pass, None]:
+            async for result in super().passes():
+                yield replace(result, finish_reason=None)
+
+    with (
+        closing(Silent(model, scheduler, tiny.sampler(model))) as session,
+        pytest.raises(TargetFault, match="without a finish reason"),
+    ):
+        async for _ in generate(Request(PROMPT), model, session):
+            pass
+    assert scheduler.free_slot_count == scheduler.engine.slot_count
+    scheduler.close()
 
 
 async def test_a_stop_string_in_the_middle_of_a_pass_ends_the_text_there() -> None:
