@@ -8,11 +8,11 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bridge.planning.chances import Chances, RequestChances
 from bridge.planning.costs import Ewma, ForwardTime, WidthCost
-from bridge.planning.prediction import Plan
+from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import Proposal
 from bridge.sources.source import CandidateSource, Offer, Outcome
 from bridge.text.common_prefix import common_prefix_length
@@ -51,9 +51,11 @@ _FORGOTTEN_SLOWDOWN = 0.002
 # The passes for each running request after which an unused draft is tried, because what is never tried is never
 # measured. Each trial after which the planner still has no use for the draft doubles the interval.
 _MIN_TRIAL_INTERVAL, _MAX_TRIAL_INTERVAL = 500, 8000
-# The weight of the prior ratio of 1, in accepted candidates, and the factor by which each further pass of any plan
-# reduces the weight of earlier ones.
-_YIELD_PRIOR_TOKENS, _YIELD_FADE = 6.0, 0.99
+# The weight of the prior ratio of 1, in accepted candidates or in passes without candidates, and the factor by which
+# each further pass of any plan reduces the weight of earlier ones.
+_RATIO_PRIOR, _RATIO_FADE = 6.0, 0.99
+# A pass counts as at most this multiple of its predicted time: the machine may have stalled.
+_MAX_TIME_RATIO = 3.0
 # The least prior chance of candidates that are tried, once in a while, though they are not expected to pay.
 _PROMISING = 0.5
 # The weight of the newest pass in the average gain from waiting for candidates.
@@ -135,30 +137,53 @@ class DraftEstimates:
             self.forward.observe(proposal.read_token_count, read_ns)
 
 
-class AcceptanceRatio:
-    """Measures how many candidates of one source are accepted, relative to the prediction.
-
-    Chances are right on average over all candidates. A plan is chosen for promising candidates, whose chances are
-    therefore too high on average, and some arrive too late for their pass.
-    """
+class _Ratio:
+    """The ratio of a measured quantity to its prediction, at first 1."""
 
     def __init__(self) -> None:
-        self._accepted = self._predicted = 0.0
+        self._measured = self._predicted = 0.0
 
     @property
-    def ratio(self) -> float:
-        """Returns the factor that corrects a prediction."""
-        return (_YIELD_PRIOR_TOKENS + self._accepted) / (_YIELD_PRIOR_TOKENS + self._predicted)
+    def value(self) -> float:
+        return (_RATIO_PRIOR + self._measured) / (_RATIO_PRIOR + self._predicted)
 
-    def observe(self, accepted: int, predicted: float) -> None:
-        """Records a pass. `predicted` is the number of accepted candidates before the correction."""
-        self._accepted += accepted
+    def observe(self, measured: float, predicted: float) -> None:
+        self._measured += measured
         self._predicted += predicted
 
     def fade(self) -> None:
         """Reduces the weight of earlier passes, so that a source that has failed is tried again."""
-        self._accepted *= _YIELD_FADE
-        self._predicted *= _YIELD_FADE
+        self._measured *= _RATIO_FADE
+        self._predicted *= _RATIO_FADE
+
+
+class Correction:
+    """Corrects the prediction for candidates that are at hand by what such plans have yielded and cost so far.
+
+    Chances are right on average over all candidates, but a plan is chosen for promising ones, whose chances are
+    therefore too high on average. And a pass that begins before its candidates arrive yields one token, but costs
+    only that.
+    """
+
+    def __init__(self) -> None:
+        self._accepted, self._extra = _Ratio(), _Ratio()
+
+    def applied(self, found: Prediction, plain_ns: float) -> Prediction:
+        """Returns a prediction, given that of a pass without candidates, with accepted tokens and extra time corrected."""
+        tokens = 1.0 + (found.tokens - 1.0) * self._accepted.value
+        return replace(found, tokens=tokens, ns=plain_ns + (found.ns - plain_ns) * self._extra.value)
+
+    def observe(self, accepted: int, elapsed_ns: float, plan: Plan) -> None:
+        """Records a pass that was made under a plan with such candidates, whose prediction was corrected."""
+        self._accepted.observe(accepted, (plan.prediction.tokens - 1.0) / self._accepted.value)
+        elapsed_ns = min(elapsed_ns, _MAX_TIME_RATIO * plan.prediction.ns)
+        predicted = (plan.prediction.ns / plan.plain_ns - 1.0) / self._extra.value
+        self._extra.observe(max(elapsed_ns / plan.plain_ns - 1.0, 0.0), predicted)
+
+    def fade(self) -> None:
+        """Reduces the weight of earlier passes."""
+        self._accepted.fade()
+        self._extra.fade()
 
 
 @dataclass
@@ -178,7 +203,8 @@ class TargetEstimates:
         self._loads = [_Load(WidthCost.measured(forward_costs), single_ns)]
         self._running = 0
         self._chances: dict[str, Chances] = {}
-        self.acceptance_ratios: dict[str, AcceptanceRatio] = {}
+        # By source that takes no time.
+        self.corrections: dict[str, Correction] = {}
         self.drafts: dict[str, DraftEstimates] = {}
         # By source, the passes since one with its candidates; under "", those since one without candidates.
         self.idle_pass_counts: Counter[str] = Counter()
@@ -245,9 +271,10 @@ class RequestEstimates:
         self.chances[source.name] = RequestChances(draft.chances_of(source))
         self.positions = RequestChances(draft.positions, _HOPE)
 
-    def acceptance_ratio(self, source: str) -> float:
-        """Returns how many candidates of a source are accepted, relative to the prediction."""
-        return self.shared.acceptance_ratios[source].ratio if source in self.shared.acceptance_ratios else 1.0
+    def corrected(self, source: str, found: Prediction, plain_ns: float) -> Prediction:
+        """Returns a prediction for candidates of a source that takes no time; see `Correction.applied`."""
+        correction = self.shared.corrections.get(source)
+        return correction.applied(found, plain_ns) if correction else found
 
     def chances_of(self, offer: Offer, count: int) -> list[float]:
         """Returns the chance of each of an offer's first `count` candidates, if all before it are right."""
@@ -280,7 +307,7 @@ class RequestEstimates:
                 self.draft.forget_slowdown()
         if outcome.elapsed_ns is None:
             return
-        self._observe_yield(plan, result.accepted_token_count)
+        self._observe_yield(plan, result.accepted_token_count, outcome.elapsed_ns)
         taken_ns = max(outcome.elapsed_ns - result.waited_ns, result.forward_ns)
         costs, width = shared.costs, result.candidate_token_count + 1
         self.forward.widths = costs.widths
@@ -297,12 +324,12 @@ class RequestEstimates:
             waited_ns = 2 * result.waited_ns if outcome.timed_out else result.waited_ns
             costs.hop.observe(waited_ns, limit=_MAX_DELAY_RATIO)
 
-    def _observe_yield(self, plan: Plan, accepted: int) -> None:
-        ratio, ratios = self.acceptance_ratio(plan.source), self.shared.acceptance_ratios
-        for one in ratios.values():
+    def _observe_yield(self, plan: Plan, accepted: int, elapsed_ns: int) -> None:
+        corrections = self.shared.corrections
+        for one in corrections.values():
             one.fade()
-        if plan.source and plan.name == plan.source:
-            ratios.setdefault(plan.source, AcceptanceRatio()).observe(accepted, (plan.prediction.tokens - 1.0) / ratio)
+        if plan.source and plan.name == plan.source and plan.plain_ns:
+            corrections.setdefault(plan.source, Correction()).observe(accepted, elapsed_ns, plan)
 
     def _observe_candidates(self, outcome: Outcome) -> None:
         for chances in (*self.chances.values(), self.positions):

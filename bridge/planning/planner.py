@@ -251,7 +251,7 @@ class Planner:
         # If the first candidate is right, waiting for it saves a 1-token pass; if not, it costs the wider pass's extra.
         gain_ns = chance * costs.of(1) - (1 - chance) * (costs.of(width + 1) - costs.of(1))
         source, found = offer.sources[0], with_candidates(self._estimates.chances_of(offer, width), costs)
-        found = replace(found, tokens=1.0 + (found.tokens - 1.0) * self._estimates.acceptance_ratio(source))
+        found = self._estimates.corrected(source, found, costs.of(1))
         return Plan(source, found, DraftPace(), patience_ns, gain_ns, source=source)
 
     def _widths(self, offers: Sequence[Offer], costs: TargetCosts) -> list[tuple[Offer, int]]:
