@@ -279,7 +279,7 @@ def llama_server(options: argparse.Namespace) -> tuple[str, Rival]:
             "--threads", threads, "--threads-batch", threads, "--ctx-size", str(options.context),
             *_speculation_of_llama_cpp(options),
         ],
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent,
     )  # fmt: skip
 
     def post(path: str, body: dict[str, Any] | None) -> Iterator[bytes]:
