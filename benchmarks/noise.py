@@ -3,7 +3,7 @@
     python -m benchmarks.noise [--ids 262144] [--positions 8]
 
 Compiled torch needs a C++ compiler; without one its row is left out. The last rows time the sampler itself at one
-position, which draws noise only for the ids that truncation keeps.
+position, which draws noise only for the ids that it can make the best.
 """
 
 import argparse
