@@ -169,7 +169,7 @@ class Correction:
         self._accepted, self._extra = _Ratio(), _Ratio()
 
     def applied(self, found: Prediction, plain_ns: float) -> Prediction:
-        """Returns a prediction, given that of a pass without candidates, with accepted tokens and extra time corrected."""
+        """Returns a prediction with accepted tokens, and the time beyond that of a pass without candidates, corrected."""
         tokens = 1.0 + (found.tokens - 1.0) * self._accepted.value
         return replace(found, tokens=tokens, ns=plain_ns + (found.ns - plain_ns) * self._extra.value)
 
