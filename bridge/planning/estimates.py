@@ -169,7 +169,7 @@ class Correction:
         self._accepted, self._extra = _Ratio(), _Ratio()
 
     def applied(self, found: Prediction, plain_ns: float) -> Prediction:
-        """Returns a prediction with accepted tokens, and the time beyond that of a pass without candidates, corrected."""
+        """Returns a prediction with corrected tokens and time; `plain_ns` is that of a pass without candidates."""
         tokens = 1.0 + (found.tokens - 1.0) * self._accepted.value
         return replace(found, tokens=tokens, ns=plain_ns + (found.ns - plain_ns) * self._extra.value)
 
