@@ -285,7 +285,8 @@ def _floor(best: float, temperature: float) -> np.float32:
 
 def _lowered(score: float) -> np.float32:
     """Returns the next smaller score, so that rounding excludes no id."""
-    return np.nextafter(np.float32(score), np.float32(-np.inf))
+    lowered: np.float32 = np.nextafter(np.float32(score), np.float32(-np.inf))
+    return lowered
 
 
 def _scaled(scores: Logits, best: float, temperature: float) -> Float64:
