@@ -27,8 +27,11 @@ _log = logging.getLogger(__name__)
 # Candidates of each sequence that are considered, by the number of sequences: the first item that is large enough.
 _CONSIDERED = ((4, 16), (16, 8), (64, 6))
 _MIN_CONSIDERED = 4
-# One forward of this number is made without candidates, because what is never measured cannot be compared.
-_PLAIN_FORWARDS = 100
+# One forward of this number is made without candidates, and one with a few if none of them had any that seemed worth
+# verifying, because what is never measured cannot be compared.
+_PLAIN_FORWARDS = _IDLE_FORWARDS = 100
+# The chance from which a candidate takes part in such a trial.
+_PROMISING = 0.5
 # Choosing for several sequences may take this long, however short the deadline is.
 _MIN_DEADLINE_NS = 1_000_000
 # An answer has candidates for this many forwards, for an engine that receives it late.
@@ -145,6 +148,8 @@ class Guest:
         # How long the last step took, and when the last one began that named sequences.
         self.elapsed_ns = self.stepped_ns = 0
         self._begun = self._turn = self._deadline_ns = 0
+        # Shared forwards in a row for which no offer seemed worth verifying.
+        self._idle_forward_count = 0
         self._alone = False
         # Sequences that began in this step and can use candidates.
         self._opening: list[asyncio.Task[None]] = []
@@ -335,9 +340,19 @@ class Guest:
                     offer, chances = sequence.best_offer(considered)
                     if chances:
                         offered.append((one.id, sequence, offer, chances))
-        widths = share([chances for *_, chances in offered], count, self._costs.of(count))
+        widths = self._shared([chances for *_, chances in offered], count)
         for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
             answer.proposed += self._proposed(id_, sequence, update.number, offer, width)
+
+    def _shared(self, chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
+        """Returns how many candidates of each offer to verify; see `share`."""
+        widths = share(chances, sequence_count, self._costs.of(sequence_count))
+        self._idle_forward_count = 0 if any(widths) else self._idle_forward_count + bool(chances)
+        if not chances or self._idle_forward_count < _IDLE_FORWARDS:
+            return widths
+        self._idle_forward_count = 0
+        least = min(_PROMISING, max(one[0] for one in chances))
+        return [int(one[0] >= least) for one in chances]
 
     def _give_draft(self) -> None:
         """Gives a draft that has come free to a sequence without one: at most one in a step, so that it stays short."""

@@ -228,6 +228,27 @@ async def test_an_expensive_forward_gets_fewer_candidates() -> None:
     assert verified["steep"] < verified["flat"] and verified["flat"] > 8
 
 
+async def test_candidates_that_seem_too_expensive_are_tried_now_and_then() -> None:
+    """Otherwise a few slow forwards, as on a busy machine, would rule them out forever."""
+    costs = BatchCosts()
+    for number in range(200):
+        costs.observe(8, 8 * (number % 4), 2e7 * (1 + 50.0 * (number % 4)))
+    guest = guest_of(costs=costs)
+    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[: 100 + id_])) for id_ in range(8)))
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+    tried = []
+    for number in range(250):
+        ends = {id_: 100 + id_ + number for id_ in range(8)}
+        updates = [SequenceUpdate(id_, end, (IDS[end % 150],)) for id_, end in ends.items()]
+        answer = await stepped(guest, number + 2, *updates, deadline_ns=10**9)
+        if answer.proposed:
+            tried.append(number)
+            assert all(one.width == 1 for one in answer.proposed)
+    guest.close()
+    assert 2 <= len(tried) <= 3
+
+
 async def test_a_sequence_that_gains_much_at_once_is_opened_in_a_thread() -> None:
     """Indexing thousands of tokens would hold up all other engines."""
     model = tiny.model("sentencepiece", context_length=1 << 17)
