@@ -15,10 +15,10 @@ from typing import Any
 
 from draftbridge.guests.vllm import Proposer
 
-PLAIN, OURS, WAITING = "no candidates", "draftbridge", "draftbridge, 100 ms"
+PLAIN, OURS, WAITING, LOCAL = "no candidates", "draftbridge", "draftbridge, 100 ms", "draftbridge, local"
 # vLLM's own proposers: ngram with vLLM's defaults, ngram with shorter matches, suffix with vLLM's defaults. WAITING is
-# our own with a longer deadline.
-WAYS = (PLAIN, "ngram 5", "ngram 2-5", "suffix", OURS, WAITING)
+# our own with a longer deadline, LOCAL our own without a bridge.
+WAYS = (PLAIN, "ngram 5", "ngram 2-5", "suffix", OURS, WAITING, LOCAL)
 RECORD = struct.Struct("<4Q")
 
 
@@ -31,12 +31,14 @@ class Ways:
             self._way = mmap.mmap(file.fileno(), 1)
         self._times = (folder / "times").open("ab", buffering=0)
         self._ours = Proposer(vllm_config)
+        self._local = Proposer(_local(vllm_config))
         self._deadline = self._ours._deadline
         self._ngrams = {1: _ngram(vllm_config, 5, 5, 5), 2: _ngram(vllm_config, 2, 5, self._ours._limit)}
         self._suffix = _suffix(vllm_config)
 
     def load_model(self, *arguments: Any) -> None:
         self._ours.load_model(*arguments)
+        self._local.load_model(*arguments)
 
     def propose(self, sampled: list[list[int]], counts: Any, tokens: Any, slot_mappings: Any = None) -> list[list[int]]:
         way = self._way[0]
@@ -51,11 +53,20 @@ class Ways:
         elif WAYS[way] in (OURS, WAITING):
             self._ours._deadline = 0.1 if WAYS[way] == WAITING else self._deadline
             found = self._ours.propose(sampled, counts, tokens)
+        elif WAYS[way] == LOCAL:
+            found = self._local.propose(sampled, counts, tokens)
         else:
             found = [[] for _ in sampled]
         elapsed = time.perf_counter_ns() - began
         self._times.write(RECORD.pack(way, len(sampled), sum(map(len, found)), elapsed))
         return found
+
+
+def _local(vllm_config: Any) -> Any:
+    """Returns vLLM's configuration for an adapter without a bridge."""
+    names = ("speculative_config", "model_config", "parallel_config", "device_config")
+    parts = {name: getattr(vllm_config, name) for name in names}
+    return SimpleNamespace(additional_config={"draftbridge": {"bridge": "local"}}, **parts)
 
 
 def _ngram(vllm_config: Any, least: int, most: int, count: int) -> Any:

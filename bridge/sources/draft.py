@@ -7,7 +7,16 @@ from typing import ClassVar
 
 from bridge.errors import ProtocolViolation, Unreachable
 from bridge.ports import MAX_MEASURED_NS, Proposal, Sync
-from bridge.sources.source import CandidateSource, Continuation, Draft, DraftPace, Opening, Outcome, SourceState
+from bridge.sources.source import (
+    MAX_OFFERED_BYTES,
+    CandidateSource,
+    Continuation,
+    Draft,
+    DraftPace,
+    Opening,
+    Outcome,
+    SourceState,
+)
 from bridge.tape import Tape
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.translation import DraftContext
@@ -168,7 +177,7 @@ class DraftSource(CandidateSource):
         self._notify = notify
         self._reader = asyncio.create_task(read())
 
-    def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
+    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         if self._error:
             raise self._error
         return None if self._epoch is None or after else self._epoch.ahead(self.name)

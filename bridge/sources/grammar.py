@@ -26,7 +26,7 @@ class GrammarSource(CandidateSource):
         """Returns the source, or None for a request without a grammar."""
         return cls(opening.grammar) if opening.grammar else None
 
-    def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
+    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         data, closes = self._grammar.forced(after, MAX_OFFERED_BYTES)
         evidence = float(len(data)) + (MAX_OFFERED_BYTES if closes else 0)  # nothing can follow in the last token
         return Continuation(self.name, data, evidence, -1.0, closes=closes, cut=len(data) == MAX_OFFERED_BYTES)

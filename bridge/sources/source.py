@@ -175,8 +175,11 @@ class CandidateSource(ABC):
         """Returns the source for a request, or None if the request cannot use it."""
 
     @abstractmethod
-    def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
-        """Returns its best continuation of the tape's bytes followed by `after`, or None."""
+    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
+        """Returns its best continuation of the tape's bytes followed by `after`, or None.
+
+        Only about the first `limit` bytes will be used.
+        """
 
     @abstractmethod
     def observe(self, outcome: Outcome) -> None:

@@ -88,7 +88,7 @@ class SourceSet:
         offers = []
         for source in tuple(self._sources):
             with self._dropping(source):
-                if parts := self._parts(source):
+                if parts := self._parts(source, limit_bytes):
                     offers.append(offer_of(self._model.vocabulary, parts, self._end_id, limit_bytes))
         return [offer for offer in offers if offer.token_ids]
 
@@ -184,30 +184,30 @@ class SourceSet:
             _log.error("a bug in the bridge stopped the %s source", source.name, exc_info=error)
             self.note = f"a bug in the bridge stopped the {source.name} (INTERNAL, see its log); the text is unaffected"
 
-    def _parts(self, source: CandidateSource) -> list[Continuation]:
+    def _parts(self, source: CandidateSource, limit: int) -> list[Continuation]:
         """Returns what a source proposes, and what others add to it, as long as one of them can continue the bytes."""
         parts: list[Continuation] = []
         data = b""
-        more = self._proposed(source, data)
+        more = self._proposed(source, data, limit)
         while more and len(parts) < _MAX_PARTS:
             parts.append(more)
             data += more.data
-            if more.closes or more.cut or len(data) >= MAX_OFFERED_BYTES:
+            if more.closes or more.cut or len(data) >= limit:
                 break
-            more = self._continued(more.source, data)
+            more = self._continued(more.source, data, limit - len(data))
         return parts
 
-    def _continued(self, last: str, data: bytes) -> Continuation | None:
+    def _continued(self, last: str, data: bytes, limit: int) -> Continuation | None:
         for source in tuple(self._sources):
             if source.name != last:
                 with self._dropping(source):
-                    if more := self._proposed(source, data):
+                    if more := self._proposed(source, data, limit):
                         return more
         return None
 
-    def _proposed(self, source: CandidateSource, after: bytes) -> Continuation | None:
+    def _proposed(self, source: CandidateSource, after: bytes, limit: int) -> Continuation | None:
         """Returns what a source proposes after the text and `after`, as far as the grammar allows it."""
-        part = source.propose(self._tape, after)
+        part = source.propose(self._tape, after, limit)
         if part and self._grammar and (part.data or part.closes):
             count, may_end = self._grammar.accepted(after, part.data)
             whole = count == len(part.data)

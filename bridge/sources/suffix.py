@@ -5,7 +5,7 @@ from functools import partial
 from itertools import accumulate, takewhile
 from typing import ClassVar
 
-from bridge.sources.source import CandidateSource, Continuation, Opening, Outcome
+from bridge.sources.source import MAX_OFFERED_BYTES, CandidateSource, Continuation, Opening, Outcome
 from bridge.sources.suffix_index import MAX_MATCH_BYTES, MAX_PROPOSAL_BYTES, Match, SuffixMatcher
 from bridge.sources.token_lookup import TokenLookup, confidence
 from bridge.tape import Tape
@@ -35,25 +35,30 @@ class SuffixSource(CandidateSource):
         self,
         vocabulary: Vocabulary,
         prompt_ids: Sequence[int] = (),
-        elsewhere: Callable[[bytes], Match | None] = lambda end: None,
+        elsewhere: Callable[[bytes], Match | None] | None = None,
     ) -> None:
         self._vocabulary, self._elsewhere = vocabulary, elsewhere
         self._lookup = TokenLookup(prompt_ids)
-        self._bytes = SuffixMatcher(vocabulary.spell(prompt_ids), elsewhere=elsewhere)
+        self._bytes: SuffixMatcher | None = None
+        self._byte_token_count = 0
 
     @classmethod
     def open(cls, opening: Opening) -> "SuffixSource":
         """Returns a source for the prompt and, if the request has a tenant, the tenant's earlier outputs."""
+        elsewhere = None
         if opening.memory and opening.tenant:
             elsewhere = partial(opening.memory.match, opening.tenant)
-            return cls(opening.vocabulary, opening.prompt_ids, elsewhere)
-        return cls(opening.vocabulary, opening.prompt_ids)
+        found = cls(opening.vocabulary, opening.prompt_ids, elsewhere)
+        if opening.draft or elsewhere:
+            found._matcher()  # now, because it takes a while for a long prompt
+        return found
 
-    def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
+    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         if after:
-            found = self._bytes.match(after)
+            found = self._matcher().match(after)
             return self._of_bytes(found) if found and found.length >= _MIN_BYTES_AFTER else None
-        own, other = self._lookup.match(), self._elsewhere(self._bytes.end)
+        own = self._lookup.match(max(limit // _TOKEN_BYTES, 1))
+        other = self._elsewhere(self._matcher().end) if self._elsewhere else None
         token_bytes = self._vocabulary.token_bytes
         # Control tokens have no bytes.
         tokens = list(takewhile(bool, map(token_bytes, own.token_ids))) if own else []
@@ -79,4 +84,13 @@ class SuffixSource(CandidateSource):
 
     def observe(self, outcome: Outcome) -> None:
         self._lookup.append(outcome.result.token_ids)
-        self._bytes.append(b"".join(outcome.data))
+
+    def _matcher(self) -> SuffixMatcher:
+        """Returns the matcher of the text's bytes, brought up to date: many requests never need it."""
+        data = self._vocabulary.spell(self._lookup.ids[self._byte_token_count :])
+        self._byte_token_count = len(self._lookup.ids)
+        if self._bytes is None:
+            self._bytes = SuffixMatcher(data, elsewhere=self._elsewhere or (lambda end: None))
+        elif data:
+            self._bytes.append(data)
+        return self._bytes

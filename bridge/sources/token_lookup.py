@@ -72,6 +72,11 @@ class TokenLookup:
         self._places: list[tuple[int, int]] = []
         self.append(token_ids[-_MAX_PASS_TOKENS:])
 
+    @property
+    def ids(self) -> Sequence[int]:
+        """Returns the text."""
+        return self._ids
+
     def append(self, token_ids: Sequence[int]) -> None:
         """Adds to the end of the text."""
         if len(token_ids) > _MAX_PASS_TOKENS:
@@ -89,24 +94,28 @@ class TokenLookup:
         self._ids.append(id_)
         self._last[id_] = len(self._ids)
 
-    def match(self) -> TokenMatch | None:
-        """Returns what followed the longest match, of several the latest. At the text's end, the proposal repeats."""
+    def match(self, limit: int = MAX_PROPOSED_TOKENS) -> TokenMatch | None:
+        """Returns what followed the longest match, of several the latest, at most `limit` tokens.
+
+        At the text's end, the proposal repeats.
+        """
+        limit = min(limit, MAX_PROPOSED_TOKENS)
         if not self._places:
             return None
         length, end = self._places[0][0], len(self._ids)
         places, ids, confidences = [place for _, place in self._places], list[int](), list[float]()
-        while len(places) > 1 and len(ids) < MAX_PROPOSED_TOKENS:
+        while len(places) > 1 and len(ids) < limit:
             following = [self._ids[place] if place < end else ids[place - end] for place in places]
             agreeing = [place + 1 for place, id_ in zip(places, following, strict=True) if id_ == following[0]]
             confidences.append(confidence(length + len(ids), len(agreeing), len(places)))
             ids.append(following[0])
             places = agreeing
         matched = min(length + len(ids), _MAX_MATCH_TOKENS)
-        confidences += _OF_ONE_PLACE[matched : matched + MAX_PROPOSED_TOKENS - len(ids)]
+        confidences += _OF_ONE_PLACE[matched : matched + limit - len(ids)]
         place, period = places[0], end + len(ids) - places[0]
-        ids += self._ids[place : place + MAX_PROPOSED_TOKENS - len(ids)]
-        while len(ids) < MAX_PROPOSED_TOKENS:
-            ids += ids[-period:][: MAX_PROPOSED_TOKENS - len(ids)]
+        ids += self._ids[place : place + limit - len(ids)]
+        while len(ids) < limit:
+            ids += ids[-period:][: limit - len(ids)]
         return TokenMatch(length, ids, confidences)
 
     def _found(self, followed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
 from services.bridge.guest_drafts import GuestDrafts
 from services.bridge.guest_tokenizers import GuestTokenizers
 from services.bridge.zoo import Zoo
+from services.guests.budget import Budget, GuestLimits
 from services.logs import loggable
 from services.metrics import BridgeMetrics
 from services.rpc.gate import CALLER
@@ -36,49 +36,9 @@ _DEFAULT_DEADLINE_US, _MAX_DEADLINE_US = 2000, 10_000_000
 _MAX_NAME_LENGTH = 256
 # One message may hold millions of values, whose conversion would hold up everybody. The rest of a step is ignored.
 _MAX_OPENING_BYTES, _MAX_STEP_TOKENS, _MAX_ENDED = 1 << 20, 1 << 20, 1 << 16
-# Upper bounds of the memory of a sequence: for itself, and for each token with its bytes and their index.
-_SEQUENCE_BYTES, _TOKEN_BYTES = 32 << 10, 256
 # Engines whose estimates are kept after they have left.
 _MAX_ENGINES = 256
 _SWEEP_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class GuestLimits:
-    """What all guests together may hold. `idle_seconds`: a sequence that is not named for this time ends."""
-
-    sequence_count: int = 4096
-    memory_bytes: int = 1 << 30
-    draft_count: int = 8
-    idle_seconds: float = 600.0
-
-
-class _Budget:
-    """The sequences of all guests, the least recently named first. Those that exceed a limit are ended."""
-
-    def __init__(self, limits: GuestLimits) -> None:
-        self._limits = limits
-        self._held: OrderedDict[tuple[Guest, int], int] = OrderedDict()
-        self._bytes = 0
-
-    def hold(self, guest: Guest, id_: int, token_count: int) -> None:
-        """Counts a sequence with its present number of tokens, and ends others if there are too many."""
-        self.drop(guest, id_)
-        size = _SEQUENCE_BYTES + _TOKEN_BYTES * token_count
-        self._held[guest, id_] = size
-        self._bytes += size
-        while len(self._held) > self._limits.sequence_count or self._bytes > self._limits.memory_bytes:
-            other, other_id = next(iter(self._held))
-            other.end(other_id)
-
-    def drop(self, guest: Guest, id_: int) -> None:
-        """Stops counting a sequence."""
-        self._bytes -= self._held.pop((guest, id_), 0)
-
-    @property
-    def count(self) -> int:
-        """Returns the number of sequences."""
-        return len(self._held)
 
 
 @dataclass(eq=False)
@@ -96,7 +56,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
 
     def __init__(self, zoo: Zoo, limits: GuestLimits, metrics: BridgeMetrics) -> None:
         self._zoo, self._limits = zoo, limits
-        self._metrics, self._budget = metrics, _Budget(limits)
+        self._metrics, self._budget = metrics, Budget(limits)
         self._tokenizers = GuestTokenizers(zoo.reader, limits.memory_bytes)
         # By the name of the client's key and that of the engine: a key cannot name the engines of another key.
         self._connections: dict[tuple[str, str], _Connection] = {}

@@ -9,11 +9,12 @@ from bridge.planning.choice import DraftChooser
 from bridge.sources.suffix_memory import SuffixMemory
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, candidate_pb2, candidate_pb2_grpc
 from services.bridge.gateway import Gateway
-from services.bridge.guests import CandidateServicer, GuestLimits
+from services.bridge.guests import CandidateServicer
 from services.bridge.pair_memory import PairMemory
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import BridgeServerConfig
+from services.guests.budget import GuestLimits
 from services.metrics import BridgeMetrics
 from services.rpc.insight import Insight
 from services.rpc.keys import Keys

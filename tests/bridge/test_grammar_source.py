@@ -5,7 +5,7 @@ from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.ports import Pass
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sources.grammar import GrammarSource
-from bridge.sources.source import CandidateSource, Continuation, Offer, Opening, Outcome
+from bridge.sources.source import MAX_OFFERED_BYTES, CandidateSource, Continuation, Offer, Opening, Outcome
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
 from bridge.tape import Tape
@@ -33,7 +33,7 @@ class Fixed(CandidateSource):
     def open(cls, opening: Opening) -> "Fixed":
         raise NotImplementedError  # the test creates the source itself
 
-    def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
+    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         return Continuation(self.name, self._data, closes=self._closes)
 
     def observe(self, outcome: Outcome) -> None:

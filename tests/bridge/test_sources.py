@@ -95,7 +95,7 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
 
     chain = SourceSet([source], MODEL, tape, None, substitute)
 
-    def broken(tape: Tape, after: bytes = b"") -> Continuation:
+    def broken(*_: object) -> Continuation:
         raise KeyError("a bug")
 
     source.propose = broken  # type: ignore[method-assign]
@@ -115,7 +115,7 @@ async def test_a_bug_in_one_source_does_not_cost_another() -> None:
     await chain.advance(DraftPace(8))
     await propose(source, drafter, " fox")
 
-    def broken(tape: Tape, after: bytes = b"") -> Continuation:
+    def broken(*_: object) -> Continuation:
         raise KeyError("a bug")
 
     suffix.propose = broken  # type: ignore[method-assign]
@@ -243,7 +243,7 @@ class Oracle(CandidateSource):
     def open(cls, opening: Opening) -> "Oracle":
         return cls()
 
-    def propose(self, tape: Tape, after: bytes = b"") -> Continuation | None:
+    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         rest = self.answer.removeprefix(bytes(tape.data) + after)
         return Continuation(self.name, rest) if rest != self.answer or not tape.data else None
 

@@ -37,7 +37,7 @@ def suffix_drafter(text: bytes, memory: SuffixMemory | None, tenant: str) -> Suf
     assert VOCABULARY.spell(prompt_ids) == text
     return SuffixSource.open(
         Opening(VOCABULARY, prompt_ids, lambda model: model.vocabulary.prompt(""), memory=memory, tenant=tenant)
-    )._bytes
+    )._matcher()
 
 
 def held(*drafters: SuffixMatcher) -> int:

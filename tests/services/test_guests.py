@@ -11,7 +11,7 @@ import pytest
 from draftbridge import CallError
 from draftbridge.candidates import SequenceStep
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
-from services.bridge.guests import GuestLimits
+from services.guests.budget import GuestLimits
 from tests.support import tiny
 from tests.support.guests import Bridge, Reciter, client, description, recite, running
 from tests.support.waiting import eventually

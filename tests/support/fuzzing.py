@@ -18,10 +18,11 @@ from hypothesis import settings
 
 from draftbridge.v1 import bridge_pb2_grpc, candidate_pb2_grpc, model_pb2, model_pb2_grpc
 from services.bridge.gateway import Gateway
-from services.bridge.guests import CandidateServicer, GuestLimits
+from services.bridge.guests import CandidateServicer
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import Role
+from services.guests.budget import GuestLimits
 from services.metrics import BridgeMetrics
 from services.model.host import LoadedModel
 from services.model.server import register

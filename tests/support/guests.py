@@ -10,9 +10,10 @@ from pathlib import Path
 from benchmarks.reciting import load
 from draftbridge.candidates import CandidateClient, Candidates, SequenceStep
 from draftbridge.v1 import candidate_pb2_grpc, model_pb2
-from services.bridge.guests import CandidateServicer, GuestLimits
+from services.bridge.guests import CandidateServicer
 from services.bridge.zoo import Zoo
 from services.config import Role, ServerConfig
+from services.guests.budget import GuestLimits
 from services.metrics import BridgeMetrics
 from services.model.server import register
 from services.rpc.server import Server

@@ -5,22 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from draftbridge.candidates import CandidateClient
-from draftbridge.guests.settings import GuestSettings
 from draftbridge.v1 import model_pb2
-
-
-def open_client(settings: GuestSettings, model: model_pb2.Model, tokenizer_json: bytes) -> CandidateClient:
-    """Returns the client of an adapter."""
-    return CandidateClient(
-        settings.bridge,
-        model,
-        tokenizer_json,
-        engine=settings.engine,
-        draft=settings.draft,
-        sources=settings.sources,
-        credentials=settings.credentials,
-    )
 
 
 def special_ids(tokenizer: Any, ends: Iterable[Any]) -> model_pb2.SpecialIds:

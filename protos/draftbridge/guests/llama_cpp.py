@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftbridge.candidates import CandidateClient, SequenceStep
+from draftbridge.candidates import SequenceStep, open_client
 from draftbridge.machine import compute_units
 from draftbridge.security import Credentials
 from draftbridge.v1 import model_pb2
@@ -58,7 +58,7 @@ class BridgeDraftModel:
             compute_units=sorted(units),
             compute_unit_count=unit_count,
         )
-        self.client = CandidateClient(
+        self.client = open_client(
             address, description, content, engine=engine, draft=draft, sources=sources, credentials=credentials
         )
         self.client.connect(connect_timeout)

@@ -9,7 +9,9 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from draftbridge.candidates import Client, open_client
 from draftbridge.security import Credentials
+from draftbridge.v1 import model_pb2
 
 _PREFIX = "DRAFTBRIDGE_GUEST_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
@@ -23,10 +25,10 @@ class InvalidSettings(ValueError):
 class GuestSettings:
     """Where candidates come from, and how long the engine waits for them.
 
-    `bridge`: HOST:PORT. `engine`: a name for logs and metrics that no other engine of this bridge has; by default one
-    made of the host and the process. `draft`: one of the bridge's drafts, by default its first. `sources`: those that
-    may propose, by default all. `deadline_ms`: the longest that a step of the engine waits for candidates. The rest are
-    the fields of `draftbridge.Credentials`.
+    `bridge`: HOST:PORT, or "local" for candidates from the engine's own texts, without a bridge. `engine`: a name for
+    logs and metrics that no other engine of this bridge has; by default one made of the host and the process. `draft`:
+    one of the bridge's drafts, by default its first. `sources`: those that may propose, by default all. `deadline_ms`:
+    the longest that a step of the engine waits for candidates. The rest are the fields of `draftbridge.Credentials`.
     """
 
     bridge: str = "127.0.0.1:50050"
@@ -53,6 +55,21 @@ class GuestSettings:
                 hint = f"did you mean {close[0]}?" if close else f"give one of {', '.join(defaults)}"
                 raise InvalidSettings(f"DraftBridge has no setting {name!r}: {hint}")
         return cls(**{name: _converted(name, value, defaults[name]) for name, value in values.items()})
+
+    def open_client(self, model: model_pb2.Model, tokenizer_json: bytes) -> Client:
+        """Returns the client of an adapter. Raises `InvalidSettings`."""
+        try:
+            return open_client(
+                self.bridge,
+                model,
+                tokenizer_json,
+                engine=self.engine,
+                draft=self.draft,
+                sources=self.sources,
+                credentials=self.credentials,
+            )
+        except ValueError as error:
+            raise InvalidSettings(str(error)) from error
 
     @property
     def credentials(self) -> Credentials:

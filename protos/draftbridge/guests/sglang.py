@@ -14,8 +14,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from draftbridge.candidates import CandidateClient, SequenceStep
-from draftbridge.guests.description import chat_template, log_like, open_client, special_ids, tokenizer_json
+from draftbridge.candidates import Client, SequenceStep
+from draftbridge.guests.description import chat_template, log_like, special_ids, tokenizer_json
 from draftbridge.guests.settings import GuestSettings
 from draftbridge.v1 import model_pb2
 
@@ -110,7 +110,7 @@ class Asker:
             found = self._group.broadcast_object(found, src=0)
         return [text[-1] for text in texts], found
 
-    def _step(self, client: CandidateClient, requests: list[Any], texts: list["array[int]"]) -> list[list[int]]:
+    def _step(self, client: Client, requests: list[Any], texts: list["array[int]"]) -> list[list[int]]:
         began = time.monotonic()
         known = {one.rid for one in requests}
         ended = [self._ids.pop(rid) for rid in tuple(self._ids) if rid not in known]
@@ -151,7 +151,7 @@ def _tensor_parallel_group() -> Any:
     return get_parallel().tp_group
 
 
-def _client(settings: GuestSettings, target_worker: Any, server_args: Any) -> CandidateClient:
+def _client(settings: GuestSettings, target_worker: Any, server_args: Any) -> Client:
     config, tokenizer = target_worker.model_runner.model_config, target_worker.tokenizer
     if tokenizer is None:
         raise ValueError(
@@ -168,4 +168,4 @@ def _client(settings: GuestSettings, target_worker: Any, server_args: Any) -> Ca
         chat_template=chat_template(tokenizer),
     )
     file = tokenizer_json(server_args.tokenizer_path, server_args.revision, tokenizer)
-    return open_client(settings, model, file)
+    return settings.open_client(model, file)

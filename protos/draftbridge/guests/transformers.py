@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, CandidateClient, SequenceStep
+from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, Client, SequenceStep, open_client
 from draftbridge.machine import compute_units
 from draftbridge.security import Credentials
 from draftbridge.v1 import model_pb2
@@ -40,7 +40,7 @@ class Assistance:
     of the caller, another assistant, stop strings, stopping criteria, its logits processors, guidance, watermarks.
     """
 
-    def __init__(self, model: Any, client: CandidateClient, deadline: float) -> None:
+    def __init__(self, model: Any, client: Client, deadline: float) -> None:
         self._model, self.client, self._deadline = model, client, deadline
         self._ids = itertools.count(1)
         self._running: set[int] = set()
@@ -214,7 +214,7 @@ def assist(
         compute_units=sorted(units),
         compute_unit_count=unit_count,
     )
-    client = CandidateClient(
+    client = open_client(
         address,
         description,
         backend.to_str().encode(),

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draftbridge.candidates import CandidateClient, SequenceStep
-from draftbridge.guests.description import chat_template, log_like, open_client, special_ids, tokenizer_json
+from draftbridge.candidates import Client, SequenceStep
+from draftbridge.guests.description import chat_template, log_like, special_ids, tokenizer_json
 from draftbridge.guests.rows import Rows, RowSequence
 from draftbridge.guests.settings import GuestSettings
 from draftbridge.machine import compute_units
@@ -63,7 +63,7 @@ class Proposer:
                 self._log.exception("a bug in DraftBridge's adapter for vLLM; vLLM goes on without candidates")
         return [[] for _ in sampled_token_ids]
 
-    def _propose(self, client: CandidateClient, sampled: list[list[int]], counts: Any, tokens: Any) -> list[list[int]]:
+    def _propose(self, client: Client, sampled: list[list[int]], counts: Any, tokens: Any) -> list[list[int]]:
         began = time.monotonic()
         row_counts = counts[: len(sampled)].tolist()
         rows = self._rows.follow([len(ids) for ids in sampled], row_counts, tokens)
@@ -96,7 +96,7 @@ def _is_first_rank() -> bool:
     return bool(get_tensor_model_parallel_rank() == 0)
 
 
-def _client(settings: GuestSettings, vllm_config: Any) -> CandidateClient:
+def _client(settings: GuestSettings, vllm_config: Any) -> Client:
     from vllm.tokenizers import cached_tokenizer_from_config
 
     model_config, device = vllm_config.model_config, str(vllm_config.device_config.device_type)
@@ -120,6 +120,5 @@ def _client(settings: GuestSettings, vllm_config: Any) -> CandidateClient:
         ),
         chat_template=chat_template(tokenizer),
     )
-    return open_client(
-        settings, model, tokenizer_json(model_config.tokenizer, model_config.tokenizer_revision, tokenizer)
-    )
+    file = tokenizer_json(model_config.tokenizer, model_config.tokenizer_revision, tokenizer)
+    return settings.open_client(model, file)
