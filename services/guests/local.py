@@ -8,8 +8,9 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from bridge.errors import DraftBridgeError
 from bridge.guest import Answer, Guest, SequenceUpdate, StepUpdate
@@ -22,6 +23,8 @@ from draftbridge.candidate_stream import CandidateCounts, Candidates, SequenceSt
 from draftbridge.v1 import model_pb2
 from services.guests.budget import Budget, GuestLimits
 from services.rpc import codec
+
+T = TypeVar("T")
 
 _log = logging.getLogger("draftbridge")
 
@@ -95,7 +98,7 @@ class LocalCandidates:
             for id_ in update.ended:
                 self._kept.pop(id_, None)
                 self._returned.pop(id_, None)
-            return self._candidates(self._run(self._guest, update))
+            return self._candidates(self._run(_step(self._guest, update)))
         except Exception:
             if not self._failed:
                 self._failed = True
@@ -107,11 +110,12 @@ class LocalCandidates:
 
     def close(self) -> None:
         """Forgets all sequences. `step` returns nothing afterwards."""
+        if self._closed:
+            return
         guest, self._guest, self._closed = self._guest, None, True
-        if guest:
-            guest.close()
-            self._beside.shutdown()
-            self._loop.close()
+        self._run(_end(guest))
+        self._beside.shutdown()
+        self._loop.close()
 
     def _open(self) -> Guest:
         description = model_pb2.Model()
@@ -154,13 +158,13 @@ class LocalCandidates:
             returned,
         )
 
-    def _run(self, guest: Guest, update: StepUpdate) -> Answer:
-        """Runs a step in the event loop, which runs only then."""
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs the event loop until `work` is done."""
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return self._loop.run_until_complete(_step(guest, update))
-        return self._beside.submit(self._loop.run_until_complete, _step(guest, update)).result()
+            return self._loop.run_until_complete(work)
+        return self._beside.submit(self._loop.run_until_complete, work).result()
 
     def _candidates(self, answer: Answer) -> dict[int, Candidates]:
         for id_ in answer.unknown:
@@ -182,3 +186,11 @@ async def _step(guest: Guest, update: StepUpdate) -> Answer:
     answer = await guest.step(update)
     await guest.settle()
     return answer
+
+
+async def _end(guest: Guest | None) -> None:
+    if guest:
+        opening = [one.opening for one in guest.held.values() if one.opening]
+        guest.close()
+        await asyncio.gather(*opening, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_default_executor()

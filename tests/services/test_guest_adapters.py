@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import draftbridge
-from draftbridge.candidates import CandidateClient, Candidates, SequenceStep
+from draftbridge.candidates import Candidates, Client, SequenceStep
 from draftbridge.guests.llama_cpp import BridgeDraftModel
 from tests.support import gguf, tiny
 from tests.support.guests import Bridge, ToldClient, running
@@ -44,7 +44,7 @@ def generated(model: Any, tokenizer: Any, prompt: str = PROMPT, **options: Any) 
 
 
 @contextmanager
-def assisted(model: Any, tokenizer: Any, address: str, **options: Any) -> Iterator[CandidateClient]:
+def assisted(model: Any, tokenizer: Any, address: str, **options: Any) -> Iterator[Client]:
     """Assists as if each forward took 20 ms, whatever its width, so that candidates are always worth a forward."""
     with draftbridge.assist(model, tokenizer, address, **options) as assistance:
         client, step = assistance.client, assistance.client.step
@@ -52,14 +52,15 @@ def assisted(model: Any, tokenizer: Any, address: str, **options: Any) -> Iterat
         yield client
 
 
-def test_greedy_text_is_the_model_s_own(loaded: tuple[Any, Any], bridge: Bridge) -> None:
+@pytest.mark.parametrize("local", [False, True])
+def test_greedy_text_is_the_model_s_own(loaded: tuple[Any, Any], bridge: Bridge, local: bool) -> None:
     model, tokenizer = loaded
     cases = [(PROMPT, NARROW), ("She sells sea", {}), ("Grüße aus Köln: naïve café", {})]
     forwards: list[int] = []
     hook = model.register_forward_hook(lambda *_: forwards.append(1))
     plain = [generated(model, tokenizer, prompt, **options) for prompt, options in cases]
     plain_forward_count = len(forwards)
-    with assisted(model, tokenizer, bridge.address):
+    with assisted(model, tokenizer, "local" if local else bridge.address):
         for _ in range(ATTEMPTS):
             forwards.clear()
             assert [generated(model, tokenizer, prompt, **options) for prompt, options in cases] == plain

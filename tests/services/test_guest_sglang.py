@@ -96,7 +96,7 @@ def worker_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     for name in ("sglang", "sglang.srt", "sglang.srt.speculative"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     adapter.register()
-    with closed_clients(monkeypatch, adapter):
+    with closed_clients(monkeypatch):
         yield REGISTRY["DRAFTBRIDGE"].create_worker(None)
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import transformers
 
-from draftbridge.guests import vllm as adapter
 from draftbridge.guests.settings import GuestSettings, InvalidSettings
 from draftbridge.guests.vllm import Proposer
 from tests.conftest import CHAT_TEMPLATE
@@ -116,7 +115,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
         module = ModuleType(name)
         module.__dict__.update(values)
         monkeypatch.setitem(sys.modules, name, module)
-    with closed_clients(monkeypatch, adapter):
+    with closed_clients(monkeypatch):
         yield SimpleNamespace(
         model="/models/tiny", served_model_name=["tiny"], tokenizer=str(tmp_path), tokenizer_revision=None,
         dtype="torch.bfloat16", max_model_len=WIDTH, hf_config=SimpleNamespace(eos_token_id=[2, 3]),
@@ -206,6 +205,19 @@ def test_a_restarted_bridge_is_used_again(model: SimpleNamespace) -> None:
         eventually(lambda: client.connected)
         assert Engine(proposer).generate(PROMPTS, 20) == plain(20)
         assert client.counts.candidate_count > before
+
+
+def test_without_a_bridge_candidates_come_from_the_text(model: SimpleNamespace) -> None:
+    proposer = Proposer(config(model, bridge="local"))
+    proposer.load_model(object())
+    engine = Engine(proposer)
+    assert engine.generate(PROMPTS, 20) == plain(20)
+    # The text of the stand-in repeats after at most 50**3 tokens, and often sooner; some of it is in the prompts.
+    repeated = [[1, 2, 3, 4, 5, 6] * 6]
+    engine.generate(repeated, 20)
+    assert proposer._client and proposer._client.counts.candidate_count > 0
+    with pytest.raises(InvalidSettings, match="HOST:PORT"):
+        Proposer(config(model, bridge="local", draft="small"))
 
 
 def test_another_rank_does_not_ask(model: SimpleNamespace) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.reciting import load
-from draftbridge.candidates import CandidateClient, Candidates, SequenceStep
+from draftbridge.candidates import CandidateClient, Candidates, Client, SequenceStep
 from draftbridge.v1 import candidate_pb2_grpc, model_pb2
 from services.bridge.guests import CandidateServicer
 from services.bridge.zoo import Zoo
@@ -142,7 +142,7 @@ class Reciter:
         return SequenceStep(self.sequence_id, self.ids, generated_token_count=len(self.ids) - self.prompt_count)
 
 
-def recite(client: CandidateClient, *engines: Reciter, deadline: float = 1.0, forward_seconds: float = 0.01) -> None:
+def recite(client: Client, *engines: Reciter, deadline: float = 1.0, forward_seconds: float = 0.01) -> None:
     """Runs engines, in one forward at a time, to the end of their texts. Reports `forward_seconds` for each."""
     while live := [one for one in engines if not one.done]:
         ended = [one.sequence_id for one in engines if one.done]

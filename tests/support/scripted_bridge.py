@@ -5,14 +5,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from random import Random
 from threading import Event
-from types import ModuleType
 from typing import Any
 
 import grpc
 import pytest
 
-from draftbridge.candidates import CandidateClient
-from draftbridge.guests.description import open_client
+from draftbridge.candidates import Client
+from draftbridge.guests.settings import GuestSettings
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
 
 VOCABULARY = 50
@@ -101,15 +100,16 @@ def served(bridge: ScriptedBridge, address: str = "127.0.0.1:0") -> Iterator[str
 
 
 @contextmanager
-def closed_clients(monkeypatch: pytest.MonkeyPatch, adapter: ModuleType) -> Iterator[None]:
-    """Closes, at the end, the clients that an adapter has opened: engines never close them."""
-    opened: list[CandidateClient] = []
+def closed_clients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Closes, at the end, the clients that adapters have opened: engines never close them."""
+    opened: list[Client] = []
+    open_client = GuestSettings.open_client
 
-    def open_(*arguments: Any) -> CandidateClient:
-        opened.append(open_client(*arguments))
+    def open_(settings: GuestSettings, *arguments: Any) -> Client:
+        opened.append(open_client(settings, *arguments))
         return opened[-1]
 
-    monkeypatch.setattr(adapter, "open_client", open_)
+    monkeypatch.setattr(GuestSettings, "open_client", open_)
     yield
     for client in opened:
         client.close()

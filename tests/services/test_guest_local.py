@@ -1,0 +1,134 @@
+"""Candidates in an engine's own process: the same as a bridge's without a draft, and no fault can harm the engine."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from bridge.guest_sequence import open_sequence
+from draftbridge.candidates import LOCAL, Client, SequenceStep, open_client
+from services.guests import local
+from services.guests.budget import Budget, GuestLimits
+from services.guests.local import LocalCandidates
+from tests.support import tiny
+from tests.support.guests import Reciter, client, description, recite, running
+
+KIND = "sentencepiece"
+REPETITIVE = ("The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore! " * 6).encode()
+IDS = list(tiny.vocabulary(KIND).pieces(REPETITIVE).ids)
+
+
+@pytest.fixture
+def guest() -> Iterator[LocalCandidates]:
+    found = open_client(LOCAL, description(KIND), tiny.tokenizer_json(KIND))
+    assert isinstance(found, LocalCandidates)
+    assert not found.connected and found.connect(0) and found.connected
+    yield found
+    found.close()
+
+
+def forwards(client: Client, *engines: Reciter) -> list[int]:
+    recite(client, *engines)
+    assert all(one.ids == list(one.truth) for one in engines)
+    return [one.forward_count for one in engines]
+
+
+def test_what_repeats_is_proposed_as_by_a_bridge(guest: LocalCandidates) -> None:
+    cases = [[Reciter(IDS, len(IDS) // 4, 1)], [Reciter(IDS[: 150 + 3 * n], 100, n) for n in range(1, 9)]]
+    here = [forwards(guest, *engines) for engines in cases]
+    assert here[0][0] < 0.5 * (len(IDS) - len(IDS) // 4)
+    assert sum(here[1]) < 0.8 * sum(50 + 3 * n for n in range(1, 9))
+    with running() as bridge:
+        remote = client(bridge.address, KIND)
+        cases = [[Reciter(IDS, len(IDS) // 4, 1)], [Reciter(IDS[: 150 + 3 * n], 100, n) for n in range(1, 9)]]
+        there = [forwards(remote, *engines) for engines in cases]
+        remote.close()
+    # A sequence that takes a moment to open begins a forward later.
+    assert all(abs(sum(one) - sum(other)) <= 0.1 * sum(other) for one, other in zip(here, there, strict=True))
+
+
+def test_an_engine_with_an_event_loop_of_its_own(guest: LocalCandidates) -> None:
+    async def engine() -> list[int]:
+        return forwards(guest, Reciter(IDS, len(IDS) // 4, 1))
+
+    assert asyncio.run(engine())[0] < 0.5 * (len(IDS) - len(IDS) // 4)
+
+
+def test_tokens_as_an_array(guest: LocalCandidates) -> None:
+    row = np.array(IDS, dtype=np.int32)
+    for count in range(80, 90):
+        found = guest.step([SequenceStep(1, row[:count])], deadline=1.0, engine_seconds=0.01)
+    assert found[1].sources[0] == "suffix" and isinstance(found[1].token_ids[0], int)
+
+
+def test_a_step_does_not_wait_for_a_long_prompt(guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*arguments: object) -> object:
+        time.sleep(0.3)
+        return open_sequence(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(local, "open_sequence", slow)
+    began = time.monotonic()
+    assert not guest.step([SequenceStep(1, IDS[:80])], deadline=0.002, engine_seconds=0.01)
+    assert time.monotonic() - began < 0.2
+    time.sleep(0.4)
+    assert guest.step([SequenceStep(1, IDS[:81])], deadline=0.002, engine_seconds=0.01)
+
+
+def test_a_sequence_that_goes_back_begins_anew(guest: LocalCandidates) -> None:
+    other = list(reversed(IDS[:40])) * 2
+    guest.step([SequenceStep(1, IDS[:80])], deadline=1.0)
+    found = guest.step([SequenceStep(1, [*IDS[:10], *other], kept_token_count=10)], deadline=1.0)
+    assert found[1].token_ids[0] == other[0], "it continues the tokens that came after the kept ones"
+
+
+def test_more_sequences_than_memory_allows_are_sent_again(guest: LocalCandidates) -> None:
+    guest._budget = Budget(GuestLimits(sequence_count=2))
+    engines = [Reciter(IDS, 100, number) for number in range(1, 5)]
+    for engine in engines:
+        recite(guest, engine)
+    assert guest._budget.count == 2
+    assert guest.step([SequenceStep(1, IDS)], deadline=1.0) == {}, "it was forgotten"
+    assert guest.step([SequenceStep(1, IDS)], deadline=1.0), "it was sent again"
+
+
+def test_impossible_ids_concern_one_sequence(guest: LocalCandidates) -> None:
+    steps = [SequenceStep(1, [*IDS[:80], 1 << 30]), SequenceStep(2, IDS[:80])]
+    for _ in range(2):
+        found = guest.step(steps, deadline=1.0, engine_seconds=0.01)
+    assert 1 not in found and found[2].token_ids
+
+
+def test_a_draft_needs_a_bridge() -> None:
+    for options in ({"draft": "small"}, {"sources": ("draft",)}):
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            open_client(LOCAL, description(KIND), tiny.tokenizer_json(KIND), **options)  # type: ignore[arg-type]
+
+
+def test_an_unusable_tokenizer_costs_only_the_candidates(caplog: pytest.LogCaptureFixture) -> None:
+    guest = LocalCandidates(description(KIND), b'{"model": {"type": "unheard of"}}')
+    assert not guest.connect()
+    assert guest.step([SequenceStep(1, IDS)], deadline=1.0) == {}
+    guest.close()
+    assert "no candidates" in caplog.text
+
+
+def test_a_bug_is_logged_once(
+    guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(guest, "_update", broken)
+    with caplog.at_level(logging.ERROR):
+        assert guest.step([SequenceStep(1, IDS)]) == guest.step([SequenceStep(1, IDS)]) == {}
+    assert caplog.text.count("Traceback") == 1
+
+
+def test_after_its_end_it_proposes_nothing(guest: LocalCandidates) -> None:
+    assert guest.step([SequenceStep(1, IDS)], deadline=1.0)
+    guest.close()
+    assert guest.step([SequenceStep(1, [*IDS, 5])], deadline=1.0) == {} and not guest.connect()
+    guest.close()
