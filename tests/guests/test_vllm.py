@@ -22,7 +22,7 @@ from scipy.stats import chi2_contingency
 
 from benchmarks.delay import DelayProxy
 from benchmarks.vllm_server import VllmServer, speculation, vllm_server
-from benchmarks.vllm_ways import OURS, PLAIN, WAYS
+from benchmarks.vllm_ways import LOCAL, OURS, PLAIN, WAYS
 from services.cli.processes import launched, serve
 from tests.support.tiny import CORPUS, SPECIALS, vocabulary
 from tests.support.waiting import eventually
@@ -126,9 +126,9 @@ def as_fast_as_plain(plain_seconds: float) -> Iterator[None]:
 
 
 @contextmanager
-def candidates(setup: Setup) -> Iterator[None]:
-    """Fails unless vLLM verifies the bridge's candidates in the block."""
-    setup.turn_to(OURS)
+def candidates(setup: Setup, way: str = OURS) -> Iterator[None]:
+    """Fails unless vLLM verifies candidates of this way in the block."""
+    setup.turn_to(way)
     before = setup.verified()
     yield
     assert setup.verified() > before
@@ -140,6 +140,13 @@ def test_greedy_texts_are_those_of_plain_vllm(setup: Setup, plain: list[tuple[in
         for _ in range(3):
             assert setup.generate() == plain
         assert setup.server.counts()["preemptions_total"] > before
+        assert [setup.complete(place) for place in range(len(PROMPTS))] == plain
+
+
+def test_candidates_without_a_bridge(setup: Setup, plain: list[tuple[int, ...]]) -> None:
+    with candidates(setup, LOCAL):
+        for _ in range(3):
+            assert setup.generate() == plain
         assert [setup.complete(place) for place in range(len(PROMPTS))] == plain
 
 
