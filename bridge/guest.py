@@ -331,7 +331,7 @@ class Guest:
         named = [*named[start:], *named[:start]]
         offered = []
         for place, (one, held) in enumerate(named):
-            if place % 8 == 7 and self._clock() > deadline:
+            if self._clock() > deadline:
                 self._uncommitted = named[place:]
                 break
             with self._refusing(held):
