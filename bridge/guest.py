@@ -346,7 +346,7 @@ class Guest:
 
     def _shared(self, chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
         """Returns how many candidates of each offer to verify; see `share`."""
-        widths = share(chances, sequence_count, self._costs.of(sequence_count))
+        widths = share(chances, sequence_count, self._costs)
         self._idle_forward_count = 0 if any(widths) else self._idle_forward_count + bool(chances)
         if not chances or self._idle_forward_count < _IDLE_FORWARDS:
             return widths

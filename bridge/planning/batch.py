@@ -1,37 +1,80 @@
 """Shares the candidates of one forward among its sequences, for an engine that runs many sequences in one forward."""
 
 from collections.abc import Sequence
-from copy import deepcopy
 from itertools import accumulate
+from math import exp, floor, log
 from operator import mul
 
 import numpy as np
+from numpy.typing import NDArray
 
-from bridge.planning.costs import ForwardTime, WidthCost
+# Times are recorded at powers of this number of tokens.
+_STEP = log(2) / 2
+# The time of a forward is assumed to grow with this power of its tokens until it is measured: 0 if it waits for memory,
+# 1 if it computes all the time.
+_PRIOR_POWER = 0.3
+# Beyond the largest recorded number, the power is that of this many numbers before it. Forwards may be wider than any
+# before by the second factor.
+_POWER_OF, _WIDER = 3, 1.5
+# The least weight of a new time, and the largest deviation from the expected time: the machine may have stalled.
+_FRESH, _OUTLIER = 0.15, log(3)
+# The minimum speedup over a forward without candidates, because estimates are never exact.
+_MIN_GAIN = 1.03
 
 
 class BatchCosts:
-    """Estimates the time of a forward by its number of sequences and candidates.
+    """Estimates the time of a forward by the number of tokens that it runs, over all its sequences.
 
-    Times are kept by level of load (1, 2 to 3, 4 to 7 sequences and so on), as the width per sequence: one token and
-    its share of the candidates.
+    Between recorded numbers of tokens, and beyond the largest, time is a power of the number. Sequences and candidates
+    count alike, so each forward informs about all ways to use as many tokens.
     """
 
     def __init__(self, forward_costs: Sequence[tuple[int, int]] = ()) -> None:
-        self._levels = [ForwardTime(WidthCost.measured(forward_costs), float(dict(forward_costs).get(1, 0)))]
-
-    def of(self, sequence_count: int) -> ForwardTime:
-        """Returns the times at a level of load. A new level starts as a copy of the level below."""
-        while len(self._levels) < sequence_count.bit_length():
-            self._levels.append(deepcopy(self._levels[-1]))
-        return self._levels[sequence_count.bit_length() - 1]
+        # By the exponent of `_STEP`: the logarithm of the time in nanoseconds, and the weight of what was seen.
+        self._known: dict[int, tuple[float, float]] = {}
+        for token_count, nanoseconds in forward_costs:
+            self.observe(1, token_count - 1, float(nanoseconds))
 
     def observe(self, sequence_count: int, candidate_count: int, nanoseconds: float) -> None:
-        """Records a forward that ran one token and the candidates of each sequence."""
-        self.of(sequence_count).observe(1 + candidate_count / sequence_count, nanoseconds)
+        """Records a forward that ran one token of each sequence and the candidates of all."""
+        place = log(sequence_count + candidate_count) / _STEP
+        time = log(max(nanoseconds, 1.0))
+        expected = float(self._at(np.array([place]))[0]) if self._known else time
+        error = min(max(time - expected, -_OUTLIER), _OUTLIER)
+        lower, share = floor(place), place - floor(place)
+        for index, part in ((lower, 1 - share), (lower + 1, share)):
+            if part:
+                start = expected + (index - place) * _PRIOR_POWER * _STEP
+                known, weight = self._known.get(index, (start, 0.0))
+                fresh = max(part / (weight + part), _FRESH * part)
+                self._known[index] = known + fresh * error, weight + part
+
+    def of_all(self, token_counts: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the times of forwards of these numbers of tokens, relative to each other."""
+        return np.exp(self._at(np.log(token_counts) / _STEP))
+
+    def most_candidates(self, sequence_count: int) -> int:
+        """Returns how many candidates a forward may have at most, so that it is not much wider than those seen."""
+        widest = exp(max(self._known, default=0) * _STEP)
+        return int(_WIDER * max(widest, sequence_count)) - sequence_count
+
+    def _at(self, places: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the logarithms of the times at these logarithms of numbers of tokens, to the base of the step."""
+        if not self._known:
+            return places * _PRIOR_POWER * _STEP
+        indices = sorted(self._known)
+        # More tokens never take less time.
+        values = np.maximum.accumulate([self._known[index][0] for index in indices])
+        power = _PRIOR_POWER
+        if len(indices) > 1:
+            first = -min(len(indices), _POWER_OF)
+            power = min((values[-1] - values[first]) / ((indices[-1] - indices[first]) * _STEP), 1.0)
+        below, beyond = np.minimum(places - indices[0], 0), np.maximum(places - indices[-1], 0)
+        found: NDArray[np.float64] = np.interp(places, indices, values)
+        return found + (below * _PRIOR_POWER + beyond * power) * _STEP
 
 
-def share(chances: Sequence[Sequence[float]], sequence_count: int, time: ForwardTime) -> list[int]:
+def share(chances: Sequence[Sequence[float]], sequence_count: int, costs: BatchCosts) -> list[int]:
     """Returns how many candidates of each sequence to verify, so that the forward yields the most tokens per second.
 
     `chances`: for each sequence with candidates, the chance of each if all before it are right. `sequence_count`: all
@@ -43,10 +86,10 @@ def share(chances: Sequence[Sequence[float]], sequence_count: int, time: Forward
     survivals = np.array([value for one in chances for value in accumulate(one, mul)])
     owners = np.repeat(np.arange(len(chances)), [len(one) for one in chances])
     order = np.argsort(-survivals, kind="stable")
-    tokens = sequence_count + np.cumsum(survivals[order])
-    ratios = time.widths.of_all(1 + np.arange(1, len(order) + 1) / sequence_count)
-    speeds = tokens / ratios
+    order = order[: costs.most_candidates(sequence_count)]
+    tokens = sequence_count + np.cumsum(np.append(0.0, survivals[order]))
+    speeds = tokens / costs.of_all(sequence_count + np.arange(0.0, len(order) + 1))
     best = int(np.argmax(speeds))
-    taken = order[: best + 1] if speeds[best] > sequence_count else order[:0]
+    taken = order[: best if speeds[best] > _MIN_GAIN * speeds[0] else 0]
     widths: list[int] = np.bincount(owners[taken], minlength=len(chances)).tolist()
     return widths

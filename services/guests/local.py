@@ -94,9 +94,9 @@ class LocalCandidates:
                 return {}
             if engine_seconds is None:
                 engine_seconds = began - self._returned_at if self._returned_at else 0.0
-            if self._settled:
-                self._settled.result()
+            if settled := self._settled:
                 self._settled = None
+                settled.result()
             self._number += 1
             update = StepUpdate(
                 self._number,
