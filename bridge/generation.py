@@ -154,6 +154,7 @@ async def generate(
     first_token_ns = sent = sent_bytes = reported_ns = 0
     passes = speculate(link, chain, planner, statistics, clock)
     with closing(chain), ExitStack() as ended:
+        ended.callback(lambda: estimates.observe_text(tape.generated_token_count))
         if memory and request.tenant:
             # For the tenant's next requests, even if this one fails or its client disconnects.
             ended.callback(memory.remember, request.tenant, tape.data)

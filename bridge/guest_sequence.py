@@ -99,7 +99,7 @@ class GuestSequence:
         self._answers: dict[int, tuple[int, Offer]] = {}
         self._rest = Offer()
         self._observed: Outcome | None = None
-        self._planned = self._refreshed = self._timed_out = False
+        self._planned = self._refreshed = self._timed_out = self._closed = False
         self._waited_ns = 0
         self.awaits_draft = False
         self._late_draft: Draft | None = None
@@ -120,6 +120,9 @@ class GuestSequence:
 
     def close(self) -> None:
         """Stops its sources. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._estimates.shared.observe_text(self.tape.generated_token_count)
         self._speculation.sources.close()
         self.awaits_draft = False
         if self._late_draft:

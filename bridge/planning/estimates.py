@@ -32,6 +32,9 @@ _MAX_SLOWDOWN_RATIO = 3.0
 _MIN_WAITED_NS = 20_000
 # A draft that reads more tokens than this reads a prompt, which does not measure its turns.
 _MAX_READ_TOKENS = 64
+# The tokens that a text is assumed to have until some have ended, and the weight of that, in texts. Most texts end long
+# before their request's limit.
+_PRIOR_TEXT_TOKENS, _PRIOR_TEXTS = 200.0, 2
 # The number of contexts that a draft has read lately and is assumed to hold in its cache.
 _CACHED_CONTEXTS = 4
 # The assumed factor by which a forward is slower while another model computes on the same cores. On two cores it was
@@ -206,6 +209,8 @@ class TargetEstimates:
         # By source that takes no time.
         self.corrections: dict[str, Correction] = {}
         self.drafts: dict[str, DraftEstimates] = {}
+        # The tokens of a text that are still to come, at any time: as many as of a whole text, as lengths vary so much.
+        self.text_tokens = Ewma(_PRIOR_TEXT_TOKENS, count=_PRIOR_TEXTS)
         # By source, the passes since one with its candidates; under "", those since one without candidates.
         self.idle_pass_counts: Counter[str] = Counter()
 
@@ -233,6 +238,11 @@ class TargetEstimates:
     def chances_of(self, source: CandidateSource) -> Chances:
         """Returns the chances of candidates of a source without a model."""
         return self._chances.setdefault(source.name, Chances(source.evidence_edges, source.prior_chances))
+
+    def observe_text(self, token_count: int) -> None:
+        """Records how many tokens were generated for a text that has ended."""
+        if token_count:
+            self.text_tokens.observe(token_count)
 
     def draft(
         self, name: str, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False

@@ -227,7 +227,10 @@ class Planner:
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
         # The draft reads its prompt once for all passes; on other hardware, it does so while the target reads its own.
         if self._estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
-            best = replace(best, ns=best.ns + draft.prompt_ns / max(room / best.tokens, 1.0))
+            left = self._estimates.shared.text_tokens.value
+            if self.max_wait_ns is None:  # otherwise the room is that of one forward
+                left = min(left, room)
+            best = replace(best, ns=best.ns + draft.prompt_ns / max(left / best.tokens, 1.0))
         source = self._estimates.drafting_source
         return Plan(f"{source} {_TURNS}", best, DraftPace(lead, lead, True), patience_ns, source=source)
 

@@ -7,6 +7,7 @@ from contextlib import aclosing
 import pytest
 
 from bridge.generation import Delta, generate
+from bridge.planning.estimates import TargetEstimates
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import Candidates, Grant, Pass, Run
 from bridge.request import Request
@@ -49,8 +50,9 @@ class CreditedTarget:
 async def passes(target: CreditedTarget, max_tokens: int, pause_after: int) -> int:
     """Returns how many tokens the target had produced a while after the client stopped reading; then reads the rest."""
     request = Request("a", max_tokens=max_tokens, speculation=SpeculationParameters(mode=Mode.OFF))
-    read, held = 0, 0
-    async with aclosing(generate(request, MODEL, target)) as events:
+    read, held, estimates = 0, 0, TargetEstimates()
+    before = estimates.text_tokens.count
+    async with aclosing(generate(request, MODEL, target, estimates=estimates)) as events:
         async for event in events:
             if isinstance(event, Delta):
                 read += len(event.token_ids)
@@ -59,6 +61,7 @@ async def passes(target: CreditedTarget, max_tokens: int, pause_after: int) -> i
                         await asyncio.sleep(0)
                     held = target.produced
     assert read == max_tokens
+    assert estimates.text_tokens.count == before + 1, "the text's length is recorded"
     return held
 
 

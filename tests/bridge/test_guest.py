@@ -298,3 +298,18 @@ async def test_an_opening_that_ends_while_another_is_awaited_counts_no_token_twi
     assert [list(guest.held[id_].tokens) for id_ in (7, 8)] == [IDS[:42], [5, 6]]
     await stepped(guest, 3, SequenceUpdate(7, 42, tuple(IDS[42:44])), SequenceUpdate(8, 2, (7,)))
     assert [list(guest.held[id_].tokens) for id_ in (7, 8)] == [IDS[:44], [5, 6, 7]]
+
+
+async def test_the_lengths_of_texts_are_learned() -> None:
+    shared = GuestOpening(MODEL, TargetEstimates())
+
+    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
+        return open_sequence(shared, ids, generated, draft)
+
+    guest, before = Guest(MODEL, open_, BatchCosts()), shared.estimates.text_tokens.count
+    await stepped(guest, 1, SequenceUpdate(7, 0, tuple(IDS[:100])))
+    await stepped(guest, 2, SequenceUpdate(7, 100, tuple(IDS[100:103])))
+    guest.end(7)
+    guest.close()
+    assert shared.estimates.text_tokens.count == before + 1
+    assert shared.estimates.text_tokens.value < 200

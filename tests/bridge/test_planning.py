@@ -291,6 +291,15 @@ def test_to_read_the_prompt_does_not_keep_a_draft_from_being_used() -> None:
     state = SourceState(lag_token_count=200)
     assert planner.plan((), state, 500).prepares_turn
     assert not planner.plan((), state, 3).prepares_turn
+    for _ in range(50):
+        shared.observe_text(3)
+    shared.observe_text(0)  # a client that left before the first token
+    assert not planner.plan((), state, 500).prepares_turn, "texts usually end long before the limit"
+    planner.max_wait_ns = 1e12
+    assert planner.plan((), state, 500).name == "plain"
+    for _ in range(50):
+        shared.observe_text(300)
+    assert planner.plan((), state, 8).pace.turns, "an engine's room is that of one forward"
 
 
 def test_the_time_to_read_a_prompt_is_measured() -> None:
