@@ -1,13 +1,13 @@
 """Compares transformers' `generate` with `draftbridge.assist` to transformers alone and to its own assisted generation.
 
     python -m benchmarks.guest_transformers --model DIR --draft DIR [--prompts FILE] [--count 6] [--max-tokens 40]
-        [--dtype bfloat16] [--engine auto] [--ways plain assisted lookup bridge] [--json FILE]
+        [--dtype bfloat16] [--engine auto] [--ways plain assisted lookup bridge local] [--json FILE]
 
 The same model in this process generates greedily in every way: alone, with the draft as `assistant_model` of another
-tokenizer, with prompt lookup, and with candidates of a bridge whose draft service runs `--draft` in an engine of ours.
-Bridge and draft are processes on the same cores. Every prompt runs in every way, and the order rotates. Times exclude
-the first forward, which reads the prompt. Before, each way generates for one more prompt. "same text" compares the
-ids with those of the model alone; in bfloat16 near ties part.
+tokenizer, with prompt lookup, with candidates of a bridge whose draft service runs `--draft` in an engine of ours, and
+with prompt lookup of ours in this process ("local"). Bridge and draft are processes on the same cores. Every prompt
+runs in every way, and the order rotates. Times exclude the first forward, which reads the prompt. Before, each way
+generates for one more prompt. "same text" compares the ids with those of the model alone; in bfloat16 near ties part.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from benchmarks import prompts
 from services.cli.processes import launched, serve
 
 _OPTIONS = ("--until-stdin-closes", "--listen", "127.0.0.1:0")
-_WAYS = ("plain", "assisted", "lookup", "bridge")
+_WAYS = ("plain", "assisted", "lookup", "bridge", "local")
 
 
 class _Clock:
@@ -49,6 +49,8 @@ class _Laboratory:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self._torch, self._options, self._bridge = torch, options, bridge
+        # What an assistance without a bridge has put in place of the model's own methods.
+        self._assistance: dict[str, Any] = {}
         if options.threads:
             torch.set_num_threads(options.threads)
 
@@ -80,7 +82,23 @@ class _Laboratory:
                         self.model, self.tokenizer, self._bridge, deadline=self._options.deadline, engine="benchmark"
                     )
                 )
+            elif name == "local":
+                stack.enter_context(self._local())
             yield lambda prompt: self._generate(prompt, more)
+
+    @contextlib.contextmanager
+    def _local(self) -> Iterator[None]:
+        """Lets one assistance for all prompts, which remembers what forwards cost, take part for a while."""
+        import draftbridge
+
+        if not self._assistance:
+            before = set(self.model.__dict__)
+            draftbridge.assist(self.model, self.tokenizer, "local")
+            self._assistance = {name: self.model.__dict__[name] for name in set(self.model.__dict__) - before}
+        self.model.__dict__.update(self._assistance)
+        yield
+        for name in self._assistance:
+            del self.model.__dict__[name]
 
     def _generate(self, prompt: Any, more: dict[str, Any]) -> dict[str, Any]:
         widths: list[int] = []
