@@ -33,6 +33,8 @@ _TURNS_TO_OPEN = 3
 # With more sequences, what follows a step is done in a thread while the engine computes. With fewer it takes less time
 # than moving everything to another core's cache.
 _MAX_SETTLED_AT_ONCE = 8
+# Sequences that the guest has forgotten and whose engine may still name them are remembered up to this number.
+_MAX_FORGOTTEN = 1024
 # The weight of a new value in the average time of a step that the guest does not measure itself, and the part of a
 # deadline that is kept as a reserve.
 _FRESH, _RESERVE = 0.1, 0.1
@@ -111,6 +113,9 @@ class LocalCandidates:
                 self._returned.pop(id_, None)
             guest = self._guest
             found = self._candidates(self._run(_step(guest, update)))
+            if len(self._kept) > len(guest.held) + _MAX_FORGOTTEN:
+                self._kept = {id_: self._kept[id_] for id_ in guest.held if id_ in self._kept}
+                self._returned = {id_: self._returned[id_] for id_ in guest.held if id_ in self._returned}
             overhead = time.monotonic() - began - guest.elapsed_ns / 1e9
             self._overhead_seconds += _FRESH * (overhead - self._overhead_seconds)
             if len(update.sequences) > _MAX_SETTLED_AT_ONCE:

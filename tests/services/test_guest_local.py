@@ -94,6 +94,17 @@ def test_more_sequences_than_memory_allows_are_sent_again(guest: LocalCandidates
     assert guest.step([SequenceStep(1, IDS)], deadline=1.0), "it was sent again"
 
 
+def test_an_engine_that_never_reports_an_end_fills_no_memory(
+    guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_MAX_FORGOTTEN", 3)
+    guest._budget = Budget(GuestLimits(sequence_count=2))
+    for number in range(1, 20):
+        guest.step([SequenceStep(number, IDS[:80])], deadline=1.0)
+    assert len(guest._kept) <= 5 and len(guest._returned) <= 5
+    assert guest.step([SequenceStep(1, IDS)], deadline=1.0), "what is forgotten is sent as a whole"
+
+
 def test_impossible_ids_concern_one_sequence(guest: LocalCandidates) -> None:
     steps = [SequenceStep(1, [*IDS[:80], 1 << 30]), SequenceStep(2, IDS[:80])]
     for _ in range(2):
