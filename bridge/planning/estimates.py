@@ -209,7 +209,7 @@ class TargetEstimates:
         # By source that takes no time.
         self.corrections: dict[str, Correction] = {}
         self.drafts: dict[str, DraftEstimates] = {}
-        # The tokens of a text that are still to come, at any time: as many as of a whole text, as lengths vary so much.
+        # The tokens of a text. As lengths vary, this is also how many are still to come at any time.
         self.text_tokens = Ewma(_PRIOR_TEXT_TOKENS, count=_PRIOR_TEXTS)
         # By source, the passes since one with its candidates; under "", those since one without candidates.
         self.idle_pass_counts: Counter[str] = Counter()

@@ -16,8 +16,7 @@ never notices a bridge that is slow, hung or gone, except that it gets no candid
   keeps no record of what the bridge knows.
 * Each problem is logged once, under the logger "draftbridge".
 
-`open_client` returns such a client, or for the address "local" one that looks candidates up in the engine's own texts,
-in this process and without a bridge.
+`draftbridge.guests.client` has the same without a bridge.
 
 A client works in a thread of its own, which starts with the first `connect` or `step`: construct it in any process, but
 call it in one only, after a fork. `step` must be called by one thread at a time.
@@ -32,7 +31,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -48,21 +47,10 @@ from draftbridge.errors import CallError
 from draftbridge.security import CHANNEL_OPTIONS, Credentials, open_channel
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
 
-__all__ = [
-    "DEFAULT_DEADLINE_SECONDS",
-    "LOCAL",
-    "CandidateClient",
-    "CandidateCounts",
-    "Candidates",
-    "Client",
-    "SequenceStep",
-    "open_client",
-]
+__all__ = ["DEFAULT_DEADLINE_SECONDS", "CandidateClient", "CandidateCounts", "Candidates", "SequenceStep"]
 
 _log = logging.getLogger("draftbridge")
 
-# The address for candidates without a bridge.
-LOCAL = "local"
 DEFAULT_DEADLINE_SECONDS = 0.002
 # Seconds between two tries to connect: the first, and the longest. Each is twice as long as the one before.
 _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 5.0
@@ -90,55 +78,6 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-class Client(Protocol):
-    """What an adapter uses; see `CandidateClient`."""
-
-    counts: CandidateCounts
-
-    def connect(self, timeout: float) -> bool: ...
-
-    @property
-    def connected(self) -> bool: ...
-
-    def step(
-        self,
-        sequences: Sequence[SequenceStep],
-        *,
-        ended: Iterable[int] = (),
-        deadline: float = DEFAULT_DEADLINE_SECONDS,
-        engine_seconds: float | None = None,
-        forward_token_count: int = 0,
-    ) -> dict[int, Candidates]: ...
-
-    def close(self) -> None: ...
-
-
-def open_client(
-    address: str,
-    model: model_pb2.Model,
-    tokenizer_json: bytes,
-    *,
-    engine: str = "",
-    draft: str = "",
-    sources: Sequence[str] = (),
-    credentials: Credentials | None = None,
-) -> Client:
-    """Returns a client for the bridge at `address`, HOST:PORT, with the parameters of `CandidateClient`.
-
-    The address "local" needs no bridge: candidates come from what repeats in the engine's own texts. Raises
-    `ValueError` if that is asked for a draft.
-    """
-    if address != LOCAL:
-        return CandidateClient(
-            address, model, tokenizer_json, engine=engine, draft=draft, sources=sources, credentials=credentials
-        )
-    if draft or "draft" in sources:
-        raise ValueError(f'DraftBridge has no draft without a bridge: give the HOST:PORT of one instead of "{LOCAL}"')
-    from services.guests.local import LocalCandidates  # the algorithm, which no other client needs
-
-    return LocalCandidates(model, tokenizer_json, sources)
 
 
 class CandidateClient:

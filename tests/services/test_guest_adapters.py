@@ -11,7 +11,8 @@ import torch
 import transformers
 
 import draftbridge
-from draftbridge.candidates import Candidates, Client, SequenceStep
+from draftbridge.candidates import Candidates, SequenceStep
+from draftbridge.guests.client import Client
 from draftbridge.guests.llama_cpp import BridgeDraftModel
 from tests.support import gguf, tiny
 from tests.support.guests import Bridge, ToldClient, running

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from bridge.guest_sequence import open_sequence
-from draftbridge.candidates import LOCAL, Client, SequenceStep, open_client
+from draftbridge.candidates import SequenceStep
+from draftbridge.guests.client import LOCAL, Client, open_client
 from services.guests import local
 from services.guests.budget import Budget, GuestLimits
 from services.guests.local import LocalCandidates

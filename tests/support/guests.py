@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.reciting import load
-from draftbridge.candidates import CandidateClient, Candidates, Client, SequenceStep
+from draftbridge.candidates import CandidateClient, Candidates, SequenceStep
+from draftbridge.guests.client import Client
 from draftbridge.v1 import candidate_pb2_grpc, model_pb2
 from services.bridge.guests import CandidateServicer
 from services.bridge.zoo import Zoo

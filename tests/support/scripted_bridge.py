@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from draftbridge.candidates import Client
+from draftbridge.guests.client import Client
 from draftbridge.guests.settings import GuestSettings
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
 

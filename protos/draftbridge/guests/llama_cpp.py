@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftbridge.candidates import SequenceStep, open_client
+from draftbridge.candidates import SequenceStep
+from draftbridge.guests.client import open_client
 from draftbridge.machine import compute_units
 from draftbridge.security import Credentials
 from draftbridge.v1 import model_pb2

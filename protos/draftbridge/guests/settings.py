@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
-from draftbridge.candidates import Client, open_client
+from draftbridge.guests.client import Client, open_client
 from draftbridge.security import Credentials
 from draftbridge.v1 import model_pb2
 

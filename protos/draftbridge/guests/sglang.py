@@ -14,7 +14,8 @@ from array import array
 from pathlib import Path
 from typing import Any
 
-from draftbridge.candidates import Client, SequenceStep
+from draftbridge.candidates import SequenceStep
+from draftbridge.guests.client import Client
 from draftbridge.guests.description import chat_template, log_like, special_ids, tokenizer_json
 from draftbridge.guests.settings import GuestSettings
 from draftbridge.v1 import model_pb2

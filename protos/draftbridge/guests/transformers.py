@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, Client, SequenceStep, open_client
+from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, SequenceStep
+from draftbridge.guests.client import Client, open_client
 from draftbridge.machine import compute_units
 from draftbridge.security import Credentials
 from draftbridge.v1 import model_pb2

@@ -13,7 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draftbridge.candidates import Client, SequenceStep
+from draftbridge.candidates import SequenceStep
+from draftbridge.guests.client import Client
 from draftbridge.guests.description import chat_template, log_like, special_ids, tokenizer_json
 from draftbridge.guests.rows import Rows, RowSequence
 from draftbridge.guests.settings import GuestSettings
