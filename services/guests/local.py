@@ -112,16 +112,15 @@ class LocalCandidates:
                 self._kept.pop(id_, None)
                 self._returned.pop(id_, None)
             guest = self._guest
-            found = self._candidates(self._run(_step(guest, update)))
+            later = len(update.sequences) > _MAX_SETTLED_AT_ONCE
+            found = self._candidates(self._run(_step(guest, update, settles=not later)))
             if len(self._kept) > len(guest.held) + _MAX_FORGOTTEN:
                 self._kept = {id_: self._kept[id_] for id_ in guest.held if id_ in self._kept}
                 self._returned = {id_: self._returned[id_] for id_ in guest.held if id_ in self._returned}
             overhead = time.monotonic() - began - guest.elapsed_ns / 1e9
             self._overhead_seconds += _FRESH * (overhead - self._overhead_seconds)
-            if len(update.sequences) > _MAX_SETTLED_AT_ONCE:
+            if later:
                 self._settled = self._beside.submit(lambda: self._loop.run_until_complete(guest.settle()))
-            else:
-                self._run(guest.settle())
             return found
         except Exception:
             if not self._failed:
@@ -205,11 +204,14 @@ class LocalCandidates:
         return found
 
 
-async def _step(guest: Guest, update: StepUpdate) -> Answer:
+async def _step(guest: Guest, update: StepUpdate, *, settles: bool) -> Answer:
     if any(one.opening and not one.opening.done() for one in guest.held.values()):
         for _ in range(_TURNS_TO_OPEN):
             await asyncio.sleep(0)
-    return await guest.step(update)
+    answer = await guest.step(update)
+    if settles:
+        await guest.settle()
+    return answer
 
 
 async def _end(guest: Guest | None) -> None:
