@@ -27,9 +27,11 @@ _log = logging.getLogger(__name__)
 # Candidates of each sequence that are considered, by the number of sequences: the first item that is large enough.
 _CONSIDERED = ((4, 16), (16, 8), (64, 6))
 _MIN_CONSIDERED = 4
-# One forward of this number is made without candidates, and one with a few if none of them had any that seemed worth
-# verifying, because what is never measured cannot be compared.
-_PLAIN_FORWARDS = _IDLE_FORWARDS = 100
+# One forward of this number is made without candidates, because what is never measured cannot be compared.
+_PLAIN_FORWARDS = 100
+# For the same reason, after this number of forwards for which no candidate seemed worth verifying, one has a few. Each
+# such trial in vain doubles the number, up to the second one.
+_IDLE_FORWARDS, _MAX_IDLE_FORWARDS = 25, 400
 # The chance from which a candidate takes part in such a trial.
 _PROMISING = 0.5
 # Choosing for several sequences may take this long, however short the deadline is.
@@ -149,7 +151,7 @@ class Guest:
         self.elapsed_ns = self.stepped_ns = 0
         self._begun = self._turn = self._deadline_ns = 0
         # Shared forwards in a row for which no offer seemed worth verifying.
-        self._idle_forward_count = 0
+        self._idle_forward_count, self._idle_limit = 0, _IDLE_FORWARDS
         self._alone = False
         # Sequences that began in this step and can use candidates.
         self._opening: list[asyncio.Task[None]] = []
@@ -347,10 +349,13 @@ class Guest:
     def _shared(self, chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
         """Returns how many candidates of each offer to verify; see `share`."""
         widths = share(chances, sequence_count, self._costs)
-        self._idle_forward_count = 0 if any(widths) else self._idle_forward_count + bool(chances)
-        if not chances or self._idle_forward_count < _IDLE_FORWARDS:
+        if any(widths):
+            self._idle_forward_count, self._idle_limit = 0, _IDLE_FORWARDS
+        elif chances:
+            self._idle_forward_count += 1
+        if self._idle_forward_count < self._idle_limit:
             return widths
-        self._idle_forward_count = 0
+        self._idle_forward_count, self._idle_limit = 0, min(2 * self._idle_limit, _MAX_IDLE_FORWARDS)
         least = min(_PROMISING, max(one[0] for one in chances))
         return [int(one[0] >= least) for one in chances]
 

@@ -16,6 +16,8 @@ _PRIOR_POWER = 0.3
 # Beyond the largest recorded number, the power is that of this many numbers before it. Forwards may be wider than any
 # before by the second factor.
 _POWER_OF, _WIDER = 3, 1.5
+# The number of first forwards with candidates that are not counted: engines are slow at something new.
+_LEFT_OUT = 3
 # The least weight of a new time, and the largest deviation from the expected time: the machine may have stalled.
 _FRESH, _OUTLIER = 0.15, log(3)
 # The minimum speedup over a forward without candidates, because estimates are never exact.
@@ -32,11 +34,15 @@ class BatchCosts:
     def __init__(self, forward_costs: Sequence[tuple[int, int]] = ()) -> None:
         # By the exponent of `_STEP`: the logarithm of the time in nanoseconds, and the weight of what was seen.
         self._known: dict[int, tuple[float, float]] = {}
+        self._left_out_count = 0
         for token_count, nanoseconds in forward_costs:
-            self.observe(1, token_count - 1, float(nanoseconds))
+            self.observe(token_count, 0, float(nanoseconds))
 
     def observe(self, sequence_count: int, candidate_count: int, nanoseconds: float) -> None:
         """Records a forward that ran one token of each sequence and the candidates of all."""
+        if candidate_count and self._left_out_count < _LEFT_OUT:
+            self._left_out_count += 1
+            return
         place = log(sequence_count + candidate_count) / _STEP
         time = log(max(nanoseconds, 1.0))
         expected = float(self._at(np.array([place]))[0]) if self._known else time
