@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks.delay import DelayProxy
 from benchmarks.prompts import OWN, read
 from benchmarks.vllm_server import Completion, VllmServer, speculation, vllm_server
-from benchmarks.vllm_ways import OURS, PLAIN, RECORD, WAYS
+from benchmarks.vllm_ways import ALWAYS, OURS, PLAIN, RECORD, WAYS
 from services.cli.processes import launched, serve
 
 ALONE = "vLLM"
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument(
         "--parallel", type=int, action="append", default=[], help="Also measure with this number of requests at a time."
     )
-    parser.add_argument("--way", action="append", choices=WAYS, help="Only these ways; all by default.")
+    parser.add_argument("--way", action="append", choices=WAYS, help=f"Only these ways; all but {ALWAYS!r} by default.")
     parser.add_argument("--without-alone", action="store_true", help=f"Compare with {PLAIN!r} in the same server.")
     parser.add_argument("--deadline-ms", type=float, default=2.0)
     parser.add_argument(
@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="Where to put vLLM's log.")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    arguments.way = arguments.way or list(WAYS)
+    arguments.way = arguments.way or [way for way in WAYS if way != ALWAYS]
     prompts = read(arguments.prompts, arguments.count)
     if arguments.raw:
         prompts = [one if "prompt" in one else one | {"prompt": one["messages"][0]["content"]} for one in prompts]

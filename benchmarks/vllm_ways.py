@@ -15,10 +15,12 @@ from typing import Any
 
 from draftbridge.guests.vllm import Proposer
 
-PLAIN, OURS, WAITING, LOCAL = "no candidates", "draftbridge", "draftbridge, 100 ms", "draftbridge, local"
+PLAIN, OURS, WAITING = "no candidates", "draftbridge", "draftbridge, 100 ms"
+LOCAL, ALWAYS = "draftbridge, local", "draftbridge, always"
 # vLLM's own proposers: ngram with vLLM's defaults, ngram with shorter matches, suffix with vLLM's defaults. WAITING is
-# our own with a longer deadline, LOCAL our own without a bridge.
-WAYS = (PLAIN, "ngram 5", "ngram 2-5", "suffix", OURS, WAITING, LOCAL)
+# our own with a longer deadline, LOCAL our own without a bridge. ALWAYS, for tests, lets the bridge believe that
+# candidates cost nothing.
+WAYS = (PLAIN, "ngram 5", "ngram 2-5", "suffix", OURS, WAITING, LOCAL, ALWAYS)
 RECORD = struct.Struct("<4Q")
 
 
@@ -31,7 +33,11 @@ class Ways:
             self._way = mmap.mmap(file.fileno(), 1)
         self._times = (folder / "times").open("ab", buffering=0)
         self._ours = Proposer(vllm_config)
-        self._local = Proposer(_local(vllm_config))
+        self._local = Proposer(_with(vllm_config, bridge="local"))
+        self._always = Proposer(_with(vllm_config, engine="always"))
+        if client := self._always._client:
+            step = client.step
+            client.step = lambda *args, **more: step(*args, **more | {"engine_seconds": 0.02})  # type: ignore[method-assign]
         self._deadline = self._ours._deadline
         self._ngrams = {1: _ngram(vllm_config, 5, 5, 5), 2: _ngram(vllm_config, 2, 5, self._ours._limit)}
         self._suffix = _suffix(vllm_config)
@@ -39,6 +45,7 @@ class Ways:
     def load_model(self, *arguments: Any) -> None:
         self._ours.load_model(*arguments)
         self._local.load_model(*arguments)
+        self._always.load_model(*arguments)
 
     def propose(self, sampled: list[list[int]], counts: Any, tokens: Any, slot_mappings: Any = None) -> list[list[int]]:
         way = self._way[0]
@@ -53,8 +60,9 @@ class Ways:
         elif WAYS[way] in (OURS, WAITING):
             self._ours._deadline = 0.1 if WAYS[way] == WAITING else self._deadline
             found = self._ours.propose(sampled, counts, tokens)
-        elif WAYS[way] == LOCAL:
-            found = self._local.propose(sampled, counts, tokens)
+        elif WAYS[way] in (LOCAL, ALWAYS):
+            proposer = self._local if WAYS[way] == LOCAL else self._always
+            found = proposer.propose(sampled, counts, tokens)
         else:
             found = [[] for _ in sampled]
         elapsed = time.perf_counter_ns() - began
@@ -62,11 +70,11 @@ class Ways:
         return found
 
 
-def _local(vllm_config: Any) -> Any:
-    """Returns vLLM's configuration for an adapter without a bridge."""
+def _with(vllm_config: Any, **settings: str) -> Any:
+    """Returns vLLM's configuration with settings for the adapter."""
     names = ("speculative_config", "model_config", "parallel_config", "device_config")
     parts = {name: getattr(vllm_config, name) for name in names}
-    return SimpleNamespace(additional_config={"draftbridge": {"bridge": "local"}}, **parts)
+    return SimpleNamespace(additional_config={"draftbridge": settings}, **parts)
 
 
 def _ngram(vllm_config: Any, least: int, most: int, count: int) -> Any:
