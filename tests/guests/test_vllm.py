@@ -267,5 +267,5 @@ def test_tensor_parallel(vllm_python: Path, vllm_target: Path, tmp_path: Path) -
                 return server.counts().get("draft_tokens_total", 0.0) > 0
 
             plain = texts()
-            control.write_bytes(bytes([WAYS.index(OURS)]))
+            control.write_bytes(bytes([WAYS.index(ALWAYS)]))
             eventually(candidates_came, 60)
