@@ -34,11 +34,12 @@ _MAX_ROOM, _BYTES_PER_CANDIDATE, _ALONE_BYTES = 64, 8, 160
 
 @dataclass(frozen=True)
 class GuestOpening:
-    """The parts of a sequence that all sequences of an engine share."""
+    """The parts of a sequence that all sequences of an engine share. `alone`: none of them will ever have a draft."""
 
     model: Model
     estimates: TargetEstimates
     sources: tuple[str, ...] = ()
+    alone: bool = False
     clock: Callable[[], int] = perf_counter_ns
 
 
@@ -57,6 +58,7 @@ def open_sequence(
         prompt_ids=prompt,
         render=partial(_render, ids=prompt, source=model),
         draft=draft,
+        alone=shared.alone,
         clock=shared.clock,
     )
     found = [source.open(opening) for name, source in SOURCES.items() if not shared.sources or name in shared.sources]

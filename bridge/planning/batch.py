@@ -36,7 +36,8 @@ class BatchCosts:
         self._known: dict[int, tuple[float, float]] = {}
         self._left_out_count = 0
         for token_count, nanoseconds in forward_costs:
-            self.observe(token_count, 0, float(nanoseconds))
+            if token_count > 0 and nanoseconds > 0:  # an engine's own values are not trusted
+                self.observe(token_count, 0, float(nanoseconds))
 
     def observe(self, sequence_count: int, candidate_count: int, nanoseconds: float) -> None:
         """Records a forward that ran one token of each sequence and the candidates of all."""

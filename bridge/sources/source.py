@@ -140,7 +140,7 @@ class Opening:
 
     `vocabulary` and `prompt_ids` are the target's. `render` returns the prompt in another model's tokens, or
     raises a `DraftBridgeError`. `memory`: earlier outputs by tenant; `tenant` may see only its own. `grammar`: what the
-    text must satisfy.
+    text must satisfy. `alone`: no source that takes time will ever take part.
     """
 
     vocabulary: Vocabulary
@@ -151,6 +151,7 @@ class Opening:
     memory: SuffixMemory | None = None
     tenant: str = ""
     grammar: TextGrammar | None = None
+    alone: bool = False
     clock: Callable[[], int] = perf_counter_ns
 
 

@@ -49,7 +49,7 @@ class SuffixSource(CandidateSource):
         if opening.memory and opening.tenant:
             elsewhere = partial(opening.memory.match, opening.tenant)
         found = cls(opening.vocabulary, opening.prompt_ids, elsewhere)
-        if opening.draft or elsewhere:
+        if elsewhere or not opening.alone:
             found._matcher()  # now, because it takes a while for a long prompt
         return found
 

@@ -16,7 +16,6 @@ from bridge.guest import Answer, Guest, SequenceUpdate, StepUpdate
 from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
-from bridge.sources import SOURCES
 from bridge.sources.source import Draft, Outcome
 from bridge.statistics import Statistics
 from bridge.text.vocabulary import Vocabulary
@@ -25,6 +24,7 @@ from services.bridge.guest_drafts import GuestDrafts
 from services.bridge.guest_tokenizers import GuestTokenizers
 from services.bridge.zoo import Zoo
 from services.guests.budget import Budget, GuestLimits
+from services.guests.opening import check_engine
 from services.logs import loggable
 from services.metrics import BridgeMetrics
 from services.rpc.gate import CALLER
@@ -212,13 +212,9 @@ def _check(opening: candidate_pb2.ProposeOpen) -> None:
         raise InvalidField("open", f"at most {_MAX_OPENING_BYTES} bytes long", size)
     if not name.isprintable() or not 0 < len(name) <= _MAX_NAME_LENGTH:
         raise InvalidField("open.engine", f"1 to {_MAX_NAME_LENGTH} printable characters", f"{len(name)} characters")
-    for field in ("context_length", "vocabulary_size"):
-        if getattr(model, field) == 0:
-            raise InvalidField(f"open.model.{field}", "at least 1", 0)
+    check_engine(model, opening.sources)
     if len(model.tokenizer_sha256) != 64:
         raise InvalidField("open.model.tokenizer_sha256", "64 hexadecimal digits", repr(model.tokenizer_sha256[:80]))
-    if unknown := set(opening.sources) - set(SOURCES):
-        raise InvalidField("open.sources", f"a selection of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
 
 
 def _read_step(step: candidate_pb2.ProposeStep, max_sequence_count: int) -> StepUpdate:

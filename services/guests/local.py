@@ -1,12 +1,13 @@
 """Gives an engine candidates from its own text, in its own process: `bridge.guest` without a bridge, and so no draft.
 
 Used in place of a `CandidateClient` by adapters whose bridge is "local". No message is sent, and no thread waits, so a
-step costs a fraction of a millisecond.
+step costs less than a millisecond for one sequence. Open it after a fork, not before: it has an event loop.
 """
 
 import asyncio
 import hashlib
 import logging
+import threading
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -20,8 +21,10 @@ from bridge.planning.estimates import TargetEstimates
 from bridge.sources.source import Draft
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.candidate_stream import CandidateCounts, Candidates, SequenceStep
+from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS
 from draftbridge.v1 import model_pb2
 from services.guests.budget import Budget, GuestLimits
+from services.guests.opening import check_engine
 from services.rpc import codec
 
 T = TypeVar("T")
@@ -52,27 +55,38 @@ class LocalCandidates:
         self._description, self._tokenizer_json, self._sources = model, tokenizer_json, tuple(sources)
         self._guest: Guest | None = None
         self._budget = Budget(GuestLimits())
+        # Not used by two threads at once: an engine may close it while another thread of it generates.
+        self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
+        # One thread opens sequences: several would only take turns, and hold up the engine's.
+        self._loop.set_default_executor(ThreadPoolExecutor(1, "draftbridge-opening"))
         # Runs the event loop where the engine's thread cannot or should not; only one of them at a time does.
         self._beside = ThreadPoolExecutor(1, "draftbridge-candidates")
         self._settled: Future[None] | None = None
         self._overhead_seconds = 0.0
         self._number = 0
         self._returned_at = 0.0
-        self._failed = self._closed = False
+        self._failed = self._closed = self._tried = self._noted = False
         # By sequence: how many of its tokens the guest has; the step that last returned candidates, and their number.
         self._kept: dict[int, int] = {}
         self._returned: dict[int, tuple[int, int]] = {}
 
     def connect(self, timeout: float = 0.0) -> bool:
         """Reads the tokenizer, which takes a second or two. Returns whether that worked; if not, the log has why."""
+        with self._lock:
+            self._connect()
+        return self.connected
+
+    def _connect(self) -> None:
         if self._guest is None and not self._closed:
+            self._tried = True
             try:
                 self._guest = self._open()
                 self.counts.connection_count += 1
             except DraftBridgeError as error:
                 _log.warning("no candidates; the engine goes on without: %s", error)
-        return self.connected
+            except Exception:
+                _log.exception("a bug in DraftBridge; the engine goes on without candidates")
 
     @property
     def connected(self) -> bool:
@@ -84,14 +98,27 @@ class LocalCandidates:
         sequences: Sequence[SequenceStep],
         *,
         ended: Iterable[int] = (),
-        deadline: float = 0.0,
+        deadline: float = DEFAULT_DEADLINE_SECONDS,
         engine_seconds: float | None = None,
         forward_token_count: int = 0,
     ) -> dict[int, Candidates]:
         """Reports a forward, and returns candidates by sequence id; see `CandidateClient.step`."""
+        with self._lock:
+            return self._step(sequences, ended, deadline, engine_seconds, forward_token_count)
+
+    def _step(
+        self,
+        sequences: Sequence[SequenceStep],
+        ended: Iterable[int],
+        deadline: float,
+        engine_seconds: float | None,
+        forward_token_count: int,
+    ) -> dict[int, Candidates]:
         began = time.monotonic()
         try:
             self.counts.step_count += 1
+            if not self._tried:
+                self._connect()
             if self._guest is None:
                 return {}
             if engine_seconds is None:
@@ -133,21 +160,23 @@ class LocalCandidates:
 
     def close(self) -> None:
         """Forgets all sequences. `step` returns nothing afterwards."""
-        if self._closed:
-            return
-        guest, self._guest, self._closed = self._guest, None, True
-        if self._settled:
-            wait([self._settled])
-        self._run(_end(guest))
-        self._beside.shutdown()
-        self._loop.close()
+        with self._lock:
+            if self._closed:
+                return
+            guest, self._guest, self._closed = self._guest, None, True
+            if self._settled:
+                wait([self._settled])
+            self._run(_end(guest))
+            self._beside.shutdown()
+            self._loop.close()
 
     def _open(self) -> Guest:
+        check_engine(self._description, self._sources)
         description = model_pb2.Model()
         description.CopyFrom(self._description)
         description.tokenizer_sha256 = hashlib.sha256(self._tokenizer_json).hexdigest()
         model = codec.read_model(description, Vocabulary(self._tokenizer_json))
-        shared = GuestOpening(model, TargetEstimates(model.forward_costs), self._sources)
+        shared = GuestOpening(model, TargetEstimates(model.forward_costs), self._sources, alone=True)
 
         async def open_(ids: Sequence[int], generated_token_count: int, _: Draft | None) -> GuestSequence:
             return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, None)
@@ -192,6 +221,9 @@ class LocalCandidates:
         return self._beside.submit(self._loop.run_until_complete, work).result()
 
     def _candidates(self, answer: Answer) -> dict[int, Candidates]:
+        if answer.note and not self._noted:
+            self._noted = True
+            _log.warning("no candidates for some sequences: %s", answer.note)
         for id_ in answer.unknown:
             self._kept.pop(id_, None)
         found = {}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bridge.sources.source import Opening
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
 from bridge.sources.suffix_memory import SuffixMemory
@@ -150,3 +151,10 @@ def test_another_output_is_used_where_it_matches_longer() -> None:
     assert alone is not None and alone.data.startswith(b" six")
     assert both is not None and both.data == b" five"
     assert both.evidence_of(4, 5) > both.evidence_of(0, 1), "each right byte makes the match longer"
+
+
+def test_bytes_are_indexed_before_the_event_loop_needs_them() -> None:
+    """For a long prompt that takes a while, and a grammar or a draft that joins later may ask for it in the loop."""
+    for alone in (False, True):
+        opening = Opening(WORDS, [5, 6, 7], lambda model: model.vocabulary.prompt(""), alone=alone)
+        assert (SuffixSource.open(opening)._bytes is None) == alone

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-import time
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +16,7 @@ from services.guests.budget import Budget, GuestLimits
 from services.guests.local import LocalCandidates
 from tests.support import tiny
 from tests.support.guests import Reciter, client, description, recite, running
+from tests.support.waiting import eventually
 
 KIND = "sentencepiece"
 REPETITIVE = ("The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore! " * 6).encode()
@@ -66,16 +67,49 @@ def test_tokens_as_an_array(guest: LocalCandidates) -> None:
 
 
 def test_a_step_does_not_wait_for_a_long_prompt(guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch) -> None:
+    indexed = threading.Event()
+
     def slow(*arguments: object) -> object:
-        time.sleep(0.3)
+        assert indexed.wait(20)
         return open_sequence(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(local, "open_sequence", slow)
-    began = time.monotonic()
-    assert not guest.step([SequenceStep(1, IDS[:80])], deadline=0.002, engine_seconds=0.01)
-    assert time.monotonic() - began < 0.2
-    time.sleep(0.4)
-    assert guest.step([SequenceStep(1, IDS[:81])], deadline=0.002, engine_seconds=0.01)
+    assert not guest.step([SequenceStep(1, IDS[:80])], deadline=0.002, engine_seconds=0.01), "it would wait for ever"
+    indexed.set()
+    eventually(lambda: bool(guest.step([SequenceStep(1, IDS[:80])], deadline=0.002, engine_seconds=0.01)))
+
+
+def test_the_first_step_connects() -> None:
+    guest = LocalCandidates(description(KIND), tiny.tokenizer_json(KIND))
+    assert guest.step([SequenceStep(1, IDS)], deadline=1.0)
+    guest.close()
+
+
+def test_unknown_sources_and_unusable_costs_are_no_error_of_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    guest = LocalCandidates(description(KIND), tiny.tokenizer_json(KIND), ("sufix",))
+    assert not guest.connect() and "a selection of" in caplog.text
+    guest.close()
+    model = description(KIND)
+    model.forward_costs.add(token_count=0, forward_ns=5)
+    guest = LocalCandidates(model, tiny.tokenizer_json(KIND))
+    assert guest.connect()
+    guest.close()
+
+
+def test_it_may_be_closed_while_another_thread_is_in_a_step(guest: LocalCandidates) -> None:
+    stepping = threading.Event()
+
+    def engine() -> None:
+        for count in range(100, len(IDS)):
+            guest.step([SequenceStep(number, IDS[:count]) for number in range(4)], deadline=0.01)
+            stepping.set()
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    assert stepping.wait(20)
+    guest.close()
+    thread.join(20)
+    assert not thread.is_alive() and guest.step([SequenceStep(1, IDS)]) == {}
 
 
 def test_a_sequence_that_goes_back_begins_anew(guest: LocalCandidates) -> None:
@@ -106,11 +140,12 @@ def test_an_engine_that_never_reports_an_end_fills_no_memory(
     assert guest.step([SequenceStep(1, IDS)], deadline=1.0), "what is forgotten is sent as a whole"
 
 
-def test_impossible_ids_concern_one_sequence(guest: LocalCandidates) -> None:
+def test_impossible_ids_concern_one_sequence(guest: LocalCandidates, caplog: pytest.LogCaptureFixture) -> None:
     steps = [SequenceStep(1, [*IDS[:80], 1 << 30]), SequenceStep(2, IDS[:80])]
     for _ in range(2):
         found = guest.step(steps, deadline=1.0, engine_seconds=0.01)
     assert 1 not in found and found[2].token_ids
+    assert caplog.text.count("outside the tokenizer's vocabulary") == 1
 
 
 def test_a_draft_needs_a_bridge() -> None:
