@@ -162,7 +162,7 @@ class Guest:
 
     async def step(self, update: StepUpdate) -> Answer:
         """Takes a step, and returns its answer within the step's deadline. `settle` must be called after it."""
-        began = self._clock()
+        began, self._alone = self._clock(), len(update.sequences) == 1
         answer, self._deadline_ns = Answer(update.number), update.deadline_ns
         self.stepped_ns = began if update.sequences else self.stepped_ns
         for id_ in update.ended:
@@ -171,7 +171,6 @@ class Guest:
         named = [(one, held) for one in update.sequences if (held := self._take(one, answer, began))]
         measured = self._measure(update, named, min(engine_ns, MAX_MEASURED_NS))
         await self._await_openings(len(named), began + update.deadline_ns // 2)  # choosing takes time, too
-        self._alone = len(update.sequences) == 1
         if self._alone and named:
             one, held = named[0]
             with self._refusing(held):
@@ -263,7 +262,8 @@ class Guest:
             sequence.start()
             sequence.commit(new, 0, 0, None)
             sequence.allow_waiting(self._deadline_ns)
-            await sequence.settle(alone=True)
+            if self._alone or sequence.has_draft:  # a shared forward needs no plan
+                await sequence.settle(alone=True)
 
         held.opening = asyncio.create_task(open_())
         if one.room != 0:

@@ -57,6 +57,8 @@ _MIN_TRIAL_INTERVAL, _MAX_TRIAL_INTERVAL = 500, 8000
 # The weight of the prior ratio of 1, in accepted candidates or in passes without candidates, and the factor by which
 # each further pass of any plan reduces the weight of earlier ones.
 _RATIO_PRIOR, _RATIO_FADE = 6.0, 0.99
+# The least measured part of that prior, whatever was measured later.
+_MIN_RATIO = 0.1
 # A pass counts as at most this multiple of its predicted time: the machine may have stalled.
 _MAX_TIME_RATIO = 3.0
 # The least prior chance of candidates that are tried, once in a while, though they are not expected to pay.
@@ -111,6 +113,10 @@ class DraftEstimates:
         """Returns the time to read some tokens in one forward, in times of a 1-token forward."""
         return self.forward.widths.of(token_count) * (self.reading.value if token_count > _MAX_READ_TOKENS else 1.0)
 
+    def reading_ns(self, token_count: int) -> float:
+        """Returns the nanoseconds to read some tokens in one forward; 0 if the draft was never measured."""
+        return self.forward.single_ns * self.read_tokens(token_count)
+
     def cached_token_count(self, ids: Sequence[int]) -> int:
         """Returns how many of the first `ids` the draft has probably cached."""
         return max((common_prefix_length(ids, one) for one in self._contexts), default=0)
@@ -148,7 +154,7 @@ class _Ratio:
 
     @property
     def value(self) -> float:
-        return (_RATIO_PRIOR + self._measured) / (_RATIO_PRIOR + self._predicted)
+        return max(_RATIO_PRIOR + self._measured, _MIN_RATIO * _RATIO_PRIOR) / (_RATIO_PRIOR + self._predicted)
 
     def observe(self, measured: float, predicted: float) -> None:
         self._measured += measured
@@ -177,11 +183,14 @@ class Correction:
         return replace(found, tokens=tokens, ns=plain_ns + (found.ns - plain_ns) * self._extra.value)
 
     def observe(self, accepted: int, elapsed_ns: float, plan: Plan) -> None:
-        """Records a pass that was made under a plan with such candidates, whose prediction was corrected."""
+        """Records a pass that was made under a plan with such candidates, whose prediction was corrected.
+
+        Its extra time may be negative, because times vary: only the average counts.
+        """
         self._accepted.observe(accepted, (plan.prediction.tokens - 1.0) / self._accepted.value)
         elapsed_ns = min(elapsed_ns, _MAX_TIME_RATIO * plan.prediction.ns)
         predicted = (plan.prediction.ns / plan.plain_ns - 1.0) / self._extra.value
-        self._extra.observe(max(elapsed_ns / plan.plain_ns - 1.0, 0.0), predicted)
+        self._extra.observe(elapsed_ns / plan.plain_ns - 1.0, predicted)
 
     def fade(self) -> None:
         """Reduces the weight of earlier passes."""

@@ -215,7 +215,7 @@ class Sampler:
         near, limit = np.empty(0, np.int64), np.float32(best)
         while len(near) < _NEAR_COUNT:
             limit = np.float32(best - depth * temperature)
-            if limit <= floor:
+            if not floor < limit < best:  # at a temperature near 0, differences of the noise do not count at all
                 return np.flatnonzero(scores >= floor)
             near, depth = np.flatnonzero(scores >= limit), depth * _DEEPER
         sums = _scaled(scores[near], best, temperature) + gumbel(self.seed, offset, counter, keys[near])

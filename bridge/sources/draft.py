@@ -27,8 +27,9 @@ _TOKEN_BYTES = 4.0
 # The passes of the target that wait in vain for a draft that runs ahead, with nothing from it in between, after which
 # the target no longer waits for it.
 _VAIN_PASSES = 4
-# A draft that owes an answer for this long is given up: its stream is closed, which frees its slot.
-_MAX_SILENCE_NS = 30_000_000_000
+# A draft that owes an answer for this long is given up: its stream is closed, which frees its slot. Until its first
+# proposal it has this multiple of the time that it is expected to read the prompt in addition.
+_MAX_SILENCE_NS, _READING_FACTOR = 30_000_000_000, 4.0
 # Rounding may make a probability larger than 1.
 _MAX_CONFIDENCE = 1.001
 # More committed bytes than this are encoded in a thread, so that other requests do not wait.
@@ -188,8 +189,11 @@ class DraftSource(CandidateSource):
             self._vain_pass_count += outcome.timed_out
             if outcome.timed_out and not self._epoch.turn_over:
                 self._overdue |= self._epoch.turns or self._vain_pass_count >= _VAIN_PASSES
-        if self._silent_since_ns is not None and self._clock() - self._silent_since_ns > _MAX_SILENCE_NS:
-            self._error = Unreachable("the draft", f"it has sent nothing for {_MAX_SILENCE_NS / 1e9:.0f} seconds")
+        if self._silent_since_ns is not None:
+            silent_ns, reads = self._clock() - self._silent_since_ns, not self.proposed_token_count
+            reading_ns = _READING_FACTOR * self._times.reading_ns(self._prompt_lag) if reads else 0.0
+            if silent_ns > _MAX_SILENCE_NS + reading_ns:
+                self._error = Unreachable("the draft", f"it has sent nothing for {silent_ns / 1e9:.0f} seconds")
 
     async def advance(self, tape: Tape, pace: DraftPace) -> None:
         epoch = self._epoch

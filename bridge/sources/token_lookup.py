@@ -18,7 +18,7 @@ _MAX_MATCH_TOKENS = 16
 # The latest occurrences of the last token that are looked at, besides those that have matched so far.
 _LATEST_PLACES = 8
 # The number of tokens at the end of an addition that are searched for matches one by one. Few passes yield more.
-_MAX_PASS_TOKENS = 64
+_MAX_PASS_TOKENS = 16
 # The odds that a proposed token is right, fitted to texts of two models (see docs/concepts/speculation.md): a power of
 # the number of tokens that match before it. If several places match, the odds are higher if all agree, and lower if
 # some differ.

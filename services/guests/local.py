@@ -1,16 +1,18 @@
 """Gives an engine candidates from its own text, in its own process: `bridge.guest` without a bridge, and so no draft.
 
 Used in place of a `CandidateClient` by adapters whose bridge is "local". No message is sent, and no thread waits, so a
-step costs less than a millisecond for one sequence. Open it after a fork, not before: it has an event loop.
+step costs less than a millisecond for one sequence. After a fork, each process has candidates of its own.
 """
 
 import asyncio
 import hashlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from bridge.errors import DraftBridgeError
@@ -31,7 +33,12 @@ T = TypeVar("T")
 
 _log = logging.getLogger("draftbridge")
 
-# Turns of the event loop in which a sequence that was prepared in a thread begins to take part.
+# A sequence of up to this number of tokens is opened in a step, which takes a millisecond, a longer one in a thread.
+_MAX_TOKENS_AT_ONCE = 8000
+# The part of a step's deadline in which sequences are opened. Those for which it is too short wait for later steps.
+# Opening one is assumed to take as long as this many tokens more, each this many seconds until that is measured.
+_OPENING, _MORE_TOKENS, _TOKEN_SECONDS = 0.3, 800, 2e-7
+# Turns of the event loop in which an opened sequence begins to take part.
 _TURNS_TO_OPEN = 3
 # With more sequences, what follows a step is done in a thread while the engine computes. With fewer it takes less time
 # than moving everything to another core's cache.
@@ -41,6 +48,11 @@ _MAX_FORGOTTEN = 1024
 # The weight of a new value in the average time of a step that the guest does not measure itself, and the part of a
 # deadline that is kept as a reserve.
 _FRESH, _RESERVE = 0.1, 0.1
+# The steps after which the sequences that were not named for long are ended.
+_SWEEP_STEPS = 1000
+
+# Event loops of a process that this one was forked from, and what belongs to them.
+_of_other_processes: list[Any] = []
 
 
 class LocalCandidates:
@@ -53,27 +65,32 @@ class LocalCandidates:
     def __init__(self, model: model_pb2.Model, tokenizer_json: bytes, sources: Sequence[str] = ()) -> None:
         self.counts = CandidateCounts()
         self._description, self._tokenizer_json, self._sources = model, tokenizer_json, tuple(sources)
-        self._guest: Guest | None = None
-        self._budget = Budget(GuestLimits())
         # Not used by two threads at once: an engine may close it while another thread of it generates.
         self._lock = threading.Lock()
+        self._limits = GuestLimits()
+        self._closed = self._noted = self._failed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Starts without any sequence."""
+        self._process, self._tried = os.getpid(), False
+        self._guest: Guest | None = None
+        self._budget = Budget(self._limits)
         self._loop = asyncio.new_event_loop()
-        # One thread opens sequences: several would only take turns, and hold up the engine's.
-        self._loop.set_default_executor(ThreadPoolExecutor(1, "draftbridge-opening"))
         # Runs the event loop where the engine's thread cannot or should not; only one of them at a time does.
         self._beside = ThreadPoolExecutor(1, "draftbridge-candidates")
         self._settled: Future[None] | None = None
-        self._overhead_seconds = 0.0
+        # The expected time to open the new sequences of this step, and that of one token.
+        self._opening_seconds, self._token_seconds = 0.0, _TOKEN_SECONDS
+        self._overhead_seconds = self._returned_at = 0.0
         self._number = 0
-        self._returned_at = 0.0
-        self._failed = self._closed = self._tried = self._noted = False
         # By sequence: how many of its tokens the guest has; the step that last returned candidates, and their number.
         self._kept: dict[int, int] = {}
         self._returned: dict[int, tuple[int, int]] = {}
 
     def connect(self, timeout: float = 0.0) -> bool:
         """Reads the tokenizer, which takes a second or two. Returns whether that worked; if not, the log has why."""
-        with self._lock:
+        with self._alone():
             self._connect()
         return self.connected
 
@@ -103,64 +120,90 @@ class LocalCandidates:
         forward_token_count: int = 0,
     ) -> dict[int, Candidates]:
         """Reports a forward, and returns candidates by sequence id; see `CandidateClient.step`."""
+        began = time.monotonic()
+        with self._alone():
+            try:
+                if not self._tried:
+                    self._connect()
+                    began = time.monotonic()
+                self.counts.step_count += 1
+                if self._guest is None:
+                    return {}
+                if engine_seconds is None:
+                    engine_seconds = began - self._returned_at if self._returned_at else 0.0
+                return self._step(self._guest, sequences, ended, began, deadline, engine_seconds, forward_token_count)
+            except Exception:
+                if not self._failed:
+                    self._failed = True
+                    _log.exception("a bug in DraftBridge; the engine goes on without candidates")
+                return {}
+            finally:
+                self._returned_at = time.monotonic()
+                self.counts.waited_seconds += self._returned_at - began
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps other threads out. After a fork, begins anew."""
+        if self._process != os.getpid():
+            # What this process shares with the other one must not be closed, or the other one waits for ever.
+            _of_other_processes.append((self._loop, self._guest))
+            self._lock = threading.Lock()
+            self._begin()
         with self._lock:
-            return self._step(sequences, ended, deadline, engine_seconds, forward_token_count)
+            yield
 
     def _step(
         self,
+        guest: Guest,
         sequences: Sequence[SequenceStep],
         ended: Iterable[int],
+        began: float,
         deadline: float,
-        engine_seconds: float | None,
+        engine_seconds: float,
         forward_token_count: int,
     ) -> dict[int, Candidates]:
-        began = time.monotonic()
-        try:
-            self.counts.step_count += 1
-            if not self._tried:
-                self._connect()
-            if self._guest is None:
-                return {}
-            if engine_seconds is None:
-                engine_seconds = began - self._returned_at if self._returned_at else 0.0
-            if settled := self._settled:
-                self._settled = None
-                settled.result()
-            self._number += 1
-            update = StepUpdate(
-                self._number,
-                tuple(map(self._update, sequences)),
-                tuple(ended),
-                max(int(((1 - _RESERVE) * deadline - self._overhead_seconds) * 1e9), 0),
-                int(engine_seconds * 1e9),
-                forward_token_count,
-            )
-            for id_ in update.ended:
-                self._kept.pop(id_, None)
-                self._returned.pop(id_, None)
-            guest = self._guest
-            later = len(update.sequences) > _MAX_SETTLED_AT_ONCE
-            found = self._candidates(self._run(_step(guest, update, settles=not later)))
-            if len(self._kept) > len(guest.held) + _MAX_FORGOTTEN:
-                self._kept = {id_: self._kept[id_] for id_ in guest.held if id_ in self._kept}
-                self._returned = {id_: self._returned[id_] for id_ in guest.held if id_ in self._returned}
-            overhead = time.monotonic() - began - guest.elapsed_ns / 1e9
+        if settled := self._settled:
+            self._settled = None
+            settled.result()
+        self._number += 1
+        ended = tuple(ended)
+        for id_ in ended:
+            self._forget(id_)
+        self._opening_seconds = 0.0
+        updates = tuple(self._update(one, _OPENING * deadline) for one in sequences)
+        spent = time.monotonic() - began + self._opening_seconds + self._overhead_seconds
+        left = max((1 - _RESERVE) * deadline - spent, 0.0)
+        update = StepUpdate(
+            self._number, updates, ended, int(left * 1e9), int(engine_seconds * 1e9), forward_token_count
+        )
+        later = len(updates) > _MAX_SETTLED_AT_ONCE
+        asked = time.monotonic()
+        found = self._candidates(self._run(self._answer(guest, update, settles=not later)))
+        if not self._opening_seconds:
+            overhead = time.monotonic() - asked - guest.elapsed_ns / 1e9
             self._overhead_seconds += _FRESH * (overhead - self._overhead_seconds)
-            if later:
-                self._settled = self._beside.submit(lambda: self._loop.run_until_complete(guest.settle()))
-            return found
-        except Exception:
-            if not self._failed:
-                self._failed = True
-                _log.exception("a bug in DraftBridge; the engine goes on without candidates")
-            return {}
-        finally:
-            self._returned_at = time.monotonic()
-            self.counts.waited_seconds += self._returned_at - began
+        if len(self._kept) > len(guest.held) + _MAX_FORGOTTEN:
+            for id_ in self._kept.keys() - guest.held.keys():
+                self._forget(id_)
+        if self._number % _SWEEP_STEPS == 0:
+            guest.end_idle(int(self._limits.idle_seconds * 1e9))
+        self.counts.late_count += time.monotonic() - began > deadline
+        if later:
+            self._settled = self._beside.submit(lambda: self._loop.run_until_complete(guest.settle()))
+        return found
+
+    async def _answer(self, guest: Guest, update: StepUpdate, *, settles: bool) -> Answer:
+        answer = await guest.step(update)
+        if any(one.opening and not one.opening.done() for one in guest.held.values()):
+            for _ in range(_TURNS_TO_OPEN):
+                await asyncio.sleep(0)
+        if settles:
+            await guest.settle()
+        return answer
 
     def close(self) -> None:
         """Forgets all sequences. `step` returns nothing afterwards."""
-        with self._lock:
+        with self._alone():
             if self._closed:
                 return
             guest, self._guest, self._closed = self._guest, None, True
@@ -179,7 +222,13 @@ class LocalCandidates:
         shared = GuestOpening(model, TargetEstimates(model.forward_costs), self._sources, alone=True)
 
         async def open_(ids: Sequence[int], generated_token_count: int, _: Draft | None) -> GuestSequence:
-            return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, None)
+            if len(ids) > _MAX_TOKENS_AT_ONCE:
+                return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, None)
+            began = time.monotonic()
+            sequence = open_sequence(shared, ids, generated_token_count, None)
+            seconds = (time.monotonic() - began) / (len(ids) + _MORE_TOKENS)
+            self._token_seconds += _FRESH * (seconds - self._token_seconds)
+            return sequence
 
         guest = Guest(
             model,
@@ -190,11 +239,17 @@ class LocalCandidates:
         )
         return guest
 
-    def _update(self, one: SequenceStep) -> SequenceUpdate:
-        """Returns what a sequence has gained, and notes that the guest has it."""
+    def _update(self, one: SequenceStep, opening_seconds: float) -> SequenceUpdate:
+        """Returns what a sequence has gained, and notes that the guest has it: nothing if its turn has not come."""
         id_, count = one.sequence_id, len(one.token_ids)
         held = self._kept.get(id_, 0)
         kept = min(held, count if one.kept_token_count is None else one.kept_token_count, count)
+        if kept == 0:
+            expected = self._opening_seconds + self._token_seconds * (count + _MORE_TOKENS)
+            if self._opening_seconds and expected > opening_seconds:
+                self._forget(id_)
+                return SequenceUpdate(id_, 0, ())
+            self._opening_seconds = expected
         new = one.token_ids[kept:]
         self._kept[id_] = count
         step, returned = self._returned.pop(id_, (0, 0))
@@ -211,6 +266,10 @@ class LocalCandidates:
             step if returned else 0,
             returned,
         )
+
+    def _forget(self, id_: int) -> None:
+        self._kept.pop(id_, None)
+        self._returned.pop(id_, None)
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         """Runs the event loop until `work` is done."""
@@ -234,16 +293,6 @@ class LocalCandidates:
             self.counts.candidate_count += len(ids)
         self.counts.answer_count += 1
         return found
-
-
-async def _step(guest: Guest, update: StepUpdate, *, settles: bool) -> Answer:
-    if any(one.opening and not one.opening.done() for one in guest.held.values()):
-        for _ in range(_TURNS_TO_OPEN):
-            await asyncio.sleep(0)
-    answer = await guest.step(update)
-    if settles:
-        await guest.settle()
-    return answer
 
 
 async def _end(guest: Guest | None) -> None:

@@ -13,6 +13,7 @@ from bridge.ports import Proposal
 from bridge.sources.draft import DraftEpoch
 from bridge.sources.source import DraftPace
 from bridge.text.translation import DraftContext
+from tests.support.alone import PROMPT
 from tests.support.drafted import WORDS, commit, draft_source, ids_of, propose
 
 
@@ -64,13 +65,30 @@ async def test_a_draft_that_owes_an_answer_for_long_is_given_up(pace: DraftPace)
     commit(tape, source, " fox", timed_out=False)
     assert source.propose(tape) is None, "it owed nothing in that hour"
     unanswered_from = now
-    with pytest.raises(Unreachable, match="it has sent nothing for 30 seconds"):
+    with pytest.raises(Unreachable, match="it has sent nothing for 33 seconds"):
         for _ in range(5):  # another sync does not start the time anew
             await source.advance(tape, pace)
             now += 11_000_000_000
             commit(tape, source, " a", timed_out=False)
             source.propose(tape)
     assert now - unanswered_from > 30_000_000_000
+
+
+async def test_a_draft_has_time_to_read_a_long_prompt() -> None:
+    second, now = 1_000_000_000, 1000
+    times = DraftEstimates([(1, second), (17, 17 * second)])
+    source, drafter, tape = draft_source(PROMPT * 8, times=times, clock=lambda: now)
+    await source.advance(tape, DraftPace(8))
+    reading_ns = times.reading_ns(len(drafter.syncs[0].token_ids))
+    assert reading_ns > 40 * second
+    now += 30 * second + int(3.9 * reading_ns)
+    commit(tape, source, " a")
+    assert source.propose(tape) is None
+    await propose(source, drafter, " fox")
+    now += 31 * second
+    commit(tape, source, " a")
+    with pytest.raises(Unreachable, match="it has sent nothing for 31 seconds"):  # it has read the prompt
+        source.propose(tape)
 
 
 class RecordedTimes:
@@ -84,6 +102,9 @@ class RecordedTimes:
 
     def cached_token_count(self, ids: Sequence[int]) -> int:
         return 0
+
+    def reading_ns(self, token_count: int) -> float:
+        return 0.0
 
     def observe_context(self, ids: Sequence[int]) -> None:
         pass

@@ -7,7 +7,7 @@ import pytest
 
 from bridge.planning.chances import Chances, RequestChances
 from bridge.planning.costs import Ewma, ForwardTime, WidthCost
-from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
+from bridge.planning.estimates import Correction, DraftEstimates, RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import Pass, Proposal
@@ -158,3 +158,18 @@ def test_drafts_are_told_apart() -> None:
     again = Simulated(shared, FLAT, 0.9, draft=good)
     again.run(1)
     assert again.names[0].startswith("draft")
+
+
+@pytest.mark.parametrize("deviation", [0.0, 0.2])
+def test_extra_time_is_right_on_average_where_times_vary(deviation: float) -> None:
+    correction, noise, found = Correction(), random.Random(0), Prediction(2.0, 130.0)
+    values = []
+    for number in range(2000):
+        corrected = correction.applied(found, 100.0)
+        correction.observe(1, noise.gauss(110.0, 100 * deviation), Plan("suffix", corrected, plain_ns=100.0))
+        correction.fade()
+        if number >= 200:
+            values.append(corrected.ns)
+    # The prior of 1 has some weight left.
+    assert sum(values) / len(values) == pytest.approx(113, abs=1.5)
+    assert all(100 < one < 130 for one in values)

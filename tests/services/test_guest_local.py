@@ -1,7 +1,9 @@
 """Candidates in an engine's own process: the same as a bridge's without a draft, and no fault can harm the engine."""
 
 import asyncio
+import gc
 import logging
+import os
 import threading
 from collections.abc import Iterator
 
@@ -74,9 +76,77 @@ def test_a_step_does_not_wait_for_a_long_prompt(guest: LocalCandidates, monkeypa
         return open_sequence(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(local, "open_sequence", slow)
+    monkeypatch.setattr(local, "_MAX_TOKENS_AT_ONCE", 79)
     assert not guest.step([SequenceStep(1, IDS[:80])], deadline=0.002, engine_seconds=0.01), "it would wait for ever"
     indexed.set()
     eventually(lambda: bool(guest.step([SequenceStep(1, IDS[:80])], deadline=0.002, engine_seconds=0.01)))
+
+
+def test_many_new_sequences_begin_over_several_steps(guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def counted(*arguments: object) -> object:
+        opened.append(arguments)
+        return open_sequence(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(local, "open_sequence", counted)
+    monkeypatch.setattr(local, "_FRESH", 0.0)
+    steps = [SequenceStep(number, IDS[:80]) for number in range(5)]
+    guest._token_seconds = 1.0
+    for count in range(1, 5):
+        guest.step(steps, deadline=0.002, engine_seconds=0.01)
+        assert len(opened) == count
+    guest._token_seconds = 1e-9
+    assert guest.step(steps, deadline=1.0, engine_seconds=0.01) and len(opened) == 5
+
+
+def test_an_id_that_is_used_again_at_once_is_a_new_sequence(guest: LocalCandidates) -> None:
+    guest.step([SequenceStep(1, IDS[:80])], deadline=1.0)
+    other = list(reversed(IDS[:40])) * 2
+    found = guest.step([SequenceStep(1, other)], ended=[1], deadline=1.0)
+    assert found[1].token_ids[0] == other[0]
+
+
+def test_a_late_answer_is_counted(guest: LocalCandidates) -> None:
+    guest.step([SequenceStep(1, IDS)], deadline=60.0)
+    assert guest.counts.late_count == 0
+    guest.step([SequenceStep(1, IDS)], deadline=0.0)
+    assert guest.counts.late_count == 1
+
+
+def test_a_sequence_that_is_not_named_for_long_ends(guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_SWEEP_STEPS", 3)
+    guest._limits = GuestLimits(idle_seconds=0.0)
+    guest.step([SequenceStep(1, IDS)], deadline=1.0)
+    assert guest._budget.count == 1
+    for _ in range(2):
+        guest.step([], deadline=1.0)
+    assert guest._budget.count == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_each_process_has_candidates_of_its_own_after_a_fork(
+    guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_MAX_TOKENS_AT_ONCE", 79)  # texts are opened in a thread, which wakes the event loop
+
+    def proposes(number: int) -> bool:
+        return bool(guest.step([SequenceStep(number, IDS)], deadline=1.0))
+
+    eventually(lambda: proposes(1))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            eventually(lambda: proposes(2))
+            guest.close()
+            gc.collect()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    eventually(lambda: proposes(3))
 
 
 def test_the_first_step_connects() -> None:
