@@ -24,6 +24,7 @@ _DEADLINE_SECONDS = 0.25
 class BridgeDraftModel:
     """Implements llama-cpp-python's `LlamaDraftModel` for one `Llama`, which verifies the candidates itself.
 
+    `address`: the bridge's HOST:PORT, or "local" for candidates from what repeats in the text, without a bridge.
     `tokenizer_json`: the path of the model's `tokenizer.json`, or its content; its ids must be those of the GGUF file.
     `context_length`: that of the `Llama`. `eos`: the ids that end a text. `deadline`: the most seconds that a forward
     waits for candidates. `threads`: the threads of the `Llama`, by default one for each core. The other parameters are

@@ -185,6 +185,9 @@ def assist(
 ) -> Assistance:
     """Makes `model.generate` verify candidates of the bridge at `address`, HOST:PORT. The texts stay the model's own.
 
+    The address "local" needs no bridge: candidates come from what repeats in the text, as the same algorithm finds it
+    in this process.
+
     `tokenizer`: the model's, which must be a fast one. `deadline`: the most seconds that a forward waits for
     candidates; the bridge uses them only where its draft gains more. `draft`, `sources`, `engine`, `credentials`: see
     `CandidateClient`. `connect_timeout`: the seconds to wait for the bridge now; if it does not answer, generations
