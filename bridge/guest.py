@@ -13,6 +13,8 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from time import perf_counter_ns
 
 from bridge.guest_sequence import GuestSequence
@@ -36,6 +38,8 @@ _IDLE_FORWARDS, _MAX_IDLE_FORWARDS = 25, 400
 _PROMISING = 0.5
 # Choosing for several sequences may take this long, however short the deadline is.
 _MIN_DEADLINE_NS = 1_000_000
+# A sequence that the deadline left no time for is expected to have this many more right candidates in each forward.
+_WAITING_PROMISE = 0.05
 # An answer has candidates for this many forwards, for an engine that receives it late.
 _OFFERED_FORWARDS = 3
 # A sequence that gains more tokens in a step is opened again.
@@ -93,7 +97,8 @@ class Answer:
 class Held:
     """A sequence that the engine has named. `sequence` is None while it is opened, and if it cannot be followed.
 
-    `has_update`: it has the tokens of this step's update, which must not be appended again.
+    `has_update`: it has the tokens of this step's update, which must not be appended again. `promise`: how many right
+    candidates its last offer for a shared forward had, as expected, and more with each forward since then.
     """
 
     ids: list[int]
@@ -102,6 +107,7 @@ class Held:
     opening: "asyncio.Task[None] | None" = None
     refused: bool = False
     has_update: bool = True
+    promise: float = 0.0
 
     @property
     def tokens(self) -> Sequence[int]:
@@ -150,6 +156,8 @@ class Guest:
         # How long the last step took, and when the last one began that named sequences.
         self.elapsed_ns = self.stepped_ns = 0
         self._begun = self._turn = self._deadline_ns = 0
+        # How long it took last time to share a forward, once all offers were known.
+        self._sharing_ns = 0
         # Shared forwards in a row for which no offer seemed worth verifying.
         self._idle_forward_count, self._idle_limit = 0, _IDLE_FORWARDS
         self._alone = False
@@ -159,6 +167,11 @@ class Guest:
         self._failed = False
         # Updates that the last step had no time for.
         self._uncommitted: Sequence[tuple[SequenceUpdate, Held]] = []
+
+    @property
+    def opening(self) -> bool:
+        """Returns whether sequences are being opened."""
+        return any(one.opening and not one.opening.done() for one in self.held.values())
 
     async def step(self, update: StepUpdate) -> Answer:
         """Takes a step, and returns its answer within the step's deadline. `settle` must be called after it."""
@@ -329,22 +342,28 @@ class Guest:
         count, plain = len(update.sequences), self._turn % _PLAIN_FORWARDS == _PLAIN_FORWARDS - 1
         considered = next((most for limit, most in _CONSIDERED if count <= limit), _MIN_CONSIDERED)
         self._turn += 1
-        start = self._turn % max(len(named), 1)  # with too many sequences for one deadline, each gets its turn
-        named = [*named[start:], *named[:start]]
+        # If the deadline is too short for all sequences, those with good offers come first, and each gets its turn.
+        start = self._turn % max(len(named), 1)
+        named = sorted([*named[start:], *named[:start]], key=lambda pair: pair[1].promise, reverse=True)
+        for _, held in named:
+            held.promise += _WAITING_PROMISE
         offered = []
         for place, (one, held) in enumerate(named):
-            if self._clock() > deadline:
+            if self._clock() + self._sharing_ns > deadline:
                 self._uncommitted = named[place:]
                 break
             with self._refusing(held):
                 sequence = self._commit(one, held, None)
                 if sequence and not plain:
                     offer, chances = sequence.best_offer(considered)
+                    held.promise = sum(accumulate(chances, mul))
                     if chances:
                         offered.append((one.id, sequence, offer, chances))
+        began = self._clock()
         widths = self._shared([chances for *_, chances in offered], count)
         for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
             answer.proposed += self._proposed(id_, sequence, update.number, offer, width)
+        self._sharing_ns = self._clock() - began
 
     def _shared(self, chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
         """Returns how many candidates of each offer to verify; see `share`."""

@@ -30,6 +30,7 @@ _REMEMBERED_ANSWERS = 8
 # The most candidates of an answer; the bytes that are translated for one considered candidate, and for a sequence that
 # is alone in its forward.
 _MAX_ROOM, _BYTES_PER_CANDIDATE, _ALONE_BYTES = 64, 8, 160
+_NOTHING = Offer()
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class GuestSequence:
         self._speculation = Speculation(sources, planner, Statistics(), self.room)
         self._news = asyncio.Event()
         self._answers: dict[int, tuple[int, Offer]] = {}
-        self._rest = Offer()
+        self._rest = _NOTHING
         self._observed: Outcome | None = None
         self._planned = self._refreshed = self._timed_out = self._closed = False
         self._waited_ns = 0
@@ -172,8 +173,8 @@ class GuestSequence:
         """
         if not ids:
             return None
-        base, (start, offer) = len(self.tape.ids), self._answers.get(step, (0, Offer()))
-        tried = offer.part(base - start, base - start + count) if base >= start and count else Offer()
+        base, (start, offer) = len(self.tape.ids), self._answers.get(step, (0, _NOTHING))
+        tried = offer.part(base - start, base - start + count) if base >= start and count else _NOTHING
         accepted = common_prefix_length(tried.token_ids, ids)
         if accepted == len(ids):  # the last id is the engine's own choice: it verified only the candidates before it
             accepted -= 1
@@ -185,7 +186,7 @@ class GuestSequence:
         outcome = Outcome(result, tried, self.tape.commit(ids), elapsed_ns, self._timed_out)
         self._timed_out, self._waited_ns = False, 0
         rest = self._rest
-        self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == tuple(ids) else Offer()
+        self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == tuple(ids) else _NOTHING
         self._speculation.sources.observe(outcome)
         self._observed, self._planned, self._refreshed = outcome, False, False
         for number in tuple(self._answers)[:-_REMEMBERED_ANSWERS]:
@@ -231,7 +232,7 @@ class GuestSequence:
         else:
             offers = [self._rest]  # what was offered before goes on
         found = [(offer, self._estimates.chances_of(offer, limit)) for offer in offers]
-        best, chances = max(found, key=lambda one: sum(accumulate(one[1], mul)), default=(Offer(), []))
+        best, chances = max(found, key=lambda one: sum(accumulate(one[1], mul)), default=(_NOTHING, []))
         self._rest = best
         return best, chances
 

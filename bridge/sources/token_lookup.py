@@ -121,12 +121,13 @@ class TokenLookup:
     def _found(self, followed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Returns the places that go on matching, and the latest ones after the last token."""
         found, known = list(followed), {place for _, place in followed}
-        place = self._before[-1]
+        ids, place = self._ids, self._before[-1]
         for _ in range(_LATEST_PLACES):
             if place == 0:
                 break
             if place not in known:
-                found.append((self._length(place), place))
+                longer = place > 1 and ids[place - 2] == ids[-2]  # most are not, so there is no need to measure them
+                found.append((self._length(place) if longer else 1, place))
             place = self._before[place - 1]
         return sorted(found, reverse=True)[: 2 * _LATEST_PLACES]
 

@@ -13,7 +13,7 @@ from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.ports import Proposal, Sync
-from bridge.sources.source import Draft, Outcome
+from bridge.sources.source import Draft, Offer, Outcome
 from tests.support import tiny
 from tests.support.alone import QueuedDrafter
 
@@ -313,3 +313,30 @@ async def test_the_lengths_of_texts_are_learned() -> None:
     guest.close()
     assert shared.estimates.text_tokens.count == before + 1
     assert shared.estimates.text_tokens.value < 200
+
+
+async def test_a_short_deadline_goes_to_good_offers_first_and_to_all_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, looked = 0, list[GuestSequence]()
+    best_offer = GuestSequence.best_offer
+
+    def slow(sequence: GuestSequence, considered: int) -> tuple[Offer, list[float]]:
+        nonlocal now
+        now += 400_000
+        looked.append(sequence)
+        return best_offer(sequence, considered)
+
+    guest = guest_of(clock=lambda: now)
+    half = len(IDS) // 2
+    texts = [IDS, *([number, *range(40, 400)] for number in range(7))]
+    starts = [half, *([40] * 7)]
+    updates = [SequenceUpdate(number, 0, tuple(texts[number][: starts[number]])) for number in range(8)]
+    await stepped(guest, 1, *updates, deadline_ns=10**9)
+    monkeypatch.setattr(GuestSequence, "best_offer", slow)
+    for step in range(40):
+        updates = [
+            SequenceUpdate(number, start + step, (texts[number][start + step],)) for number, start in enumerate(starts)
+        ]
+        await stepped(guest, step + 2, *updates, deadline_ns=0)  # a millisecond
+    counts = [looked.count(held.sequence) for held in guest.held.values() if held.sequence]
+    assert len(looked) < 40 * 8, "the deadline was long enough for all"
+    assert counts[0] >= 38 and min(counts) >= 5 and max(counts[1:]) < 20
