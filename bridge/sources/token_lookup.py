@@ -126,7 +126,7 @@ class TokenLookup:
             if place == 0:
                 break
             if place not in known:
-                longer = place > 1 and ids[place - 2] == ids[-2]  # most are not, so there is no need to measure them
+                longer = place > 1 and ids[place - 2] == ids[-2]  # most are not: measuring them all takes time
                 found.append((self._length(place) if longer else 1, place))
             place = self._before[place - 1]
         return sorted(found, reverse=True)[: 2 * _LATEST_PLACES]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.errors import EmptyPrompt, InvalidField, TargetFault, Unreachable
+from bridge.errors import TargetFault, Unreachable
 from bridge.generation import generate
 from bridge.loop import speculate
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
@@ -402,19 +402,6 @@ async def test_what_only_the_target_can_take_is_generated_all_the_same(
     scheduler.close()
     assert together[:2] == alone[:2]
     assert ("could not take" in together[2].statistics.note) == bool(template)
-
-
-@pytest.mark.parametrize("input_", ["a\ud800", Chat((Message("user", "\udfffb"),))])
-async def test_lone_surrogates_are_refused(input_: str | Chat) -> None:
-    target = tiny.model("byte_level")
-    with pytest.raises(InvalidField, match="lone surrogate"):
-        await answer(target, tiny.HashEngine(target), None, None, Request(input_), 0.0)
-
-
-async def test_a_prompt_without_tokens_is_empty() -> None:
-    target = tiny.model("wordpiece")
-    with pytest.raises(EmptyPrompt):
-        await answer(target, tiny.HashEngine(target), None, None, Request(" "), 0.0)
 
 
 def test_the_loop_fits_on_a_screen() -> None:
