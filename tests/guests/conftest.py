@@ -26,6 +26,15 @@ def vllm_python() -> Path:
 
 
 @pytest.fixture(scope="session")
+def sglang_python() -> Path:
+    """Returns the Python of an environment with SGLang."""
+    name = os.environ.get("DRAFTBRIDGE_TEST_SGLANG")
+    if not name:
+        pytest.skip("DRAFTBRIDGE_TEST_SGLANG does not name the Python of an environment with SGLang: make test-guests")
+    return Path(name)
+
+
+@pytest.fixture(scope="session")
 def vllm_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the directory of a tiny model whose attention heads are large enough for vLLM."""
     directory = tmp_path_factory.mktemp("models") / "vllm-target"

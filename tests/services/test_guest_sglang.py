@@ -102,13 +102,16 @@ def worker_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
 
 @pytest.fixture
 def arguments(tmp_path: Any) -> dict[str, Any]:
-    (tmp_path / "tokenizer.json").write_bytes(tokenizer_json("byte_level"))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token="<eos>")
+    file = tmp_path / "tiny" / "tokenizer.json"
+    file.parent.mkdir()
+    file.write_bytes(tokenizer_json("byte_level"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token="<eos>")
+    path = str(file.parent)
     config = SimpleNamespace(
-        model_path="/models/tiny", dtype="torch.float16", context_len=96, vocab_size=VOCABULARY, hf_eos_token_id={2, 3}
+        model_path=path, dtype="torch.float16", context_len=96, vocab_size=VOCABULARY, hf_eos_token_id={2, 3}
     )
     target = SimpleNamespace(tokenizer=tokenizer, model_runner=SimpleNamespace(model_config=config, device="cpu"))
-    server_args = SimpleNamespace(served_model_name="", tokenizer_path=str(tmp_path), revision=None, overlap=True)
+    server_args = SimpleNamespace(served_model_name=None, tokenizer_path=None, revision=None, overlap=True)
     return {"server_args": server_args, "gpu_id": 0, "nccl_port": 0, "target_worker": target}
 
 

@@ -168,5 +168,6 @@ def _client(settings: GuestSettings, target_worker: Any, server_args: Any) -> Cl
         special_ids=special_ids(tokenizer, (config.hf_eos_token_id, getattr(generation, "eos_token_id", None))),
         chat_template=chat_template(tokenizer),
     )
-    file = tokenizer_json(server_args.tokenizer_path, server_args.revision, tokenizer)
+    # Unless the user chose a tokenizer, these arguments have None here, though SGLang's log has the model's path.
+    file = tokenizer_json(server_args.tokenizer_path or config.model_path, server_args.revision, tokenizer)
     return settings.open_client(model, file)
