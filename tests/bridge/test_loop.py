@@ -1,11 +1,9 @@
 """Whatever the draft proposes, the text is the target's own."""
 
 import asyncio
-import inspect
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, closing
 from dataclasses import replace
-from pathlib import Path
 from time import perf_counter_ns
 
 import pytest
@@ -402,9 +400,3 @@ async def test_what_only_the_target_can_take_is_generated_all_the_same(
     scheduler.close()
     assert together[:2] == alone[:2]
     assert ("could not take" in together[2].statistics.note) == bool(template)
-
-
-def test_the_loop_fits_on_a_screen() -> None:
-    source, file = inspect.getsource(speculate), Path(inspect.getfile(speculate)).read_text()
-    assert len(source.splitlines()) <= 60
-    assert len(file.splitlines()) <= 150

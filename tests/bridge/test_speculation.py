@@ -1,9 +1,12 @@
-"""Tests when a sequence's next pass is planned anew."""
+"""Tests when a sequence's next pass is planned anew, and that the loop stays short."""
 
+import inspect
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
+from bridge.loop import speculate
 from bridge.planning.planner import Planner
 from bridge.planning.prediction import Plan, Prediction
 from bridge.sources.source import DraftPace, Offer, SourceState
@@ -68,3 +71,9 @@ async def test_any_other_plan_is_made_for_one_pass(plan: Plan) -> None:
     for _ in range(6):
         await found.replan(64)
     assert planner.count == 6
+
+
+def test_the_loop_fits_on_a_screen() -> None:
+    source, file = inspect.getsource(speculate), Path(inspect.getfile(speculate)).read_text()
+    assert len(source.splitlines()) <= 60
+    assert len(file.splitlines()) <= 150

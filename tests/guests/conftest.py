@@ -16,22 +16,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.guests)
 
 
+def _python_of(engine: str) -> Path:
+    variable = f"DRAFTBRIDGE_TEST_{engine.upper()}"
+    name = os.environ.get(variable)
+    if not name:
+        pytest.skip(f"{variable} does not name the Python of an environment with {engine}: make test-guests")
+    return Path(name)
+
+
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """Returns the Python of an environment with vLLM."""
-    name = os.environ.get("DRAFTBRIDGE_TEST_VLLM")
-    if not name:
-        pytest.skip("DRAFTBRIDGE_TEST_VLLM does not name the Python of an environment with vLLM: make test-guests")
-    return Path(name)
+    return _python_of("vLLM")
 
 
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
     """Returns the Python of an environment with SGLang."""
-    name = os.environ.get("DRAFTBRIDGE_TEST_SGLANG")
-    if not name:
-        pytest.skip("DRAFTBRIDGE_TEST_SGLANG does not name the Python of an environment with SGLang: make test-guests")
-    return Path(name)
+    return _python_of("SGLang")
 
 
 @pytest.fixture(scope="session")

@@ -83,6 +83,7 @@ def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
 
+    # SGLang imports many kernels that this test never calls; one that is called has to be written first.
     def missing(*_: object, **__: object) -> None:
         raise NotImplementedError(f"sgl_kernel.{name} has no stand-in")
 
