@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 
 from draftbridge.guests.settings import GuestSettings, InvalidSettings
 from draftbridge.guests.vllm import Proposer
+from draftbridge.guests.vllm_sampler import expand_batch_to_tokens
 from tests.conftest import CHAT_TEMPLATE
 from tests.support.scripted_bridge import VOCABULARY, ScriptedBridge, closed_clients, continued, served
 from tests.support.tiny import tokenizer_json
@@ -110,6 +112,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
         "vllm": {},
         "vllm.distributed": {"get_tensor_model_parallel_rank": lambda: 0},
         "vllm.tokenizers": {"cached_tokenizer_from_config": lambda config: tokenizer},
+        "vllm.v1": {},
+        "vllm.v1.sample": {"rejection_sampler": SimpleNamespace(expand_batch_to_tokens=expand_batch_to_tokens)},
     }
     for name, values in modules.items():
         module = ModuleType(name)
@@ -139,6 +143,47 @@ def connected(model: SimpleNamespace, address: str, **settings: object) -> Propo
     proposer.load_model(object())
     assert proposer._client and proposer._client.connect(10)
     return proposer
+
+
+def unwritten(
+    x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Returns what vLLM 0.32 does on a CPU: memory that nothing was written to."""
+    return torch.full((num_tokens,), 7, dtype=x.dtype)
+
+
+def truncated(*arguments: Any, **options: Any) -> torch.Tensor:
+    """Returns the right values, but of temperatures only the integer part."""
+    return expand_batch_to_tokens(*arguments, **options).trunc()
+
+
+def right(*arguments: Any, **options: Any) -> torch.Tensor:
+    return expand_batch_to_tokens(*arguments, **options)
+
+
+@pytest.mark.parametrize("found", [unwritten, truncated, right, None])
+def test_a_wrong_sampler_is_mended(
+    model: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, found: Any
+) -> None:
+    sampler = sys.modules["vllm.v1.sample"].rejection_sampler
+    if found:
+        sampler.expand_batch_to_tokens = found
+    else:
+        monkeypatch.delattr(sampler, "expand_batch_to_tokens")
+    with served(ScriptedBridge()) as address:
+        connected(model, address)
+    used = getattr(sampler, "expand_batch_to_tokens", None)
+    assert used is (found if found in (right, None) else expand_batch_to_tokens)
+    assert ("replaced its function" in caplog.text) == (found in (unwritten, truncated))
+    assert ("could not check" in caplog.text) == (found is None)
+
+
+def test_each_candidate_gets_its_requests_value() -> None:
+    counts = torch.tensor([2, 2, 5], dtype=torch.int32)
+    for values in (torch.tensor([0.5, 1.5, 0.0]), torch.tensor([40, 7, 0], dtype=torch.int32)):
+        got = expand_batch_to_tokens(values, counts, 5, replace_from=0, replace_to=1)
+        assert got.dtype == values.dtype
+        assert got.tolist() == [values[0].item()] * 2 + [1] * 3
 
 
 def plain(limit: int) -> list[list[int]]:

@@ -39,11 +39,16 @@ class Proposer:
         self._rows = Rows()
         self._returned_at = 0.0
         self._failed = False
+        self._on_cpu = str(vllm_config.device_config.device_type) == "cpu"
         # vLLM takes the candidates of the first rank of the tensor-parallel group, and sends them to all.
         self._client = _client(settings, vllm_config) if _is_first_rank() else None
 
     def load_model(self, *_: object, **__: object) -> None:
         """Starts to connect. vLLM calls this when it has loaded its own model."""
+        if self._on_cpu:
+            from draftbridge.guests.vllm_sampler import mend_sampler
+
+            mend_sampler(self._log)
         if self._client:
             self._client.connect(timeout=0)
 
