@@ -18,8 +18,10 @@ _PRIOR_POWER = 0.3
 _POWER_OF, _WIDER = 3, 1.5
 # The number of first forwards with candidates that are not counted: engines are slow at something new.
 _LEFT_OUT = 3
-# The least weight of a new time, and the largest deviation from the expected time: the machine may have stalled.
-_FRESH, _OUTLIER = 0.15, log(3)
+# The least weight of a new time, and the largest deviation from the expected time: the machine may have stalled. What
+# was recorded keeps this part of its weight with each forward: texts grow, and other ones begin. What has less than the
+# smallest weight is forgotten if it contradicts a new time.
+_FRESH, _OUTLIER, _FADE, _LEAST_WEIGHT = 0.15, log(3), 0.97, 0.1
 # The minimum speedup over a forward without candidates, because estimates are never exact.
 _MIN_GAIN = 1.03
 
@@ -34,6 +36,8 @@ class BatchCosts:
     def __init__(self, forward_costs: Sequence[tuple[int, int]] = ()) -> None:
         # By the exponent of `_STEP`: the logarithm of the time in nanoseconds, and the weight of what was seen.
         self._known: dict[int, tuple[float, float]] = {}
+        # The places in order, and their values as they are used: see `_rising`.
+        self._places, self._values = np.empty(0), np.empty(0)
         self._left_out_count = 0
         for token_count, nanoseconds in forward_costs:
             if token_count > 0 and nanoseconds > 0:  # an engine's own values are not trusted
@@ -44,17 +48,26 @@ class BatchCosts:
         if candidate_count and self._left_out_count < _LEFT_OUT:
             self._left_out_count += 1
             return
-        place = log(sequence_count + candidate_count) / _STEP
-        time = log(max(nanoseconds, 1.0))
-        expected = float(self._at(np.array([place]))[0]) if self._known else time
+        place, time = log(sequence_count + candidate_count) / _STEP, log(max(nanoseconds, 1.0))
+        lower = floor(place)
+        shares = {lower: 1 - (place - lower), lower + 1: place - lower}
+        usual = float(self._at(np.array([place]))[0]) if self._known else time
+        new = {index: (usual + (index - place) * _PRIOR_POWER * _STEP, 0.0) for index in shares}
+        nearest = {index: self._known.get(index, new[index]) for index in shares}
+        expected = sum(part * nearest[index][0] for index, part in shares.items())
         error = min(max(time - expected, -_OUTLIER), _OUTLIER)
-        lower, share = floor(place), place - floor(place)
-        for index, part in ((lower, 1 - share), (lower + 1, share)):
+        self._known = {index: (value, weight * _FADE) for index, (value, weight) in self._known.items()}
+        for index, part in shares.items():
             if part:
-                start = expected + (index - place) * _PRIOR_POWER * _STEP
-                known, weight = self._known.get(index, (start, 0.0))
-                fresh = max(part / (weight + part), _FRESH * part)
-                self._known[index] = known + fresh * error, weight + part
+                value, weight = nearest[index]
+                fresh = max(part / (weight * _FADE + part), _FRESH * part)
+                self._known[index] = value + fresh * error, weight * _FADE + part
+        for index, (value, weight) in tuple(self._known.items()):
+            if weight < _LEAST_WEIGHT and (value - time) * (index - place) < 0:
+                del self._known[index]
+        indices = sorted(self._known)
+        self._places = np.array(indices, dtype=float)
+        self._values = np.array(_rising([self._known[index] for index in indices]))
 
     def of_all(self, token_counts: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the times of forwards of these numbers of tokens, relative to each other."""
@@ -69,16 +82,30 @@ class BatchCosts:
         """Returns the logarithms of the times at these logarithms of numbers of tokens, to the base of the step."""
         if not self._known:
             return places * _PRIOR_POWER * _STEP
-        indices = sorted(self._known)
-        # More tokens never take less time.
-        values = np.maximum.accumulate([self._known[index][0] for index in indices])
-        power = _PRIOR_POWER
-        if len(indices) > 1:
-            first = -min(len(indices), _POWER_OF)
-            power = min((values[-1] - values[first]) / ((indices[-1] - indices[first]) * _STEP), 1.0)
-        below, beyond = np.minimum(places - indices[0], 0), np.maximum(places - indices[-1], 0)
-        found: NDArray[np.float64] = np.interp(places, indices, values)
+        known, values, power = self._places, self._values, _PRIOR_POWER
+        if len(known) > 1:
+            first = -min(len(known), _POWER_OF)
+            power = min((values[-1] - values[first]) / ((known[-1] - known[first]) * _STEP), 1.0)
+        below, beyond = np.minimum(places - known[0], 0), np.maximum(places - known[-1], 0)
+        found: NDArray[np.float64] = np.interp(places, known, values)
         return found + (below * _PRIOR_POWER + beyond * power) * _STEP
+
+
+def _rising(known: Sequence[tuple[float, float]]) -> list[float]:
+    """Returns values that never decrease, because more tokens never take less time.
+
+    Given values with weights, those that decrease become their average: it is near those that were seen most and last.
+    """
+    blocks: list[tuple[float, float, int]] = []
+    for value, weight in known:
+        block = value, weight, 1
+        while blocks and blocks[-1][0] > block[0]:
+            before, before_weight, before_count = blocks.pop()
+            weights = before_weight + block[1]
+            mean = before + (block[0] - before) * block[1] / weights
+            block = mean, weights, before_count + block[2]
+        blocks.append(block)
+    return [value for value, _, count in blocks for _ in range(count)]
 
 
 def share(chances: Sequence[Sequence[float]], sequence_count: int, costs: BatchCosts) -> list[int]:

@@ -104,3 +104,25 @@ def test_one_stalled_forward_changes_little() -> None:
         costs.observe(8, 8, 1.1e7)
     near, far = costs.of_all(np.array([8.0, 16.0]))
     assert far / near == pytest.approx(1.1, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [[(2, 2e9)], [(2, 80e6)] * 200, [(128, 20e6)] * 200, [(200, 3e9)]],
+    ids=["a stall", "few long texts", "many short texts", "a wide stall"],
+)
+def test_what_was_learned_of_other_texts_is_corrected(earlier: list[tuple[int, float]]) -> None:
+    """An engine that computes all the time, so that these candidates gain nothing; and then one for which they do."""
+    for slope, gains in ((1.0, False), (0.02, True)):
+        costs = BatchCosts()
+        for tokens, nanoseconds in earlier:
+            costs.observe(tokens, 0, nanoseconds)
+        chosen = []
+        for number in range(600):
+            found = sum(share([[0.3 + 0.4 * gains] * 4] * 64, 64, costs)) if (number + 1) % 100 else 0
+            if gains and number % 25 == 24 and not found:  # a trial
+                found = 64
+            costs.observe(64, found, 20e6 * (1 + slope * found / 64))
+            chosen.append(found)
+        assert (sum(one > 0 for one in chosen[400:]) > 150) == gains, chosen[400:]
+        assert gains or not any(chosen[400:])
