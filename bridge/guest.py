@@ -32,7 +32,7 @@ _MIN_CONSIDERED = 4
 # One forward of this number is made without candidates, because what is never measured cannot be compared.
 _PLAIN_FORWARDS = 100
 # For the same reason, after this number of forwards for which no candidate seemed worth verifying, one has a few. Each
-# such trial in vain doubles the number, up to the second one.
+# such trial doubles the number, up to the second one, until candidates seem worth verifying again.
 _IDLE_FORWARDS, _MAX_IDLE_FORWARDS = 25, 400
 # The chance from which a candidate takes part in such a trial.
 _PROMISING = 0.5
@@ -42,8 +42,12 @@ _MIN_DEADLINE_NS = 1_000_000
 _WAITING_PROMISE = 0.05
 # An answer has candidates for this many forwards, for an engine that receives it late.
 _OFFERED_FORWARDS = 3
-# A sequence that gains more tokens in a step is opened again.
-_MAX_GAINED_TOKENS = 1 << 14
+# A sequence that gains more tokens in a step is opened again, because appending them would take milliseconds.
+MAX_GAINED_TOKENS = 1 << 12
+# What follows a step lets other work of the event loop run at least this often.
+_SETTLING_NS = 1_000_000
+# The weight of a new value in the average time to share a forward, and the most of a deadline that is kept for it.
+_FRESH, _MAX_SHARING = 0.2, 0.25
 # A forward that ran more tokens than expected, by this factor, also read a prompt, which does not measure its width.
 _PROMPT_FACTOR = 1.5
 
@@ -97,12 +101,14 @@ class Answer:
 class Held:
     """A sequence that the engine has named. `sequence` is None while it is opened, and if it cannot be followed.
 
-    `has_update`: it has the tokens of this step's update, which must not be appended again. `promise`: how many right
-    candidates its last offer for a shared forward had, as expected, and more with each forward since then.
+    `prompt_count`: how many of its tokens the engine did not generate. `has_update`: it has the tokens of this step's
+    update, which must not be appended again. `promise`: how many right candidates its last offer for a shared forward
+    had, as expected, and more with each forward since then.
     """
 
     ids: list[int]
     named_ns: int
+    prompt_count: int = 0
     sequence: GuestSequence | None = None
     opening: "asyncio.Task[None] | None" = None
     refused: bool = False
@@ -132,9 +138,10 @@ class Guest:
 
     `find_draft` returns a draft for a sequence, or None if none is free; it is asked when the sequence begins (True)
     and, until it has one, after later steps (False).
-    `on_held` is called when a sequence begins or grows, and may end any of them, so that all guests together keep to
-    one limit. `on_ended` is called when one ends; `on_outcome` receives each forward that verified candidates. The
-    engine's `costs` outlive its stream.
+    `on_held` is called with a sequence's id and its tokens when it begins or grows, and may end any of them, so that
+    all guests together keep to one limit; it also receives the bytes of the tokens, once the sequence is open.
+    `on_ended` is called when one ends; `on_outcome` receives each forward that verified candidates. The engine's
+    `costs` outlive its stream.
     """
 
     def __init__(
@@ -144,7 +151,7 @@ class Guest:
         costs: BatchCosts,
         *,
         find_draft: Callable[[Held, bool], Draft | None] = lambda held, is_new: None,
-        on_held: Callable[[int, int], None] = lambda id_, count: None,
+        on_held: Callable[[int, int, int], None] = lambda id_, count, byte_count: None,
         on_ended: Callable[[int, Statistics | None], None] = lambda id_, statistics: None,
         on_outcome: Callable[[Outcome], None] = lambda outcome: None,
         clock: Callable[[], int] = perf_counter_ns,
@@ -156,8 +163,8 @@ class Guest:
         # How long the last step took, and when the last one began that named sequences.
         self.elapsed_ns = self.stepped_ns = 0
         self._begun = self._turn = self._deadline_ns = 0
-        # How long it took last time to share a forward, once all offers were known.
-        self._sharing_ns = 0
+        # How long it takes to share a forward, once all offers are known.
+        self._sharing_ns = 0.0
         # Shared forwards in a row for which no offer seemed worth verifying.
         self._idle_forward_count, self._idle_limit = 0, _IDLE_FORWARDS
         self._alone = False
@@ -179,7 +186,7 @@ class Guest:
         answer, self._deadline_ns = Answer(update.number), update.deadline_ns
         self.stepped_ns = began if update.sequences else self.stepped_ns
         for id_ in update.ended:
-            self.end(id_)
+            self.end(id_, complete=True)
         engine_ns = update.engine_ns or (began - self._answered_ns if self._answered_ns else 0)
         named = [(one, held) for one in update.sequences if (held := self._take(one, answer, began))]
         measured = self._measure(update, named, min(engine_ns, MAX_MEASURED_NS))
@@ -198,19 +205,31 @@ class Guest:
 
     async def settle(self) -> None:
         """Learns from the step, and lets the drafts go on; called when its answer was sent."""
+        until = self._clock() + _SETTLING_NS
         for one, held in self._uncommitted:
             with self._refusing(held):
                 self._commit(one, held, None)
+            until = await self._give_way(until)
         for held in self._choosing:
             with self._refusing(held):
-                if held.sequence:
+                if held.sequence and not held.sequence.closed:
                     await held.sequence.settle(alone=self._alone)
+            until = await self._give_way(until)
         self._give_draft()
         self._choosing, self._uncommitted = [], []
 
-    def end(self, id_: int) -> None:
-        """Ends a sequence, if it is known."""
+    async def _give_way(self, until: int) -> int:
+        """Lets other work run if it is time. Returns the next such time."""
+        if self._clock() < until:
+            return until
+        await asyncio.sleep(0)
+        return self._clock() + _SETTLING_NS
+
+    def end(self, id_: int, *, complete: bool = False) -> None:
+        """Ends a sequence, if it is known. `complete`: its text has ended, and so has a length to learn."""
         if held := self.held.pop(id_, None):
+            if complete and held.sequence:
+                held.sequence.observe_end()
             held.close()
             self._on_ended(id_, held.sequence.statistics if held.sequence else None)
 
@@ -218,7 +237,7 @@ class Guest:
         """Ends the sequences that no step has named for this time."""
         oldest = self._clock() - idle_ns
         for id_ in [id_ for id_, held in self.held.items() if held.named_ns < oldest]:
-            self.end(id_)
+            self.end(id_, complete=True)
 
     def close(self) -> None:
         """Ends all sequences."""
@@ -231,7 +250,7 @@ class Guest:
         if not self._model.has_all(one.token_ids) or kept + len(one.token_ids) > self._model.context_length:
             self.end(one.id)
             self.held[one.id] = Held([], now, refused=True)
-            self._on_held(one.id, 0)
+            self._on_held(one.id, 0, 0)
             answer.note = (
                 f"sequence {one.id} has ids outside the tokenizer's vocabulary, or more than the context's "
                 f"{self._model.context_length} tokens: describe the engine's own model and tokenizer"
@@ -244,36 +263,40 @@ class Guest:
                 answer.unknown.append(one.id)
                 self.end(one.id)
                 return None
-            return self._begin(one, list(one.token_ids), now)
+            return self._begin(one, list(one.token_ids), one.generated_token_count, now)
         # The tape cannot go back, so a sequence that does begins anew; so does one that gains much at once, because
         # a sequence is opened in a thread.
-        if kept < len(held.tokens) or len(one.token_ids) > _MAX_GAINED_TOKENS:
-            return self._begin(one, [*held.tokens[:kept], *one.token_ids], now)
+        if kept < len(held.tokens) or len(one.token_ids) > MAX_GAINED_TOKENS:
+            ids = [*held.tokens[:kept], *one.token_ids]
+            return self._begin(one, ids, len(ids) - held.prompt_count, now)
         held.named_ns, held.has_update = now, not held.sequence
         if not held.sequence:
             held.ids += one.token_ids
-            self._on_held(one.id, len(held.ids))
+            self._on_held(one.id, len(held.ids), 0)
         return held
 
-    def _begin(self, one: SequenceUpdate, ids: list[int], now: int) -> Held | None:
+    def _begin(self, one: SequenceUpdate, ids: list[int], generated_count: int, now: int) -> Held | None:
         self.end(one.id)
         if not ids:
             return None
-        held = self.held[one.id] = Held(ids, now)
+        # A prompt has at least one token.
+        generated_count = min(max(generated_count, 0), len(ids) - 1)
+        held = self.held[one.id] = Held(ids, now, len(ids) - generated_count)
         self._begun += 1
-        self._on_held(one.id, len(ids))
+        self._on_held(one.id, len(ids), 0)
         if one.id not in self.held:  # it exceeds the limit alone
             return None
 
         async def open_() -> None:
             known, draft = len(held.ids), self._find_draft(held, True)
-            sequence = await self._open_sequence(held.ids[:known], min(one.generated_token_count, known - 1), draft)
+            sequence = await self._open_sequence(held.ids[:known], known - held.prompt_count, draft)
             # The tokens that came while it was opened.
             new = held.ids[known:]
             held.sequence, held.ids = sequence, []
-            sequence.awaits_draft = draft is None
+            if draft is None:
+                sequence.await_draft()
             sequence.start()
-            sequence.commit(new, 0, 0, None)
+            sequence.append(new)
             sequence.allow_waiting(self._deadline_ns)
             if self._alone or sequence.has_draft:  # a shared forward needs no plan
                 await sequence.settle(alone=True)
@@ -307,7 +330,10 @@ class Guest:
             held.refuse()
 
     def _measure(self, update: StepUpdate, named: Sequence[tuple[SequenceUpdate, Held]], engine_ns: int) -> int | None:
-        """Returns the time of the forward, and records it; None if it also read a prompt, or is unknown."""
+        """Records the time of a forward of several sequences, and returns that of a forward of one, for its planner.
+
+        Returns None for several, and a time that also read a prompt, or is unknown, does not count.
+        """
         begun, self._begun = self._begun, 0
         count = len(update.sequences)
         candidate_count = sum(one.candidate_count for one in update.sequences)
@@ -328,7 +354,7 @@ class Guest:
             outcome = sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, engine_ns)
             if outcome and outcome.tried.token_ids:
                 self._on_outcome(outcome)
-            self._on_held(one.id, len(sequence.tape.ids))
+            self._on_held(one.id, len(sequence.tape.ids), sequence.indexed_byte_count)
             if one.id not in self.held:
                 return None
         sequence.limit_room(one.room)
@@ -343,13 +369,13 @@ class Guest:
         considered = next((most for limit, most in _CONSIDERED if count <= limit), _MIN_CONSIDERED)
         self._turn += 1
         # If the deadline is too short for all sequences, those with good offers come first, and each gets its turn.
-        start = self._turn % max(len(named), 1)
-        named = sorted([*named[start:], *named[:start]], key=lambda pair: pair[1].promise, reverse=True)
+        named = sorted(named, key=lambda pair: pair[1].promise, reverse=True)
         for _, held in named:
             held.promise += _WAITING_PROMISE
-        offered = []
+        offered, began = [], self._clock()
+        sharing_ns = min(self._sharing_ns, _MAX_SHARING * (deadline - began))
         for place, (one, held) in enumerate(named):
-            if self._clock() + self._sharing_ns > deadline:
+            if self._clock() + sharing_ns > deadline:
                 self._uncommitted = named[place:]
                 break
             with self._refusing(held):
@@ -363,7 +389,7 @@ class Guest:
         widths = self._shared([chances for *_, chances in offered], count)
         for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
             answer.proposed += self._proposed(id_, sequence, update.number, offer, width)
-        self._sharing_ns = self._clock() - began
+        self._sharing_ns += _FRESH * (self._clock() - began - self._sharing_ns)
 
     def _shared(self, chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
         """Returns how many candidates of each offer to verify; see `share`."""

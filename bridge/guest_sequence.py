@@ -11,6 +11,7 @@ from time import perf_counter_ns
 from bridge.errors import DraftBridgeError, InvalidRequest, UnusableModel
 from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
+from bridge.planning.prediction import Plan
 from bridge.ports import Pass
 from bridge.sources import SOURCES
 from bridge.sources.draft import DraftSource
@@ -30,6 +31,8 @@ _REMEMBERED_ANSWERS = 8
 # The most candidates of an answer; the bytes that are translated for one considered candidate, and for a sequence that
 # is alone in its forward.
 _MAX_ROOM, _BYTES_PER_CANDIDATE, _ALONE_BYTES = 64, 8, 160
+# A sequence whose draft failed goes this number of forwards without one, twice as many each time, up to the second.
+_PAUSED_FORWARDS, _MAX_PAUSED_FORWARDS = 32, 4096
 _NOTHING = Offer()
 
 
@@ -41,7 +44,6 @@ class GuestOpening:
     estimates: TargetEstimates
     sources: tuple[str, ...] = ()
     alone: bool = False
-    clock: Callable[[], int] = perf_counter_ns
 
 
 def open_sequence(
@@ -60,7 +62,6 @@ def open_sequence(
         render=partial(_render, ids=prompt, source=model),
         draft=draft,
         alone=shared.alone,
-        clock=shared.clock,
     )
     found = [source.open(opening) for name, source in SOURCES.items() if not shared.sources or name in shared.sources]
     sources: list[CandidateSource] = [source for source in found if source]
@@ -69,8 +70,10 @@ def open_sequence(
     draft_estimates = draft.times if draft else None
     assert draft_estimates is None or isinstance(draft_estimates, DraftEstimates)
     estimates = RequestEstimates(shared.estimates, sources, draft_estimates)
-    sequence = GuestSequence(model, tape, SourceSet(sources, model, tape, end_id), estimates)
-    sequence.commit(generated, 0, 0, None)
+    # Without drafts only tokens are indexed.
+    byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, prompt)))
+    sequence = GuestSequence(model, tape, SourceSet(sources, model, tape, end_id), estimates, byte_count)
+    sequence.append(generated)
     return sequence
 
 
@@ -87,12 +90,14 @@ def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
 class GuestSequence:
     """Follows one sequence of an engine, and proposes what continues it.
 
-    `room`: how many candidates the engine can verify. `awaits_draft`: no draft was connected, or other sequences used
-    them all.
+    `room`: how many candidates the engine can verify.
     """
 
-    def __init__(self, model: Model, tape: Tape, sources: SourceSet, estimates: RequestEstimates) -> None:
+    def __init__(
+        self, model: Model, tape: Tape, sources: SourceSet, estimates: RequestEstimates, prompt_byte_count: int
+    ) -> None:
         self._model, self.tape, self._estimates = model, tape, estimates
+        self._prompt_byte_count = prompt_byte_count
         self.room = _MAX_ROOM
         planner = Planner(SpeculationParameters(), estimates)
         planner.max_wait_ns = 0.0
@@ -101,10 +106,14 @@ class GuestSequence:
         self._news = asyncio.Event()
         self._answers: dict[int, tuple[int, Offer]] = {}
         self._rest = _NOTHING
-        self._observed: Outcome | None = None
-        self._planned = self._refreshed = self._timed_out = self._closed = False
+        self._observed: tuple[Outcome, Plan] | None = None
+        # The plan of the last choice, which the next forward follows.
+        self._plan = self._speculation.plan
+        self._planned = self._refreshed = self._timed_out = self.closed = False
         self._waited_ns = 0
-        self.awaits_draft = False
+        # The forwards until it can use a draft; None if it has one.
+        self._forwards_to_draft: int | None = None
+        self._paused_forwards = _PAUSED_FORWARDS
         self._late_draft: Draft | None = None
 
     @property
@@ -113,9 +122,19 @@ class GuestSequence:
         return self._speculation.statistics
 
     @property
+    def indexed_byte_count(self) -> int:
+        """Returns the bytes of its tokens, as far as they may be indexed for a draft."""
+        return self._prompt_byte_count + len(self.tape.data)
+
+    @property
     def has_draft(self) -> bool:
         """Returns whether a draft proposes for it."""
         return self._speculation.sources.state is not None
+
+    @property
+    def awaits_draft(self) -> bool:
+        """Returns whether it could use a draft: none was connected, others used them all, or its own failed."""
+        return self._forwards_to_draft == 0
 
     def start(self) -> None:
         """Starts its sources. Must be called in the event loop."""
@@ -123,17 +142,23 @@ class GuestSequence:
 
     def close(self) -> None:
         """Stops its sources. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            self._estimates.shared.observe_text(self.tape.generated_token_count)
+        self.closed = True
         self._speculation.sources.close()
-        self.awaits_draft = False
+        self._forwards_to_draft = None
         if self._late_draft:
             self._late_draft.drafter.close()
 
+    def observe_end(self) -> None:
+        """Records the length of its text, which has ended."""
+        self._estimates.shared.observe_text(self.tape.generated_token_count)
+
+    def await_draft(self) -> None:
+        """Notes that it can use a draft."""
+        self._forwards_to_draft = 0
+
     def add_draft(self, draft: Draft) -> None:
         """Lets a draft take part from now on, when it is open. Must be called in the event loop."""
-        self._late_draft, self.awaits_draft = draft, False
+        self._late_draft, self._forwards_to_draft = draft, None
         self._speculation.sources.add_slow(self._open(draft))
 
     def release_draft(self) -> None:
@@ -141,7 +166,7 @@ class GuestSequence:
         self._speculation.sources.remove_slow()
         if self._late_draft:
             self._late_draft.drafter.close()
-        self.awaits_draft = True
+        self.await_draft()
 
     async def _open(self, draft: Draft) -> Opened:
         ids = self.tape.ids[: len(self.tape.ids) - self.tape.generated_token_count]
@@ -165,6 +190,12 @@ class GuestSequence:
         """Sets how long the engine waits for candidates after a forward."""
         self._planner.max_wait_ns = float(max(nanoseconds, 0))
 
+    def append(self, ids: Sequence[int]) -> None:
+        """Appends tokens of forwards before the first one that could have candidates."""
+        if ids:
+            result = Pass(len(self.tape.ids), tuple(ids), 0, 0, 0)
+            self._append(Outcome(result, _NOTHING, self.tape.commit(ids)))
+
     def commit(self, ids: Sequence[int], step: int, count: int, engine_ns: int | None) -> Outcome | None:
         """Appends tokens that the engine produced in a forward with the first `count` candidates of answer `step`.
 
@@ -185,13 +216,17 @@ class GuestSequence:
         elapsed_ns = None if engine_ns is None else engine_ns + self._waited_ns
         outcome = Outcome(result, tried, self.tape.commit(ids), elapsed_ns, self._timed_out)
         self._timed_out, self._waited_ns = False, 0
-        rest = self._rest
-        self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == tuple(ids) else _NOTHING
-        self._speculation.sources.observe(outcome)
-        self._observed, self._planned, self._refreshed = outcome, False, False
+        self._append(outcome)
+        self._observed = outcome, self._plan
         for number in tuple(self._answers)[:-_REMEMBERED_ANSWERS]:
             del self._answers[number]
         return outcome
+
+    def _append(self, outcome: Outcome) -> None:
+        ids, rest = outcome.result.token_ids, self._rest
+        self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == ids else _NOTHING
+        self._speculation.sources.observe(outcome)
+        self._planned = self._refreshed = False
 
     def remember(self, step: int, offer: Offer) -> int:
         """Notes the candidates of an answer. Returns the number of tokens before them."""
@@ -222,6 +257,7 @@ class GuestSequence:
                 self._refresh()
                 choice = speculation.choose()
             self._waited_ns = clock() - now
+        self._plan = speculation.plan
         return choice.offer.part(0, _MAX_ROOM), min(choice.width, self.room)
 
     def best_offer(self, considered: int) -> tuple[Offer, list[float]]:
@@ -242,17 +278,28 @@ class GuestSequence:
         `alone`: the forward ran no other sequence, so the planner plans it. Otherwise a draft may only run ahead.
         """
         speculation = self._speculation
-        if outcome := self._observed:
-            speculation.planner.observe(outcome, speculation.plan)
-            speculation.statistics.observe(outcome, speculation.plan)
+        if self._observed:
+            speculation.planner.observe(*self._observed)
+            speculation.statistics.observe(*self._observed)
             self._observed = None
+            self._look_after_draft()
         if not self._planned and (alone or self.has_draft or speculation.sources.seeking):
             self._planned = True
             if not alone:
                 self.allow_waiting(0)
+            elif self._plan is speculation.plan:  # the engine's next forward is the trial, if it is one
+                speculation.planner.begin(self._plan)
             if not self._refreshed:
                 self._refresh()
             await speculation.replan(max(self.room, 1))
+
+    def _look_after_draft(self) -> None:
+        """Notes that it can use another draft some time after its own has failed."""
+        if self._forwards_to_draft:
+            self._forwards_to_draft -= 1
+        elif self._speculation.sources.lost_slow and self._forwards_to_draft is None:
+            self._forwards_to_draft = self._paused_forwards
+            self._paused_forwards = min(2 * self._paused_forwards, _MAX_PAUSED_FORWARDS)
 
     def _refresh(self) -> None:
         self._refreshed = True

@@ -6,9 +6,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
-import numpy as np
-from numpy.typing import NDArray
-
 # The weight of a new value in an average.
 _FRESH = 0.1
 # Widths (numbers of tokens) for which a forward's time is recorded; other widths are interpolated or extrapolated.
@@ -68,12 +65,6 @@ class WidthCost:
     def of(self, width: float) -> float:
         """Returns the ratio for `width` tokens."""
         return _interpolated(_KNOTS, self.ratios, width)
-
-    def of_all(self, widths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Returns the ratios for an array of widths."""
-        beyond = np.maximum(widths - _KNOTS[-1], 0.0) / (_KNOTS[-1] - _KNOTS[-2])
-        ratios: NDArray[np.float64] = np.interp(widths, _KNOTS, self.ratios)
-        return ratios + beyond * (self.ratios[-1] - self.ratios[-2])
 
     def observe(self, width: float, ratio: float) -> None:
         """Records one forward of more than one token, by updating the two nearest recorded widths."""

@@ -304,6 +304,10 @@ class RequestEstimates:
         """Returns whether the source itself expects the first candidate to be right: only that is worth a trial."""
         return self.chances[offer.sources[0]].prior_of(offer.evidence[0]) >= _PROMISING
 
+    def begin_trial(self, source: str) -> None:
+        """Records that a source, or none (""), is being tried."""
+        self.shared.idle_pass_counts[source] = 0
+
     def observe(self, outcome: Outcome, plan: Plan) -> None:
         """Records a pass that was made under a plan."""
         result, shared = outcome.result, self.shared

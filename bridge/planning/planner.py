@@ -87,7 +87,7 @@ class SpeculationParameters:
 
 
 class Planner:
-    """Plans the passes of one request. Only `observe` changes state.
+    """Plans the passes of one request. Only `begin` and `observe` change state.
 
     `max_wait_ns`: set for a target that asks for candidates after each pass, and waits no longer than this for them.
     """
@@ -137,6 +137,11 @@ class Planner:
         drafted = best.sources.count(self._estimates.drafting_source)
         # The draft proposes more in time. Candidates of other sources are offered for several passes.
         return best.part(0, max(width, drafted) if drafted else _OFFERED_PASSES * width), width
+
+    def begin(self, plan: Plan) -> None:
+        """Records that a pass has begun under a plan, for a target that is planned for before it reports the pass."""
+        if plan.is_trial:
+            self._estimates.begin_trial(plan.source)
 
     def observe(self, outcome: Outcome, plan: Plan) -> None:
         """Records a pass that was made under a plan."""

@@ -229,8 +229,10 @@ class DraftSource(CandidateSource):
         data, proposed = tape.data[context.appended_byte_count :], tuple(before.token_ids) if before else ()
         if len(data) > _MAX_ENCODED_BYTES:
             self._encoding = True  # a guest's sequence may go on meanwhile
-            keep, ids = await asyncio.to_thread(context.append, data, proposed)
-            self._encoding = False
+            try:
+                keep, ids = await asyncio.to_thread(context.append, data, proposed)
+            finally:
+                self._encoding = False
         else:
             keep, ids = context.append(data, proposed)
         if not ids:

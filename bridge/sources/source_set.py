@@ -77,6 +77,11 @@ class SourceSet:
         """Returns the state of the source that takes time to propose; None without one."""
         return next((source.state for source in self._sources if source.takes_time), None)
 
+    @property
+    def lost_slow(self) -> bool:
+        """Returns whether such a source took part, and none does or is being opened."""
+        return self.state is None and not self.seeking and any(source.takes_time for source in self.opened)
+
     def start(self, notify: Callable[[], None]) -> None:
         """Starts all sources; they call `notify` when they have news."""
         self._notify = notify

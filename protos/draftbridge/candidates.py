@@ -19,7 +19,8 @@ never notices a bridge that is slow, hung or gone, except that it gets no candid
 `draftbridge.guests.client` has the same without a bridge.
 
 A client works in a thread of its own, which starts with the first `connect` or `step`: construct it in any process, but
-call it in one only, after a fork. `step` must be called by one thread at a time.
+call it in one only. In a process that is forked afterwards there are no candidates. `step` must be called by one thread
+at a time.
 """
 
 import hashlib
@@ -65,6 +66,8 @@ _MAX_UNANSWERED, _HUNG_SECONDS = 64, 10.0
 _MAX_STEP_TOKENS = 1 << 20
 # The weight of a new value in the average time of messages, and the part of a deadline that is kept as a reserve.
 _FRESH, _RESERVE = 0.1, 0.1
+# Such a time counts as at most this multiple of the average, or of the shortest: the bridge may have stalled.
+_MAX_DELAY_RATIO, _MIN_OVERHEAD_SECONDS = 10.0, 1e-4
 _REFUSALS = (
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -111,6 +114,8 @@ class CandidateClient:
             self._model.tokenizer_sha256 = hashlib.sha256(tokenizer_json).hexdigest()
         self.counts = CandidateCounts()
         self._changed = threading.Condition()
+        # The process in which the thread runs.
+        self._process = 0
         self._stream: EngineStream | None = None
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
@@ -119,7 +124,8 @@ class CandidateClient:
 
     def connect(self, timeout: float) -> bool:
         """Starts to connect, and returns whether the bridge has accepted the engine within `timeout` seconds."""
-        self._start()
+        if not self._start():
+            return False
         with self._changed:
             return self._changed.wait_for(lambda: self._open_stream is not None, timeout)
 
@@ -148,7 +154,8 @@ class CandidateClient:
         try:
             if engine_seconds is None:
                 engine_seconds = started - self._returned_at if self._returned_at else 0.0
-            self._start()
+            if not self._start():
+                return {}
             return self._step(sequences, ended, started, deadline, engine_seconds, forward_token_count)
         except Exception:
             if "bug" not in self._logged:
@@ -162,6 +169,8 @@ class CandidateClient:
     def close(self) -> None:
         """Ends the connection; the bridge then forgets the engine's sequences. `step` returns nothing afterwards."""
         self._closed.set()
+        if self._process != os.getpid():
+            return
         with self._changed:
             stream, thread = self._stream, self._thread
         if stream:
@@ -172,12 +181,18 @@ class CandidateClient:
     @property
     def _open_stream(self) -> EngineStream | None:
         stream = self._stream
-        return stream if stream and stream.opened else None
+        return stream if stream and stream.opened and self._process == os.getpid() else None
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Starts the thread, if there is none. Returns whether it can run in this process."""
         if self._thread is None and not self._closed.is_set():
+            self._process = os.getpid()
             self._thread = threading.Thread(target=self._run, name="draftbridge-candidates", daemon=True)
             self._thread.start()
+        if self._thread and self._process != os.getpid():
+            self._log_once("no candidates in a process that was forked after connecting: connect after the fork")
+            return False
+        return True
 
     def _step(
         self,
@@ -215,11 +230,10 @@ class CandidateClient:
             if self._missed < _MAX_MISSED and any(one.max_candidates != 0 for one in sequences):
                 left = started + deadline - time.monotonic()
                 if left > 0:
-                    answered = self._changed.wait_for(
+                    self._changed.wait_for(
                         lambda: stream.answered_step >= request.step or self._stream is not stream, left
                     )
-                    self._missed = 0 if answered else self._missed + 1
-                    self.counts.late_count += not answered
+                    self._missed = 0 if stream.answered_step >= request.step else self._missed + 1
             return self._found(stream, sequences)
 
     def _note_kept(self, stream: EngineStream, one: SequenceStep) -> None:
@@ -363,9 +377,12 @@ class CandidateClient:
             if message.step in stream.sent:
                 sent, deadline = stream.sent[message.step]
                 overhead = now - sent - message.elapsed_us / 1e6
+                overhead = min(overhead, _MAX_DELAY_RATIO * max(self._overhead_seconds, _MIN_OVERHEAD_SECONDS))
                 self._overhead_seconds += _FRESH * (overhead - self._overhead_seconds)
                 if now - sent <= deadline:
                     self._missed = 0
+                elif deadline:
+                    self.counts.late_count += 1
             for number in [number for number in stream.sent if number <= message.step]:
                 del stream.sent[number]
             if not stream.answered_step:  # the connection works, so the next problem is a new one

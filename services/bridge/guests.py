@@ -188,7 +188,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
             open_,
             costs,
             find_draft=lambda held, is_new: self._drafts.find(guest, held, is_new, shared, opening),
-            on_held=lambda id_, count: self._budget.hold(guest, id_, count),
+            on_held=lambda id_, count, byte_count: self._budget.hold(guest, id_, count, byte_count),
             on_ended=on_ended,
             on_outcome=self._count,
         )

@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from bridge.errors import DraftBridgeError
-from bridge.guest import Answer, Guest, SequenceUpdate, StepUpdate
+from bridge.guest import MAX_GAINED_TOKENS, Answer, Guest, SequenceUpdate, StepUpdate
 from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.sources.source import Draft
+from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.candidate_stream import CandidateCounts, Candidates, SequenceStep
 from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS
@@ -48,6 +49,8 @@ _MAX_FORGOTTEN = 1024
 # The weight of a new value in the average time of a step that the guest does not measure itself, and the part of a
 # deadline that is kept as a reserve.
 _FRESH, _RESERVE = 0.1, 0.1
+# Such a time counts as at most this multiple of the average, or of the shortest: the machine may have stalled.
+_MAX_DELAY_RATIO, _MIN_OVERHEAD_SECONDS = 10.0, 1e-4
 # The steps after which the sequences that were not named for long are ended.
 _SWEEP_STEPS = 1000
 
@@ -69,24 +72,27 @@ class LocalCandidates:
         self._lock = threading.Lock()
         self._limits = GuestLimits()
         self._closed = self._noted = self._failed = False
+        self._model: Model | None = None
         self._begin()
 
     def _begin(self) -> None:
         """Starts without any sequence."""
-        self._process, self._tried = os.getpid(), False
-        self._guest: Guest | None = None
-        self._budget = Budget(self._limits)
         self._loop = asyncio.new_event_loop()
         # Runs the event loop where the engine's thread cannot or should not; only one of them at a time does.
         self._beside = ThreadPoolExecutor(1, "draftbridge-candidates")
+        self._tried = False
+        self._guest: Guest | None = None
+        self._budget = Budget(self._limits)
         self._settled: Future[None] | None = None
-        # The expected time to open the new sequences of this step, and that of one token.
+        # Whether sequences begin in this step; the expected time to open them, and that of one token.
+        self._begins = False
         self._opening_seconds, self._token_seconds = 0.0, _TOKEN_SECONDS
         self._overhead_seconds = self._returned_at = 0.0
         self._number = 0
         # By sequence: how many of its tokens the guest has; the step that last returned candidates, and their number.
         self._kept: dict[int, int] = {}
         self._returned: dict[int, tuple[int, int]] = {}
+        self._process = os.getpid()
 
     def connect(self, timeout: float = 0.0) -> bool:
         """Reads the tokenizer, which takes a second or two. Returns whether that worked; if not, the log has why."""
@@ -121,34 +127,34 @@ class LocalCandidates:
     ) -> dict[int, Candidates]:
         """Reports a forward, and returns candidates by sequence id; see `CandidateClient.step`."""
         began = time.monotonic()
-        with self._alone():
-            try:
+        try:
+            with self._alone():
                 if not self._tried:
                     self._connect()
-                    began = time.monotonic()
                 self.counts.step_count += 1
                 if self._guest is None:
                     return {}
                 if engine_seconds is None:
                     engine_seconds = began - self._returned_at if self._returned_at else 0.0
-                return self._step(self._guest, sequences, ended, began, deadline, engine_seconds, forward_token_count)
-            except Exception:
-                if not self._failed:
-                    self._failed = True
-                    _log.exception("a bug in DraftBridge; the engine goes on without candidates")
-                return {}
-            finally:
-                self._returned_at = time.monotonic()
-                self.counts.waited_seconds += self._returned_at - began
+                return self._step(self._guest, sequences, ended, deadline, engine_seconds, forward_token_count)
+        except Exception:
+            if not self._failed:
+                self._failed = True
+                _log.exception("a bug in DraftBridge; the engine goes on without candidates")
+            return {}
+        finally:
+            self._returned_at = time.monotonic()
+            self.counts.waited_seconds += self._returned_at - began
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Keeps other threads out. After a fork, begins anew."""
         if self._process != os.getpid():
             # What this process shares with the other one must not be closed, or the other one waits for ever.
-            _of_other_processes.append((self._loop, self._guest))
-            self._lock = threading.Lock()
+            shared = self._loop, self._guest
             self._begin()
+            _of_other_processes.append(shared)
+            self._lock = threading.Lock()
         with self._lock:
             yield
 
@@ -157,11 +163,11 @@ class LocalCandidates:
         guest: Guest,
         sequences: Sequence[SequenceStep],
         ended: Iterable[int],
-        began: float,
         deadline: float,
         engine_seconds: float,
         forward_token_count: int,
     ) -> dict[int, Candidates]:
+        began = time.monotonic()
         if settled := self._settled:
             self._settled = None
             settled.result()
@@ -169,7 +175,7 @@ class LocalCandidates:
         ended = tuple(ended)
         for id_ in ended:
             self._forget(id_)
-        self._opening_seconds = 0.0
+        self._begins, self._opening_seconds = False, 0.0
         updates = tuple(self._update(one, _OPENING * deadline) for one in sequences)
         spent = time.monotonic() - began + self._opening_seconds + self._overhead_seconds
         left = max((1 - _RESERVE) * deadline - spent, 0.0)
@@ -179,11 +185,12 @@ class LocalCandidates:
         later = len(updates) > _MAX_SETTLED_AT_ONCE
         asked = time.monotonic()
         work = self._answer(guest, update, settles=not later)
-        waits = self._opening_seconds > 0 or guest.opening
+        waits = self._begins or guest.opening
         found = self._candidates(self._run(work) if waits else _result(work))
-        if not self._opening_seconds:
+        if not self._begins:
             overhead = time.monotonic() - asked - guest.elapsed_ns / 1e9
-            self._overhead_seconds += _FRESH * (overhead - self._overhead_seconds)
+            limit = _MAX_DELAY_RATIO * max(self._overhead_seconds, _MIN_OVERHEAD_SECONDS)
+            self._overhead_seconds += _FRESH * (min(overhead, limit) - self._overhead_seconds)
         if len(self._kept) > len(guest.held) + _MAX_FORGOTTEN:
             for id_ in self._kept.keys() - guest.held.keys():
                 self._forget(id_)
@@ -217,10 +224,7 @@ class LocalCandidates:
 
     def _open(self) -> Guest:
         check_engine(self._description, self._sources)
-        description = model_pb2.Model()
-        description.CopyFrom(self._description)
-        description.tokenizer_sha256 = hashlib.sha256(self._tokenizer_json).hexdigest()
-        model = codec.read_model(description, Vocabulary(self._tokenizer_json))
+        model = self._model = self._model or self._read_model()
         shared = GuestOpening(model, TargetEstimates(model.forward_costs), self._sources, alone=True)
 
         async def open_(ids: Sequence[int], generated_token_count: int, _: Draft | None) -> GuestSequence:
@@ -236,17 +240,26 @@ class LocalCandidates:
             model,
             open_,
             BatchCosts(model.forward_costs),
-            on_held=lambda id_, count: self._budget.hold(guest, id_, count),
+            on_held=lambda id_, count, byte_count: self._budget.hold(guest, id_, count, byte_count),
             on_ended=lambda id_, _: self._budget.drop(guest, id_),
         )
         return guest
+
+    def _read_model(self) -> Model:
+        """Takes a second or two, so that a process that was forked goes on with what was read before."""
+        description = model_pb2.Model()
+        description.CopyFrom(self._description)
+        description.tokenizer_sha256 = hashlib.sha256(self._tokenizer_json).hexdigest()
+        return codec.read_model(description, Vocabulary(self._tokenizer_json))
 
     def _update(self, one: SequenceStep, opening_seconds: float) -> SequenceUpdate:
         """Returns what a sequence has gained, and notes that the guest has it: nothing if its turn has not come."""
         id_, count = one.sequence_id, len(one.token_ids)
         held = self._kept.get(id_, 0)
         kept = min(held, count if one.kept_token_count is None else one.kept_token_count, count)
-        if kept < max(held, 1) or count - kept > _MAX_TOKENS_AT_ONCE:  # the guest begins it, anew in the second case
+        begins = kept < max(held, 1) or count - kept > MAX_GAINED_TOKENS
+        self._begins = self._begins or begins
+        if begins and count <= _MAX_TOKENS_AT_ONCE:  # the guest opens it in this step
             expected = self._opening_seconds + self._token_seconds * (count + _MORE_TOKENS)
             if self._opening_seconds and expected > opening_seconds:
                 self._forget(id_)
@@ -298,9 +311,10 @@ class LocalCandidates:
 
 
 def _result(work: Coroutine[Any, Any, T]) -> T:
-    """Runs what waits for nothing. An event loop would take a tenth of a millisecond."""
+    """Runs what waits for nothing, but may give way to other work. An event loop would take 0.1 ms."""
     try:
-        work.send(None)
+        while work.send(None) is None:
+            pass
     except StopIteration as done:
         found: T = done.value
         return found

@@ -134,6 +134,35 @@ def test_each_process_has_candidates_of_its_own_after_a_fork() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_fork_without_file_descriptors_is_no_error_of_the_engine(
+    guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert guest.step([SequenceStep(1, IDS)], deadline=1.0)
+    before = guest._loop, guest._process
+
+    def fails() -> asyncio.AbstractEventLoop:
+        raise OSError(24, "too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local.os, "getpid", lambda: -1)  # as in a child
+        patch.setattr(local.asyncio, "new_event_loop", fails)
+        assert guest.step([SequenceStep(1, IDS)]) == {} and guest.step([SequenceStep(1, IDS)]) == {}
+    assert caplog.text.count("a bug in DraftBridge") == 1
+    assert (guest._loop, guest._process) == before, "it has not begun with the other process's event loop"
+    with monkeypatch.context() as patch:
+        patch.setattr(local.os, "getpid", lambda: -1)
+        patch.setattr(local, "Vocabulary", fails)
+        assert guest.step([SequenceStep(1, IDS)], deadline=1.0), "the tokenizer is not read again"
+        guest.close()
+
+
+def test_a_long_prompt_is_no_reason_to_postpone_others(guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_MAX_TOKENS_AT_ONCE", 79)
+    guest._token_seconds = 1e-5  # 80 tokens and what belongs to them are expected to take longer than the deadline
+    guest.step([SequenceStep(number, IDS[: 80 - number]) for number in range(2)], deadline=0.005)
+    assert set(guest._kept) == {0, 1}
+
+
 def test_the_first_step_connects() -> None:
     guest = LocalCandidates(description(KIND), tiny.tokenizer_json(KIND))
     assert guest.step([SequenceStep(1, IDS)], deadline=1.0)

@@ -167,6 +167,38 @@ def test_trees_are_chains_of_the_bridges_candidates(
     assert bridge.opening.model.engine == "sglang"
 
 
+def test_a_request_that_starts_again_or_reuses_an_id_is_a_new_sequence(
+    worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bridge = ScriptedBridge(wrong=0.0)
+    with served(bridge) as address:
+        monkeypatch.setenv("DRAFTBRIDGE_GUEST_BRIDGE", address)
+        monkeypatch.setenv("DRAFTBRIDGE_GUEST_DEADLINE_MS", "5000")
+        worker = worker_class(**arguments)
+        eventually(lambda: worker._asker._client.connected)
+        one = request("a", [5, 6, 7], [])
+
+        def sent(added: list[int]) -> list[int]:
+            worker._prepare_draft_tokens(batch([one], [added]))
+            (held,) = bridge.held.values()
+            text: list[int] = held
+            return text
+
+        assert sent([8]) == [5, 6, 7, 8]
+        one.output_ids = array("q", [8])
+        assert sent([9, 10]) == [5, 6, 7, 8, 9, 10]
+        one.output_ids = array("q", [])
+        assert sent([8]) == [5, 6, 7, 8], "it has been retracted, and starts again"
+        one.output_ids = array("q", [11])
+        assert sent([9]) == [5, 6, 7, 11, 9]
+        one = request("a", [5, 6, 7], [11, 9])
+        assert sent([4]) == [5, 6, 7, 11, 9, 4] and list(bridge.held) == [3]
+        one = request("a", [5, 2, 7], [11, 9, 4])
+        assert sent([3]) == [5, 2, 7, 11, 9, 4, 3], "another request with the same id"
+        steps = [one for step in bridge.steps for one in step.sequences]
+        assert [len(one.token_ids) for one in steps] == [4, 2, 4, 5, 1, 7], "known tokens are not sent again"
+
+
 def test_without_a_bridge_trees_have_only_the_last_token(
     worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

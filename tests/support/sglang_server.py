@@ -22,6 +22,7 @@ class Completion:
     """The generated tokens, the forwards that verified candidates, and how many of those were right."""
 
     ids: tuple[int, ...]
+    text: str
     verify_count: int
     accepted_count: int
 
@@ -38,7 +39,10 @@ class SglangServer:
         answer = server_process.post(self.port, "/generate", _request(prompt, max_tokens, **sampling))
         counts = answer["meta_info"]
         return Completion(
-            tuple(answer["output_ids"]), counts.get("spec_verify_ct", 0), counts.get("spec_num_correct_drafts", 0)
+            tuple(answer["output_ids"]),
+            answer["text"],
+            counts.get("spec_verify_ct", 0),
+            counts.get("spec_num_correct_drafts", 0),
         )
 
     def abandon(self, prompt: str, max_tokens: int, after: float) -> None:

@@ -11,6 +11,8 @@ import inspect
 import itertools
 import time
 from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,8 @@ class Asker:
         self._group = _tensor_parallel_group()
         self._deadline, self._limit = settings.deadline_ms / 1000, width - 1
         self._numbers = itertools.count(1)
-        self._ids: dict[str, int] = {}
+        self._texts: dict[str, _Text] = {}
+        self._ended: list[int] = []
         self._returned_at = 0.0
         self._failed = False
         self._context_length = target_worker.model_runner.model_config.context_len
@@ -95,36 +98,71 @@ class Asker:
 
         `added`: tokens that the requests have gained but do not hold yet.
         """
-        texts = [
-            array("q", itertools.chain(one.origin_input_ids_unpadded, one.output_ids, new))
-            for one, new in zip(requests, added, strict=True)
-        ]
         found: list[list[int]] = [[] for _ in requests]
         if self._client:
             try:
-                found = self._step(self._client, requests, texts)
+                found = self._step(self._client, requests, added)
             except Exception:
                 if not self._failed:
                     self._failed = True
                     self._log.exception("a bug in DraftBridge's adapter for SGLang; SGLang goes on without candidates")
         if self._group is not None and self._group.world_size > 1:
             found = self._group.broadcast_object(found, src=0)
-        return [text[-1] for text in texts], found
+        last = [
+            next(ids[-1] for ids in (new, one.output_ids, one.origin_input_ids_unpadded) if ids)
+            for one, new in zip(requests, added, strict=True)
+        ]
+        return last, found
 
-    def _step(self, client: Client, requests: list[Any], texts: list["array[int]"]) -> list[list[int]]:
+    def _step(self, client: Client, requests: list[Any], added: list[list[int]]) -> list[list[int]]:
         began = time.monotonic()
+        texts = [self._text(one, new) for one, new in zip(requests, added, strict=True)]
         known = {one.rid for one in requests}
-        ended = [self._ids.pop(rid) for rid in tuple(self._ids) if rid not in known]
+        self._ended += [self._texts.pop(rid).number for rid in tuple(self._texts) if rid not in known]
         sequences = []
-        for one, text in zip(requests, texts, strict=True):
-            id_ = self._ids.get(one.rid) or self._ids.setdefault(one.rid, next(self._numbers))
-            room = self._context_length - len(text) - 1
-            generated = len(text) - len(one.origin_input_ids_unpadded)
+        for text in texts:
+            room = self._context_length - len(text.ids) - 1
             limit = max(min(self._limit, room), 0)
-            sequences.append(SequenceStep(id_, text, generated_token_count=generated, max_candidates=limit))
+            generated = len(text.ids) - text.prompt_count
+            sequences.append(SequenceStep(text.number, text.ids, generated_token_count=generated, max_candidates=limit))
+        ended, self._ended = self._ended, []
         found = client.step(sequences, ended=ended, deadline=self._deadline, engine_seconds=began - self._returned_at)
         self._returned_at = time.monotonic()
-        return [list(found[one.sequence_id].token_ids) if one.sequence_id in found else [] for one in sequences]
+        return [list(found[text.number].token_ids) if text.number in found else [] for text in texts]
+
+    def _text(self, request: Any, added: list[int]) -> "_Text":
+        """Returns a request's tokens, of which only the new ones are copied."""
+        parts = request.origin_input_ids_unpadded, request.output_ids, added
+        text, count = self._texts.get(request.rid), sum(map(len, parts))
+        if text:
+            # A request only grows, or starts again; its last known token shows which.
+            start = len(text.ids) - 1 if text.request is request else 0
+            if len(text.ids) > count or _slice(parts, start, len(text.ids)) != text.ids[start:].tolist():
+                self._ended.append(text.number)
+                text = None
+        text = text or _Text(request, next(self._numbers), array("q"), len(parts[0]))
+        text.request, self._texts[request.rid] = request, text
+        text.ids.extend(_slice(parts, len(text.ids), count))
+        return text
+
+
+@dataclass
+class _Text:
+    """The tokens of a request. `prompt_count`: how many of them are of its prompt; `number`: its id for the bridge."""
+
+    request: Any
+    number: int
+    ids: "array[int]"
+    prompt_count: int
+
+
+def _slice(parts: Sequence[Sequence[int]], start: int, end: int) -> list[int]:
+    """Returns the tokens from `start` to `end` of parts that follow one another."""
+    found: list[int] = []
+    for part in parts:
+        found += part[max(start, 0) : max(end, 0)]
+        start, end = start - len(part), end - len(part)
+    return found
 
 
 def chains(last: list[int], candidates: list[list[int]], width: int) -> tuple[Any, Any]:
