@@ -1,7 +1,7 @@
 """Holds one sequence of a guest: its tape, its sources and its planner, which are those of our own loop."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate

@@ -126,7 +126,9 @@ def _read(path: Path) -> tuple[dict[str, dict[str, Any]], str]:
         tables = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InvalidConfiguration(f"{path} cannot be read ({reason}): give the path of a TOML file") from None
+        what = "is not valid TOML" if isinstance(error, tomllib.TOMLDecodeError) else "cannot be read"
+        remedy = "correct it" if isinstance(error, tomllib.TOMLDecodeError) else "give the path of a TOML file"
+        raise InvalidConfiguration(f"{path} {what} ({reason}): {remedy}") from None
     for section, table in tables.items():
         if not isinstance(table, dict):
             place = f"{path}, {_line(text, section)}{section}"

@@ -52,7 +52,7 @@ class RequestChances:
     def __init__(self, shared: Chances, hope: float = 0.0) -> None:
         self._shared, self._hope = shared, hope
         self._right = self._expected = self._tried = 0.0
-        self._odds_factor = 1.0
+        self._known_factor: float | None = None
 
     def of(self, evidence: float) -> float:
         """Returns the chance of a candidate with this evidence."""
@@ -72,20 +72,23 @@ class RequestChances:
         self._right += right
         self._tried += 1
         self._shared.observe(evidence, right)
-        self._update_factor()
+        self._known_factor = None
 
     def fade(self) -> None:
         """Reduces the weight of all earlier observations; called once per pass."""
         self._hope *= _HOPE_FADE
         self._right, self._expected, self._tried = _FADE * self._right, _FADE * self._expected, _FADE * self._tried
-        self._update_factor()
+        self._known_factor = None
 
-    def _update_factor(self) -> None:
-        if self._tried:
+    @property
+    def _odds_factor(self) -> float:
+        """Returns the factor, which is computed once between two passes, and only for a sequence that needs it."""
+        if self._known_factor is None:
             mean = _within(self._expected / self._tried)
             own = self._right + self._hope + _SHARED_COUNT * mean
             own = _within(own / (self._tried + self._hope + _SHARED_COUNT))
-            self._odds_factor = own / (1 - own) / (mean / (1 - mean))
+            self._known_factor = own / (1 - own) / (mean / (1 - mean))
+        return self._known_factor
 
 
 def _within(chance: float) -> float:

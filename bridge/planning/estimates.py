@@ -312,13 +312,13 @@ class RequestEstimates:
         """Records a pass that was made under a plan."""
         result, shared = outcome.result, self.shared
         self.pass_count, self.target_waits = self.pass_count + 1, plan.holds_back
-        for data in outcome.data:
-            self.token_bytes.observe(len(data), _TOKEN_BYTES_FRESH)
         self._observe_candidates(outcome)
         used = set(outcome.tried.sources) or {""}
         for way in ("", *self.chances):
             shared.idle_pass_counts[way] = 0 if way in used else shared.idle_pass_counts[way] + 1
         if self.draft:
+            for data in outcome.data:
+                self.token_bytes.observe(len(data), _TOKEN_BYTES_FRESH)
             drafted = self.drafting_source in used
             self.draft.idle_pass_count = 0 if drafted else self.draft.idle_pass_count + 1
             if drafted and plan.is_trial and not self._tried_draft:
@@ -355,8 +355,10 @@ class RequestEstimates:
             corrections.setdefault(plan.source, Correction()).observe(accepted, elapsed_ns, plan)
 
     def _observe_candidates(self, outcome: Outcome) -> None:
-        for chances in (*self.chances.values(), self.positions):
+        for chances in self.chances.values():
             chances.fade()
+        if self.draft:
+            self.positions.fade()
         accepted, tried = outcome.result.accepted_token_count, outcome.tried
         for place, (source, evidence) in enumerate(zip(tried.sources, tried.evidence, strict=True)):
             if place > accepted:

@@ -27,9 +27,10 @@ _TIMEOUT_SECONDS = 30.0
 
 
 def _checked(address: str) -> str:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise invalid("address", f"the address must be HOST:PORT, got {address!r}")
+    """Returns the address. Raises `CallError` if it is not one."""
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise invalid("address", f"the address must be HOST:PORT, with a port from 1 to 65535, got {address!r}")
     return address
 
 

@@ -91,11 +91,15 @@ class CallError(Exception):
             )
             return cls(code, "TLS_FAILED", message, {"address": address})
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-            what = "nothing answers" if code is grpc.StatusCode.UNAVAILABLE else "no answer came in time"
-            message = (
-                f"{what} at {address}: check the address, that a bridge is running there, and that it and the client "
-                "both use TLS or both do not"
+            check = (
+                "check the address (a bridge's own port, not its HTTP port), that a bridge is running there, and that "
+                "it and the client both use TLS or both do not"
             )
+            message = f"nothing answers at {address}: {check}"
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                answered = bool(error.initial_metadata())
+                remedy = "give a longer timeout, or fewer tokens" if answered else f"give a longer timeout, or {check}"
+                message = f"no complete answer of {address} came in time: {remedy}"
             return cls(code, "SERVICE_UNREACHABLE", message, {"address": address})
         if code is grpc.StatusCode.UNIMPLEMENTED:
             message = f"{address} is not a bridge: give the address that `draftbridge bridge` or `up` prints"

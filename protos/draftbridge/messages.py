@@ -2,6 +2,7 @@
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -64,7 +65,7 @@ def generate_request(
     json_schema: str | Mapping[str, Any] | None = None,
     json_object: bool = False,
     regex: str | None = None,
-    choice: Sequence[str] | None = None,
+    choice: str | Sequence[str] | None = None,
     grammar: str | None = None,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
@@ -75,9 +76,9 @@ def generate_request(
     num_assistant_tokens: int | None = None,
     assistant_confidence_threshold: float | None = None,
     draft_temperature: float | None = None,
-    sources: Sequence[str] = (),
+    sources: str | Sequence[str] = (),
     tenant: str = "",
-    drafts: Sequence[str] = (),
+    drafts: str | Sequence[str] = (),
     workload: str = "",
 ) -> bridge_pb2.GenerateRequest:
     """Returns the request that `generate` and `stream` send. Give exactly one of `prompt`, `messages` and `token_ids`.
@@ -86,7 +87,8 @@ def generate_request(
     `messages`: mappings with "role", "content" and further fields for the chat template, such as "tool_calls".
     `template_variables`: further JSON values for the chat template, such as `tools`; allowed only with `messages`.
     `json_schema`: JSON text or a mapping. At most one of `json_schema`, `json_object`, `regex`, `choice` and `grammar`
-    may be given. `stop`: one string or several. `speculation`: "auto", "off", "lockstep" or "opportunistic".
+    may be given. `stop`, `choice`, `sources`, `drafts`: one string or several. `speculation`: "auto", "off", "lockstep"
+    or "opportunistic".
     `sources`: names of the sources that may propose candidates, "grammar", "draft" and "suffix"; empty for all that the
     mode uses.
     Raises `CallError` for a value that does not fit its field.
@@ -100,38 +102,41 @@ def generate_request(
     if sum(given) != 1:
         raise invalid("input", f"give exactly one of prompt, messages and token_ids, got {sum(given)}")
     constraint = _constraint(json_schema, json_object, regex, choice, grammar)
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": logit_bias,
+        "min_tokens": min_tokens,
+        "stop_token_ids": stop_token_ids,
+        "ignore_eos": ignore_eos,
+        "seed": seed,
+    }
+    speculation_fields: dict[str, Any] = {
+        "num_assistant_tokens": num_assistant_tokens,
+        "assistant_confidence_threshold": assistant_confidence_threshold,
+        "draft_temperature": draft_temperature,
+        "sources": _strings(sources),
+    }
+    others: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "stop": _strings(stop),
+        "logprobs": logprobs,
+        "target": target,
+        "draft": draft,
+        "tenant": tenant,
+        "drafts": _strings(drafts),
+        "workload": workload,
+    }
     try:
         request = bridge_pb2.GenerateRequest(
-            sampling=sampling_pb2.SamplingParameters(
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                repetition_penalty=repetition_penalty,
-                presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty,
-                logit_bias=logit_bias,
-                min_tokens=min_tokens,
-                stop_token_ids=stop_token_ids,
-                ignore_eos=ignore_eos,
-                seed=seed,
-                **constraint,
-            ),
-            max_tokens=max_tokens,
-            stop=[stop] if isinstance(stop, str) else stop,
-            logprobs=logprobs,
-            target=target,
-            draft=draft,
-            speculation=bridge_pb2.Speculation(
-                mode=modes.Value(mode),
-                num_assistant_tokens=num_assistant_tokens,
-                assistant_confidence_threshold=assistant_confidence_threshold,
-                draft_temperature=draft_temperature,
-                sources=sources,
-            ),
-            tenant=tenant,
-            drafts=drafts,
-            workload=workload,
+            sampling=sampling_pb2.SamplingParameters(**sampling, **constraint),
+            speculation=bridge_pb2.Speculation(mode=modes.Value(mode), **speculation_fields),
+            **others,
         )
         if prompt is not None:
             request.prompt = prompt
@@ -165,6 +170,17 @@ def generate_request(
             for id_ in ids or ():
                 if isinstance(id_, int) and not 0 <= id_ < 1 << 32:
                     raise invalid(name, f"{name} must hold ids between 0 and {2**32 - 1}, got {id_}") from error
+        for message, given_fields in (
+            (sampling_pb2.SamplingParameters, sampling | constraint),
+            (bridge_pb2.Speculation, speculation_fields),
+            (bridge_pb2.GenerateRequest, others | {"prompt": prompt}),
+        ):
+            for name, one in given_fields.items():
+                try:
+                    message(**{name: one})
+                except (ValueError, TypeError, KeyError):
+                    text = f"{name} has the wrong type or a value that does not fit, got {reprlib.repr(one)}"
+                    raise invalid(name, f"{text}: see draftbridge.messages.generate_request") from error
         raise invalid(
             "request", f"a value is missing or has the wrong type ({error}): see draftbridge.messages.generate_request"
         ) from error
@@ -175,7 +191,7 @@ def _constraint(
     json_schema: str | Mapping[str, Any] | None,
     json_object: bool,
     regex: str | None,
-    choice: Sequence[str] | None,
+    choice: str | Sequence[str] | None,
     grammar: str | None,
 ) -> dict[str, Any]:
     """Returns the field of `SamplingParameters` that constrains the text, if there is one."""
@@ -184,7 +200,7 @@ def _constraint(
             "json_schema": json.dumps(json_schema) if isinstance(json_schema, Mapping) else json_schema,
             "json_object": json_object or None,
             "regex": regex,
-            "choice": None if choice is None else sampling_pb2.Choice(texts=choice),
+            "choice": None if choice is None else sampling_pb2.Choice(texts=_strings(choice)),
             "grammar": grammar,
         }
     except (ValueError, TypeError) as error:
@@ -193,6 +209,10 @@ def _constraint(
     if len(found) > 1:
         raise invalid(next(iter(found)), f"give at most one of {', '.join(given)}, got {' and '.join(found)}")
     return found
+
+
+def _strings(value: str | Sequence[str]) -> Sequence[str]:
+    return [value] if isinstance(value, str) else value
 
 
 def _chat_message(message: Mapping[str, Any]) -> bridge_pb2.ChatMessage:

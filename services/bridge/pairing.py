@@ -188,7 +188,8 @@ class Pairing:
     def assign(self, target: Endpoint, request: Request, wish: Wish) -> Assignment:
         """Returns the drafts for a request. Raises `ModelNotFound`, `DraftAway`, `PairRefused` or `InvalidField`."""
         if len(wish.workload) > _MAX_WORKLOAD_LENGTH or not wish.workload.isprintable():
-            raise InvalidField("workload", f"at most {_MAX_WORKLOAD_LENGTH} printable characters", repr(wish.workload))
+            got = repr(wish.workload[: _MAX_WORKLOAD_LENGTH + 1])
+            raise InvalidField("workload", f"at most {_MAX_WORKLOAD_LENGTH} printable characters", got)
         if len(wish.drafts) > _MAX_DRAFTS:
             raise InvalidField("drafts", f"at most {_MAX_DRAFTS} names", len(wish.drafts))
         if request.speculation.mode is Mode.OFF:

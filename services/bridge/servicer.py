@@ -82,6 +82,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             active_count=counts.active,
             finished_count=counts.finished,
             failed_count=counts.failed + counts.refused,
+            refused_count=counts.refused,
             cancelled_count=counts.cancelled,
             endpoints=endpoints,
             speculation=self._totals,

@@ -214,8 +214,12 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
     has_draft = "draft model" in ways
     with_draft = max((way for way in (AUTO, "draft model") if way in ways), key=gain.__getitem__, default="")
     lookup = max((way for way in ("prompt lookup", AUTO)[: 1 if has_draft else 2] if way in ways), key=gain.__getitem__)
-    drafts = has_draft and gain[with_draft] >= _WORTH_IT * gain[lookup]
+    # A draft none of whose candidates was accepted has gained nothing, whatever the times are.
+    helped = [one for one in samples if one.way == with_draft and _accepted_of(one, "draft")]
+    drafts = bool(helped) and gain[with_draft] >= _WORTH_IT * gain[lookup]
     best = with_draft if drafts else lookup
+    if not _total([one for one in samples if one.way == best], "num_accepted_tokens"):
+        return "Use the target alone: no candidate was accepted, so the times differ by chance."
     if gain[best] < _WORTH_IT:
         return f"Use the target alone: speculation gains nothing here ({gain[best]:.2f}x)."
     categories = by(samples, lambda one: one.category)
@@ -228,6 +232,10 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
         )
     without = f", and {draft} adds nothing" if has_draft else ""
     return f"Use no draft: expect {gain[best]:.2f}x from prompt lookup{without}{for_all}."
+
+
+def _accepted_of(sample: Sample, source: str) -> int:
+    return sum(one.num_accepted_tokens for one in sample.speculation.sources if one.name == source)
 
 
 def differences(samples: Sequence[Sample]) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from google.protobuf.message import Message
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from bridge.errors import InvalidField
 from draftbridge import Event
@@ -123,7 +123,17 @@ def models(
 
     with connect(server) as client:
         found = client.models()
-    table = Table("model", "role", "engine", "device", "dtype", "context", "vocabulary", "tokenizer", title=server)
+    table = Table(
+        Column("model", no_wrap=True),
+        "role",
+        "engine",
+        "device",
+        "dtype",
+        "context",
+        "vocabulary",
+        "tokenizer",
+        title=server,
+    )
     for model in found:
         role = model_pb2.Role.Name(model.role).removeprefix("ROLE_").lower()
         table.add_row(

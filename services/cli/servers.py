@@ -134,7 +134,9 @@ def up(
             stop.wait(needed.values())
             if not stop.asked:
                 ended = next(name for name, process in needed.items() if process.poll() is not None)
-                fail(f"the {ended} has ended: see its message above")
+                status = needed[ended].returncode
+                reason = f"by signal {-status}" if status < 0 else f"with status {status}: see its message above"
+                fail(f"the {ended} has ended {reason}")
     except KeyboardInterrupt:
         pass
 

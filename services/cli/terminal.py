@@ -1,11 +1,15 @@
 """Output to the terminal, and the default models of the commands."""
 
+import os
+import sys
 from typing import NoReturn
 
 from rich.console import Console
 from rich.markup import escape
 
-out = Console()
+# Wide where no terminal wraps its lines, so that tables are whole in a file and in a pipe.
+_PIPE_WIDTH = 200
+out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else _PIPE_WIDTH)
 err = Console(stderr=True)
 
 # A small pair that downloads fast, for `up`, `bench` and `translate`; `demo` uses a larger one.

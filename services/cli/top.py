@@ -136,7 +136,8 @@ def view(
     period = f"the last {seconds:.1f} s" if before is not None else "since the start"
     heading = Text(
         f"{server}   version {status.version}   up {_duration(status.uptime_ns)}   requests: {status.active_count} "
-        f"running, {status.finished_count} finished, {status.failed_count} failed, {status.cancelled_count} cancelled",
+        f"running, {status.finished_count} finished, {status.failed_count - status.refused_count} failed, "
+        f"{status.refused_count} refused, {status.cancelled_count} cancelled",
         "bold",
     )
     return Group(

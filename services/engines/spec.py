@@ -125,7 +125,7 @@ class EngineSpec:
                 raise InvalidField(flag, "left out, or set together with --use-flash-attention", flag)
         if not self.installed:
             raise UnusableModel(
-                f"the {self.name} engine is not installed: {self.install}, or use --engine torch", engine=self.name
+                f"the {self.name} engine is not installed: {self.install}, or use --engine auto", engine=self.name
             )
 
 

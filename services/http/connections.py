@@ -183,7 +183,9 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuses what is not HTTP. uvicorn's own answer is a text."""
-        self._refuse(400, "this is not HTTP/1.1: correct the request, or use http:// if the server has no certificate")
+        self._refuse(
+            400, "this is not valid HTTP: correct the request, or use http:// if the server has no certificate"
+        )
 
     def _refuse(self, status: int, message: str) -> None:
         """Ends the connection, with an error in OpenAI's form unless an earlier answer is being written."""

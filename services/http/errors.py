@@ -59,6 +59,8 @@ _NAMES = {
 }
 _NO_NAMES: dict[str, str] = {}
 # Elements of a validation error's place that name an alternative of a union instead of a field.
+# A size that pydantic asks for, such as "Tuple should have at least 1 item after validation, not 0".
+_SIZE = re.compile(r"(?P<kind>\w+) should have (?P<size>at \w+ \d+ \w+)\b.*")
 _ALTERNATIVE = re.compile(
     r"str|int|float|bool|none|(tuple|dict|literal)\[.*|(constrained|function)-.*|NamedTool|\[key\]"
 )
@@ -106,6 +108,8 @@ def invalid_body(error: ValidationError) -> InvalidBody:
     same = [one for one in found if _path(one["loc"]) == place]
     first, param = same[0], _name(place)
     match first["type"]:
+        case "json_invalid" if "hex escape" in first["ctx"]["error"]:
+            text = f"the body has half of a surrogate pair ({first['ctx']['error']}): send whole characters"
         case "json_invalid":
             text = f"the body is not JSON ({first['ctx']['error']}): send one JSON object"
         case "extra_forbidden":
@@ -139,6 +143,8 @@ def _name(path: Sequence[int | str]) -> str | None:
 
 
 def _allowed(message: str) -> str:
+    if found := _SIZE.fullmatch(message):
+        return f"{'a string' if found['kind'] == 'String' else 'a list'} with {found['size']}"
     return message.removeprefix("Input should be ").removeprefix("Input should ").partition(", unable")[0]
 
 

@@ -53,9 +53,12 @@ def open_client(
     """Returns a client for the bridge at `address`, HOST:PORT, with the parameters of `CandidateClient`.
 
     The address "local" needs no bridge: candidates come from what repeats in the engine's own texts. Raises
-    `ValueError` if that is asked for a draft.
+    `ValueError` if that is asked for a draft, and for an address that is none.
     """
     if address != LOCAL:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f'DraftBridge\'s bridge must be HOST:PORT or "{LOCAL}", got {address!r}')
         return CandidateClient(
             address, model, tokenizer_json, engine=engine, draft=draft, sources=sources, credentials=credentials
         )

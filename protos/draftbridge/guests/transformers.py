@@ -21,12 +21,13 @@ from draftbridge.v1 import model_pb2
 # Long enough for a draft to propose several tokens. The bridge waits only where it predicts a gain.
 _DEADLINE_SECONDS = 0.25
 # Options of `generate` with which candidates would change the text or raise. transformers looks for a stop after all
-# accepted tokens, not after each; it computes again what a cache already holds, which then holds it twice; and what a
-# processor remembers of rejected candidates is never taken back.
+# accepted tokens, not after each; it computes again what a cache already holds, which then holds it twice; what a
+# processor remembers of rejected candidates is never taken back; and it needs attentions, which not all models return.
 _UNSUITABLE = (
     "assistant_ensemble_weight",
     "custom_generate",
     "logits_processor",
+    "output_attentions",
     "stop_strings",
     "stopping_criteria",
     "watermarking_config",
@@ -38,7 +39,8 @@ class Assistance:
 
     `client.counts` shows what the bridge has answered. `generate` calls that cannot use candidates, or whose text they
     would change, run as before: more than one prompt, beams, several return sequences, no cache, a static one or one
-    of the caller, another assistant, stop strings, stopping criteria, its logits processors, guidance, watermarks.
+    of the caller, another assistant, stop strings, stopping criteria, its logits processors, guidance, watermarks,
+    attentions.
     """
 
     def __init__(self, model: Any, client: Client, deadline: float) -> None:
@@ -192,8 +194,10 @@ def assist(
     candidates; the bridge uses them only where its draft gains more. `draft`, `sources`, `engine`, `credentials`: see
     `CandidateClient`. `connect_timeout`: the seconds to wait for the bridge now; if it does not answer, generations
     run without candidates until it does. `threads` returns the number of threads that the model computes with, by
-    default PyTorch's. Raises `ValueError` for a tokenizer without a `tokenizer.json`.
+    default PyTorch's. Raises `ValueError` for a tokenizer without a `tokenizer.json`, and for an address that is none.
     """
+    if not deadline >= 0:
+        raise ValueError(f"the deadline must be at least 0 seconds, got {deadline}")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(

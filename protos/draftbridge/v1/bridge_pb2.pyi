@@ -831,6 +831,7 @@ class GetStatusResponse(_message.Message):
     SUFFIX_MEMORY_FIELD_NUMBER: _builtins.int
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
+    REFUSED_COUNT_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     uptime_ns: _builtins.int
@@ -840,11 +841,13 @@ class GetStatusResponse(_message.Message):
     finished_count: _builtins.int
     """Number of generations that succeeded."""
     failed_count: _builtins.int
-    """Number of generations that failed."""
+    """Number of generations that failed, refused ones included."""
     cancelled_count: _builtins.int
     """Number of generations that the client cancelled."""
     generated_token_count: _builtins.int
     """Number of tokens in the answers of all generations that succeeded."""
+    refused_count: _builtins.int
+    """Number of generations that were refused because of what the client sent, or for lack of room."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]:
         """The model services that the bridge is configured with. Each is asked now, for up to 2 seconds."""
@@ -880,10 +883,11 @@ class GetStatusResponse(_message.Message):
         suffix_memory: Global___SuffixMemoryStatus | None = ...,
         generated_token_count: _builtins.int = ...,
         running: _abc.Iterable[Global___RunningGeneration] | None = ...,
+        refused_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "suffix_memory", b"suffix_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "generated_token_count", b"generated_token_count", "prefix_caches", b"prefix_caches", "running", b"running", "speculation", b"speculation", "suffix_memory", b"suffix_memory", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "generated_token_count", b"generated_token_count", "prefix_caches", b"prefix_caches", "refused_count", b"refused_count", "running", b"running", "speculation", b"speculation", "suffix_memory", b"suffix_memory", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from bridge.errors import InvalidField
 from draftbridge import Client
@@ -74,7 +74,17 @@ def show(
     """Show all services of a bridge with their states, and all pairs with what the bridge expects of them."""
     with connect(server) as client:
         services, pairs = client.services(), client.pairs(workload)
-    table = Table("service", "role", "model", "state", "engine", "context", "1 / 8 tokens", "problem", title=server)
+    table = Table(
+        Column("service", no_wrap=True),
+        "role",
+        Column("model", no_wrap=True),
+        "state",
+        "engine",
+        "context",
+        "1 / 8 tokens",
+        "problem",
+        title=server,
+    )
     for one in services:
         state = bridge_pb2.ServiceState.State.Name(one.state).removeprefix("STATE_").lower()
         costs = {cost.token_count: cost.forward_ns / 1e6 for cost in one.measured_costs or one.model.forward_costs}
@@ -85,7 +95,16 @@ def show(
             f"{times} ms" if times else "", escape(one.problem),
         )  # fmt: skip
     out.print(table)
-    table = Table("target", "draft", "expected", "bytes/s", "accepted", "bytes/pass", "requests", "")
+    table = Table(
+        Column("target", no_wrap=True),
+        Column("draft", no_wrap=True),
+        "expected",
+        "bytes/s",
+        "accepted",
+        "bytes/pass",
+        "requests",
+        "",
+    )
     for pair in pairs:
         table.add_row(
             escape(pair.target), escape(pair.draft), f"{pair.expected_gain:.2f}x",

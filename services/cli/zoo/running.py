@@ -44,6 +44,9 @@ def running(connect: Connect, server: str, targets: str, drafts: str, engine: st
             client = stack.enter_context(connect(server))
             yield _read(client, _names(targets), _names(drafts), {})
             return
+        for option, given in (("--targets", targets), ("--drafts", drafts)):
+            if given and not _names(given):
+                raise InvalidField(option, "names with commas between them", repr(given))
         wanted = _names(targets) or _names(DEFAULT_MODELS)
         address, served = stack.enter_context(_fleet(wanted, _names(drafts) or wanted, engine))
         yield _read(stack.enter_context(Client(address)), [], [], served)
