@@ -88,7 +88,8 @@ class BatchCosts:
             power = min((values[-1] - values[first]) / ((known[-1] - known[first]) * _STEP), 1.0)
         below, beyond = np.minimum(places - known[0], 0), np.maximum(places - known[-1], 0)
         found: NDArray[np.float64] = np.interp(places, known, values)
-        return found + (below * _PRIOR_POWER + beyond * power) * _STEP
+        found += (below * _PRIOR_POWER + beyond * power) * _STEP
+        return found
 
 
 def _rising(known: Sequence[tuple[float, float]]) -> list[float]:

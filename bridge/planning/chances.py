@@ -1,7 +1,7 @@
 """Estimates the chance that a candidate is accepted, by source and evidence, for all requests and for one."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # The weight of a prior, in candidates, and the number of candidates at which counts are halved.
 _PRIOR_COUNT, _MAX_COUNT = 8.0, 800.0
@@ -52,7 +52,7 @@ class RequestChances:
     def __init__(self, shared: Chances, hope: float = 0.0) -> None:
         self._shared, self._hope = shared, hope
         self._right = self._expected = self._tried = 0.0
-        self._known_factor: float | None = None
+        self._odds_factor = 1.0
 
     def of(self, evidence: float) -> float:
         """Returns the chance of a candidate with this evidence."""
@@ -66,29 +66,23 @@ class RequestChances:
         """Returns the chance that is assumed until candidates with this evidence were seen."""
         return self._shared.prior_of(evidence)
 
-    def observe(self, evidence: float, right: float) -> None:
-        """Records a candidate, here and for all requests; see `Chances.observe`."""
-        self._expected += self._shared.of(evidence)
-        self._right += right
-        self._tried += 1
-        self._shared.observe(evidence, right)
-        self._known_factor = None
+    def observe(self, candidates: Iterable[tuple[float, float]] = ()) -> None:
+        """Records a pass, here and for all requests: the evidence for its candidates, and 1 or 0 for each, if it was right.
 
-    def fade(self) -> None:
-        """Reduces the weight of all earlier observations; called once per pass."""
+        Candidates after a wrong one do not belong to it; see `Chances.observe`. Reduces the weight of earlier passes.
+        """
         self._hope *= _HOPE_FADE
         self._right, self._expected, self._tried = _FADE * self._right, _FADE * self._expected, _FADE * self._tried
-        self._known_factor = None
-
-    @property
-    def _odds_factor(self) -> float:
-        """Returns the factor, which is computed once between two passes, and only for a sequence that needs it."""
-        if self._known_factor is None:
+        for evidence, right in candidates:
+            self._expected += self._shared.of(evidence)
+            self._right += right
+            self._tried += 1
+            self._shared.observe(evidence, right)
+        if self._tried:
             mean = _within(self._expected / self._tried)
             own = self._right + self._hope + _SHARED_COUNT * mean
             own = _within(own / (self._tried + self._hope + _SHARED_COUNT))
-            self._known_factor = own / (1 - own) / (mean / (1 - mean))
-        return self._known_factor
+            self._odds_factor = own / (1 - own) / (mean / (1 - mean))
 
 
 def _within(chance: float) -> float:

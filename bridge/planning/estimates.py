@@ -355,15 +355,16 @@ class RequestEstimates:
             corrections.setdefault(plan.source, Correction()).observe(accepted, elapsed_ns, plan)
 
     def _observe_candidates(self, outcome: Outcome) -> None:
-        for chances in self.chances.values():
-            chances.fade()
-        if self.draft:
-            self.positions.fade()
         accepted, tried = outcome.result.accepted_token_count, outcome.tried
-        for place, (source, evidence) in enumerate(zip(tried.sources, tried.evidence, strict=True)):
-            if place > accepted:
-                break
-            right = float(place < accepted)
-            self.chances[source].observe(evidence, right)
-            if source == self.drafting_source:
-                self.positions.observe(place + 1, right)
+        verified = [
+            (source, evidence, float(place < accepted))
+            for place, (source, evidence) in enumerate(zip(tried.sources, tried.evidence, strict=True))
+            if place <= accepted
+        ]
+        for name, chances in self.chances.items():
+            chances.observe([(evidence, right) for source, evidence, right in verified if source == name])
+        if self.draft:
+            drafted = self.drafting_source
+            self.positions.observe(
+                [(place + 1, right) for place, (source, _, right) in enumerate(verified) if source == drafted]
+            )

@@ -68,12 +68,12 @@ def test_a_request_shifts_all_chances_and_forgets() -> None:
     before = [shared.of(5), shared.of(10)]
     request = RequestChances(shared)
     for _ in range(40):
-        request.observe(5, 0)
+        request.observe([(5, 0)])
     assert request.of(5) < 0.5 * before[0]
     assert request.of(10) < 0.8 * before[1], "what is wrong here is wrong with any evidence"
     assert RequestChances(shared).of(10) == pytest.approx(before[1])
     for _ in range(600):
-        request.fade()
+        request.observe()
     assert request.of(10) == pytest.approx(shared.of(10), rel=0.02)
 
 

@@ -100,7 +100,7 @@ def test_the_chance_of_forced_bytes_is_learned_and_less_at_their_end() -> None:
     offer = Offer((5, 6, 7, 8), ("grammar",) * 4, (first,) * 4)
     assert planner.choose([offer], planner.plan([offer], None)) == (offer, 4)
     for _ in range(50):
-        estimates.chances["grammar"].observe(first, 0.0)
+        estimates.chances["grammar"].observe([(first, 0.0)])
     assert estimates.chances["grammar"].of(first) < 0.5 * before
 
 

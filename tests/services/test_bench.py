@@ -55,10 +55,22 @@ def test_our_own_prompts_are_valid() -> None:
     assert len(read_prompts(bench.OWN_PROMPTS)) == 12
 
 
+def nothing() -> bridge_pb2.SpeculationStatistics:
+    return bridge_pb2.SpeculationStatistics()
+
+
+def used(*sources: str) -> bridge_pb2.SpeculationStatistics:
+    """Returns statistics of accepted candidates of these sources; by default of both."""
+    found = bridge_pb2.SpeculationStatistics(num_draft_tokens=9, num_accepted_tokens=5)
+    for name in sources or ("draft", "suffix"):
+        found.sources.add(name=name, num_draft_tokens=9, num_accepted_tokens=5)
+    return found
+
+
 def samples(*speeds: dict[str, float]) -> list[Sample]:
     """Samples of 100 tokens, by category and way, with these tokens per second."""
     return [
-        Sample(number, category, way, 100, int(100e9 / speed), 0, "", bridge_pb2.SpeculationStatistics())
+        Sample(number, category, way, 100, int(100e9 / speed), 0, "", used() if way != "target alone" else nothing())
         for number, one in enumerate(speeds)
         for category, way_speeds in [(chr(ord("a") + number), one)]
         for way, speed in way_speeds.items()
@@ -104,11 +116,26 @@ def test_the_verdict(speeds: list[dict[str, float]], words: str) -> None:
     assert words in verdict(samples(*speeds), "d")
 
 
+@pytest.mark.parametrize(
+    ("accepted", "words"),
+    [
+        ({}, "Use the target alone: no candidate was accepted"),
+        ({"prompt lookup": ["suffix"], AUTO: ["suffix"]}, "Use no draft: expect 1.60x from prompt lookup"),
+        ({"draft model": ["draft"], AUTO: ["draft"]}, "Use d as the draft: expect 1.80x"),
+    ],
+)
+def test_a_way_without_accepted_candidates_has_gained_nothing(accepted: dict[str, list[str]], words: str) -> None:
+    some = samples({ALONE: 10, "prompt lookup": 16, "draft model": 17, AUTO: 18})
+    found = [replace(one, speculation=used(*accepted[one.way]) if one.way in accepted else nothing()) for one in some]
+    assert words in verdict(found, "d")
+
+
 def test_auto_has_a_row_for_each_source() -> None:
     """Sums over the prompts: 30 and 20 of 100 bytes each were from the draft, and 6 of 10 candidates were right."""
     some = samples({ALONE: 10, AUTO: 20}, {ALONE: 10, AUTO: 5})
     for one, (from_draft, from_text) in zip([s for s in some if s.way == AUTO], [(30, 0), (20, 5)], strict=True):
         did = one.speculation
+        did.Clear()
         did.target_pass_count, did.generated_byte_count = 50, 100
         did.sources.add(name="draft", num_draft_tokens=5, num_accepted_tokens=3, accepted_byte_count=from_draft)
         did.sources.add(name="suffix", num_draft_tokens=from_text, accepted_byte_count=from_text)

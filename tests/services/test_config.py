@@ -69,7 +69,7 @@ def test_the_environment_names_the_file_and_lists_have_commas(tmp_path: Path) ->
             "[bridge]\nmax-requests = 3\nmax_requests = 4\n",
             r"line 3: \[bridge\] max_requests: given twice: keep this or .*line 2",
         ),
-        ("[serve\n", "cannot be read"),
+        ("[serve\n", "is not valid TOML"),
     ],
 )
 def test_an_error_names_file_line_key_and_remedy(tmp_path: Path, text: str, words: str) -> None:

@@ -42,6 +42,8 @@ def status(tokens: int, passes: int, accepted: int, seconds: float, running: int
         version="9",
         uptime_ns=int(seconds * 1e9),
         finished_count=2,
+        failed_count=3,
+        refused_count=2,
         generated_token_count=tokens,
         speculation=speculation,
     )
@@ -58,7 +60,7 @@ def status(tokens: int, passes: int, accepted: int, seconds: float, running: int
 
 def test_figures_since_the_start() -> None:
     text = shown(status(100, 50, 20, 10.0, running=20))
-    assert "1 running, 2 finished, 0 failed, 0 cancelled" in text
+    assert "1 running, 2 finished, 1 failed, 2 refused, 0 cancelled" in text
     assert "speed, since the start" in text
     # 120 tokens and 55 passes in 10 s; 50 ms to each of two first tokens; 2 s for 98 further ones.
     assert "12.0 5.5 2.18 50.0 ms 20.41 ms" in text
@@ -89,7 +91,8 @@ def test_once_prints_what_the_requests_did(tiny_fleet: Fleet, client: Client) ->
     environment = os.environ | {"COLUMNS": "140"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
     text = re.sub(r" +", " ", done.stdout)
-    assert f"{state.finished_count} finished, {state.failed_count} failed" in text
+    failed = state.failed_count - state.refused_count
+    assert f"{state.finished_count} finished, {failed} failed, {state.refused_count} refused" in text
     assert f"{tiny_fleet.target} target ready" in text and f"{tiny_fleet.draft} draft ready" in text
     figures = Figures.of(state)
     assert f" {figures.tokens / figures.passes:.2f} " in text
