@@ -67,7 +67,7 @@ class RequestChances:
         return self._shared.prior_of(evidence)
 
     def observe(self, candidates: Iterable[tuple[float, float]] = ()) -> None:
-        """Records a pass, here and for all requests: the evidence for its candidates, and 1 or 0 for each, if it was right.
+        """Records a pass, here and for all requests: the evidence for each candidate, and 1 if it was right, else 0.
 
         Candidates after a wrong one do not belong to it; see `Chances.observe`. Reduces the weight of earlier passes.
         """
