@@ -135,6 +135,7 @@ def _options(name: str, loaded: tuple[Any, Any]) -> dict[str, Any]:
         "beams by default": {},
         "no cache": {"use_cache": False},
         "several sequences": {"num_return_sequences": 2, "do_sample": True},
+        "attentions": {"output_attentions": True},
         "tensor parallel": {},
     }[name]
 
@@ -144,7 +145,7 @@ def _options(name: str, loaded: tuple[Any, Any]) -> dict[str, Any]:
     [
         "stop strings", "stop strings of a configuration", "stopping criteria", "processors", "guidance", "watermark",
         "static cache", "a cache with a text", "static cache by name", "lookup", "beams", "beams by default",
-        "no cache", "several sequences", "tensor parallel",
+        "no cache", "several sequences", "attentions", "tensor parallel",
     ],
 )  # fmt: skip
 def test_what_cannot_be_assisted_runs_as_before(

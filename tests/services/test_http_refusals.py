@@ -221,6 +221,13 @@ def test_numbers_beyond_floats_are_refused(http: httpx.Client, number: str) -> N
     refused(answer, 400, "chat_template_kwargs")
 
 
+def test_half_of_a_surrogate_pair_is_named(http: httpx.Client) -> None:
+    """JavaScript's JSON.stringify writes it for a character that was cut in half."""
+    body = '{"model": "tiny-target", "prompt": "\\ud800 x"}'
+    answer = http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert "half of a surrogate pair" in refused(answer, 400, None)
+
+
 def test_free_json_may_be_as_deep_as_the_bridge_receives_it(http: httpx.Client) -> None:
     assert chat(
         http, chat_template_kwargs=nested(23), tools=[tool("a", parameters=nested(23))], max_tokens=1

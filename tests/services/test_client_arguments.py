@@ -1,0 +1,73 @@
+"""What a client cannot send is refused by the name of the argument, before any call."""
+
+from typing import Any
+
+import grpc
+import pytest
+
+from draftbridge import Client
+from draftbridge.errors import CallError
+from draftbridge.guests.client import open_client
+from draftbridge.guests.transformers import assist
+from draftbridge.messages import generate_request
+from draftbridge.v1 import model_pb2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"prompt": 5}, "prompt"),
+        ({"stop": [1]}, "stop"),
+        ({"draft": ["a"]}, "draft"),
+        ({"drafts": [1]}, "drafts"),
+        ({"sources": 3}, "sources"),
+        ({"max_tokens": "3"}, "max_tokens"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias"),
+        ({"draft_temperature": "x"}, "draft_temperature"),
+        ({"regex": 5}, "regex"),
+    ],
+)
+def test_a_wrong_type_is_named(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(CallError, match=f"^{field} ") as caught:
+        generate_request(**{"prompt": "a"} | arguments)
+    assert (caught.value.reason, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
+
+
+def test_one_string_stands_for_a_list_of_it() -> None:
+    request = generate_request("a", stop="ab", choice="yes", sources="suffix", drafts="small")
+    assert list(request.stop) == ["ab"] and list(request.sampling.choice.texts) == ["yes"]
+    assert list(request.speculation.sources) == ["suffix"] and list(request.drafts) == ["small"]
+
+
+@pytest.mark.parametrize("address", [None, 5, "", "localhost", "http://127.0.0.1:80", "127.0.0.1:99999", "a:0"])
+def test_what_is_no_address_is_refused(address: Any) -> None:
+    with pytest.raises(CallError, match="must be HOST:PORT"):
+        Client(address)
+
+
+def test_an_adapter_is_not_opened_with_wrong_settings() -> None:
+    with pytest.raises(ValueError, match='HOST:PORT or "local"'):
+        open_client("LOCAL", model_pb2.Model(), b"")
+    with pytest.raises(ValueError, match="deadline"):
+        assist(None, None, "local", deadline=-1.0)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_deadline_is_not_taken_for_a_wrong_address(answered: bool) -> None:
+    class Late(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.DEADLINE_EXCEEDED
+
+        def details(self) -> str:
+            return "Deadline Exceeded"
+
+        def initial_metadata(self) -> Any:
+            return (("x-request-id", "7"),) if answered else ()
+
+        def trailing_metadata(self) -> Any:
+            return ()
+
+    text = str(CallError.from_rpc(Late(), "here:1"))
+    assert "came in time: give a longer timeout, or" in text
+    assert ("fewer tokens" in text) == answered and ("TLS" in text) == (not answered)
