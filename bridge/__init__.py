@@ -15,7 +15,8 @@ this order, which is also a good order to read them in::
     speculation  the sources, the planner and the present plan of one sequence: what its next pass gets
     target_link  sends offers to the target and checks its passes
     loop         the verification loop: take a pass, commit it, inform the sources, plan, send candidates
-    guest        the same for engines that keep their own loop: guest_sequence, and planning.batch for many sequences
+    guest        the same for engines that keep their own loop: guest_step, guest_sequence, and planning.batch for many
+                 sequences
     generation   a request from beginning to end; statistics counts what happened
 
 `ports` defines the messages to and from draft and target as values, `errors` everything that can fail. `sampling/` is

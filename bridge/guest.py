@@ -1,6 +1,6 @@
 """Proposes candidates to a guest: an engine that keeps its own loop and reports each of its forwards.
 
-    step     what a forward of the engine has changed (`StepUpdate`)
+    step     what a forward of the engine has changed (`guest_step.StepUpdate`)
     commit   each sequence's new tokens go to its tape and its sources
     choose   one sequence: by its planner, as in our own loop; several: `planning.batch` shares the forward among them
     settle   after the answer was sent: estimates learn, and drafts go on from the new tokens
@@ -12,12 +12,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from time import perf_counter_ns
 
 from bridge.guest_sequence import GuestSequence
+from bridge.guest_step import Answer, Proposed, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts, share
 from bridge.ports import MAX_MEASURED_NS
 from bridge.sources.source import Draft, Offer, Outcome
@@ -50,51 +51,6 @@ _SETTLING_NS = 1_000_000
 _FRESH, _MAX_SHARING = 0.2, 0.25
 # A forward that ran more tokens than expected, by this factor, also read a prompt, which does not measure its width.
 _PROMPT_FACTOR = 1.5
-
-
-@dataclass(frozen=True)
-class SequenceUpdate:
-    """What one sequence has gained; see `ProposeSequence` in the contract. `room`: the most candidates, or None."""
-
-    id: int
-    kept_token_count: int
-    token_ids: tuple[int, ...]
-    generated_token_count: int = 0
-    room: int | None = None
-    candidate_step: int = 0
-    candidate_count: int = 0
-
-
-@dataclass(frozen=True)
-class StepUpdate:
-    """What one forward of the engine has changed; see `ProposeStep` in the contract."""
-
-    number: int
-    sequences: tuple[SequenceUpdate, ...]
-    ended: tuple[int, ...] = ()
-    deadline_ns: int = 2_000_000
-    engine_ns: int = 0
-    forward_token_count: int = 0
-
-
-@dataclass(frozen=True)
-class Proposed:
-    """Candidates that continue a sequence of `base` tokens, `width` of them for one forward."""
-
-    sequence_id: int
-    base: int
-    offer: Offer
-    width: int
-
-
-@dataclass
-class Answer:
-    """The answer to a step. `unknown`: sequences to be sent from the beginning. `note`: why some get no candidates."""
-
-    number: int
-    proposed: list[Proposed] = field(default_factory=list)
-    unknown: list[int] = field(default_factory=list)
-    note: str = ""
 
 
 @dataclass(eq=False)

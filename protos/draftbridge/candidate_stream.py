@@ -105,3 +105,29 @@ class EngineStream:
         self.valid_from[sequence_id] = self.last_step + 1
         self.answers.pop(sequence_id, None)
         self.returned.pop(sequence_id, None)
+
+    def note_kept(self, one: SequenceStep) -> None:
+        """Notes which of a sequence's tokens still stand."""
+        if (held := self.kept.get(one.sequence_id)) is not None:
+            limit = len(one.token_ids) if one.kept_token_count is None else one.kept_token_count
+            self.kept[one.sequence_id] = min(held, limit, len(one.token_ids))
+            if self.kept[one.sequence_id] < held:
+                self.distrust(one.sequence_id)
+
+    def gained(self, one: SequenceStep) -> candidate_pb2.ProposeSequence:
+        """Returns the message for a sequence, and notes that the bridge has its tokens."""
+        kept = self.kept.get(one.sequence_id, 0)
+        new = one.token_ids[kept:]
+        step, count = self.returned.pop(one.sequence_id, (0, 0))
+        if one.verified_count is not None:
+            count = min(count, one.verified_count)
+        self.kept[one.sequence_id] = len(one.token_ids)
+        return candidate_pb2.ProposeSequence(
+            sequence_id=one.sequence_id,
+            kept_token_count=kept,
+            token_ids=new.tolist() if hasattr(new, "tolist") else new,
+            generated_token_count=0 if kept else one.generated_token_count,
+            max_candidate_count=one.max_candidates,
+            candidate_step=step if count else 0,
+            candidate_count=count,
+        )

@@ -211,13 +211,13 @@ class CandidateClient:
             for id_ in stream.ended:
                 stream.forget(id_)
             for one in sequences:
-                self._note_kept(stream, one)
+                stream.note_kept(one)
             if len(stream.sent) >= _MAX_UNANSWERED:
                 return self._found(stream, sequences)
             stream.last_step += 1
             request = candidate_pb2.ProposeStep(
                 step=stream.last_step,
-                sequences=[self._sequence(stream, one) for one in self._fitting(stream, sequences)],
+                sequences=[stream.gained(one) for one in self._fitting(stream, sequences)],
                 ended_sequence_ids=stream.ended,
                 engine_ns=int(engine_seconds * 1e9),
                 forward_token_count=forward_token_count,
@@ -236,13 +236,6 @@ class CandidateClient:
                     self._missed = 0 if stream.answered_step >= request.step else self._missed + 1
             return self._found(stream, sequences)
 
-    def _note_kept(self, stream: EngineStream, one: SequenceStep) -> None:
-        if (held := stream.kept.get(one.sequence_id)) is not None:
-            limit = len(one.token_ids) if one.kept_token_count is None else one.kept_token_count
-            stream.kept[one.sequence_id] = min(held, limit, len(one.token_ids))
-            if stream.kept[one.sequence_id] < held:
-                stream.distrust(one.sequence_id)
-
     @staticmethod
     def _fitting(stream: EngineStream, sequences: Sequence[SequenceStep]) -> Iterator[SequenceStep]:
         """Yields the sequences whose new tokens fit into one message."""
@@ -252,24 +245,6 @@ class CandidateClient:
             if count <= room:
                 room -= count
                 yield one
-
-    def _sequence(self, stream: EngineStream, one: SequenceStep) -> candidate_pb2.ProposeSequence:
-        """Returns the message for a sequence, and notes that the bridge has its tokens."""
-        kept = stream.kept.get(one.sequence_id, 0)
-        new = one.token_ids[kept:]
-        step, count = stream.returned.pop(one.sequence_id, (0, 0))
-        if one.verified_count is not None:
-            count = min(count, one.verified_count)
-        stream.kept[one.sequence_id] = len(one.token_ids)
-        return candidate_pb2.ProposeSequence(
-            sequence_id=one.sequence_id,
-            kept_token_count=kept,
-            token_ids=new.tolist() if hasattr(new, "tolist") else new,
-            generated_token_count=0 if kept else one.generated_token_count,
-            max_candidate_count=one.max_candidates,
-            candidate_step=step if count else 0,
-            candidate_count=count,
-        )
 
     def _found(self, stream: EngineStream, sequences: Sequence[SequenceStep]) -> dict[int, Candidates]:
         """Returns what the last answers have for the present ends of the sequences."""

@@ -12,8 +12,9 @@ from cachetools import LRUCache
 from grpc import aio
 
 from bridge.errors import DraftBridgeError, EngineNameTaken, InvalidField, ProtocolViolation
-from bridge.guest import Answer, Guest, SequenceUpdate, StepUpdate
+from bridge.guest import Guest
 from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
+from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.sources.source import Draft, Outcome

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from bridge.errors import DraftBridgeError
-from bridge.guest import MAX_GAINED_TOKENS, Answer, Guest, SequenceUpdate, StepUpdate
+from bridge.guest import MAX_GAINED_TOKENS, Guest
 from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
+from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.sources.source import Draft

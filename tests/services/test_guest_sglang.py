@@ -5,6 +5,7 @@ import sys
 import tomllib
 from array import array
 from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -140,15 +141,24 @@ def test_the_entry_point_is_declared() -> None:
     assert importlib.metadata.EntryPoint(name, value, "").load() is adapter.register
 
 
-def test_trees_are_chains_of_the_bridges_candidates(
+@contextmanager
+def connected(
     worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Iterator[tuple[Any, ScriptedBridge]]:
+    """Yields a worker that has connected to a bridge whose candidates are right."""
     bridge = ScriptedBridge(wrong=0.0)
     with served(bridge) as address:
         monkeypatch.setenv("DRAFTBRIDGE_GUEST_BRIDGE", address)
         monkeypatch.setenv("DRAFTBRIDGE_GUEST_DEADLINE_MS", "5000")
         worker = worker_class(**arguments)
         eventually(lambda: worker._asker._client.connected)
+        yield worker, bridge
+
+
+def test_trees_are_chains_of_the_bridges_candidates(
+    worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with connected(worker_class, arguments, monkeypatch) as (worker, bridge):
         prompts = [[5, 6, 7], [8, 9]]
         generated: list[list[int]] = [[], []]
         for counts in ((1, 3), (2, 1), (4, 1)):
@@ -170,12 +180,7 @@ def test_trees_are_chains_of_the_bridges_candidates(
 def test_a_request_that_starts_again_or_reuses_an_id_is_a_new_sequence(
     worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bridge = ScriptedBridge(wrong=0.0)
-    with served(bridge) as address:
-        monkeypatch.setenv("DRAFTBRIDGE_GUEST_BRIDGE", address)
-        monkeypatch.setenv("DRAFTBRIDGE_GUEST_DEADLINE_MS", "5000")
-        worker = worker_class(**arguments)
-        eventually(lambda: worker._asker._client.connected)
+    with connected(worker_class, arguments, monkeypatch) as (worker, bridge):
         one = request("a", [5, 6, 7], [])
 
         def sent(added: list[int]) -> list[int]:

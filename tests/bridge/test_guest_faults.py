@@ -1,0 +1,141 @@
+"""What goes wrong on a guest's side, or in its draft, costs little and not for long."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+from bridge.errors import Unreachable
+from bridge.guest import Guest, Held
+from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
+from bridge.guest_step import SequenceUpdate, StepUpdate
+from bridge.planning.batch import BatchCosts
+from bridge.planning.estimates import TargetEstimates
+from bridge.ports import Sync
+from bridge.sources.source import Draft
+from tests.bridge.test_guest import IDS, MODEL, TEXT, Reciting, guest_of, opened, stepped
+from tests.support import tiny
+
+
+class Failing(Reciting):
+    """A draft whose stream breaks when it is used."""
+
+    async def sync(self, sync: Sync) -> None:
+        self.queue.put_nowait(Unreachable("the draft", "it was restarted"))
+
+
+async def test_a_sequence_whose_draft_failed_gets_another_after_a_while() -> None:
+    drafters: list[Reciting] = [Failing(TEXT), Failing(TEXT), Reciting(TEXT)]
+    shared, found = GuestOpening(MODEL, TargetEstimates()), list[int]()
+
+    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
+        return open_sequence(shared, ids, generated, draft)
+
+    def find_draft(held: Held, is_new: bool) -> Draft | None:
+        found.append(number)
+        model = tiny.model("byte_level")
+        return Draft(model, drafters[len(found) - 1], shared.estimates.draft(model.name))
+
+    number = 0
+    guest = Guest(MODEL, open_, BatchCosts(), find_draft=find_draft)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:20])))
+    sequence = await opened(guest, 1)
+    for number in range(120):
+        await stepped(guest, number + 2, SequenceUpdate(1, 20 + number, (IDS[20 + number],)))
+        while sequence._speculation.sources.seeking:
+            await asyncio.sleep(0.01)
+            await stepped(guest, 1000, SequenceUpdate(1, 21 + number, ()))
+    assert [one.closed for one in drafters] == [True, True, False]
+    assert sequence.has_draft
+    assert 32 <= found[1] <= 36 and 96 <= found[2] <= 104, "each pause is twice as long as the one before"
+    guest.close()
+    assert drafters[2].closed
+
+
+async def test_a_trial_is_one_forward() -> None:
+    """The outcome of a forward is known after the next one was planned."""
+    guest, plain = guest_of(), []
+    ids = IDS * 10
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(ids[:200])))
+    await opened(guest, 1)
+    known, width = 200, 0
+    for number in range(2, 330):
+        update = SequenceUpdate(1, known, tuple(ids[known : known + width + 1]), 0, 2, number - 1, width)
+        answer = await stepped(guest, number, update, deadline_ns=10**9)
+        known, width = known + width + 1, sum(one.width for one in answer.proposed)
+        if not width:
+            plain.append(number)
+    guest.close()
+    assert len(plain) >= 3
+    assert all(later - before > 50 for before, later in pairwise(plain)), plain
+
+
+async def test_a_sequence_that_goes_back_keeps_its_prompt_and_counts_no_text() -> None:
+    openings: list[tuple[int, int]] = []
+    shared = GuestOpening(MODEL, TargetEstimates())
+
+    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
+        openings.append((len(ids), generated))
+        return open_sequence(shared, ids, generated, draft)
+
+    guest = Guest(MODEL, open_, BatchCosts())
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:60]), 40))
+    assert (await opened(guest, 1)).statistics.target_pass_count == 0, "no forward has been seen"
+    await stepped(guest, 2, SequenceUpdate(1, 60, tuple(IDS[60:62])))
+    await stepped(guest, 3, SequenceUpdate(1, 50, tuple(IDS[70:74])))
+    assert (await opened(guest, 1)).tape.generated_token_count == 34
+    await stepped(guest, 4, SequenceUpdate(1, 10, tuple(IDS[70:74])))
+    assert openings == [(60, 40), (54, 34), (14, 0)]
+    guest.close()
+    assert shared.estimates.text_tokens.count == TargetEstimates().text_tokens.count
+
+
+async def test_one_stall_costs_one_forward_its_candidates() -> None:
+    now = 0
+    guest = guest_of(clock=lambda: now)
+    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[: 150 + id_])) for id_ in range(4)))
+    await asyncio.gather(*(opened(guest, id_) for id_ in range(4)))
+    shared, counts = guest._shared, list[int]()
+
+    def stalls(chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
+        nonlocal now
+        counts.append(len(chances))
+        now += 10**9 if len(counts) == 1 else 100_000
+        return shared(chances, sequence_count)
+
+    guest._shared = stalls  # type: ignore[method-assign]
+    for number in range(3):
+        ends = {id_: 150 + id_ + number for id_ in range(4)}
+        updates = [SequenceUpdate(id_, end, (IDS[end],)) for id_, end in ends.items()]
+        await stepped(guest, number + 2, *updates, deadline_ns=4_000_000)
+    guest.close()
+    assert counts == [4, 4, 4]
+
+
+async def test_what_follows_a_step_of_many_sequences_gives_way_to_others() -> None:
+    guest, longest = guest_of(), 0.0
+
+    async def other() -> None:
+        nonlocal longest
+        while True:
+            before = time.thread_time()
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - before)
+
+    count = 600
+    await guest.step(StepUpdate(1, tuple(SequenceUpdate(id_, 0, tuple(IDS[:50])) for id_ in range(count))))
+    await guest.settle()
+    await asyncio.gather(*(opened(guest, id_) for id_ in range(count)))
+    updates = tuple(SequenceUpdate(id_, 50, tuple(IDS[50:90])) for id_ in range(count))
+    await guest.step(StepUpdate(2, updates, deadline_ns=0))
+    task = asyncio.create_task(other())
+    await asyncio.sleep(0)
+    longest = 0.0
+    began = time.thread_time()
+    await guest.settle()
+    taken = time.thread_time() - began
+    await asyncio.sleep(0)
+    task.cancel()
+    guest.close()
+    assert taken > 0.012, "the test needs more work"
+    assert longest < 0.005
