@@ -17,7 +17,7 @@ from draftbridge.messages import (
     invalid,
     translate_request,
 )
-from draftbridge.security import CHANNEL_OPTIONS, Credentials, open_aio_channel, open_channel
+from draftbridge.security import CHANNEL_OPTIONS, Credentials, is_address, open_aio_channel, open_channel
 from draftbridge.tracing import CallTrace
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 
@@ -28,8 +28,7 @@ _TIMEOUT_SECONDS = 30.0
 
 def _checked(address: str) -> str:
     """Returns the address. Raises `CallError` if it is not one."""
-    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not is_address(address):
         raise invalid("address", f"the address must be HOST:PORT, with a port from 1 to 65535, got {address!r}")
     return address
 

@@ -118,6 +118,12 @@ def is_local(address: str) -> bool:
     return host.lower() == "localhost"
 
 
+def is_address(address: object) -> bool:
+    """Returns whether a client can call it: HOST:PORT, with a port from 1 to 65535."""
+    host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+    return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 1 << 16
+
+
 def open_channel(address: str, credentials: Credentials | None, options: Options) -> grpc.Channel:
     """Returns a channel for the synchronous client. Raises `CallError`."""
     if credentials is None or credentials == Credentials():

@@ -26,8 +26,7 @@ from bridge.sources.suffix import SuffixSource
 from bridge.statistics import Statistics
 from bridge.tape import Tape
 from bridge.target_link import TargetLink
-from bridge.text.chat import Chat, Message
-from bridge.text.models import Model, SpecialIds
+from bridge.text.models import Model
 from bridge.text.translation import candidates
 from services.model.draft.session import DraftSession
 from services.model.target.session import TargetSession
@@ -373,30 +372,3 @@ async def test_a_prompt_too_long_for_the_draft_goes_on_without_it() -> None:
     scheduler.close()
     assert ids == oracle(target, engine, 0.0, 20)
     assert finished.statistics.num_drafts == 0
-
-
-@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
-@pytest.mark.parametrize(
-    ("draft_kind", "input_", "template"),
-    [
-        ("wordpiece", " ", ""),  # nothing that this draft has a token for
-        ("wordpiece", "\n\n", ""),
-        ("byte_level", (1,), ""),  # only a control token of the target
-        ("byte_level", Chat((Message("user", "hi"),)), "{{ raise_exception('only systems') }}"),
-    ],
-)
-async def test_what_only_the_target_can_take_is_generated_all_the_same(
-    mode: Mode, draft_kind: str, input_: object, template: str
-) -> None:
-    target = tiny.model("sentencepiece")
-    draft = replace(tiny.model(draft_kind), chat_template=template, special_ids=SpecialIds(eos=(2,)))
-    engine = tiny.HashEngine(target)
-    request = Request(input_, max_tokens=30, speculation=SpeculationParameters(mode))  # type: ignore[arg-type]
-    alone = await answer(target, engine, None, None, request, 0.0)
-    scheduler = tiny.scheduler(tiny.HashEngine(draft))
-    async with asyncio.timeout(4):
-        with closing(DraftSession(draft, scheduler, tiny.sampler(draft))) as session:
-            together = await answer(target, engine, session, draft, request, 0.0)
-    scheduler.close()
-    assert together[:2] == alone[:2]
-    assert ("could not take" in together[2].statistics.note) == bool(template)

@@ -1,10 +1,17 @@
-"""Tests which requests are refused, and how many tokens one may generate."""
+"""Tests which requests are refused, how many tokens one may generate, and prompts that only the target can take."""
+
+import asyncio
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
 from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTooLong
+from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request, token_room
 from bridge.text.chat import Chat, Message
+from bridge.text.models import SpecialIds
+from services.model.draft.session import DraftSession
 from tests.support import tiny
 from tests.support.alone import answer
 
@@ -33,3 +40,30 @@ async def test_a_prompt_without_tokens_is_empty() -> None:
     target = tiny.model("wordpiece")
     with pytest.raises(EmptyPrompt):
         await answer(target, tiny.HashEngine(target), None, None, Request(" "), 0.0)
+
+
+@pytest.mark.parametrize("mode", [Mode.LOCKSTEP, Mode.OPPORTUNISTIC])
+@pytest.mark.parametrize(
+    ("draft_kind", "input_", "template"),
+    [
+        ("wordpiece", " ", ""),  # nothing that this draft has a token for
+        ("wordpiece", "\n\n", ""),
+        ("byte_level", (1,), ""),  # only a control token of the target
+        ("byte_level", Chat((Message("user", "hi"),)), "{{ raise_exception('only systems') }}"),
+    ],
+)
+async def test_what_only_the_target_can_take_is_generated_all_the_same(
+    mode: Mode, draft_kind: str, input_: object, template: str
+) -> None:
+    target = tiny.model("sentencepiece")
+    draft = replace(tiny.model(draft_kind), chat_template=template, special_ids=SpecialIds(eos=(2,)))
+    engine = tiny.HashEngine(target)
+    request = Request(input_, max_tokens=30, speculation=SpeculationParameters(mode))  # type: ignore[arg-type]
+    alone = await answer(target, engine, None, None, request, 0.0)
+    scheduler = tiny.scheduler(tiny.HashEngine(draft))
+    async with asyncio.timeout(4):
+        with closing(DraftSession(draft, scheduler, tiny.sampler(draft))) as session:
+            together = await answer(target, engine, session, draft, request, 0.0)
+    scheduler.close()
+    assert together[:2] == alone[:2]
+    assert ("could not take" in together[2].statistics.note) == bool(template)

@@ -47,8 +47,9 @@ def test_what_is_no_address_is_refused(address: Any) -> None:
 
 
 def test_an_adapter_is_not_opened_with_wrong_settings() -> None:
-    with pytest.raises(ValueError, match='HOST:PORT or "local"'):
-        open_client("LOCAL", model_pb2.Model(), b"")
+    for address in ("LOCAL", "http://127.0.0.1:80", "127.0.0.1:99999"):
+        with pytest.raises(ValueError, match='HOST:PORT or "local"'):
+            open_client(address, model_pb2.Model(), b"")
     with pytest.raises(ValueError, match="deadline"):
         assist(None, None, "local", deadline=-1.0)
 

@@ -10,7 +10,7 @@ from draftbridge.candidates import (
     Candidates,
     SequenceStep,
 )
-from draftbridge.security import Credentials
+from draftbridge.security import Credentials, is_address
 from draftbridge.v1 import model_pb2
 
 # The address for candidates without a bridge.
@@ -56,8 +56,7 @@ def open_client(
     `ValueError` if that is asked for a draft, and for an address that is none.
     """
     if address != LOCAL:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
+        if not is_address(address):
             raise ValueError(f'DraftBridge\'s bridge must be HOST:PORT or "{LOCAL}", got {address!r}')
         return CandidateClient(
             address, model, tokenizer_json, engine=engine, draft=draft, sources=sources, credentials=credentials
