@@ -5,6 +5,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -173,6 +174,18 @@ def test_a_taken_port_is_said_so(tiny_fleet: Fleet, tiny_models: tuple[Path, Pat
     assert "HOST:PORT" in refused(command("bridge", "--target", tiny_fleet.target, "--listen", "nonsense"))
 
 
+def cut_gguf() -> bytes:
+    """Returns the beginning of a GGUF file that ends in the middle of its vocabulary."""
+
+    def text(data: bytes) -> bytes:
+        return struct.pack("<Q", len(data)) + data
+
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 9) + text(b"general.architecture") + struct.pack("<I", 8)
+    return (
+        head + text(b"llama") + text(b"tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 1000) + text(b"a") + b"\x05"
+    )
+
+
 def test_what_is_no_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
     cache = {"DRAFTBRIDGE_CACHE": str(tmp_path / "cache")}
     assert "gemma-3-270m" in refused(command("pull", "/nowhere/at/all", **cache))
@@ -182,10 +195,10 @@ def test_what_is_no_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Pa
     text = tmp_path / "notes.txt"
     text.write_text("not a model")
     assert "is not a GGUF file" in refused(command("pull", str(text), **cache))
-    broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGUF" + bytes(64))
-    message = refused(command("serve", str(broken), **cache))
-    assert "could not be converted" in message and "Traceback" not in message
+    for name, data in (("broken.gguf", b"GGUF" + bytes(64)), ("cut.gguf", cut_gguf())):
+        (tmp_path / name).write_bytes(data)
+        message = refused(command("serve", str(tmp_path / name), **cache))
+        assert "could not be converted" in message and "Traceback" not in message
     assert "--role must be 'draft', 'target' or 'both'" in refused(
         command("serve", str(tiny_models[0]), "--role", "king")
     )
