@@ -112,9 +112,7 @@ def check_that_every_mode_says_the_same(engine: str, *, target_options: tuple[st
         Client(running.bridge) as client,
     ):
         assert {model.engine for model in client.models()} == {engine}
-        # A mode for each temperature is enough, unless there is time for all.
-        modes = {0.0: ("lockstep", "opportunistic"), 1.0: ("opportunistic", "lockstep")}
-        for temperature, others in modes.items():
+        for temperature in (0.0, 1.0):
             alone, *results = (
                 client.generate(
                     "The planets are",
@@ -123,9 +121,10 @@ def check_that_every_mode_says_the_same(engine: str, *, target_options: tuple[st
                     seed=2,
                     speculation=mode,
                 )
-                for mode in ("off", *(others if DEEP else others[:1]))
+                for mode in ("off", "lockstep", "opportunistic")
             )
             assert {result.token_ids for result in results} == {alone.token_ids}
+            # In lockstep: a target that does not wait may outrun the draft, depending on the machine.
             assert results[0].finished.speculation.num_accepted_tokens > 0
             # A grammar is obeyed on every engine.
             forms = [
@@ -136,7 +135,7 @@ def check_that_every_mode_says_the_same(engine: str, *, target_options: tuple[st
                     speculation=mode,
                     choice=["Xq7 and y", "Xq8 or z"],
                 )
-                for mode in ("off", others[0])
+                for mode in ("off", "lockstep")
             ]
             assert forms[0].text in ("Xq7 and y", "Xq8 or z")
             assert forms[0].token_ids == forms[1].token_ids
