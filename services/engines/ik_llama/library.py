@@ -22,8 +22,8 @@ from bridge.sampling.sampler import Logits
 # The threads meet some hundred times in a pass. By itself OpenMP waits there without giving the core away for
 # milliseconds: a pass of SmolLM2-135M beside a busy process then took 360 ms, with this 32 ms; alone 8 ms in both.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-# If several of our threads run passes with threads of their own, there are more threads than cores. OpenMP then hardly
-# waits at all, also in passes that run alone: those of Gemma-3-270M took twice as long from then on.
+# Each of our threads that runs passes gets threads of its own. Once these are more than the cores, OpenMP by itself
+# sleeps almost at once, also in passes that run alone: those of Gemma-3-270M took twice as long from then on.
 os.environ.setdefault("OMP_WAIT_POLICY", "ACTIVE")
 try:
     from ik_llama_cpp import _ctypes_api as api
