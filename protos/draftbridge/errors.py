@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from draftbridge.tracing import REQUEST_ID_KEY
 
 _DETAILS_KEY = "grpc-status-details-bin"
+_CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
 # What gRPC reports of a handshake, such as "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:
 # SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: ...: OK".
 _HANDSHAKE = re.compile(
@@ -23,16 +24,17 @@ _HANDSHAKE = re.compile(
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """The message of a `google.rpc.Status`, and the reason and metadata of its `ErrorInfo`."""
+    """The code and message of a `google.rpc.Status`, and the reason and metadata of its `ErrorInfo`."""
 
+    code: grpc.StatusCode
     message: str
     reason: str
     metadata: Mapping[str, str]
 
 
-def read_report(trailing_metadata: Any) -> ErrorReport | None:
-    """Returns the report in a failed call's trailing metadata, or None if it has no readable one."""
-    for key, value in trailing_metadata or ():
+def read_report(metadata: Any) -> ErrorReport | None:
+    """Returns the report in the metadata of a failed call, or None if they have no readable one."""
+    for key, value in metadata or ():
         if key == _DETAILS_KEY and (report := _parsed(value)):
             return report
     return None
@@ -44,7 +46,8 @@ def _parsed(data: bytes) -> ErrorReport | None:
         for detail in status.details:
             info = error_details_pb2.ErrorInfo()
             if detail.Unpack(info):
-                return ErrorReport(status.message, info.reason, dict(info.metadata))
+                code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
+                return ErrorReport(code, status.message, info.reason, dict(info.metadata))
     except DecodeError:  # the status code of the call itself is reported then
         return None
     return None
@@ -84,6 +87,9 @@ class CallError(Exception):
         code = error.code()
         if report := read_report(error.trailing_metadata()):
             return cls(code, report.reason, report.message, report.metadata)
+        # A refused stream that was still written to.
+        if code is grpc.StatusCode.INTERNAL and (report := read_report(error.initial_metadata())):
+            return cls(report.code, report.reason, report.message, report.metadata)
         if failure := tls_failure(code, error.details() or ""):
             message = (
                 f"no secure connection to {address} ({failure}): check that the bridge uses TLS, that its certificate "

@@ -92,9 +92,15 @@ class InsightInterceptor(aio.ServerInterceptor):
     def _streaming(self, method: str, behavior: Any) -> Any:
         async def call(request: Any, context: "aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
             with self._call(method, context):
-                await context.send_initial_metadata(((REQUEST_ID_KEY, request_id.get()),))
+                metadata = ((REQUEST_ID_KEY, request_id.get()),)
+                # A call that sends a stream may still be refused: `abort` then sends its metadata with the reason.
+                if not (waits := hasattr(request, "__aiter__")):
+                    await context.send_initial_metadata(metadata)
                 async with aclosing(behavior(request, context)) as responses:
                     async for response in responses:
+                        if waits:
+                            await context.send_initial_metadata(metadata)
+                            waits = False
                         yield response
 
         return call

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -20,6 +21,7 @@ from grpc import aio
 from bridge import errors
 from bridge.errors import DraftBridgeError
 from draftbridge.errors import read_report, tls_failure
+from services.logs import REQUEST_ID_KEY, request_id
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +83,9 @@ def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
     """Converts a failed call to `address` to a `DraftBridgeError`."""
     code, details = error.code(), error.details() or ""
     report = read_report(error.trailing_metadata())
+    failed_write = code is grpc.StatusCode.INTERNAL and _FAILED_WRITE in details
+    if failed_write and not report and (report := read_report(error.initial_metadata())):
+        code = report.code
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return errors.TokenRefused(address, str(RemoteError(code, "", report.message if report else details, {})))
     if failure := tls_failure(code, details):
@@ -89,7 +94,7 @@ def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
         return RemoteError(code, report.reason, report.message or details, report.metadata)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return errors.Unreachable(address, code.name)
-    if code is grpc.StatusCode.INTERNAL and _FAILED_WRITE in details:
+    if failed_write:
         return errors.StreamEnded(address)
     if code in _BROKEN and any(word in details for word in _BROKEN[code]):
         return errors.Unreachable(address, details)
@@ -123,7 +128,11 @@ async def abort(context: "aio.ServicerContext[Any, Any]", error: Exception) -> N
     """Ends a call with the status of an error."""
     status = status_of(error)
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-    await context.abort(code, status.message, trailing_metadata=((_DETAILS_KEY, status.SerializeToString()),))
+    report = (_DETAILS_KEY, status.SerializeToString())
+    # A client whose next message finds the stream ended loses the trailing metadata, but not the initial ones.
+    with suppress(aio.UsageError):  # they have been sent
+        await context.send_initial_metadata(((REQUEST_ID_KEY, request_id.get()), report))
+    await context.abort(code, status.message, trailing_metadata=(report,))
     raise AssertionError("abort raises")
 
 

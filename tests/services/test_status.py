@@ -1,6 +1,8 @@
 """Tests errors as gRPC status in both directions: no report of a peer can break the status or replace its code."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -11,10 +13,11 @@ from grpc import aio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bridge.errors import DraftBridgeError, SlotsExhausted
+from bridge.errors import DraftBridgeError, Overloaded, SlotsExhausted
 from draftbridge import CallError
 from draftbridge.errors import read_report
-from draftbridge.v1 import model_pb2, model_pb2_grpc
+from draftbridge.v1 import model_pb2, model_pb2_grpc, target_pb2, target_pb2_grpc
+from services.rpc.insight import Insight, InsightInterceptor
 from services.rpc.status import RemoteError, StatusInterceptor, code_of, from_rpc_error, status_of
 
 KEY = "grpc-status-details-bin"
@@ -124,6 +127,41 @@ def test_a_connection_that_breaks_in_mid_message_is_unreachable(code: grpc.Statu
     # A service's own report stays its own error.
     reported = from_rpc_error(failed(code, ((KEY, details("ENGINE_FAILURE", text, {})),), text), "host:1")
     assert reported.reason == "ENGINE_FAILURE"
+
+
+class Refusing(target_pb2_grpc.TargetServiceServicer):
+    async def Verify(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+        async for _ in requests:
+            raise Overloaded(3)
+        yield target_pb2.VerifyResponse()  # a generator
+
+
+async def test_the_reason_of_a_refusal_reaches_a_client_that_is_still_writing() -> None:
+    async def write(call: Any) -> None:
+        with suppress(aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(target_pb2.VerifyRequest())
+
+    server = aio.server(interceptors=[InsightInterceptor(Insight()), StatusInterceptor()])
+    target_pb2_grpc.add_TargetServiceServicer_to_server(Refusing(), server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = target_pb2_grpc.TargetServiceStub(channel)
+            for _ in range(30):
+                call = stub.Verify()
+                writer = asyncio.create_task(write(call))
+                with pytest.raises(aio.AioRpcError) as caught:
+                    async for _ in call:
+                        pass
+                await writer
+                for error in (from_rpc_error(caught.value, "host:1"), CallError.from_rpc(caught.value, "host:1")):
+                    assert (error.reason, str(error)) == ("OVERLOADED", str(Overloaded(3)))
+                assert code_of(from_rpc_error(caught.value, "host:1")) is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert CallError.from_rpc(caught.value, "host:1").request_id
+    finally:
+        await server.stop(None)
 
 
 def test_a_service_that_refuses_the_bridges_token_is_not_the_clients_fault() -> None:
