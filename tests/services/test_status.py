@@ -130,7 +130,7 @@ def test_a_connection_that_breaks_in_mid_message_is_unreachable(code: grpc.Statu
 
 
 class Refusing(target_pb2_grpc.TargetServiceServicer):
-    async def Verify(self, requests: Any, context: Any) -> AsyncIterator[Any]:
+    async def Verify(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         async for _ in requests:
             raise Overloaded(3)
         yield target_pb2.VerifyResponse()  # a generator
