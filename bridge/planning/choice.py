@@ -221,5 +221,5 @@ def predicted_gain(
         target_tokens=1.0,
         survival=tuple(accumulate([_PRIOR_CHANCE] * (MAX_WIDTH - 1), mul)),
     )
-    ways = [*(in_turns(costs, draft, lead) for lead in _LEADS), ahead(costs, draft, max(_LEADS), 0)]
+    ways = [*(in_turns(costs, draft, lead) for lead in _LEADS), ahead(costs, draft, max(_LEADS))]
     return max(1.0, *(way.tokens_per_ns * single_ns for way in ways))

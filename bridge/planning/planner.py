@@ -26,8 +26,6 @@ MAX_CANDIDATES = MAX_WIDTH - 1
 _LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 # The smallest lead of a draft that runs ahead, and the tokens that are added to the lead that it needs.
 _MIN_LEAD, _SPARE_LEAD = 8, 4
-# At the start of an epoch that then runs ahead, the target may wait for this many tokens of the draft.
-_BATCHES = (0, 1)
 # Candidates of sources that take no time are offered for this many passes, so that the target need not wait for more.
 _OFFERED_PASSES = 6
 # The factor of the patience over the predicted wait, the same for a draft that runs ahead, and the minimum. The target
@@ -94,7 +92,7 @@ class Planner:
 
     def __init__(self, parameters: SpeculationParameters, estimates: RequestEstimates) -> None:
         self.mode = parameters.mode
-        self.max_wait_ns: float | None = None
+        self.max_wait_ns = inf
         self._number = parameters.num_assistant_tokens
         self._estimates = estimates
 
@@ -155,7 +153,7 @@ class Planner:
         ways = [Plan("plain", plain(costs))]
         if state and not state.overdue:
             draft = self._draft_costs(state)
-            ways += [self._in_turns(draft, costs, _LEADS[-1]), self._ahead(draft, costs, _BATCHES)]
+            ways += [self._in_turns(draft, costs, _LEADS[-1]), self._ahead(draft, costs)]
         speeds = ", ".join(f"{plan.description} {1e9 * plan.prediction.tokens_per_ns:.1f}" for plan in ways)
         text = f"predicted tokens/s: {speeds}; an 8-token pass costs {costs.of(8) / costs.of(1):.1f}x a 1-token pass"
         if state and self._slowdown > _FREE_SLOWDOWN:
@@ -169,7 +167,7 @@ class Planner:
         if self.mode is Mode.LOCKSTEP:
             leads = (self._number,) if self._number else _LEADS
             return replace(self._in_turns(draft, costs, room, leads), patience_ns=_LOCKSTEP_PATIENCE_NS)
-        return self._ahead(draft, costs, (0,))
+        return self._ahead(draft, costs, may_wait=False)
 
     def _best(
         self,
@@ -195,11 +193,11 @@ class Planner:
         drafts = []
         if draft and estimates.draft:
             turns = self._in_turns(draft, costs, room)
-            if self.max_wait_ns is None or turns.prediction.waited_ns <= self.max_wait_ns:
+            if turns.prediction.waited_ns <= self.max_wait_ns:
                 drafts.append(turns)
             # The slowdown by a draft that runs ahead can be measured only if the time of a pass without it is known.
             if estimates.forward.known:
-                drafts.append(self._ahead(draft, costs, _BATCHES))
+                drafts.append(self._ahead(draft, costs))
             idle_count = estimates.draft.idle_pass_count
             is_cheap = draft.prompt_ns < _TRIAL_SHARE * idle_count * costs.of(1)
             if (
@@ -215,7 +213,7 @@ class Planner:
             key=lambda plan: _speed(plan) * (_MIN_GAIN if plan is alone else _MIN_CHANGE if plan.name == kept else 1.0),
         )
         turns = next((plan for plan in drafts if plan.pace.turns), alone)
-        contends = self._slowdown > _FREE_SLOWDOWN and self.max_wait_ns is None
+        contends = self._slowdown > _FREE_SLOWDOWN and self.max_wait_ns == inf
         if contends and best is not turns and _speed(turns) > _MIN_GAIN * _speed(alone):
             # The draft's next turn will come soon, and the target must not begin a pass before it.
             return replace(best, patience_ns=max(best.patience_ns, turns.patience_ns), prepares_turn=True)
@@ -228,30 +226,29 @@ class Planner:
     def _in_turns(self, draft: DraftCosts, costs: TargetCosts, room: int, leads: Sequence[int] = _LEADS) -> Plan:
         """Returns the best plan in which the target waits for the draft to propose some tokens, then verifies them."""
         leads = [lead for lead in leads if lead <= (self._number or lead)]
-        lead, best = best_turn(costs, draft, leads, inf if self.max_wait_ns is None else self.max_wait_ns)
+        lead, best = best_turn(costs, draft, leads, self.max_wait_ns)
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
         # The draft reads its prompt once for all passes; on other hardware, it does so while the target reads its own.
         if self._estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
             left = self._estimates.shared.text_tokens.value
-            if self.max_wait_ns is None:  # otherwise the room is that of one forward
+            if self.max_wait_ns == inf:  # otherwise the room is that of one forward
                 left = min(left, room)
             best = replace(best, ns=best.ns + draft.prompt_ns / max(left / best.tokens, 1.0))
         source = self._estimates.drafting_source
-        return Plan(f"{source} {_TURNS}", best, DraftPace(lead, lead, True), patience_ns, source=source)
+        return Plan(f"{source} {_TURNS}", best, DraftPace(lead, turns=True), patience_ns, source=source)
 
-    def _ahead(self, draft: DraftCosts, costs: TargetCosts, batches: Sequence[int]) -> Plan:
-        """Returns the best plan in which the draft computes while the target does."""
+    def _ahead(self, draft: DraftCosts, costs: TargetCosts, *, may_wait: bool = True) -> Plan:
+        """Returns the best plan in which the draft computes while the target does.
+
+        `may_wait`: the target may wait for the first token of each epoch.
+        """
         reach = (draft.round_trip_ns + draft.slowdown * costs.of(1)) / max(draft.ahead_ns, 1.0)
         lead = self._number or int(min(max(reach + _SPARE_LEAD, _MIN_LEAD), _LEADS[-1]))
-        predictions = {batch: ahead(costs, draft, lead, batch) for batch in batches}
-        if self.max_wait_ns is not None:
-            batches = [batch for batch in batches if predictions[batch].waited_ns <= self.max_wait_ns]
-        batch = max(batches, key=lambda batch: predictions[batch].tokens_per_ns)
-        patience_ns = _AHEAD_PATIENCE_FACTOR * predictions[batch].waited_ns
+        found = [ahead(costs, draft, lead, waits=waits) for waits in ((False, True) if may_wait else (False,))]
+        best = max((one for one in found if one.waited_ns <= self.max_wait_ns), key=lambda one: one.tokens_per_ns)
         source = self._estimates.drafting_source
-        return Plan(
-            f"{source} {_AHEAD}", predictions[batch], DraftPace(lead, max(batch, 1)), patience_ns, source=source
-        )
+        patience_ns = _AHEAD_PATIENCE_FACTOR * best.waited_ns
+        return Plan(f"{source} {_AHEAD}", best, DraftPace(lead), patience_ns, source=source)
 
     def _at_hand(self, offer: Offer, width: int, costs: TargetCosts, patience_ns: float) -> Plan:
         """Returns the plan to send an offer of a source that takes no time."""
@@ -274,7 +271,7 @@ class Planner:
 
     @property
     def _target_waits(self) -> bool:
-        return self.max_wait_ns is not None or self._estimates.target_waits
+        return self.max_wait_ns < inf or self._estimates.target_waits
 
     @property
     def _slowdown(self) -> float:

@@ -176,13 +176,13 @@ def best_turn(
     return best_lead, best
 
 
-def ahead(costs: TargetCosts, draft: DraftCosts, lead: int, batch: int) -> Prediction:
+def ahead(costs: TargetCosts, draft: DraftCosts, lead: int, *, waits: bool = False) -> Prediction:
     """Predicts an average pass while the draft computes, too, and is at most `lead` tokens ahead.
 
     The model is a Markov chain of three states; a wrong candidate leads back to the first. `restart`: the draft starts
-    an epoch, and the target makes `blind` passes of one token until candidates arrive or, if `batch` is not 0, waits
-    for `batch` tokens of the draft and verifies them. `catch_up`: one pass verifies what the draft has proposed
-    meanwhile beyond that. `steady`: each pass verifies what the draft has proposed during the pass before.
+    an epoch, and the target makes `blind` passes of one token until candidates arrive or, if it `waits`, one pass with
+    the draft's first token. `catch_up`: one pass verifies what the draft has proposed meanwhile beyond that. `steady`:
+    each pass verifies what the draft has proposed during the pass before.
     """
     slow = costs.slowed(draft.slowdown)
     rate = draft.target_tokens / draft.ahead_ns
@@ -191,9 +191,9 @@ def ahead(costs: TargetCosts, draft: DraftCosts, lead: int, batch: int) -> Predi
     if gained <= 0.0:
         return plain(slow)
     until_first_ns = _restart_ns(costs, draft) - draft.token_ns
-    waited_ns = until_first_ns + batch * draft.ahead_ns if batch else 0.0
-    blind = 1 if batch else max(ceil((1.0 + until_first_ns * rate) / gained), 1)
-    restart = draft.candidate_count(batch) if batch else 0
+    waited_ns = until_first_ns + draft.ahead_ns if waits else 0.0
+    blind = 1 if waits else max(ceil((1.0 + until_first_ns * rate) / gained), 1)
+    restart = draft.candidate_count(1) if waits else 0
     restart_ns = waited_ns + blind * slow.of(1 + restart)
     catch_up = int(min(max((restart_ns - until_first_ns) * rate - blind - restart, 0.0), most))
     steady = catch_up

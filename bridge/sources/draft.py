@@ -244,7 +244,8 @@ class DraftSource(CandidateSource):
         self._asked_ns = self._clock()
         self._allow(pace.lead)
         number, offset = self._epoch.number, max(context.byte_offset, 0)
-        await self._drafter.sync(Sync(number, keep, tuple(ids), offset, pace.lead, pace.batch))
+        batch = pace.lead if pace.turns else 1
+        await self._drafter.sync(Sync(number, keep, tuple(ids), offset, pace.lead, batch))
 
     def _catches_up(self, epoch: DraftEpoch) -> bool:
         """Returns whether a draft that is behind the target proposes the next useful token sooner without a new epoch.

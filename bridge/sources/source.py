@@ -100,12 +100,11 @@ class SourceState:
 class DraftPace:
     """The way in which a source that takes time is to work.
 
-    `lead`: the most tokens that it may be ahead of the tape; 0 pauses it. `batch`: tokens in its first message; each
-    later token has its own message. `turns`: it stops after the first message.
+    `lead`: the most tokens that it may be ahead of the tape; 0 pauses it. `turns`: it sends them all in one message,
+    and then waits for the target; otherwise each token has its own message.
     """
 
     lead: int = 0
-    batch: int = 1
     turns: bool = False
 
 

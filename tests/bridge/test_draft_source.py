@@ -55,7 +55,7 @@ async def test_a_draft_that_runs_ahead_is_not_waited_for_once_it_hangs() -> None
     assert not source.state.overdue
 
 
-@pytest.mark.parametrize("pace", [DraftPace(8), DraftPace(3, 3, True)])
+@pytest.mark.parametrize("pace", [DraftPace(8), DraftPace(3, turns=True)])
 async def test_a_draft_that_owes_an_answer_for_long_is_given_up(pace: DraftPace) -> None:
     now = 1000
     source, drafter, tape = draft_source(clock=lambda: now)
@@ -114,7 +114,7 @@ class RecordedTimes:
         self.news.set()
 
 
-@pytest.mark.parametrize("pace", [DraftPace(8), DraftPace(8, 8, True)])
+@pytest.mark.parametrize("pace", [DraftPace(8), DraftPace(8, turns=True)])
 async def test_a_round_trip_is_the_time_that_the_draft_did_not_work(pace: DraftPace) -> None:
     """It is known for the first proposal after a sync."""
     times, now = RecordedTimes(), 1000
@@ -133,26 +133,26 @@ async def test_a_round_trip_is_the_time_that_the_draft_did_not_work(pace: DraftP
 
 async def test_a_turn_is_waited_for_until_it_is_late() -> None:
     source, drafter, tape = draft_source()
-    await source.advance(tape, DraftPace(3, 3, True))
+    await source.advance(tape, DraftPace(3, turns=True))
     assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (3, 3)
     assert source.state.awaited
-    await source.advance(tape, DraftPace(3, 3, True))
+    await source.advance(tape, DraftPace(3, turns=True))
     assert len(drafter.syncs) == 1, "it receives one sync"
     commit(tape, source, " a", timed_out=True)
     assert source.state.overdue and not source.state.awaited
-    await source.advance(tape, DraftPace(3, 3, True))
+    await source.advance(tape, DraftPace(3, turns=True))
     assert len(drafter.syncs) == 1, "it receives no other sync before it has answered"
     await propose(source, drafter, " fox", done=True)
     assert not source.state.overdue
     assert source.state.stale
-    await source.advance(tape, DraftPace(3, 3, True))
+    await source.advance(tape, DraftPace(3, turns=True))
     assert len(drafter.syncs) == 2
 
 
 async def test_a_long_text_is_encoded_without_holding_up_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     source, drafter, tape = draft_source()
     await source.advance(tape, DraftPace(8))
-    turn = DraftPace(8, 8, True)
+    turn = DraftPace(8, turns=True)
     append, free = DraftContext.append, threading.Event()
 
     def slow(*args: Any) -> tuple[int, list[int]]:
@@ -203,7 +203,7 @@ def test_an_epoch_that_agrees_for_long_costs_no_more() -> None:
 async def test_what_a_draft_reads_next_is_its_lag() -> None:
     source, drafter, tape = draft_source("The quick brown fox jumps over the lazy dog, again and again")
     assert source.state.lag_token_count > 10
-    await source.advance(tape, DraftPace(3, 3, True))
+    await source.advance(tape, DraftPace(3, turns=True))
     await propose(source, drafter, " fox", done=True)
     commit(tape, source, " fox")
     assert source.state.lag_token_count == 1
@@ -219,7 +219,7 @@ async def test_a_draft_need_not_read_again_what_it_has_read_lately() -> None:
         source, _, tape = draft_source(text, times=times)
         lags.append(source.state.lag_token_count)
         if used:
-            await source.advance(tape, DraftPace(3, 3, True))
+            await source.advance(tape, DraftPace(3, turns=True))
         for _ in range(2):
             source.close()
     assert lags[0] == lags[1] > 10

@@ -122,7 +122,7 @@ class Erratic(Planner):
         if self.mode is not Mode.AUTO:
             return super().plan(offers, state, room)
         lead, turns = min(self._dice.randint(0, 9), room), self._dice.random() < 0.5
-        pace = DraftPace(lead, lead if turns else self._dice.randint(1, 4), turns)
+        pace = DraftPace(lead, turns)
         return Plan("erratic", Prediction(1.0, 1.0), pace, self._dice.choice([0.0, 1e6]))
 
     def choose(self, offers, plan):  # type: ignore[no-untyped-def]
@@ -242,7 +242,8 @@ async def test_two_real_sessions_agree_with_the_target_alone(
     scheduler.close()
     assert ids == expected
     assert text == target.vocabulary.spell(expected).decode(errors="replace")
-    assert finished.statistics.sources["draft"].proposed_token_count > 0
+    # Only in lockstep does the target wait for the draft, however slow the machine is.
+    assert finished.statistics.sources["draft"].proposed_token_count > 0 or mode is not Mode.LOCKSTEP
     assert finished.statistics.note == ""
 
 

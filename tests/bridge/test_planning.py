@@ -82,9 +82,9 @@ def test_the_search_for_the_best_turn_finds_it(
 
 def test_a_draft_that_cannot_get_ahead_gains_nothing_and_slows_the_target_down() -> None:
     costs = TargetCosts(MS, [FLAT[width] for width in range(1, 26)], 0.5 * MS)
-    assert ahead(costs, _draft_costs(0.9, 12.0), 8, 0).tokens_per_ns == plain(costs).tokens_per_ns
-    slow = ahead(costs, _draft_costs(0.9, 6.0, slowdown=2.5), 8, 0)
-    assert slow.tokens_per_ns < ahead(costs, _draft_costs(0.9, 6.0), 8, 0).tokens_per_ns
+    assert ahead(costs, _draft_costs(0.9, 12.0), 8).tokens_per_ns == plain(costs).tokens_per_ns
+    slow = ahead(costs, _draft_costs(0.9, 6.0, slowdown=2.5), 8)
+    assert slow.tokens_per_ns < ahead(costs, _draft_costs(0.9, 6.0), 8).tokens_per_ns
 
 
 @pytest.mark.parametrize(

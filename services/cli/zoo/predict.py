@@ -76,7 +76,7 @@ def predict(
 def _gains(costs: TargetCosts, draft: DraftCosts, single_ns: float) -> Iterator[tuple[str, float]]:
     for lead in _LEADS:
         yield f"the draft in turns of {lead}", in_turns(costs, draft, lead).tokens_per_ns * single_ns
-    yield "the draft ahead", ahead(costs, draft, max(_LEADS), 0).tokens_per_ns * single_ns
+    yield "the draft ahead", ahead(costs, draft, max(_LEADS)).tokens_per_ns * single_ns
 
 
 def _target_costs(turns: Sequence[Sample], single_ns: float, target: Times, draft: DraftCosts) -> TargetCosts:
