@@ -163,14 +163,12 @@ async def measure(
                 assistant_tokens = min(64, int((pair.round_trip_ms + pair.verify_ms) / pair.draft_ms) + 5)
             parameters, text = SpeculationParameters(mode, assistant_tokens), model.vocabulary.spell(prompt)
             draft = Draft(model, scripted.Distant(session, pair.round_trip_ms), draft_estimates)
-            opening = Opening(
-                model.vocabulary, prompt, lambda model: Rendering(list(prompt), 0, text), draft, clock=clock
-            )
+            opening = Opening(tape, lambda model: Rendering(list(prompt), 0, text), draft, clock=clock)
             allowed = (one for one in SOURCES.values() if parameters.allows(one.name, takes_time=one.takes_time))
             sources = [source for source in (one.open(opening) for one in allowed) if source]
             loop = speculate(
                 TargetLink(target, model, tape, learning + tokens, clock),
-                SourceSet(sources, model, tape, scripted.END),
+                SourceSet(sources, model, scripted.END),
                 Planner(parameters, RequestEstimates(estimates, sources, draft_estimates)),
                 Statistics(),
                 clock,

@@ -111,14 +111,13 @@ async def generate(
     if draft_model and drafter:
         draft_estimates = _estimates_of(draft_model, model, estimates)
         draft = Draft(draft_model, drafter, draft_estimates)
+    tape, text = Tape(model.vocabulary, prompt.ids), TextStream(request.stop)
     opening = Opening(
-        vocabulary=model.vocabulary,
-        prompt_ids=prompt.ids,
+        tape=tape,
         render=partial(render, request, source=model),
         draft=draft,
         confidence_threshold=request.speculation.assistant_confidence_threshold,
-        memory=memory,
-        tenant=request.tenant,
+        elsewhere=partial(memory.match, request.tenant) if memory and request.tenant else None,
         grammar=grammar,
         clock=clock,
     )
@@ -140,7 +139,6 @@ async def generate(
             take_over()
             note = f"the draft could not take the request ({refusal}); another draft replaced it"
     planner = Planner(request.speculation, own_estimates)
-    tape, text = Tape(model.vocabulary, prompt.ids), TextStream(request.stop)
     # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
     end_id = next(iter(model.special_ids.eos), None)
     if isinstance(request.input, Chat):
@@ -148,7 +146,7 @@ async def generate(
     substitute = None
     if next_draft and draft:
         substitute = partial(_substitute, next_draft, opening, own_estimates, model, statistics)
-    chain = SourceSet(sources, model, tape, end_id, substitute, grammar)
+    chain = SourceSet(sources, model, end_id, substitute, grammar)
     link = TargetLink(target, model, tape, max_tokens, clock, request.logprobs)
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = reported_ns = 0

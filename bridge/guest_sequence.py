@@ -55,26 +55,18 @@ def open_sequence(
     """
     model = shared.model
     split = len(ids) - generated_token_count
-    prompt, generated = list(ids[:split]), list(ids[split:])
-    opening = Opening(
-        vocabulary=model.vocabulary,
-        prompt_ids=prompt,
-        render=partial(_render, ids=prompt, source=model),
-        draft=draft,
-        alone=shared.alone,
-    )
+    prompt, tape = ids[:split], Tape(model.vocabulary, ids[:split])
+    tape.commit(ids[split:])
+    opening = Opening(tape, partial(_render, ids=prompt, source=model), draft, alone=shared.alone)
     found = [source.open(opening) for name, source in SOURCES.items() if not shared.sources or name in shared.sources]
     sources: list[CandidateSource] = [source for source in found if source]
-    tape = Tape(model.vocabulary, prompt)
     end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
     draft_estimates = draft.times if draft else None
     assert draft_estimates is None or isinstance(draft_estimates, DraftEstimates)
     estimates = RequestEstimates(shared.estimates, sources, draft_estimates)
     # Without drafts only tokens are indexed.
     byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, prompt)))
-    sequence = GuestSequence(model, tape, SourceSet(sources, model, tape, end_id), estimates, byte_count)
-    sequence.append(generated)
-    return sequence
+    return GuestSequence(model, tape, SourceSet(sources, model, end_id), estimates, byte_count)
 
 
 def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
@@ -170,7 +162,7 @@ class GuestSequence:
 
     async def _open(self, draft: Draft) -> Opened:
         ids = self.tape.ids[: len(self.tape.ids) - self.tape.generated_token_count]
-        opening = Opening(self._model.vocabulary, (), partial(_render, ids=ids, source=self._model), draft)
+        opening = Opening(self.tape, partial(_render, ids=ids, source=self._model), draft)
         try:
             source = await asyncio.to_thread(DraftSource.open, opening)
         except BaseException as error:

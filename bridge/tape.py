@@ -9,21 +9,21 @@ class Tape:
     """Records committed tokens, append-only. Caches, draft context and proposals can be rebuilt from it."""
 
     def __init__(self, vocabulary: Vocabulary, prompt_ids: Sequence[int]) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._ids = list(prompt_ids)
         self._prompt_token_count = len(self._ids)
         self._data = bytearray()
 
     def commit(self, token_ids: Sequence[int]) -> tuple[bytes, ...]:
         """Appends ids that the target produced, and returns the bytes of each."""
-        tokens = tuple(map(self._vocabulary.token_bytes, token_ids))
+        tokens = tuple(map(self.vocabulary.token_bytes, token_ids))
         self._ids += token_ids
         self._data += b"".join(tokens)
         return tokens
 
     @property
     def ids(self) -> Sequence[int]:
-        """Returns the prompt and generated ids."""
+        """Returns the prompt and generated ids, always the same list."""
         return self._ids
 
     @property

@@ -124,7 +124,8 @@ class DraftSource(CandidateSource):
     evidence_edges: ClassVar[tuple[float, ...]] = (0.3, 0.5, 0.7, 0.9, 0.97)
     prior_chances: ClassVar[tuple[float, ...]] = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95)
 
-    def __init__(self, draft: Draft, prompt: Rendering, threshold: float, clock: Callable[[], int]) -> None:
+    def __init__(self, draft: Draft, tape: Tape, prompt: Rendering, threshold: float, clock: Callable[[], int]) -> None:
+        self._tape = tape
         self._drafter, self._model, self._times, self._clock = draft.drafter, draft.model, draft.times, clock
         self._context = DraftContext(draft.model.vocabulary, prompt)
         self._threshold = threshold
@@ -149,7 +150,7 @@ class DraftSource(CandidateSource):
         """Returns the source, or None without a draft. Raises a `DraftBridgeError` if the prompt cannot be rendered."""
         if (draft := opening.draft) is None:
             return None
-        return cls(draft, opening.render(draft.model), opening.confidence_threshold, opening.clock)
+        return cls(draft, opening.tape, opening.render(draft.model), opening.confidence_threshold, opening.clock)
 
     @property
     def state(self) -> SourceState:
@@ -178,7 +179,7 @@ class DraftSource(CandidateSource):
         self._notify = notify
         self._reader = asyncio.create_task(read())
 
-    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
+    def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         if self._error:
             raise self._error
         return None if self._epoch is None or after else self._epoch.ahead(self.name)
@@ -195,7 +196,7 @@ class DraftSource(CandidateSource):
             if silent_ns > _MAX_SILENCE_NS + reading_ns:
                 self._error = Unreachable("the draft", f"it has sent nothing for {silent_ns / 1e9:.0f} seconds")
 
-    async def advance(self, tape: Tape, pace: DraftPace) -> None:
+    async def advance(self, pace: DraftPace) -> None:
         epoch = self._epoch
         if pace.lead == 0 or self._overdue or self._encoding:
             return
@@ -205,7 +206,7 @@ class DraftSource(CandidateSource):
             if not pace.turns and (epoch.done or self._catches_up(epoch)):
                 await self._grant(epoch, pace.lead)
                 return
-        await self._sync(tape, pace)
+        await self._sync(pace)
 
     def close(self) -> None:
         if self._reader:
@@ -223,10 +224,10 @@ class DraftSource(CandidateSource):
             self._allow(added)
             await self._drafter.grant(epoch.number, added)
 
-    async def _sync(self, tape: Tape, pace: DraftPace) -> None:
+    async def _sync(self, pace: DraftPace) -> None:
         """Starts an epoch at the end of the tape, before an incomplete character, if the draft would have any ids."""
         before, context = self._epoch, self._context
-        data, proposed = tape.data[context.appended_byte_count :], tuple(before.token_ids) if before else ()
+        data, proposed = self._tape.data[context.appended_byte_count :], tuple(before.token_ids) if before else ()
         if len(data) > _MAX_ENCODED_BYTES:
             self._encoding = True  # a guest's sequence may go on meanwhile
             try:
@@ -239,7 +240,7 @@ class DraftSource(CandidateSource):
             return
         if before is None:
             keep, ids = 0, context.ids
-        unread = context.unspelled + tape.data[context.appended_byte_count :]
+        unread = context.unspelled + self._tape.data[context.appended_byte_count :]
         self._epoch = DraftEpoch(before.number + 1 if before else 1, pace.lead, pace.turns, unread)
         self._asked_ns = self._clock()
         self._allow(pace.lead)

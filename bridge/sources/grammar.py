@@ -3,15 +3,14 @@
 from typing import ClassVar
 
 from bridge.ports import TextGrammar
-from bridge.sources.source import MAX_OFFERED_BYTES, CandidateSource, Continuation, Opening, Outcome
-from bridge.tape import Tape
+from bridge.sources.source import MAX_OFFERED_BYTES, CandidateSource, Continuation, Opening
 
 
 class GrammarSource(CandidateSource):
     """Proposes forced bytes. They are always right, but the target may spell them in other tokens.
 
     That happens mostly at their end, where a token may also contain what follows. So the evidence for a token is the
-    number of forced bytes from its start.
+    number of forced bytes from its start. `SourceSet` moves the grammar, which all sources share.
     """
 
     name: ClassVar[str] = "grammar"
@@ -26,10 +25,7 @@ class GrammarSource(CandidateSource):
         """Returns the source, or None for a request without a grammar."""
         return cls(opening.grammar) if opening.grammar else None
 
-    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
+    def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         data, closes = self._grammar.forced(after, MAX_OFFERED_BYTES)
         evidence = float(len(data)) + (MAX_OFFERED_BYTES if closes else 0)  # nothing can follow in the last token
         return Continuation(self.name, data, evidence, -1.0, closes=closes, cut=len(data) == MAX_OFFERED_BYTES)
-
-    def observe(self, outcome: Outcome) -> None:
-        """Does nothing: `SourceSet` moves the grammar, which all sources share."""

@@ -13,7 +13,7 @@ from time import perf_counter_ns
 from typing import ClassVar, Protocol
 
 from bridge.ports import Drafter, Pass, Proposal, TextGrammar
-from bridge.sources.suffix_memory import SuffixMemory
+from bridge.sources.suffix_index import Match
 from bridge.tape import Tape
 from bridge.text.models import Model
 from bridge.text.translation import candidates
@@ -139,25 +139,23 @@ class Draft:
 class Opening:
     """The values that a source may need at the start of a request.
 
-    `vocabulary` and `prompt_ids` are the target's. `render` returns the prompt in another model's tokens, or
-    raises a `DraftBridgeError`. `memory`: earlier outputs by tenant; `tenant` may see only its own. `grammar`: what the
+    `tape` holds the prompt and, later, what the target commits. `render` returns the prompt in another model's tokens,
+    or raises a `DraftBridgeError`. `elsewhere` finds a match of a text's end in earlier outputs. `grammar`: what the
     text must satisfy. `alone`: no source that takes time will ever take part.
     """
 
-    vocabulary: Vocabulary
-    prompt_ids: Sequence[int]
+    tape: Tape
     render: Callable[[Model], Rendering]
     draft: Draft | None = None
     confidence_threshold: float = 0.0
-    memory: SuffixMemory | None = None
-    tenant: str = ""
+    elsewhere: Callable[[bytes], Match | None] | None = None
     grammar: TextGrammar | None = None
     alone: bool = False
     clock: Callable[[], int] = perf_counter_ns
 
 
 class CandidateSource(ABC):
-    """Proposes how a text continues. Only `observe` and `advance` change its state.
+    """Proposes how a text continues, which it reads from the tape. Only `observe` and `advance` change its state.
 
     A source that takes time, such as a model, works in `advance` and reports its `state`. `propose` or `observe` raises
     the error that made it unusable. `evidence_edges` divide its evidence into groups; for each group the bridge learns
@@ -177,15 +175,14 @@ class CandidateSource(ABC):
         """Returns the source for a request, or None if the request cannot use it."""
 
     @abstractmethod
-    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
+    def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         """Returns its best continuation of the tape's bytes followed by `after`, or None.
 
         Only about the first `limit` bytes will be used.
         """
 
-    @abstractmethod
-    def observe(self, outcome: Outcome) -> None:
-        """Records what the target committed."""
+    def observe(self, outcome: Outcome) -> None:  # noqa: B027
+        """Records what the target committed, which the tape already holds."""
 
     @property
     def state(self) -> SourceState | None:
@@ -195,7 +192,7 @@ class CandidateSource(ABC):
     def start(self, notify: Callable[[], None]) -> None:  # noqa: B027
         """Starts to receive proposals; `notify` is called when there is news."""
 
-    async def advance(self, tape: Tape, pace: DraftPace) -> None:  # noqa: B027
+    async def advance(self, pace: DraftPace) -> None:  # noqa: B027
         """Lets the source work on what follows the tape."""
 
     def close(self) -> None:  # noqa: B027

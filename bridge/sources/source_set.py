@@ -19,7 +19,6 @@ from bridge.sources.source import (
     SourceState,
     offer_of,
 )
-from bridge.tape import Tape
 from bridge.text.models import Model
 
 _log = logging.getLogger(__name__)
@@ -46,13 +45,12 @@ class SourceSet:
         self,
         sources: Sequence[CandidateSource],
         model: Model,
-        tape: Tape,
         end_id: int | None,
         substitute: Substitute | None = None,
         grammar: TextGrammar | None = None,
     ) -> None:
         self._sources = list(sources)
-        self._model, self._tape, self._end_id, self._grammar = model, tape, end_id, grammar
+        self._model, self._end_id, self._grammar = model, end_id, grammar
         self._substitute = substitute
         self._seeking: asyncio.Future[Opened] | None = None
         # Whether the present search is for a replacement of a draft that failed.
@@ -111,7 +109,7 @@ class SourceSet:
         """Lets all sources work on what follows the tape."""
         for source in tuple(self._sources):
             with self._dropping(source):
-                await source.advance(self._tape, pace)
+                await source.advance(pace)
 
     def close(self) -> None:
         self._stop_seeking()
@@ -212,7 +210,7 @@ class SourceSet:
 
     def _proposed(self, source: CandidateSource, after: bytes, limit: int) -> Continuation | None:
         """Returns what a source proposes after the text and `after`, as far as the grammar allows it."""
-        part = source.propose(self._tape, after, limit)
+        part = source.propose(after, limit)
         if part and self._grammar and (part.data or part.closes):
             count, may_end = self._grammar.accepted(after, part.data)
             whole = count == len(part.data)

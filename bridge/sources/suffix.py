@@ -1,15 +1,13 @@
 """Implements prompt lookup: proposes what followed the same tokens in the text, or in a tenant's earlier outputs."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from itertools import accumulate, takewhile
 from typing import ClassVar
 
-from bridge.sources.source import MAX_OFFERED_BYTES, CandidateSource, Continuation, Opening, Outcome
+from bridge.sources.source import MAX_OFFERED_BYTES, CandidateSource, Continuation, Opening
 from bridge.sources.suffix_index import MAX_MATCH_BYTES, MAX_PROPOSAL_BYTES, Match, SuffixMatcher
 from bridge.sources.token_lookup import TokenLookup, confidence
 from bridge.tape import Tape
-from bridge.text.vocabulary import Vocabulary
 
 # A match that continues another source's bytes, perhaps in the middle of a word, has at least this many bytes: shorter
 # matches are too often wrong about the rest of the word.
@@ -24,45 +22,37 @@ class SuffixSource(CandidateSource):
     """Proposes what followed the longest match of the text's end, and the confidence in each token of it.
 
     Matches are of the target's tokens. Where it continues another source's bytes, and in a tenant's earlier outputs,
-    they are of bytes. `elsewhere` finds a match of a text's end in those outputs.
+    they are of bytes. `elsewhere` finds the longest match of a text's end in those outputs.
     """
 
     name: ClassVar[str] = "suffix"
     evidence_edges: ClassVar[tuple[float, ...]] = (0.15, 0.3, 0.5, 0.7, 0.9, 0.97)
     prior_chances: ClassVar[tuple[float, ...]] = (0.1, 0.22, 0.4, 0.6, 0.8, 0.93, 0.98)
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        prompt_ids: Sequence[int] = (),
-        elsewhere: Callable[[bytes], Match | None] | None = None,
-    ) -> None:
-        self._vocabulary, self._elsewhere = vocabulary, elsewhere
-        self._lookup = TokenLookup(prompt_ids)
+    def __init__(self, tape: Tape, elsewhere: Callable[[bytes], Match | None] | None = None) -> None:
+        self._tape, self._elsewhere = tape, elsewhere
+        self._lookup = TokenLookup(tape.ids)
         self._bytes: SuffixMatcher | None = None
         self._byte_token_count = 0
 
     @classmethod
     def open(cls, opening: Opening) -> "SuffixSource":
-        """Returns a source for the prompt and, if the request has a tenant, the tenant's earlier outputs."""
-        elsewhere = None
-        if opening.memory and opening.tenant:
-            elsewhere = partial(opening.memory.match, opening.tenant)
-        found = cls(opening.vocabulary, opening.prompt_ids, elsewhere)
-        if elsewhere or not opening.alone:
+        """Returns a source for the text and, if there are any, earlier outputs."""
+        found = cls(opening.tape, opening.elsewhere)
+        if opening.elsewhere or not opening.alone:
             found._matcher()  # now, because it takes a while for a long prompt
         return found
 
-    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
+    def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         if after:
-            found = self._matcher().match(after)
+            found = self._longest(after)
             return self._of_bytes(found) if found and found.length >= _MIN_BYTES_AFTER else None
-        own = self._lookup.match(max(limit // _TOKEN_BYTES, 1))
         other = self._elsewhere(self._matcher().end) if self._elsewhere else None
-        token_bytes = self._vocabulary.token_bytes
+        own = self._lookup.match(max(limit // _TOKEN_BYTES, 1))
+        token_bytes = self._tape.vocabulary.token_bytes
         # Control tokens have no bytes.
         tokens = list(takewhile(bool, map(token_bytes, own.token_ids))) if own else []
-        matched = map(token_bytes, tape.ids[-min(own.length, MAX_MATCH_BYTES) :]) if own and tokens else ()
+        matched = map(token_bytes, self._tape.ids[-min(own.length, MAX_MATCH_BYTES) :]) if own and tokens else ()
         if other and other.length > sum(map(len, matched)):
             return self._of_bytes(other)
         if own is None or not tokens:
@@ -77,20 +67,23 @@ class SuffixSource(CandidateSource):
             cut=count == len(own.token_ids),
         )
 
+    def _longest(self, after: bytes) -> Match | None:
+        """Returns the longest match of bytes; a tie goes to the text itself."""
+        own = self._matcher().match(after)
+        other = self._elsewhere(self._matcher().end + after) if self._elsewhere else None
+        return other if other and (own is None or other.length > own.length) else own
+
     def _of_bytes(self, match: Match) -> Continuation:
         evidence, later = (confidence((match.length + ahead) // _TOKEN_BYTES) for ahead in (0, _AHEAD_BYTES))
         cut = len(match.data) >= MAX_PROPOSAL_BYTES
         return Continuation(self.name, match.data, evidence, (later - evidence) / _AHEAD_BYTES, cut=cut)
 
-    def observe(self, outcome: Outcome) -> None:
-        self._lookup.append(outcome.result.token_ids)
-
     def _matcher(self) -> SuffixMatcher:
         """Returns the matcher of the text's bytes, brought up to date: many requests never need it."""
-        data = self._vocabulary.spell(self._lookup.ids[self._byte_token_count :])
-        self._byte_token_count = len(self._lookup.ids)
+        data = self._tape.vocabulary.spell(self._tape.ids[self._byte_token_count :])
+        self._byte_token_count = len(self._tape.ids)
         if self._bytes is None:
-            self._bytes = SuffixMatcher(data, elsewhere=self._elsewhere or (lambda end: None))
+            self._bytes = SuffixMatcher(data)
         elif data:
             self._bytes.append(data)
         return self._bytes

@@ -7,7 +7,6 @@ Lempel (1977), but works on bytes, so that it needs no tokenizer.
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,14 +42,11 @@ class SuffixMatcher:
     """Holds a text and proposes bytes that continue it.
 
     Time is constant per byte and per proposal; for memory see `max_memory_bytes`. If the text exceeds `limit`, rounded
-    down to a power of two, only its last `limit / 2` bytes are kept. `elsewhere` finds matches in other texts.
+    down to a power of two, only its last `limit / 2` bytes are kept.
     """
 
-    def __init__(
-        self, text: bytes = b"", limit: int = 1 << 20, elsewhere: Callable[[bytes], Match | None] = lambda end: None
-    ) -> None:
+    def __init__(self, text: bytes = b"", limit: int = 1 << 20) -> None:
         self._limit = 1 << (limit.bit_length() - 1)
-        self._elsewhere = elsewhere
         # The offsets at which texts begin, see `start_text`.
         self._starts = array("i", [0])
         self._rebuild(bytearray(text))
@@ -85,18 +81,15 @@ class SuffixMatcher:
             self._starts.append(len(self._text))
 
     def match(self, ahead: bytes = b"") -> Match | None:
-        """Returns the longest match of the text's end followed by `ahead`; a tie goes to its own text, then the latest.
+        """Returns the longest match of the text's end followed by `ahead`; a tie goes to the latest.
 
-        If its own text ends soon after the match, the proposal is extended by repetition.
+        If the text ends soon after the match, the proposal is extended by repetition.
         """
-        end = self.end + ahead
-        own, other = self.match_of(end), self._elsewhere(end)
-        if other and (own is None or other.length > own.length):
-            return other
-        if own is None or len(own.data) == MAX_PROPOSAL_BYTES:
-            return own
-        data = own.data + ahead
-        return Match(own.length, (data * (MAX_PROPOSAL_BYTES // len(data) + 1))[:MAX_PROPOSAL_BYTES])
+        found = self.match_of(self.end + ahead)
+        if found is None or len(found.data) == MAX_PROPOSAL_BYTES:
+            return found
+        data = found.data + ahead
+        return Match(found.length, (data * (MAX_PROPOSAL_BYTES // len(data) + 1))[:MAX_PROPOSAL_BYTES])
 
     def match_of(self, end: bytes) -> Match | None:
         """Returns the longest match of the bytes `end`, with data up to the end of the text that contains it."""

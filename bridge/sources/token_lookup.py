@@ -53,52 +53,32 @@ class TokenMatch:
 
 
 class TokenLookup:
-    """Holds the ids of a text. Time is constant per token and per match; memory is about 120 bytes per token at most.
+    """Finds matches of the end of a text, given its ids, to which others append.
 
-    A place is the index of the token after an occurrence.
+    Time is constant per token and per match; memory is about 110 bytes per token at most. A place is the index of the
+    token after an occurrence.
     """
 
     def __init__(self, token_ids: Sequence[int]) -> None:
-        self._ids = list(token_ids[:-_MAX_PASS_TOKENS])
-        ids = np.asarray(self._ids, np.int64)
+        self._ids = token_ids
+        ids = np.asarray(token_ids[:-_MAX_PASS_TOKENS], np.int64)
         order = np.argsort(ids, kind="stable")
         again = np.flatnonzero(ids[order[1:]] == ids[order[:-1]])
         before = np.zeros(len(ids), np.int32)
         before[order[again + 1]] = order[again] + 1
         # For each token, the place after its occurrence before; 0 without one. For each id, its last place.
         self._before = array("i", before.tobytes())
-        self._last = dict(zip(self._ids, range(1, len(ids) + 1), strict=True))
+        self._last = dict(zip(ids.tolist(), range(1, len(ids) + 1), strict=True))
         # The places that match the end of the text, each after the number of tokens that match: the longest first.
         self._places: list[tuple[int, int]] = []
-        self.append(token_ids[-_MAX_PASS_TOKENS:])
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Returns the text."""
-        return self._ids
-
-    def append(self, token_ids: Sequence[int]) -> None:
-        """Adds to the end of the text."""
-        if len(token_ids) > _MAX_PASS_TOKENS:
-            for id_ in token_ids[:-_MAX_PASS_TOKENS]:
-                self._index(id_)
-            self._places = []
-        for id_ in token_ids[-_MAX_PASS_TOKENS:]:
-            # A place that is among the latest of an earlier token need not be among those of the last one.
-            places = [(length + 1, place + 1) for length, place in self._places if self._ids[place] == id_]
-            self._index(id_)
-            self._places = self._found(places)
-
-    def _index(self, id_: int) -> None:
-        self._before.append(self._last.get(id_, 0))
-        self._ids.append(id_)
-        self._last[id_] = len(self._ids)
+        self._read()
 
     def match(self, limit: int = MAX_PROPOSED_TOKENS) -> TokenMatch | None:
         """Returns what followed the longest match, of several the latest, at most `limit` tokens.
 
         At the text's end, the proposal repeats.
         """
+        self._read()
         limit = min(limit, MAX_PROPOSED_TOKENS)
         if not self._places:
             return None
@@ -118,22 +98,36 @@ class TokenLookup:
             ids += ids[-period:][: limit - len(ids)]
         return TokenMatch(length, ids, confidences)
 
-    def _found(self, followed: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Returns the places that go on matching, and the latest ones after the last token."""
+    def _read(self) -> None:
+        """Indexes the tokens that were appended."""
+        ids, first, end = self._ids, len(self._before), len(self._ids)
+        if end - first > _MAX_PASS_TOKENS:
+            self._places = []
+        for index in range(first, end):
+            id_ = ids[index]
+            self._before.append(self._last.get(id_, 0))
+            self._last[id_] = index + 1
+            if end - index <= _MAX_PASS_TOKENS:
+                # A place that is among the latest of an earlier token need not be among those of the last one.
+                followed = [(length + 1, place + 1) for length, place in self._places if ids[place] == id_]
+                self._places = self._found(followed, index + 1)
+
+    def _found(self, followed: Sequence[tuple[int, int]], end: int) -> list[tuple[int, int]]:
+        """Returns the places that go on matching, and the latest ones after the last of `end` tokens."""
         found, known = list(followed), {place for _, place in followed}
         ids, place = self._ids, self._before[-1]
         for _ in range(_LATEST_PLACES):
             if place == 0:
                 break
             if place not in known:
-                longer = place > 1 and ids[place - 2] == ids[-2]  # most are not: measuring them all takes time
-                found.append((self._length(place) if longer else 1, place))
+                longer = place > 1 and ids[place - 2] == ids[end - 2]  # most are not: measuring them all takes time
+                found.append((self._length(place, end) if longer else 1, place))
             place = self._before[place - 1]
         return sorted(found, reverse=True)[: 2 * _LATEST_PLACES]
 
-    def _length(self, place: int) -> int:
-        """Returns how many of the last tokens occur before a place, of which the last one does."""
-        ids, end, length = self._ids, len(self._ids), 1
+    def _length(self, place: int, end: int) -> int:
+        """Returns how many of the last of `end` tokens occur before a place, of which the last one does."""
+        ids, length = self._ids, 1
         while length < min(place, _MAX_MATCH_TOKENS) and ids[place - 1 - length] == ids[end - 1 - length]:
             length += 1
         return length

@@ -19,19 +19,19 @@ from tests.support.drafted import WORDS, commit, draft_source, ids_of, propose
 
 async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is_not() -> None:
     source, drafter, tape = draft_source()
-    await source.advance(tape, DraftPace(8))
+    await source.advance(DraftPace(8))
     assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (8, 1)
     await propose(source, drafter, " fox jumps")
     commit(tape, source, " fox")
-    await source.advance(tape, DraftPace(8))
+    await source.advance(DraftPace(8))
     assert len(drafter.syncs) == 1
     assert drafter.grants and drafter.grants[0][0] == 1, "it may stay as far ahead as before"
-    ahead = source.propose(tape)
+    ahead = source.propose()
     assert ahead is not None and ahead.data == b" jumps"
     commit(tape, source, " sleeps")
-    assert source.propose(tape) is None
+    assert source.propose() is None
     assert source.state.stale
-    await source.advance(tape, DraftPace(8))
+    await source.advance(DraftPace(8))
     second = drafter.syncs[1]
     assert second.epoch == 2
     held = [*drafter.syncs[0].token_ids, *ids_of(" fox jumps")][: second.keep_token_count]
@@ -41,14 +41,14 @@ async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is
 
 async def test_a_draft_that_runs_ahead_is_not_waited_for_once_it_hangs() -> None:
     source, drafter, tape = draft_source()
-    await source.advance(tape, DraftPace(8))
+    await source.advance(DraftPace(8))
     for answer_comes in (True, False):
         for _ in range(3):
             commit(tape, source, " a", timed_out=True)
             assert not source.state.overdue
         if answer_comes:
             await propose(source, drafter, " b")
-            await source.advance(tape, DraftPace(8))
+            await source.advance(DraftPace(8))
     commit(tape, source, " a", timed_out=True)
     assert source.state.overdue and not source.state.awaited
     await propose(source, drafter, " b")
@@ -59,18 +59,18 @@ async def test_a_draft_that_runs_ahead_is_not_waited_for_once_it_hangs() -> None
 async def test_a_draft_that_owes_an_answer_for_long_is_given_up(pace: DraftPace) -> None:
     now = 1000
     source, drafter, tape = draft_source(clock=lambda: now)
-    await source.advance(tape, pace)
+    await source.advance(pace)
     await propose(source, drafter, " fox", done=True)
     now += 3_600_000_000_000
     commit(tape, source, " fox", timed_out=False)
-    assert source.propose(tape) is None, "it owed nothing in that hour"
+    assert source.propose() is None, "it owed nothing in that hour"
     unanswered_from = now
     with pytest.raises(Unreachable, match="it has sent nothing for 33 seconds"):
         for _ in range(5):  # another sync does not start the time anew
-            await source.advance(tape, pace)
+            await source.advance(pace)
             now += 11_000_000_000
             commit(tape, source, " a", timed_out=False)
-            source.propose(tape)
+            source.propose()
     assert now - unanswered_from > 30_000_000_000
 
 
@@ -78,17 +78,17 @@ async def test_a_draft_has_time_to_read_a_long_prompt() -> None:
     second, now = 1_000_000_000, 1000
     times = DraftEstimates([(1, second), (17, 17 * second)])
     source, drafter, tape = draft_source(PROMPT * 8, times=times, clock=lambda: now)
-    await source.advance(tape, DraftPace(8))
+    await source.advance(DraftPace(8))
     reading_ns = times.reading_ns(len(drafter.syncs[0].token_ids))
     assert reading_ns > 40 * second
     now += 30 * second + int(3.9 * reading_ns)
     commit(tape, source, " a")
-    assert source.propose(tape) is None
+    assert source.propose() is None
     await propose(source, drafter, " fox")
     now += 31 * second
     commit(tape, source, " a")
     with pytest.raises(Unreachable, match="it has sent nothing for 31 seconds"):  # it has read the prompt
-        source.propose(tape)
+        source.propose()
 
 
 class RecordedTimes:
@@ -118,8 +118,8 @@ class RecordedTimes:
 async def test_a_round_trip_is_the_time_that_the_draft_did_not_work(pace: DraftPace) -> None:
     """It is known for the first proposal after a sync."""
     times, now = RecordedTimes(), 1000
-    source, drafter, tape = draft_source(times=times, clock=lambda: now)
-    await source.advance(tape, pace)
+    source, drafter, _ = draft_source(times=times, clock=lambda: now)
+    await source.advance(pace)
     source.start(lambda: None)
     for taken in (100, 50):
         now += taken
@@ -133,25 +133,25 @@ async def test_a_round_trip_is_the_time_that_the_draft_did_not_work(pace: DraftP
 
 async def test_a_turn_is_waited_for_until_it_is_late() -> None:
     source, drafter, tape = draft_source()
-    await source.advance(tape, DraftPace(3, turns=True))
+    await source.advance(DraftPace(3, turns=True))
     assert (drafter.syncs[0].credit, drafter.syncs[0].batch_token_count) == (3, 3)
     assert source.state.awaited
-    await source.advance(tape, DraftPace(3, turns=True))
+    await source.advance(DraftPace(3, turns=True))
     assert len(drafter.syncs) == 1, "it receives one sync"
     commit(tape, source, " a", timed_out=True)
     assert source.state.overdue and not source.state.awaited
-    await source.advance(tape, DraftPace(3, turns=True))
+    await source.advance(DraftPace(3, turns=True))
     assert len(drafter.syncs) == 1, "it receives no other sync before it has answered"
     await propose(source, drafter, " fox", done=True)
     assert not source.state.overdue
     assert source.state.stale
-    await source.advance(tape, DraftPace(3, turns=True))
+    await source.advance(DraftPace(3, turns=True))
     assert len(drafter.syncs) == 2
 
 
 async def test_a_long_text_is_encoded_without_holding_up_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     source, drafter, tape = draft_source()
-    await source.advance(tape, DraftPace(8))
+    await source.advance(DraftPace(8))
     turn = DraftPace(8, turns=True)
     append, free = DraftContext.append, threading.Event()
 
@@ -161,17 +161,17 @@ async def test_a_long_text_is_encoded_without_holding_up_other_requests(monkeypa
 
     monkeypatch.setattr(DraftContext, "append", slow)
     commit(tape, source, " fox jumps" * 1000)
-    syncing = asyncio.create_task(source.advance(tape, turn))
+    syncing = asyncio.create_task(source.advance(turn))
     await asyncio.sleep(0)
     commit(tape, source, " over")
-    await source.advance(tape, turn)
+    await source.advance(turn)
     free.set()
     await syncing
     assert len(drafter.syncs) == 2
     held = [*drafter.syncs[0].token_ids, *drafter.syncs[1].token_ids]
     assert WORDS.spell(held).endswith(b" fox jumps" * 1000)
     await propose(source, drafter, " over it", done=True)
-    ahead = source.propose(tape)
+    ahead = source.propose()
     assert ahead is not None and ahead.data == b" it", "what was committed meanwhile is known"
 
 
@@ -203,7 +203,7 @@ def test_an_epoch_that_agrees_for_long_costs_no_more() -> None:
 async def test_what_a_draft_reads_next_is_its_lag() -> None:
     source, drafter, tape = draft_source("The quick brown fox jumps over the lazy dog, again and again")
     assert source.state.lag_token_count > 10
-    await source.advance(tape, DraftPace(3, turns=True))
+    await source.advance(DraftPace(3, turns=True))
     await propose(source, drafter, " fox", done=True)
     commit(tape, source, " fox")
     assert source.state.lag_token_count == 1
@@ -216,10 +216,10 @@ async def test_a_draft_need_not_read_again_what_it_has_read_lately() -> None:
     times, prompt = DraftEstimates(), "The quick brown fox jumps over the lazy dog, again and again"
     lags = []
     for text, used in ((prompt, False), (prompt, True), (prompt, True), (prompt + " once more", True)):
-        source, _, tape = draft_source(text, times=times)
+        source, _, _ = draft_source(text, times=times)
         lags.append(source.state.lag_token_count)
         if used:
-            await source.advance(tape, DraftPace(3, turns=True))
+            await source.advance(DraftPace(3, turns=True))
         for _ in range(2):
             source.close()
     assert lags[0] == lags[1] > 10

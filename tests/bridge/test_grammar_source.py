@@ -33,11 +33,8 @@ class Fixed(CandidateSource):
     def open(cls, opening: Opening) -> "Fixed":
         raise NotImplementedError  # the test creates the source itself
 
-    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
+    def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         return Continuation(self.name, self._data, closes=self._closes)
-
-    def observe(self, outcome: Outcome) -> None:
-        pass
 
 
 def form(regex: str) -> ByteMatcher:
@@ -47,7 +44,7 @@ def form(regex: str) -> ByteMatcher:
 def offers(regex: str, committed: bytes, *others: CandidateSource) -> list[tuple[bytes, tuple[str, ...], bool]]:
     """Returns the bytes of each offer, its sources in order, and whether it ends the text."""
     grammar, tape = form(regex), Tape(MODEL.vocabulary, [1])
-    sources = SourceSet([GrammarSource(grammar), *others], MODEL, tape, END, grammar=grammar)
+    sources = SourceSet([GrammarSource(grammar), *others], MODEL, END, grammar=grammar)
     ids = tuple(MODEL.vocabulary.pieces(committed).ids)
     if ids:
         sources.observe(Outcome(Pass(1, ids, 0, 0), Offer(), tape.commit(ids)))
@@ -82,14 +79,14 @@ def test_what_the_grammar_refuses_is_cut() -> None:
 
 
 def test_prompt_lookup_goes_on_after_forced_bytes() -> None:
-    suffix = SuffixSource(MODEL.vocabulary, candidates(MODEL.vocabulary, b"full name: Bartholomew; age: 50;"))
+    suffix = SuffixSource(Tape(MODEL.vocabulary, candidates(MODEL.vocabulary, b"full name: Bartholomew; age: 50;")))
     found = offers(RECORD, b"", suffix)
     assert found[0] == (b"full name: Bartholomew; age: 50;", ("grammar", "suffix"), True)
 
 
 def test_the_chance_of_forced_bytes_is_learned_and_less_at_their_end() -> None:
     source = GrammarSource(form(RECORD))
-    part = source.propose(Tape(MODEL.vocabulary, [1]))
+    part = source.propose()
     assert part is not None
     first, last = part.evidence_of(0, 2), part.evidence_of(len(part.data) - 1, len(part.data))
     shared = TargetEstimates(((1, 10_000_000), (2, 11_000_000), (8, 15_000_000)))
@@ -105,4 +102,4 @@ def test_the_chance_of_forced_bytes_is_learned_and_less_at_their_end() -> None:
 
 
 def test_a_request_without_a_grammar_has_no_such_source() -> None:
-    assert GrammarSource.open(Opening(MODEL.vocabulary, (), lambda model: None)) is None  # type: ignore[arg-type, return-value]
+    assert GrammarSource.open(Opening(Tape(MODEL.vocabulary, ()), lambda model: None)) is None  # type: ignore[arg-type, return-value]

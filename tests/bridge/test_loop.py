@@ -21,7 +21,7 @@ from bridge.ports import FinishReason, Pass, Proposal, Sync
 from bridge.request import Request, render
 from bridge.sampling.sampler import Choice, History, Logits, Sampler, SamplingParameters
 from bridge.sources.draft import DraftSource
-from bridge.sources.source import CandidateSource, Draft, DraftPace
+from bridge.sources.source import CandidateSource, Draft, DraftPace, Outcome
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
 from bridge.statistics import Statistics
@@ -108,6 +108,13 @@ class Recording:
         return self._sampler.choose(logits, offset, counter, history)
 
 
+class OwnText(SuffixSource):
+    """Prompt lookup in a text of its own, to which it adds what the target commits."""
+
+    def observe(self, outcome: Outcome) -> None:
+        self._tape.commit(outcome.result.token_ids)
+
+
 class Erratic(Planner):
     """Makes arbitrary plans in AUTO: the text must not depend on them.
 
@@ -184,13 +191,14 @@ def test_output_is_the_targets_own_for_any_proposals(
                 tape = Tape(target.vocabulary, render(request, target, target).ids)
                 drafter = ScriptedDrafter(draft, script, PROMPT.encode(), truth, tape, dies_at)
                 estimates = TargetEstimates()
-                # Its text may already hold what the target is going to produce.
+                # The text before may already hold what the target is going to produce.
                 known = PROMPT.encode() + truth + PROMPT.encode() if said_before else b""
-                suffix = SuffixSource(target.vocabulary, candidates(target.vocabulary, known))
+                suffix = OwnText(Tape(target.vocabulary, candidates(target.vocabulary, known)))
                 parameters = SpeculationParameters(mode, draft_length)
                 sources: list[CandidateSource] = [
                     DraftSource(
                         Draft(draft, drafter, estimates.draft("draft")),
+                        tape,
                         render(request, draft, target),
                         0.0,
                         perf_counter_ns,
@@ -201,7 +209,7 @@ def test_output_is_the_targets_own_for_any_proposals(
                 planner = Erratic(parameters, RequestEstimates(estimates, sources, estimates.draft("draft")), seed)
                 loop = speculate(
                     TargetLink(session, target, tape, count),
-                    SourceSet(sources, target, tape, target.special_ids.eos[0]),
+                    SourceSet(sources, target, target.special_ids.eos[0]),
                     planner,
                     Statistics(),
                 )

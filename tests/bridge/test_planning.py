@@ -26,6 +26,7 @@ from bridge.planning.prediction import (
 from bridge.ports import Pass, Proposal
 from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
 from bridge.sources.suffix import SuffixSource
+from bridge.tape import Tape
 from tests.support import tiny
 from tests.support.simulated import FLAT, HOPELESS, MS, STEEP, Draft, Simulated, measured
 
@@ -223,7 +224,7 @@ def test_it_gives_up_waiting_for_a_bridge_that_is_far_away() -> None:
     """The candidates would gain 10 ms, but always arrive later than that."""
     shared = TargetEstimates(measured(FLAT))
     planner = Planner(
-        SpeculationParameters(), RequestEstimates(shared, [SuffixSource(tiny.model("byte_level").vocabulary)])
+        SpeculationParameters(), RequestEstimates(shared, [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))])
     )
     offer = Offer((1,) * 24, ("suffix",) * 24, (0.98,) * 24)
     waits = []
@@ -319,7 +320,7 @@ def test_predictions_are_corrected_by_what_came_of_them() -> None:
     """Half of the candidates come too late, which acceptance chances cannot predict."""
     shared = TargetEstimates(measured(FLAT))
     planner = Planner(
-        SpeculationParameters(), RequestEstimates(shared, [SuffixSource(tiny.model("byte_level").vocabulary)])
+        SpeculationParameters(), RequestEstimates(shared, [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))])
     )
     offer = Offer((1,) * 8, ("suffix",) * 8, (0.98,) * 8)
     before = planner.plan([offer], None)

@@ -20,7 +20,6 @@ from bridge.sources.source import (
     DraftPace,
     Offer,
     Opening,
-    Outcome,
     offer_of,
 )
 from bridge.sources.source_set import SourceSet
@@ -71,8 +70,8 @@ from tests.support.drafted import MODEL, WORDS, draft_source, ids_of, propose
     ],
 )
 async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Proposal]) -> None:
-    source, drafter, tape = draft_source()
-    chain, news = SourceSet([source], MODEL, tape, None), asyncio.Event()
+    source, drafter, _ = draft_source()
+    chain, news = SourceSet([source], MODEL, None), asyncio.Event()
     chain.start(news.set)
     await chain.advance(DraftPace(4))
     for proposal in proposals:
@@ -87,13 +86,13 @@ async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Prop
 
 
 async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogCaptureFixture) -> None:
-    source, drafter, tape = draft_source()
+    source, drafter, _ = draft_source()
     sought: list[Exception | None] = []
 
     async def substitute(error: Exception | None) -> None:
         sought.append(error)
 
-    chain = SourceSet([source], MODEL, tape, None, substitute)
+    chain = SourceSet([source], MODEL, None, substitute)
 
     def broken(*_: object) -> Continuation:
         raise KeyError("a bug")
@@ -109,9 +108,9 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
 
 
 async def test_a_bug_in_one_source_does_not_cost_another() -> None:
-    source, drafter, tape = draft_source()
-    suffix = SuffixSource(WORDS)
-    chain = SourceSet([source, suffix], MODEL, tape, None)
+    source, drafter, _ = draft_source()
+    suffix = SuffixSource(Tape(WORDS, ()))
+    chain = SourceSet([source, suffix], MODEL, None)
     await chain.advance(DraftPace(8))
     await propose(source, drafter, " fox")
 
@@ -124,13 +123,13 @@ async def test_a_bug_in_one_source_does_not_cost_another() -> None:
 
 
 async def test_another_draft_that_was_found_too_late_is_closed() -> None:
-    source, _, tape = draft_source()
+    source, _, _ = draft_source()
     other, found, _ = draft_source()
 
     async def substitute(error: Exception | None) -> tuple[CandidateSource, Callable[[], None]]:
         return other, lambda: None
 
-    chain, news = SourceSet([source], MODEL, tape, None, substitute), asyncio.Event()
+    chain, news = SourceSet([source], MODEL, None, substitute), asyncio.Event()
     chain.start(news.set)
     source._error = Unreachable("host:1", "gone")
     assert chain.offers() == []
@@ -141,8 +140,8 @@ async def test_another_draft_that_was_found_too_late_is_closed() -> None:
 
 
 async def test_the_first_fault_is_the_one_that_is_noted() -> None:
-    source, _, tape = draft_source()
-    chain = SourceSet([source], MODEL, tape, None)
+    source, _, _ = draft_source()
+    chain = SourceSet([source], MODEL, None)
     source._error = Unreachable("host:1", "gone")
     assert chain.offers() == [] and chain.empty
     later, _, _ = draft_source()
@@ -206,8 +205,8 @@ def test_ids_without_confidences_are_translated_like_bytes() -> None:
 
 
 async def test_a_draft_is_closed_whatever_happens_to_its_estimates() -> None:
-    source, drafter, tape = draft_source()
-    await source.advance(tape, DraftPace(8))
+    source, drafter, _ = draft_source()
+    await source.advance(DraftPace(8))
 
     def broken(ids: Sequence[int]) -> None:
         raise KeyError("a bug")
@@ -219,16 +218,15 @@ async def test_a_draft_is_closed_whatever_happens_to_its_estimates() -> None:
 
 
 def suffix_source(text: bytes) -> SuffixSource:
-    return SuffixSource(WORDS, candidates(WORDS, text))
+    return SuffixSource(Tape(WORDS, candidates(WORDS, text)))
 
 
 def test_a_short_match_does_not_continue_another_source() -> None:
-    tape = Tape(WORDS, [])
     source = suffix_source(b"the small house. the small ")
-    after = source.propose(tape, b"ho")
+    after = source.propose(b"ho")
     assert after is not None and after.data.startswith(b"use.")
-    assert suffix_source(b"xx hose yy ").propose(tape, b"ho") is None
-    assert suffix_source(b"nothing twice").propose(tape) is None
+    assert suffix_source(b"xx hose yy ").propose(b"ho") is None
+    assert suffix_source(b"nothing twice").propose() is None
 
 
 class Oracle(CandidateSource):
@@ -239,15 +237,16 @@ class Oracle(CandidateSource):
     prior_chances: ClassVar[tuple[float, ...]] = (0.9,)
     answer: ClassVar[bytes] = b""
 
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
     @classmethod
     def open(cls, opening: Opening) -> "Oracle":
-        return cls()
+        return cls(opening.tape)
 
-    def propose(self, tape: Tape, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
-        rest = self.answer.removeprefix(bytes(tape.data) + after)
-        return Continuation(self.name, rest) if rest != self.answer or not tape.data else None
-
-    def observe(self, outcome: Outcome) -> None: ...
+    def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
+        rest = self.answer.removeprefix(bytes(self._tape.data) + after)
+        return Continuation(self.name, rest) if rest != self.answer or not self._tape.data else None
 
 
 @pytest.mark.parametrize("with_draft", [False, True])

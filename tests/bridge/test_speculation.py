@@ -13,8 +13,7 @@ from bridge.sources.source import DraftPace, Offer, SourceState
 from bridge.sources.source_set import SourceSet
 from bridge.speculation import Speculation
 from bridge.statistics import Statistics
-from bridge.tape import Tape
-from tests.support.drafted import MODEL, WORDS
+from tests.support.drafted import MODEL
 
 PLAIN = Plan("plain", Prediction(1.0, 1.0))
 OFFER = Offer((1,), ("suffix",), (1.0,))
@@ -33,7 +32,7 @@ class CountingPlanner(Planner):
 
 def speculation(plan: Plan) -> tuple[Speculation, CountingPlanner]:
     planner = CountingPlanner(plan)
-    found = Speculation(SourceSet((), MODEL, Tape(WORDS, []), None), planner, Statistics(), 64)
+    found = Speculation(SourceSet((), MODEL, None), planner, Statistics(), 64)
     planner.count = 0
     return found, planner
 

@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import aclosing, closing
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -14,10 +15,10 @@ from bridge.errors import InvalidField
 from bridge.generation import Delta, Finished, generate
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request, check
-from bridge.sources.source import Opening
 from bridge.sources.suffix import SuffixSource
 from bridge.sources.suffix_index import MIN_MATCH_BYTES, Match, SuffixMatcher, max_memory_bytes
 from bridge.sources.suffix_memory import SuffixMemory
+from bridge.tape import Tape
 from bridge.text.translation import candidates
 from services.model.target.session import TargetSession
 from tests.support import tiny
@@ -32,12 +33,11 @@ def data(match: Match | None) -> bytes:
     return match.data if match else b""
 
 
-def suffix_drafter(text: bytes, memory: SuffixMemory | None, tenant: str) -> SuffixMatcher:
+def longest(text: bytes, memory: SuffixMemory, tenant: str, after: bytes = b"") -> Match | None:
     prompt_ids = candidates(VOCABULARY, text)
     assert VOCABULARY.spell(prompt_ids) == text
-    return SuffixSource.open(
-        Opening(VOCABULARY, prompt_ids, lambda model: model.vocabulary.prompt(""), memory=memory, tenant=tenant)
-    )._matcher()
+    elsewhere = partial(memory.match, tenant) if tenant else None
+    return SuffixSource(Tape(VOCABULARY, prompt_ids), elsewhere)._longest(after)
 
 
 def held(*drafters: SuffixMatcher) -> int:
@@ -57,9 +57,9 @@ def test_outputs_of_other_tenants_change_nothing(outputs: list[tuple[str, bytes]
         if tenant == "ann":
             own.remember(tenant, output)
     assert shared.match("ann", end) == own.match("ann", end)
-    assert suffix_drafter(end, shared, "ann").match() == suffix_drafter(end, own, "ann").match()
+    assert longest(end, shared, "ann") == longest(end, own, "ann")
     assert shared.match("cid", end) is None
-    assert suffix_drafter(end, shared, "").match() == suffix_drafter(end, None, "").match()
+    assert longest(end, shared, "") == SuffixMatcher(end).match()
 
 
 @given(outputs=st.lists(LETTERS, max_size=8), end=LETTERS)
@@ -77,10 +77,10 @@ def test_a_match_is_of_one_output(outputs: list[bytes], end: bytes) -> None:
 def test_the_longer_match_is_taken_and_of_equals_the_texts_own() -> None:
     memory = SuffixMemory(1 << 20)
     memory.remember("ann", b"one two three four")
-    assert data(suffix_drafter(b"nothing of two th", memory, "ann").match()) == b"ree four"
-    assert data(suffix_drafter(b" two then, of two th", memory, "ann").match()).startswith(b"en, of")
-    assert data(suffix_drafter(b" two then, one two th", memory, "ann").match()) == b"ree four"
-    assert data(suffix_drafter(b"nothing of ", memory, "ann").match(b"two th")) == b"ree four"
+    assert data(longest(b"nothing of two th", memory, "ann")) == b"ree four"
+    assert data(longest(b" two then, of two th", memory, "ann")).startswith(b"en, of")
+    assert data(longest(b" two then, one two th", memory, "ann")) == b"ree four"
+    assert data(longest(b"nothing of ", memory, "ann", b"two th")) == b"ree four"
 
 
 @pytest.mark.parametrize("budget", [0, 20 << 10, 64 << 10, 1 << 20])

@@ -43,8 +43,9 @@ def draft_source(
     clock: Callable[[], int] = perf_counter_ns,
 ) -> tuple[DraftSource, RecordingDrafter, Tape]:
     drafter, rendering = RecordingDrafter(), render(Request(prompt), MODEL, MODEL)
-    source = DraftSource(Draft(MODEL, drafter, times or DraftEstimates()), rendering, threshold, clock)
-    return source, drafter, Tape(WORDS, rendering.ids)
+    tape = Tape(WORDS, rendering.ids)
+    source = DraftSource(Draft(MODEL, drafter, times or DraftEstimates()), tape, rendering, threshold, clock)
+    return source, drafter, tape
 
 
 def commit(tape: Tape, source: DraftSource, text: str, *, timed_out: bool = False) -> None:

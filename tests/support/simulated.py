@@ -8,6 +8,7 @@ from bridge.ports import Pass, Proposal
 from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
 from bridge.sources.suffix import SuffixSource
 from bridge.sources.token_lookup import confidence
+from bridge.tape import Tape
 from tests.support import tiny
 
 MS = 1_000_000
@@ -50,7 +51,7 @@ class Simulated:
         mode: Mode = Mode.AUTO,
         seed: int = 0,
     ) -> None:
-        sources: list[CandidateSource] = [SuffixSource(tiny.model("byte_level").vocabulary)]
+        sources: list[CandidateSource] = [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))]
         if draft:
             sources.append(Draft())  # type: ignore[arg-type]
         self.planner = Planner(SpeculationParameters(mode), RequestEstimates(shared, sources, draft))
