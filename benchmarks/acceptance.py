@@ -108,7 +108,9 @@ async def _run(
         closing(TargetSession(target.model, target.scheduler, target.sampler(sampling, SEED))) as verifier,
         closing(DraftSession(draft.model, draft.scheduler, draft.sampler(drafting, seed))) as drafter,
     ):
-        events = [event async for event in generate(request, target.model, verifier, draft.model, drafter)]
+        drafts = [(draft.model, drafter)]
+        find = lambda _: drafts.pop() if drafts else None  # noqa: E731
+        events = [event async for event in generate(request, target.model, verifier, find)]
     assert isinstance(events[-1], Finished)
     return events[-1]
 

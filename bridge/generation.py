@@ -24,7 +24,7 @@ from bridge.request import Request, check, render, token_room
 from bridge.sources import SOURCES
 from bridge.sources.draft import DraftSource
 from bridge.sources.source import CandidateSource, Draft, Opening, Outcome
-from bridge.sources.source_set import SourceSet
+from bridge.sources.source_set import Opened, SourceSet, Substitute
 from bridge.sources.suffix_memory import SuffixMemory
 from bridge.statistics import Statistics
 from bridge.tape import Tape
@@ -79,23 +79,21 @@ async def generate(
     request: Request,
     model: Model,
     target: Verifier,
-    draft_model: Model | None = None,
-    drafter: Drafter | None = None,
+    next_draft: NextDraft | None = None,
     estimates: TargetEstimates | None = None,
     memory: SuffixMemory | None = None,
     clock: Callable[[], int] = perf_counter_ns,
     statistics: Statistics | None = None,
-    next_draft: NextDraft | None = None,
     grammar: TextGrammar | None = None,
 ) -> AsyncGenerator[Started | Delta | Finished, None]:
     """Yields the target's own continuation of the request; a draft only makes it faster.
 
-    `estimates` holds what other requests have learned about the target, and this request adds to it. `memory` holds
-    earlier outputs of tenants; a request with a tenant uses it and adds to it. `clock` returns nanoseconds. The
-    request counts into `statistics`, which the caller may read at any time. `next_draft` returns another draft for the
-    rest of the text, given the error of the present one, or None if that one does not pay. `grammar` follows the
-    request's grammar from the start of the text; `target` must obey the same. A draft is closed once it is of no more
-    use; the caller closes those that it opened, which may be done twice.
+    `next_draft` returns the request's draft and, later, another one for the rest of the text, given the error of the
+    present one, or None if that one does not pay. A draft is closed once it is of no more use; the caller closes those
+    that it opened, which may be done twice. `estimates` holds what other requests have learned about the target, and
+    this request adds to it. `memory` holds earlier outputs of tenants; a request with a tenant uses it and adds to it.
+    `clock` returns nanoseconds. The request counts into `statistics`, which the caller may read at any time. `grammar`
+    follows the request's grammar from the start of the text; `target` must obey the same.
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock()
@@ -106,47 +104,32 @@ async def generate(
     max_tokens = token_room(request, model, prompt.ids)
     estimates = estimates or TargetEstimates(model.forward_costs)
     statistics = statistics or Statistics()
-    draft: Draft | None = None
-    draft_estimates: DraftEstimates | None = None
-    if draft_model and drafter:
-        draft_estimates = _estimates_of(draft_model, model, estimates)
-        draft = Draft(draft_model, drafter, draft_estimates)
     tape, text = Tape(model.vocabulary, prompt.ids), TextStream(request.stop)
     opening = Opening(
         tape=tape,
         render=partial(render, request, source=model),
-        draft=draft,
         confidence_threshold=request.speculation.assistant_confidence_threshold,
         elsewhere=partial(memory.match, request.tenant) if memory and request.tenant else None,
         grammar=grammar,
         clock=clock,
     )
-    sources, refusal = await asyncio.to_thread(_open_sources, request, opening)
-    own_estimates = RequestEstimates(estimates, sources, draft_estimates)
-    note = ""
-    if draft and not refusal:
-        statistics.drafts.append(draft.model.name)
-    if refusal:
-        note = f"the draft could not take the request ({refusal}); the target went on without it"
-        if drafter:
-            drafter.close()
-        found = (
-            await _substitute(next_draft, opening, own_estimates, model, statistics, refusal) if next_draft else None
-        )
-        if found:
+    sources = await asyncio.to_thread(_open_sources, request, opening)
+    own_estimates = RequestEstimates(estimates, sources)
+    open_draft: Substitute | None = None
+    if next_draft and request.speculation.allows(DraftSource.name, takes_time=True):
+        open_draft = partial(_open_draft, next_draft, opening, own_estimates, model, statistics)
+        if found := await open_draft(None):
             source, take_over = found
             sources.insert(0, source)
             take_over()
-            note = f"the draft could not take the request ({refusal}); another draft replaced it"
+        else:
+            open_draft = None
     planner = Planner(request.speculation, own_estimates)
     # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
     end_id = next(iter(model.special_ids.eos), None)
     if isinstance(request.input, Chat):
         end_id = await asyncio.to_thread(end_of_turn, model)
-    substitute = None
-    if next_draft and draft:
-        substitute = partial(_substitute, next_draft, opening, own_estimates, model, statistics)
-    chain = SourceSet(sources, model, end_id, substitute, grammar)
+    chain = SourceSet(sources, model, end_id, open_draft, grammar)
     link = TargetLink(target, model, tape, max_tokens, clock, request.logprobs)
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = reported_ns = 0
@@ -179,7 +162,7 @@ async def generate(
         raise TargetFault("it ended the text without a finish reason")
     statistics.finish(chain.opened)
     statistics.plan_summary = planner.summary(chain.state)
-    statistics.note = note or chain.note or (_OVERDUE if chain.state and chain.state.overdue else "")
+    statistics.note = statistics.note or chain.note or (_OVERDUE if chain.state and chain.state.overdue else "")
     yield Finished(
         finish_reason=finish_reason,
         prompt_token_count=len(prompt.ids),
@@ -192,53 +175,48 @@ async def generate(
     )
 
 
-def _open_sources(request: Request, opening: Opening) -> tuple[list[CandidateSource], DraftBridgeError | None]:
-    """Returns the sources that the request allows, and the error of one that could not be opened."""
-    opened, refusal = [], None
-    for name, source in SOURCES.items():
-        if request.speculation.allows(name, takes_time=source.takes_time):
-            try:
-                opened.append(source.open(opening))
-            except DraftBridgeError as error:  # a draft's template may refuse what the target's accepts
-                refusal = error
-    return [source for source in opened if source], refusal
+def _open_sources(request: Request, opening: Opening) -> list[CandidateSource]:
+    """Returns the sources that the request allows, without a draft."""
+    allows = request.speculation.allows
+    found = [one.open(opening) for one in SOURCES.values() if allows(one.name, takes_time=one.takes_time)]
+    return [source for source in found if source]
 
 
-def _estimates_of(draft: Model, target: Model, estimates: TargetEstimates) -> DraftEstimates:
-    return estimates.draft(draft.name, draft.forward_costs, competes=draft.competes_with(target))
-
-
-async def _substitute(
+async def _open_draft(
     next_draft: NextDraft,
     opening: Opening,
     estimates: RequestEstimates,
     target: Model,
     statistics: Statistics,
     error: Exception | None,
-) -> tuple[CandidateSource, Callable[[], None]] | None:
+) -> Opened:
     """Opens the next draft that takes the request; see `SourceSet`."""
+    is_first, refused = not statistics.drafts, ""
     while found := next_draft(error):
         model, drafter = found
-        draft_estimates = _estimates_of(model, target, estimates.shared)
+        times = estimates.shared.draft(model.name, model.forward_costs, competes=model.competes_with(target))
         try:
-            draft = Draft(model, drafter, draft_estimates)
-            source = await asyncio.to_thread(DraftSource.open, replace(opening, draft=draft))
+            source = await asyncio.to_thread(DraftSource.open, replace(opening, draft=Draft(model, drafter, times)))
         except DraftBridgeError as refusal:  # its template may refuse what the target's accepts
             drafter.close()
-            error = refusal
+            error, refused = refusal, refused or f"the draft could not take the request ({refusal})"
             continue
         except BaseException:  # cancelled, or a bug
             drafter.close()
             raise
         assert source, "it has a draft"
-        return source, partial(_take_over, estimates, source, draft_estimates, statistics, model.name)
+        if is_first and refused:
+            statistics.note = f"{refused}; another draft replaced it"
+        return source, partial(_take_over, estimates, statistics, source, times, model.name)
+    if is_first and refused:
+        statistics.note = f"{refused}; the target went on without it"
     return None
 
 
 def _take_over(
-    estimates: RequestEstimates, source: CandidateSource, draft: DraftEstimates, statistics: Statistics, name: str
+    estimates: RequestEstimates, statistics: Statistics, source: CandidateSource, times: DraftEstimates, name: str
 ) -> None:
-    estimates.replace_draft(source, draft)
+    estimates.replace_draft(source, times)
     statistics.drafts.append(name)
 
 

@@ -239,7 +239,7 @@ class Gateway:
             assignment.statistics = running.statistics
             stack.enter_context(target.estimates.request())
             running.statistics.draft_choice = assignment.choice
-            draft = assignment.draft
+            first = [assignment.draft]
 
             def connect(draft: Endpoint) -> tuple[Model, ZooDrafter]:
                 balancer, one = self._draft_balancer, object()
@@ -251,22 +251,19 @@ class Gateway:
                 return draft.model, stack.enter_context(closing(drafter))
 
             def next_draft(error: Exception | None) -> tuple[Model, ZooDrafter] | None:
-                if not (other := assignment.next(error)):
+                if not (other := first.pop() if first else assignment.next(error)):
                     return None
                 running.draft = other.model.name
                 return connect(other)
 
-            draft_model, drafter = connect(draft) if draft else (None, None)
             events = generate(
                 request,
                 target.model,
                 verifier,
-                draft_model,
-                drafter,
+                next_draft if assignment.draft else None,
                 target.estimates,
                 self.memory,
                 statistics=running.statistics,
-                next_draft=next_draft,
                 grammar=grammar,
             )
             stages = Stages(self.traces, "encode")

@@ -24,7 +24,7 @@ from services.model.draft.session import DraftSession
 from services.model.target.session import TargetSession
 from tests.support import grammars as support
 from tests.support import tiny
-from tests.support.alone import PROMPT, did
+from tests.support.alone import PROMPT, did, in_order
 
 BYTES = byte_tokenizer()
 FLEXIBLE = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
@@ -65,7 +65,9 @@ async def together(
             draft_matcher = support.grammars(draft).open_draft(grammar)
             drafter = DraftSession(draft, drafting, tiny.sampler(draft, temperature), draft_matcher)
         with closing(TargetSession(target, scheduler, sampler, matcher=matcher)) as session:
-            events = generate(request, target, session, draft, drafter, grammar=follow(grammar))  # type: ignore[arg-type]
+            events = generate(
+                request, target, session, in_order((draft, drafter)) if draft else None, grammar=follow(grammar)
+            )
             async with asyncio.timeout(20), aclosing(events):
                 async for event in events:
                     if isinstance(event, Delta):

@@ -14,7 +14,7 @@ from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat, Message
 from tests.support import tiny
-from tests.support.alone import PROMPT, QueuedDrafter, answer, oracle
+from tests.support.alone import PROMPT, QueuedDrafter, answer, in_order, oracle
 
 
 class DyingDrafter(QueuedDrafter):
@@ -82,10 +82,9 @@ class ClosedDrafter(HangingDrafter):
 async def test_a_draft_whose_template_refuses_is_closed_before_the_text_begins() -> None:
     model, refused, next_one = tiny.model("byte_level"), ClosedDrafter(), ClosedDrafter()
     picky = replace(model, chat_template="{{ raise_exception('only systems') }}")
-    others = [(picky, next_one)]
     request = Request(Chat((Message("user", "hi"),)), max_tokens=5)
     target = HangingTarget()
-    events = generate(request, model, target, picky, refused, next_draft=lambda _: others.pop() if others else None)
+    events = generate(request, model, target, in_order((picky, refused), (picky, next_one)))
     assert isinstance(await anext(events), Started)
     assert refused.closed and next_one.closed
     await events.aclose()
@@ -93,7 +92,7 @@ async def test_a_draft_whose_template_refuses_is_closed_before_the_text_begins()
 
 async def test_a_draft_is_closed_if_nobody_reads_past_the_start() -> None:
     model, drafter = tiny.model("byte_level"), ClosedDrafter()
-    events = generate(Request(PROMPT), model, HangingTarget(), model, drafter)
+    events = generate(Request(PROMPT), model, HangingTarget(), in_order((model, drafter)))
     assert isinstance(await anext(events), Started)
     assert not drafter.closed
     await events.aclose()

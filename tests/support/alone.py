@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import closing
 from typing import Any
 
-from bridge.generation import Delta, Finished, generate
+from bridge.generation import Delta, Finished, NextDraft, generate
 from bridge.ports import Proposal
 from bridge.request import Request, render
 from bridge.sources.suffix_memory import SuffixMemory
@@ -47,6 +47,12 @@ def oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: in
     return tiny.decode_alone(target, engine, tiny.sampler(target, temperature, **options), prompt.ids, count)
 
 
+def in_order(*drafts: tuple[Model, object]) -> NextDraft:
+    """Returns what gives a request one draft after the other."""
+    left = list(drafts)
+    return lambda _: left.pop(0) if left else None  # type: ignore[return-value]
+
+
 async def answer(
     target: Model,
     engine: tiny.HashEngine,
@@ -58,10 +64,10 @@ async def answer(
     **options: object,
 ) -> tuple[str, list[int], Finished]:
     scheduler = tiny.scheduler(engine)
-    text, ids = "", []
+    text, ids, drafts = "", [], in_order((draft, drafter)) if draft else None
     try:
         with closing(TargetSession(target, scheduler, tiny.sampler(target, temperature, **options))) as session:
-            async for event in generate(request, target, session, draft, drafter, None, memory):  # type: ignore[arg-type]
+            async for event in generate(request, target, session, drafts, memory=memory):  # type: ignore[arg-type]
                 if isinstance(event, Delta):
                     text += event.text
                     ids += event.token_ids
