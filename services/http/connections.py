@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import re
+import socket
 from asyncio.events import TimerHandle
+from contextlib import suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -29,6 +31,9 @@ _MAX_REFUSED_BODY_BYTES = 16 << 20
 _MAX_PIPELINED = 16
 # A client that reads less in the time limit has stopped reading.
 _MIN_READ_BYTES = 16 << 10
+# Otherwise the system takes a megabyte and more, and the rest waits until a third of that is read: for much longer than
+# the time limit, if the client is slow.
+_UNSENT_OPTION = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 # Anything else, such as TLS without a certificate, is refused before it has the form of a head.
 _HEAD_START = re.compile(rb"(\r?\n)*\r?([A-Za-z]|$)")
 _HEAD_END = re.compile(rb"[^\r\n]\r?\n\r?\n")
@@ -88,6 +93,9 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         # Writing pauses as long as anything waits to be sent, so that the time limit applies to short answers too.
         transport.set_write_buffer_limits(high=1, low=0)
+        if _UNSENT_OPTION is not None:
+            with suppress(OSError):  # the client has left already
+                transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, _UNSENT_OPTION, _MIN_READ_BYTES)
         if len(self.connections) > self._max_connections:
             transport.abort()
         else:

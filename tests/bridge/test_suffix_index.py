@@ -159,11 +159,11 @@ def test_a_byte_costs_the_same_however_long_the_text_is() -> None:
     """This holds even if all places look alike."""
     for text in (bytes(200_000), bytes(range(256)) * 800):
         drafter = SuffixMatcher(text)
-        started = time.perf_counter()
+        started = time.thread_time()
         for _ in range(1000):
             drafter.append(b"x")
             drafter.match()
-        assert time.perf_counter() - started < 0.5
+        assert time.thread_time() - started < 0.5
 
 
 def test_a_text_that_repeats_itself_is_said_in_fewer_passes_and_stays_the_same() -> None:

@@ -109,8 +109,8 @@ PAIRS = [
 @pytest.mark.parametrize(("fault", "mode"), PAIRS)
 def test_a_bad_network_to_the_draft(world: World, fault: str, mode: str) -> None:
     started = time.monotonic()
-    text, finished = generate(world, mode, lambda: NETWORK[fault](world.proxies["draft"]))
-    assert text == RIGHT
+    text, finished = generate(world, mode, lambda: NETWORK[fault](world.proxies["draft"]), LONG_TOKENS)
+    assert text == RIGHT_LONG
     assert time.monotonic() - started < 8
     assert fault == "slow" or finished.speculation.note  # the request noticed the fault
 
@@ -149,8 +149,8 @@ def test_a_slow_network_to_a_target(world: World) -> None:
 
 @pytest.mark.parametrize("mode", MODES[1:] if DEEP else ["lockstep"])
 def test_a_draft_that_is_killed_and_comes_back_as_another_model(world: World, mode: str) -> None:
-    text, finished = generate(world, mode, lambda: world.kill("draft"))
-    assert text == RIGHT
+    text, finished = generate(world, mode, lambda: world.kill("draft"), LONG_TOKENS)
+    assert text == RIGHT_LONG
     assert "SERVICE_UNREACHABLE" in finished.speculation.note
     world.replace("draft", "--name", f"other-{mode}", "--acceptance", "0.1")
 
@@ -196,7 +196,9 @@ def test_a_target_without_a_replica_is_unavailable(world: World, fault: str) -> 
     world.proxies["replica"].refuse()
     started = time.monotonic()
     with pytest.raises(CallError) as caught:
-        generate(world, "auto", lambda: world.kill("target") if fault == "killed" else world.proxies["target"].halve())
+        # So many tokens without candidates that the text cannot have ended when the fault comes, however late.
+        hit = world.kill if fault == "killed" else lambda name: world.proxies[name].halve()
+        generate(world, "off", lambda: hit("target"), LONG_TOKENS)
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVICE_UNREACHABLE")
     assert time.monotonic() - started < 2 * KEEPALIVE_SECONDS + 3
 
@@ -204,14 +206,16 @@ def test_a_target_without_a_replica_is_unavailable(world: World, fault: str) -> 
 def test_a_deadline_ends_a_request_whose_target_is_away(world: World) -> None:
     world.proxies["replica"].refuse()
     stub = bridge_stub(world)
-    request = bridge_pb2.GenerateRequest(prompt=PROMPT, max_tokens=TOKENS)
+    # Its text takes longer than the deadline, also if this process reads too late to stop it.
+    speculation = bridge_pb2.Speculation(mode=bridge_pb2.Speculation.MODE_OFF)
+    request = bridge_pb2.GenerateRequest(prompt=PROMPT, max_tokens=LONG_TOKENS, speculation=speculation)
     started = time.monotonic()
     with pytest.raises(grpc.RpcError) as caught:
         for response in stub.Generate(request, timeout=0.6):  # before the bridge notices by itself
             if response.HasField("delta"):
                 world.proxies["target"].halve()
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < KEEPALIVE_SECONDS
     with Client(world.bridge.address) as client:
         eventually(lambda: client.status().active_count == 0, 1)
 
@@ -233,9 +237,11 @@ def test_deadlines_end_streams_of_services_too(world: World) -> None:
         done.wait(20)
 
     with world.open_channel("target") as one, world.open_channel("draft") as other:
+        for channel in (one, other):
+            grpc.channel_ready_future(channel).result(20)
         calls = [
-            target_pb2_grpc.TargetServiceStub(one).Verify(endless(verify), timeout=0.5),
-            draft_pb2_grpc.DraftServiceStub(other).Draft(endless(draft), timeout=0.5),
+            target_pb2_grpc.TargetServiceStub(one).Verify(endless(verify), timeout=2),
+            draft_pb2_grpc.DraftServiceStub(other).Draft(endless(draft), timeout=2),
         ]
         try:
             assert all(next(call).token_ids for call in calls)
@@ -256,7 +262,7 @@ def test_status_is_answered_while_all_services_hang(world: World) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.GetStatus(bridge_pb2.GetStatusRequest(), timeout=0.3)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
-    assert time.monotonic() - started < 0.8
+    assert time.monotonic() - started < 2
     answer = stub.GetStatus(bridge_pb2.GetStatusRequest(), timeout=10)
     assert [one.reachable for one in answer.endpoints] == [False] * 3
     assert time.monotonic() - started < 4
@@ -336,13 +342,13 @@ def test_sigterm_lets_running_requests_finish(world: World, which: str) -> None:
     with opened as channel, ThreadPoolExecutor(8) as pool:
         health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=30)
         assert next(health).status == health_pb2.HealthCheckResponse.SERVING
-        results = [pool.submit(generate, world, "auto") for _ in range(6)]
+        results = [pool.submit(generate, world, "auto", tokens=LONG_TOKENS) for _ in range(6)]
         eventually(lambda: world.slots_in_use("target", "replica") == 6)
         stopped.process.send_signal(signal.SIGTERM)
         assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
         if which == "target":
-            results += [pool.submit(generate, world, "off") for _ in range(2)]
-        assert {result.result()[0] for result in results} == {RIGHT}
+            results += [pool.submit(generate, world, "off", tokens=LONG_TOKENS) for _ in range(2)]
+        assert {result.result()[0] for result in results} == {RIGHT_LONG}
         with pytest.raises(grpc.RpcError):  # a watcher does not delay the process's end
             list(health)
     assert stopped.process.wait(10) == 0

@@ -14,9 +14,10 @@ from tests.support.waiting import eventually
 from tests.support.watched import Watched, after, drop, ids
 
 
-async def test_a_long_prompt_stalls_nobody() -> None:
+async def test_a_long_prompt_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Otherwise a forward begins without the talking sequence where this process is slow to ask for its next token.
+    monkeypatch.setattr("services.engines.scheduler._LINGER_NS", (1_000_000_000, 1_000_000_000))
     engine = Watched()
-    engine.seconds = 0.02  # as long as a model takes, so that the scheduler waits for the next job of a sequence
     scheduler = Scheduler(lambda: engine)
     talking = CachedSequence(scheduler)
     talking.replace(0, ids(5))
@@ -35,8 +36,13 @@ async def test_a_long_prompt_stalls_nobody() -> None:
 
 async def test_two_long_prompts_share_a_forward() -> None:
     engine = Watched()
+    engine.gate.clear()
     scheduler = Scheduler(lambda: engine)
-    await asyncio.gather(after(scheduler, ids(2000, 1)), after(scheduler, ids(600, 2)))
+    reading = [asyncio.create_task(after(scheduler, ids(count, count))) for count in (2000, 600)]
+    await asyncio.to_thread(eventually, lambda: bool(engine.forwards))
+    await asyncio.to_thread(eventually, lambda: len(engine.forwards[0]) == 2 or scheduler._inbox.qsize() == 1)
+    engine.gate.set()
+    await asyncio.gather(*reading)
     both = [rows for rows in engine.forwards if len(rows) == 2]
     assert both
     assert all(sum(len(row.token_ids) for row in rows) <= 512 + 1 for rows in engine.forwards)

@@ -181,7 +181,7 @@ def test_a_hung_bridge_is_not_waited_for(connected: CandidateClient, bridge: Scr
     started = time.monotonic()
     for last in range(2, 200):
         ask(connected, list(range(1, last)), deadline=0.05)
-    assert time.monotonic() - started < 1.0, "it waits for a few deadlines only"
+    assert time.monotonic() - started < 5.0, "it waits for a few of the 198 deadlines only"
     assert connected.counts.late_count == 0, "there was no answer at all"
     time.sleep(0.1)  # longer than any deadline above, so that every answer to these steps is late
     assert len(bridge.steps) < 2 * candidates._MAX_UNANSWERED

@@ -313,7 +313,7 @@ def piece(data: bytes, last: bool = True) -> candidate_pb2.ProposeRequest:
 
 
 def test_one_tokenizer_arrives_at_a_time_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.bridge.guest_tokenizers.ARRIVAL_SECONDS", 0.3)
+    monkeypatch.setattr("services.bridge.guest_tokenizers.ARRIVAL_SECONDS", 2.0)
     with running() as found:
         slow = Raw(found.address, opening(engine="slow", model=unknown("0" * 64)), piece(b"{", last=False))
         assert next(slow.call).opened.wants_tokenizer

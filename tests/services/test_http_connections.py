@@ -14,6 +14,7 @@ import pytest
 from bridge.errors import InvalidField
 from services.cli.processes import Fleet
 from services.http.answer import Limits
+from services.http.connections import Connection
 from services.http.shared import Shared
 from tests.services.test_http_limits import LONG, door, raw
 from tests.support.certificates import authority, issue
@@ -114,8 +115,17 @@ async def test_a_client_that_leaves_after_a_second_request_frees_the_first(tiny_
         assert gateway.counts.cancelled == 1
 
 
-async def test_a_slow_reader_that_goes_on_gets_its_whole_answer(tiny_fleet: Fleet) -> None:
-    async with door(tiny_fleet, Limits(send_seconds=0.2)) as (url, _):
+async def test_a_slow_reader_that_goes_on_gets_its_whole_answer(
+    tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks, check = [], Connection._check_reading
+
+    def noted(connection: Connection, size_before: int) -> None:
+        checks.append(size_before)
+        check(connection, size_before)
+
+    monkeypatch.setattr(Connection, "_check_reading", noted)
+    async with door(tiny_fleet, Limits(send_seconds=1.0)) as (url, _):
         connection = raw(url, json.dumps(LONG | {"n": 2}).encode(), receive_bytes=1 << 16)
         reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 15)
         head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
@@ -125,8 +135,9 @@ async def test_a_slow_reader_that_goes_on_gets_its_whole_answer(tiny_fleet: Flee
             data = await asyncio.wait_for(reader.read(1 << 15), 5)
             assert data, f"ended {left} bytes early"
             left -= len(data)
-            await asyncio.sleep(0.02)  # slower than the server writes
+            await asyncio.sleep(0.1)  # slower than the server writes
         writer.close()
+    assert checks, "it took longer than the limit"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # asyncio drops the socket unclosed

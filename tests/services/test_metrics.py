@@ -21,6 +21,7 @@ from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2
 from services.metrics import BridgeMetrics, ModelMetrics, ServerMetrics
 from tests.support.observed import Observed, Samples, observed, value
+from tests.support.unread import UNREAD, hold_unread
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -145,10 +146,13 @@ def test_a_model_server_counts_its_forwards_and_its_cache(trio: Trio, client: Cl
     assert value(after, "forward_failures_total") == value(after, "queue_length") == 0
 
 
-def test_a_running_request_is_visible_and_one_that_fails_or_is_cancelled_is_counted(trio: Trio, client: Client) -> None:
+def test_a_running_request_is_visible_and_one_that_fails_or_is_cancelled_is_counted(
+    trio: Trio, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_unread(monkeypatch)
+    slow = Client(trio.bridge.address)
     before = trio.bridge.scrape()
-    # Without speculation, so that the request still runs when it is looked for.
-    stream = client.stream(PROMPT, max_tokens=220, ignore_eos=True, speculation="off")
+    stream = slow.stream(PROMPT, speculation="off", **UNREAD)
     sent = 0
     for event in stream:
         sent += len(event.token_ids) if isinstance(event, bridge_pb2.GenerateDelta) else 0
@@ -162,6 +166,7 @@ def test_a_running_request_is_visible_and_one_that_fails_or_is_cancelled_is_coun
     assert value(target, "kv_slots_in_use") == 1
     assert 0 < value(target, "kv_cache_bytes_in_use") < value(target, "kv_cache_bytes")
     stream.close()  # type: ignore[attr-defined]
+    slow.close()
     with pytest.raises(CallError, match="no target"):
         client.generate(PROMPT, target="nobody")
     eventually(lambda: value(trio.bridge.scrape(), "active_requests") == 0)

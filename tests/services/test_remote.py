@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -108,9 +108,9 @@ async def test_a_message_with_too_much_is_refused_and_holds_up_nobody(
     async def watch() -> None:
         nonlocal longest
         while True:
-            started = perf_counter()
+            started = thread_time()  # of the processor, whatever else the machine does
             await asyncio.sleep(0)
-            longest = max(longest, perf_counter() - started)
+            longest = max(longest, thread_time() - started)
 
     peer = Draft(answer) if isinstance(answer, draft_pb2.DraftResponse) else Target(answer)
     async with connected(peer) as channel, asyncio.timeout(30):

@@ -277,8 +277,10 @@ async def generated(gateway: Gateway, mode: Mode, kill_after: int | None, proces
 
 @pytest.mark.parametrize("mode", [Mode.OFF, Mode.AUTO])
 async def test_a_request_goes_on_where_its_killed_replica_stopped(
-    pair_of_replicas: tuple[Gateway, dict[str, Any]], mode: Mode
+    pair_of_replicas: tuple[Gateway, dict[str, Any]], mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Otherwise the whole text may have arrived before the replica is killed.
+    monkeypatch.setattr("bridge.target_link.CREDIT_TOKENS", 8)
     gateway, processes = pair_of_replicas
     expected, _ = await generated(gateway, mode, None, processes)
     text, finished = await generated(gateway, mode, 4, processes)

@@ -19,6 +19,7 @@ from services.cli.processes import Fleet, ProcessFailed, launched, serve
 from tests.support import warm
 from tests.support.certificates import authority, issue
 from tests.support.secure import ALICE, BOB, KEYS, MODEST, OLD, describe, suffix_server
+from tests.support.unread import UNREAD, hold_unread
 from tests.support.waiting import eventually
 
 PROMPT = "The quick brown fox"
@@ -132,9 +133,10 @@ def retry_seconds(error: grpc.RpcError) -> float:
     raise AssertionError("the status has no RetryInfo")
 
 
-def test_concurrent_requests_are_limited_for_each_key(secured: Secured) -> None:
+def test_concurrent_requests_are_limited_for_each_key(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_unread(monkeypatch)
     with secured.client(BOB) as bob, secured.client(ALICE) as alice:
-        held = bob.stream(PROMPT, max_tokens=200, ignore_eos=True)
+        held = bob.stream(PROMPT, **UNREAD)
         next(held)
         with pytest.raises(CallError, match="bob has reached its limit of 1 concurrent requests") as caught:
             bob.generate(PROMPT, max_tokens=1)
@@ -289,10 +291,11 @@ def test_what_a_call_may_carry_is_limited(secured: Secured) -> None:
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_calls_at_once_are_limited(tiny_fleet: Fleet) -> None:
+def test_calls_at_once_are_limited(tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold_unread(monkeypatch)
     options = ("--target", tiny_fleet.target, "--listen", "127.0.0.1:0", "--until-stdin-closes", "--call-limit", "2")
     with launched("bridge", "bridge", *options) as (address, _), Client(address) as client:
-        held = [client.stream(PROMPT, max_tokens=200, ignore_eos=True) for _ in range(2)]
+        held = [client.stream(PROMPT, **UNREAD) for _ in range(2)]
         for one in held:
             next(one)
         with pytest.raises(CallError, match="already runs 2 calls") as caught:

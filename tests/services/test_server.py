@@ -98,7 +98,7 @@ async def test_a_client_that_vanished_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grace", "hurries", "least", "most"), [(0.5, False, 0.4, 2.0), (60.0, True, 1.9, 5.0), (0.0, False, 0.0, 1.0)]
+    ("grace", "hurries", "least", "most"), [(0.5, False, 0.4, 5.0), (60.0, True, 1.9, 20.0), (0.0, False, 0.0, 1.9)]
 )
 async def test_a_call_that_does_not_end_is_cancelled_after_the_grace_period(
     grace: float, hurries: bool, least: float, most: float

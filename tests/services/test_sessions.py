@@ -103,7 +103,7 @@ async def test_patience_is_how_long_it_waits_and_an_empty_offer_ends_it() -> Non
         await session.candidates(offer(4, truth[1:3]))
         result = await waiting
         assert result.accepted_token_count == 2
-        assert result.waited_ns > 40_000_000
+        assert result.waited_ns > 1_000_000
         waiting = asyncio.ensure_future(anext(passes))
         await session.candidates(offer(7, (), number=2))
         assert (await waiting).candidate_token_count == 0
