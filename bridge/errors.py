@@ -45,8 +45,9 @@ class InvalidRequest(DraftBridgeError, reason="INVALID_REQUEST"):
 
 
 class InvalidField(InvalidRequest, reason="INVALID_FIELD"):
-    def __init__(self, field: str, allowed: str, got: object) -> None:
-        super().__init__(f"{field} must be {allowed}, got {got}", field=field, allowed=allowed)
+    def __init__(self, field: str, allowed: str, got: object = None) -> None:
+        found = "" if got is None else f", got {got}"
+        super().__init__(f"{field} must be {allowed}{found}", field=field, allowed=allowed)
 
 
 class InvalidGrammar(InvalidRequest, reason="INVALID_GRAMMAR"):

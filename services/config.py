@@ -19,6 +19,11 @@ DEFAULT_BRIDGE = "127.0.0.1:50050"
 MODEL_HELP = "A built-in name such as gemma-3-270m, a directory, a GGUF file, or a Hugging Face id."
 # Addresses in gRPC's own syntax.
 _SCHEMES = ("unix:", "unix-abstract:", "vsock:", "dns:", "ipv4:", "ipv6:")
+# A name, an IPv4 address, or an IPv6 address in brackets.
+_HOST_PART = re.compile(r"[^\s:/\[\]]+|\[[0-9A-Fa-f:.%\w]+\]")
+# A name by which a request may address an HTTP server.
+_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:]+\]?")
+MAX_NAME_LENGTH = 256
 _LISTEN_HELP = "HOST:PORT to listen on. With port 0, the system picks a free port, which is printed."
 _ENGINE_HELP = f"{', '.join(engines())}, or auto for the fastest installed engine that can run the model."
 
@@ -38,8 +43,8 @@ class Role(StrEnum):
 def host_and_port(address: str) -> tuple[str, int]:
     """Returns both parts of HOST:PORT. Raises `ValueError`."""
     host, _, port = address.rpartition(":")
-    if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
-        raise ValueError("HOST:PORT with a port from 0 to 65535")
+    if not host or not _HOST_PART.fullmatch(host) or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ValueError("HOST:PORT with a port from 0 to 65535, and an IPv6 address in brackets")
     return host, int(port)
 
 
@@ -51,6 +56,33 @@ def _listen(value: str) -> str:
 def _service(value: str) -> str:
     if not value.startswith(_SCHEMES):
         host_and_port(value)
+    return value
+
+
+def _otlp(value: str) -> str:
+    scheme, _, address = value.partition("://")
+    if value and scheme not in ("http", "https"):
+        raise ValueError("http://HOST:PORT or https://HOST:PORT")
+    if value:
+        host_and_port(address.rstrip("/"))
+    return value
+
+
+def _origins(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(one == "*" or re.fullmatch(r"https?://[^/\s]+", one) for one in value):
+        raise ValueError("scheme, host and port without a path, as https://example.com or http://localhost:3000")
+    return value
+
+
+def _hosts(value: tuple[str, ...]) -> tuple[str, ...]:
+    if not all(map(_HOST.fullmatch, value)):
+        raise ValueError("names such as example.com or *.example.com, without scheme and port")
+    return value
+
+
+def _name(value: str) -> str:
+    if len(value) > MAX_NAME_LENGTH or not value.isprintable():
+        raise ValueError(f"at most {MAX_NAME_LENGTH} printable characters")
     return value
 
 
@@ -69,6 +101,10 @@ def _cores(value: str) -> str:
 Listen = Annotated[str, AfterValidator(_listen)]
 OptionalListen = Annotated[str, AfterValidator(lambda value: value and _listen(value))]
 Service = Annotated[str, AfterValidator(_service)]
+Otlp = Annotated[str, AfterValidator(_otlp)]
+Origins = Annotated[tuple[str, ...], AfterValidator(_origins)]
+Hosts = Annotated[tuple[str, ...], AfterValidator(_hosts)]
+Name = Annotated[str, AfterValidator(_name)]
 Engine = Annotated[str, AfterValidator(_engine)]
 Cores = Annotated[str, AfterValidator(_cores)]
 
@@ -120,7 +156,7 @@ class ProcessConfig(Configuration):
     metrics: OptionalListen = Field(
         "", description="HOST:PORT to serve Prometheus metrics on; port 0: a free one, which is printed. Unset: off."
     )
-    otlp: str = Field("", description="OTLP/gRPC endpoint to send traces to, as http://HOST:4317. Unset: off.")
+    otlp: Otlp = Field("", description="OTLP/gRPC endpoint to send traces to, as http://HOST:4317. Unset: off.")
     log_format: LogFormat = Field(LogFormat.TEXT, description="Format of log lines.")
     log_level: LogLevel = Field(
         LogLevel.WARNING, description="The least important lines to log; info: one for each call."
@@ -167,7 +203,7 @@ class ModelServerConfig(ServerConfig):
     model: str = Field(description=f"{MODEL_HELP} With --role draft also suffix: prompt lookup, without any model.")
     role: Role = Field(Role.BOTH, description="Role to serve the model in.")
     listen: Listen = Field("127.0.0.1:50051", description=_LISTEN_HELP)
-    name: str = Field("", description="Name to serve the model under; by default derived from MODEL.")
+    name: Name = Field("", description="Name to serve the model under; by default derived from MODEL.")
     engine: Engine = Field("torch", description=_ENGINE_HELP)
     device: str = Field("auto", description="Device to run on: auto, cpu, cuda, cuda:1, gpu, ...")
     dtype: Dtype = Field(Dtype.AUTO, description="Data type to compute in; auto lets the engine choose.")
@@ -288,10 +324,10 @@ class BridgeServerConfig(ServerConfig):
     http: OptionalListen = Field(
         "", description="HOST:PORT to listen on for HTTP too: OpenAI's protocol, and a page to try it."
     )
-    http_origin: tuple[str, ...] = Field(
+    http_origin: Origins = Field(
         (), description="Origin whose web pages may call the HTTP server, as https://HOST. Repeatable."
     )
-    http_host: tuple[str, ...] = Field(
+    http_host: Hosts = Field(
         (), description="Name by which a proxy addresses the HTTP server. Repeatable. Loopback names are always valid."
     )
     http_body: int = Field(4, ge=1, le=1024, description="MiB that the body of an HTTP request may have.")
@@ -322,10 +358,8 @@ class HttpServerConfig(ProcessConfig):
 
     bridge: Service = Field(DEFAULT_BRIDGE, description="HOST:PORT of the bridge.")
     listen: Listen = Field("127.0.0.1:8000", description=_LISTEN_HELP)
-    origin: tuple[str, ...] = Field(
-        (), description="Origin whose web pages may call this server, as https://HOST. Repeatable."
-    )
-    host: tuple[str, ...] = Field(
+    origin: Origins = Field((), description="Origin whose web pages may call this server, as https://HOST. Repeatable.")
+    host: Hosts = Field(
         (), description="Name by which a proxy addresses this server. Repeatable. Loopback names are always valid."
     )
     body: int = Field(4, ge=1, le=1024, description="MiB that the body of a request may have.")

@@ -171,9 +171,10 @@ def _field(kind: type[Configuration], name: str, place: str, written: str) -> st
     """Returns `name` if it is a field. Raises `InvalidConfiguration` with the most similar name otherwise."""
     if name in kind.model_fields:
         return name
-    similar = get_close_matches(name, kind.model_fields, 1) or list(kind.model_fields)
-    names = ", ".join(one.replace("_", "-") for one in similar)
-    raise InvalidConfiguration(f"{place}: unknown setting: did you mean {names}?")
+    similar = get_close_matches(name, kind.model_fields, 1)
+    names = ", ".join(one.replace("_", "-") for one in similar or kind.model_fields)
+    hint = f"did you mean {names}?" if similar else f"the settings are {names}"
+    raise InvalidConfiguration(f"{place}: unknown setting: {hint}")
 
 
 def _explain(kind: type[Configuration], section: str, error: Any, origins: Mapping[str, str]) -> str:

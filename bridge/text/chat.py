@@ -77,7 +77,7 @@ def _check_use(model: Model, without: Chat, rendering: Rendering, name: str) -> 
         return
     if unused:
         allowed = f"left out, because the chat template of {model.name} has no place for them"
-        raise InvalidField(name, allowed, "them")
+        raise InvalidField(name, allowed)
 
 
 def rendered_text(model: Model, chat: Chat) -> str:

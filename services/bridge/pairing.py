@@ -7,7 +7,7 @@ from time import perf_counter_ns
 
 from cachetools import LRUCache
 
-from bridge.errors import DraftAway, DraftBridgeError, InvalidField, PairRefused, ProtocolViolation
+from bridge.errors import DraftAway, DraftBridgeError, InvalidField, ModelNotFound, PairRefused, ProtocolViolation
 from bridge.generation import Finished
 from bridge.planning.choice import Candidate, DraftChoice, DraftChooser, Expectation, PairRecord, predicted_gain
 from bridge.planning.costs import Ewma
@@ -219,18 +219,22 @@ class Pairing:
 
     def _named(self, target: Endpoint, wish: Wish) -> Assignment:
         found: list[Endpoint] = []
-        reasons = []
-        for name in dict.fromkeys(filter(None, wish.drafts)):
+        reasons, unknown = [], []
+        names = list(dict.fromkeys(filter(None, wish.drafts)))
+        for name in names:
             try:
                 draft = self.zoo.draft(name)
-            except DraftAway as error:
+            except (DraftAway, ModelNotFound) as error:
                 reasons.append(str(error))
+                unknown += [error] if isinstance(error, ModelNotFound) else []
                 continue
             assert draft, "a named draft is found, or an error raised"
             if refusal := self.refusal(target, draft):
                 reasons.append(refusal)
             else:
                 found.append(draft)
+        if unknown and len(unknown) == len(names):  # probably a mistake
+            raise unknown[0]
         assignment = Assignment(self, target, found, wish)
         if not found and reasons:
             assignment.note = f"no draft of the list can be used ({'; '.join(reasons)}); the target decoded alone"

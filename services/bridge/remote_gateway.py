@@ -13,6 +13,7 @@ from draftbridge.security import Credentials, open_aio_channel
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.bridge.backend import Opened, ServedModel, ServiceState
 from services.bridge.pairing import Wish
+from services.bridge.zoo import no_such
 from services.metrics import HttpMetrics
 from services.rpc import client_codec
 from services.rpc.channel import options
@@ -104,8 +105,7 @@ class RemoteGateway:
         for one in self._targets.values():
             if name in ("", one.name):
                 return one
-        known = ", ".join(self._targets) or "none"
-        raise ModelNotFound(f"this bridge has no target {name!r}: it has {known}", model=name)
+        raise ModelNotFound(no_such(name, ", ".join(self._targets)), model=name)
 
     async def check(self) -> list[ServiceState]:
         """See `Backend`. The bridge itself comes first."""

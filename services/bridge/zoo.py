@@ -230,5 +230,12 @@ class Zoo:
         for endpoint in candidates:
             if name == endpoint.model.name or (not name and kind != "model"):
                 return endpoint
-        names = ", ".join(dict.fromkeys(endpoint.model.name for endpoint in candidates)) or "none"
-        raise ModelNotFound(f"this bridge has no {kind} {name!r}: it has {names}", model=name)
+        names = ", ".join(dict.fromkeys(endpoint.model.name for endpoint in candidates))
+        raise ModelNotFound(no_such(name, names, kind), model=name)
+
+
+def no_such(name: str, names: str, kind: str = "target") -> str:
+    """Returns that a bridge has no model `name` among `names`, and what to do."""
+    if kind == "target" and not names:
+        return "this bridge has no target, so it only serves candidates to engines: start it with --target HOST:PORT"
+    return f"this bridge has no {kind} {name!r}: it has {names or 'none'}"

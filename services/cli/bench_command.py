@@ -10,7 +10,7 @@ from draftbridge import Client
 from services.cli import bench
 from services.cli.connection import Connect, connecting
 from services.cli.processes import draft_threads, fleet
-from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, err, out, report
+from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, out, report
 from services.config import MODEL_HELP
 from services.store.resolve import SUFFIX, resolve
 
@@ -31,7 +31,7 @@ def run(
     ] = bench.OWN_PROMPTS,
     count: Annotated[int, typer.Option(min=1, help="The most prompts, evenly over their categories.")] = 12,
     tokens: Annotated[int, typer.Option(min=2, max=2**32 - 1, help="Tokens to generate for each prompt.")] = 96,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 is greedy.")] = 0.0,
     engine: Annotated[str, typer.Option(help="Engine of the target; see `draftbridge engines`.")] = "auto",
     draft_engine: Annotated[str, typer.Option(help="Engine of the draft.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Type that the target computes in.")] = "auto",
@@ -43,14 +43,20 @@ def run(
 ) -> None:
     """Measure a pair on your prompts and your machine, and report whether speculation helps."""
     for name, path in (("--json", json), ("--plot", plot)):  # not found out after minutes of measuring
-        if path and not path.parent.is_dir():
-            raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint=name)
+        if path:
+            check_writable(path, name)
     if plot:
         bench.check_plot(plot)
     given = bench.read_prompts(prompts, count)
     of_target, of_draft = _cores(target_cores), _cores(draft_cores)
     if server and (of_target or of_draft):
         raise typer.BadParameter("the processes of a running bridge cannot be pinned", param_hint="--server")
+    usual = {"--target": (target, DEFAULT_TARGET), "--draft": (draft, DEFAULT_DRAFT), "--weights": (weights, "auto")}
+    usual |= {"--engine": (engine, "auto"), "--draft-engine": (draft_engine, "auto"), "--dtype": (dtype, "auto")}
+    extra = [name for name, (value, default) in usual.items() if value != default]
+    if server and extra:
+        problem = "it is for servers that this command starts; of a running bridge, the first pair is measured"
+        raise typer.BadParameter(problem, param_hint=extra[0])
     drafted = None if draft == "none" else draft
     with ExitStack() as stack:
         address = server

@@ -41,9 +41,17 @@ class Finding:
     remedy: str = ""
 
 
-def examine(address: str, connect: Callable[[str], Client]) -> list[Finding]:
-    """Returns all findings, the most important first; a check that others need ends the examination if it fails."""
-    found = list(_examine(address, connect))
+def examine(
+    address: str, connect: Callable[[str], Client], on_finding: Callable[[Finding], None] = lambda _: None
+) -> list[Finding]:
+    """Returns all findings, the most important first; a check that others need ends the examination if it fails.
+
+    `on_finding` receives each of them at once: generating texts takes a while.
+    """
+    found = []
+    for one in _examine(address, connect):
+        found.append(one)
+        on_finding(one)
     return sorted(found, key=lambda one: one.level)
 
 
@@ -91,7 +99,7 @@ def _refused(address: str, error: CallError) -> Finding:
         "NOT_A_BRIDGE": "this is another kind of server: give the address of the bridge",
         "SERVICE_UNREACHABLE": "if the bridge uses TLS, give --tls or --ca; otherwise look at its log",
     }
-    remedy = remedies.get(error.reason, "the message names the remedy")
+    remedy = remedies.get(error.reason, "")
     return Finding(Level.BROKEN, "connection", f"the bridge at {address} refused a call: {error}", remedy)
 
 
@@ -128,6 +136,9 @@ def _services(services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
     # A service that has never answered has no name. It may be a replica of these.
     targets = {one.name for one in _usable(services, model_pb2.ROLE_TARGET)}
     targets |= {""} if targets else set()
+    if not any(one.role == model_pb2.ROLE_TARGET for one in services):
+        text = "no target is configured: the bridge serves candidates to engines, and cannot generate"
+        yield Finding(Level.DEGRADED, "services", text, "to generate, start the bridge with --target HOST:PORT")
     for one in services:
         role = model_pb2.Role.Name(one.role).removeprefix("ROLE_").lower()
         if one.state == states.STATE_AVAILABLE:

@@ -17,6 +17,7 @@ from services.config import (
     SECTIONS,
     BridgeServerConfig,
     HttpServerConfig,
+    InvalidConfiguration,
     ModelServerConfig,
     ProcessConfig,
 )
@@ -106,6 +107,7 @@ def up(
     from services.store.resolve import SUFFIX, resolve
 
     stop = StopSignals()
+    _check_addresses(listen, http)
     drafted = None if draft == "none" else draft
     for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
         resolve(model, report, weights=False)
@@ -139,6 +141,19 @@ def up(
                 fail(f"the {ended} has ended {reason}")
     except KeyboardInterrupt:
         pass
+
+
+def _check_addresses(listen: str, http: str) -> None:
+    """Fails for addresses that the bridge could not use, before models are loaded."""
+    from services.rpc.server import check_free
+
+    try:
+        load(BridgeServerConfig, {"listen": listen, "http": http})
+    except InvalidConfiguration as error:
+        hint = "; `up` starts a bridge, whose other settings are variables such as DRAFTBRIDGE_BRIDGE_INSECURE"
+        fail(f"{error}{hint if '--insecure' in str(error) else ''}")
+    for address in filter(None, (listen, http)):
+        check_free(address)
 
 
 def pull(

@@ -2,8 +2,10 @@
 
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -20,6 +22,14 @@ DEFAULT_DRAFT = "smollm2-135m-instruct"
 def report(text: str) -> None:
     """Prints a step of a long operation, or a summary, to standard error. Takes plain text, as everything here does."""
     err.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raises `BadParameter` unless a file can be written: better than to fail after minutes of measuring."""
+    if not path.parent.is_dir():
+        raise typer.BadParameter(f"the folder {path.parent} does not exist", param_hint=option)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"{path} cannot be written: name a file in a folder of yours", param_hint=option)
 
 
 def fail(message: str) -> NoReturn:

@@ -237,7 +237,7 @@ class _Door:
                 rows = await self.backend.segment(body.text, body.models)
                 return await asyncio.to_thread(_segmented, body.models, rows)
         except ModelNotFound as error:
-            return errors.answer(error, model=error.metadata.get("model", ""))
+            return errors.answer(error, names={"model": "models"})
 
     async def health(self, request: HttpRequest) -> Response:
         """Asks every model service, at most once a second. 503 if a target cannot be used.

@@ -202,7 +202,7 @@ def _fields(error: DraftBridgeError, model: str, names: dict[str, str]) -> tuple
         case "MAX_TOKENS_TOO_LARGE":
             return "max_tokens", names.get("max_tokens", "max_tokens")
         case "MODEL_NOT_FOUND" if not isinstance(error, RemoteError):
-            return None, "model" if error.metadata.get("model") == model else "draftbridge.draft"
+            return None, names.get("model", "model" if error.metadata.get("model") == model else "draftbridge.draft")
         case "DRAFT_AWAY" | "PAIR_REFUSED":
             return None, "draftbridge.draft"
     field = error.metadata.get("field") if isinstance(error, _WITH_FIELD) else None

@@ -49,7 +49,7 @@ class ChatMessage(Strict):
         Raises `InvalidField`.
         """
         if self.tool_calls and self.role != "assistant":
-            raise InvalidField(f"{place}.tool_calls", "left out unless the role is assistant", "them")
+            raise InvalidField(f"{place}.tool_calls", "left out unless the role is assistant")
         if self.content is None and not self.tool_calls:
             raise InvalidField(f"{place}.content", "a text unless the message has tool_calls", "none")
         content = self.content or ""

@@ -142,7 +142,7 @@ class GenerationRequest(Strict, ABC):
         }
         for name, value in streamed.items():
             if value and not self.stream:
-                raise InvalidField(name, "left out unless stream is true", "it")
+                raise InvalidField(name, "left out unless stream is true")
         seed = secrets.randbits(_DRAWN_SEED_BITS) if self.seed is None else self.seed
         base = Request(
             input="",

@@ -1,7 +1,6 @@
 """Listens for HTTP: next to a gRPC server in the same event loop, or in a process of its own before a bridge."""
 
 import asyncio
-import re
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -14,7 +13,6 @@ from weakref import WeakSet
 
 import uvicorn
 
-from bridge.errors import InvalidField
 from services.bridge.backend import Backend
 from services.bridge.gateway import Gateway
 from services.bridge.remote_gateway import RemoteGateway
@@ -27,7 +25,6 @@ from services.rpc.keys import Keys
 from services.rpc.server import PortTaken, Stop, host_and_port, stop_event
 
 _BACKLOG = 2048
-_HOST = re.compile(r"\*|(\*\.)?[A-Za-z0-9._-]+|\[?[0-9A-Fa-f:]+\]?")
 # What the system keeps for a client that reads slowly, so that it is noticed before its whole text is in memory.
 _SEND_BUFFER_BYTES = 1 << 18
 # Longer than clients keep a connection for their next request, so that it is not closed under their hands.
@@ -157,11 +154,8 @@ def _hosts(listen: str, configured: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the names that a request may address the server by.
 
     A server on a loopback address accepts no others, because otherwise a web page whose name resolves to that address
-    could use it with the browser's help (DNS rebinding). Raises `InvalidField` for what is not a name.
+    could use it with the browser's help (DNS rebinding).
     """
-    for name in configured:
-        if not _HOST.fullmatch(name):
-            raise InvalidField("http-host", "names such as example.com or *.example.com, without scheme and port", name)
     try:
         local = listen == "localhost" or ip_address(listen).is_loopback
     except ValueError:

@@ -128,7 +128,9 @@ class Keys:
             self._reload()
         scheme, _, token = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not token:
-            raise Unauthenticated("the call has no token: send it as metadata, authorization: Bearer TOKEN")
+            raise Unauthenticated(
+                "the call has no token: send it as authorization: Bearer TOKEN (commands: --token-file FILE)"
+            )
         digest, found = _digest(token.strip()), None
         for key in self._keys:  # all of them, so that the time does not tell which one is similar
             if hmac.compare_digest(digest, key.settings.digest):

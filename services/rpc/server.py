@@ -1,10 +1,13 @@
 """The gRPC server of every process, with health checks, reflection, error mapping and graceful shutdown."""
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
@@ -31,6 +34,23 @@ _HEALTH_INTERVAL_SECONDS = 1.0
 # A connection is closed if the client does not answer a ping within half of this; pings are sent as often.
 _KEEPALIVE_SECONDS = 20.0
 _SEND_LIMIT_BYTES = 64 << 20
+
+
+def check_free(listen: str) -> None:
+    """Raises `PortTaken` if another program listens there: gRPC would also print a line of its own."""
+    host, port = host_and_port("listen", listen)
+    if not port:
+        return
+    with suppress(OSError):  # not an address of this machine, which gRPC reports
+        for family, kind, protocol, _, address in socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    trial.bind(address)
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        raise PortTaken(listen) from error
+                    raise
 
 
 class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):
@@ -103,6 +123,8 @@ class Server:
         )
         host, _ = host_and_port("listen", listen)
         security.check_exposure(listen, config)
+        if not share_port:
+            check_free(listen)
         try:
             if credentials:
                 bound = self._server.add_secure_port(listen, credentials)

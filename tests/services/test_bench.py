@@ -205,7 +205,12 @@ def test_pinning_ends_with_its_context() -> None:
 
 @pytest.mark.parametrize(
     ("option", "words"),
-    [(["--json", "nowhere/a.json"], "nowhere does not exist"), (["--plot", "a.xyz"], "cannot draw a.xyz")],
+    [
+        (["--json", "nowhere/a.json"], "nowhere does not exist"),
+        (["--json", "."], ". cannot be written"),
+        (["--plot", "a.xyz"], "cannot draw a.xyz"),
+        (["--engine", "torch"], "of a running bridge, the first pair is measured"),
+    ],
 )
 def test_what_cannot_be_written_is_said_before_anything_is_measured(option: list[str], words: str) -> None:
     command = [sys.executable, "-m", "services.cli", "bench", "--server", "127.0.0.1:1", *option]

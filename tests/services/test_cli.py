@@ -172,6 +172,11 @@ def test_a_taken_port_is_said_so(tiny_fleet: Fleet, tiny_models: tuple[Path, Pat
     message = refused(command("serve", str(tiny_models[0]), "--listen", tiny_fleet.draft))
     assert f"cannot listen on {tiny_fleet.draft}" in message
     assert "HOST:PORT" in refused(command("bridge", "--target", tiny_fleet.target, "--listen", "nonsense"))
+    # Before it loads any model.
+    up = ("up", "--target", str(tiny_models[0]), "--draft", "none", "--listen")
+    assert f"cannot listen on {tiny_fleet.draft}" in refused(command(*up, tiny_fleet.draft))
+    assert "HOST:PORT" in refused(command(*up, "nonsense"))
+    assert "DRAFTBRIDGE_BRIDGE_INSECURE" in refused(command(*up, "0.0.0.0:0"))
 
 
 def cut_gguf() -> bytes:

@@ -1,6 +1,7 @@
 """The doctor finds what is wrong with a deployment, names the remedy, and puts the most important first."""
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +91,10 @@ class Deployment:
         return Answer()
 
 
-def examined(deployment: Deployment) -> list[Finding]:
+def examined(deployment: Deployment, on_finding: Callable[[Finding], None] = lambda _: None) -> list[Finding]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        return examine(f"127.0.0.1:{listening.getsockname()[1]}", lambda address: deployment)  # type: ignore[arg-type, return-value]
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        return examine(address, lambda address: deployment, on_finding)  # type: ignore[arg-type, return-value]
 
 
 def find(found: list[Finding], text: str) -> Finding:
@@ -227,6 +229,13 @@ def test_without_a_bridge_it_says_how_to_start_one() -> None:
         found = examine(f"127.0.0.1:{probe.getsockname()[1]}", Client)
     assert [one.level for one in found] == [Level.BROKEN] and "draftbridge up" in found[0].remedy
     assert examine("nonsense", Client)[0].level is Level.BROKEN
+
+
+def test_a_bridge_for_engines_only_is_told_from_one_that_can_generate() -> None:
+    told: list[Finding] = []
+    found = examined(Deployment([], {}), told.append)
+    assert "no target is configured" in found[0].text and "--target" in found[0].remedy
+    assert sorted(told, key=lambda one: one.level) == found, "each is reported at once"
 
 
 def test_a_deployment_of_processes_is_examined_from_end_to_end(

@@ -45,6 +45,6 @@ def test_a_bridge_without_a_target_serves_guests_only() -> None:
         Client(address) as client,
     ):
         assert health(address) == (0, "SERVING")
-        with pytest.raises(CallError, match="it has none") as caught:
+        with pytest.raises(CallError, match="start it with --target") as caught:
             client.generate("Once")
         assert caught.value.reason == "MODEL_NOT_FOUND"

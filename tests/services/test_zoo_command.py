@@ -62,6 +62,14 @@ def test_predict_and_show_print_every_pair(tiny_fleet: Fleet, tmp_path: Path, pr
     assert "available" in text and "best" in text and tiny_fleet.target in text
 
 
+def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(tiny_fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(
+        app, ["zoo", "predict", "--server", tiny_fleet.bridge, "--output", str(tmp_path / "file")]
+    )
+    assert result.exit_code == 2 and "cannot be made a folder" in " ".join(result.output.split())
+
+
 def test_names_that_the_bridge_does_not_have_are_refused(tiny_fleet: Fleet, tmp_path: Path) -> None:
     command = ["zoo", "predict", "--server", tiny_fleet.bridge, "--drafts", "nobody", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, command)

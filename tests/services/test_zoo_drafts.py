@@ -91,6 +91,15 @@ async def test_wishes_that_cannot_be_fulfilled_are_refused_by_field() -> None:
             await text_of(gateway, "", Wish(("nobody", "none")))
 
 
+async def test_an_unknown_name_in_a_list_of_drafts_is_skipped() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        draft = await stack.enter_async_context(serving(renamed(trained("gemma"), "small"), role=Role.DRAFT))
+        gateway = await stack.enter_async_context(bridge([target], [draft]))
+        _, event = await text_of(gateway, "", Wish(("nobody", "small")))
+        assert event.statistics.drafts == ["small"]
+
+
 async def test_the_choice_is_learned_and_told() -> None:
     async with AsyncExitStack() as stack:
         target = await stack.enter_async_context(serving(trained("gpt-2", pass_seconds=0.004)))

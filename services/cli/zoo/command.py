@@ -17,7 +17,7 @@ from draftbridge import Client
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.cli import bench
 from services.cli.connection import Connect, connecting
-from services.cli.terminal import err, out, report
+from services.cli.terminal import check_writable, err, out, report
 from services.cli.zoo import figures
 from services.cli.zoo.predict import Prediction, predict
 from services.cli.zoo.report import Report, comparisons, write
@@ -130,6 +130,7 @@ def predict_pairs(
     """Predict the gain of every pair from the models' times and a few hundred tokens each."""
     _, probes, _ = _split(prompts, count)
     values = _numbers(temperatures)
+    _make(output)
     with running(connect, server, targets, drafts, engine) as zoo:
         _print_predictions(_predictions(zoo, probes, values, output))
 
@@ -150,6 +151,7 @@ def measure_pairs(
     """Measure all ordered pairs, predict them before, and write an HTML report. A stopped run resumes."""
     measured, probes, setting = _split(prompts, count)
     values = _numbers(temperatures)
+    _make(output)
     with running(connect, server, targets, drafts, engine) as zoo:
         predictions = _predictions(zoo, probes, values, output)
         plan = Plan(zoo.targets, zoo.drafts, measured, values, tokens, refused=frozenset(zoo.refused))
@@ -164,6 +166,15 @@ def measure_pairs(
     (output / "zoo.json").write_text(json.dumps(as_json(result), indent=1))
     _print(result)
     report(f"report: {output / 'report.html'}    figures: {output / 'zoo.json'}")
+
+
+def _make(output: Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"{output} cannot be made a folder ({error.strerror}): name another one"
+        raise typer.BadParameter(problem, param_hint="--output") from error
+    check_writable(output / "zoo.json", "--output")
 
 
 def _result(zoo: Zoo, plan: Plan, file: SampleFile, predictions: Sequence[Prediction], setting: str) -> Report:
