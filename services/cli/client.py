@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from bridge.errors import InvalidField
 from draftbridge import Event
 from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
-from services.cli.connection import Connect, connecting
+from services.cli.connection import Connect, Server, connecting
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, out, report
 from services.config import DEFAULT_BRIDGE, MODEL_HELP
 
@@ -24,7 +24,7 @@ _TOKENIZER_HELP = f"{MODEL_HELP[:-1]}, or a tokenizer.json. With --server: the n
 def generate(
     connect: Connect,
     prompt: Annotated[str, typer.Argument(help="The text to continue; with --chat, the user's message.")],
-    server: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE,
+    server: Server = DEFAULT_BRIDGE,
     max_tokens: Annotated[int, typer.Option(min=1, max=2**32 - 1, help="Maximum number of tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="Divides the logits; 0 is greedy decoding.")] = 0.0,
     top_p: Annotated[float | None, typer.Option(help="Keep the most probable tokens that add up to this.")] = None,
@@ -115,9 +115,7 @@ def generate(
 
 
 @connecting
-def models(
-    connect: Connect, server: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE
-) -> None:
+def models(connect: Connect, server: Server = DEFAULT_BRIDGE) -> None:
     """List the models that a bridge is connected to, and the built-in models."""
     from services.store.built_in import BUILT_IN
 

@@ -11,6 +11,8 @@ import typer
 from draftbridge import Client, Credentials
 
 Connect: TypeAlias = Callable[[str], Client]
+# The option of commands that need a running bridge.
+Server: TypeAlias = Annotated[str, typer.Option(help="HOST:PORT of the bridge.", envvar="DRAFTBRIDGE_CLIENT_SERVER")]
 _PANEL = "Connection"
 
 

@@ -6,7 +6,7 @@ import typer
 from rich.markup import escape
 
 from draftbridge.security import is_address
-from services.cli.connection import Connect, connecting
+from services.cli.connection import Connect, Server, connecting
 from services.cli.doctor import Level, examine
 from services.cli.terminal import err, fail, out
 from services.config import DEFAULT_BRIDGE
@@ -17,7 +17,7 @@ _STYLES = {Level.BROKEN: "bold red", Level.DEGRADED: "bold yellow", Level.SLOW: 
 @connecting
 def run(
     connect: Connect,
-    server: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE,
+    server: Server = DEFAULT_BRIDGE,
     verbose: Annotated[bool, typer.Option("--verbose", help="Also print what is in order.")] = False,
 ) -> None:
     """Check a running bridge and its services, and say what to change, most important first.

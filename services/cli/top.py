@@ -14,7 +14,7 @@ from rich.text import Text
 
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2, model_pb2
-from services.cli.connection import Connect, connecting
+from services.cli.connection import Connect, Server, connecting
 from services.cli.terminal import fail, out
 from services.config import DEFAULT_BRIDGE
 
@@ -24,7 +24,7 @@ Counts: TypeAlias = tuple[float, ...]
 @connecting
 def top(
     connect: Connect,
-    server: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE,
+    server: Server = DEFAULT_BRIDGE,
     interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two updates.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the view since the bridge's start, and end.")] = False,
 ) -> None:

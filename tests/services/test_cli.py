@@ -149,12 +149,13 @@ def test_wrong_generations_are_refused(tiny_fleet: Fleet) -> None:
     )  # fmt: skip
 
 
-def test_nobody_there_is_said_so() -> None:
+def test_nobody_there_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
     assert "nothing answers at" in refused(command("generate", "x", "--server", address))
-    assert "nothing answers at" in refused(command("models", "--server", address))
+    monkeypatch.setenv("DRAFTBRIDGE_CLIENT_SERVER", address)
+    assert f"nothing answers at {address}" in refused(command("models"))
     message = refused(command("bridge", "--target", address, "--connect-timeout", "0.3", "--listen", "127.0.0.1:0"))
     assert f"no usable service answers at {address}" in message
 

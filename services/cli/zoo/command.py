@@ -16,7 +16,7 @@ from bridge.errors import InvalidField
 from draftbridge import Client
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.cli import bench
-from services.cli.connection import Connect, connecting
+from services.cli.connection import Connect, Server, connecting
 from services.cli.terminal import check_writable, err, out, report
 from services.cli.zoo import figures
 from services.cli.zoo.predict import Prediction, predict
@@ -68,7 +68,7 @@ _Temperatures = Annotated[str, typer.Option(help="Temperatures, separated by com
 @connecting
 def show(
     connect: Connect,
-    server: Annotated[str, typer.Option(help="HOST:PORT of the bridge.")] = DEFAULT_BRIDGE,
+    server: Server = DEFAULT_BRIDGE,
     workload: Annotated[str, typer.Option(help="Kind of text that the expected speeds are for.")] = "",
 ) -> None:
     """Show all services of a bridge with their states, and all pairs with what the bridge expects of them."""
