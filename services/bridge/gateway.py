@@ -8,7 +8,7 @@ from time import perf_counter_ns
 
 import grpc
 
-from bridge.errors import BridgeBusy, DraftBridgeError, GrammarNotSupported, InvalidField
+from bridge.errors import BridgeBusy, DraftBridgeError, GrammarNotSupported, InvalidField, Unreachable
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.choice import DraftChooser
 from bridge.ports import Proposal, TextGrammar
@@ -251,7 +251,11 @@ class Gateway:
                 return draft.model, stack.enter_context(closing(drafter))
 
             def next_draft(error: Exception | None) -> tuple[Model, ZooDrafter] | None:
-                if not (other := first.pop() if first else assignment.next(error)):
+                other = first.pop() if first else assignment.next(error)
+                while other and not assignment.replicas(other):  # lost while the prompt was encoded
+                    assignment.note = f"the draft {other.model.name} was lost before the text began"
+                    other = assignment.next(Unreachable(other.address, "its connection was lost"))
+                if not other:
                     return None
                 running.draft = other.model.name
                 return connect(other)

@@ -23,6 +23,7 @@ from services.model.host import load
 from services.model.target.session import TargetSession
 from tests.conftest import save_tiny_model
 from tests.engines.test_engine import FAMILIES
+from tests.support.alone import in_order
 from tests.support.engine_contract import IDS, expected, saved
 
 
@@ -93,8 +94,8 @@ async def test_a_deterministic_target_in_bfloat16_says_the_same_in_every_mode(
             closing(TargetSession(target.model, target.scheduler, target.sampler(parameters, 4))) as verifier,
             closing(DraftSession(draft.model, draft.scheduler, draft.sampler(parameters, 4))) as drafter,
         ):
-            drafting = (None, None) if mode is Mode.OFF else (draft.model, drafter)
-            events = [event async for event in generate(request, target.model, verifier, *drafting)]
+            drafts = in_order((draft.model, drafter))
+            events = [event async for event in generate(request, target.model, verifier, drafts)]
         texts.add(tuple(id_ for event in events if isinstance(event, Delta) for id_ in event.token_ids))
         assert events[-1].statistics.near_ties == 0  # type: ignore[union-attr]
     assert len(texts) == 1

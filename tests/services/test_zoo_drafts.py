@@ -15,7 +15,7 @@ from bridge.text.chat import Chat, Message
 from services.bridge.backend import Opened
 from services.bridge.connection import State
 from services.bridge.endpoint import Endpoint
-from services.bridge.pairing import Pauses, Wish
+from services.bridge.pairing import Assignment, Pauses, Wish
 from services.config import Role
 from tests.support.waiting import eventually
 from tests.support.zoo import SAMPLING, bridge, cheap, hurry, lying, renamed, serving, text_of, trained
@@ -89,6 +89,27 @@ async def test_wishes_that_cannot_be_fulfilled_are_refused_by_field() -> None:
                 await text_of(gateway, "", wish)
         with pytest.raises(ModelNotFound):
             await text_of(gateway, "", Wish(("nobody", "none")))
+
+
+@pytest.mark.parametrize("names", [("small",), ("small", "other")])
+async def test_a_draft_that_is_lost_while_the_prompt_is_encoded_is_replaced(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        drafts = [
+            await stack.enter_async_context(serving(renamed(trained("gemma"), name), role=Role.DRAFT)) for name in names
+        ]
+        gateway = await stack.enter_async_context(bridge([target], drafts))
+        expected, _ = await text_of(gateway, "", Wish(), Mode.OFF)
+        replicas = Assignment.replicas
+        monkeypatch.setattr(
+            Assignment, "replicas", lambda self, one: [] if one.model.name == "small" else replicas(self, one)
+        )
+        text, event = await text_of(gateway, "", Wish(draft="small") if len(names) == 1 else Wish(names))
+        assert text == expected
+        assert event.statistics.drafts == list(names[1:])
+        assert "small was lost" in event.statistics.note
 
 
 async def test_an_unknown_name_in_a_list_of_drafts_is_skipped() -> None:
