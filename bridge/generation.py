@@ -89,7 +89,7 @@ async def generate(
     """Yields the target's own continuation of the request; a draft only makes it faster.
 
     `next_draft` returns the request's draft and, later, another one for the rest of the text, given the error of the
-    present one, or None if that one does not pay. A draft is closed once it is of no more use; the caller closes those
+    present one, or None if that one gains nothing. A draft is closed once it is of no more use; the caller closes those
     that it opened, which may be done twice. `estimates` holds what other requests have learned about the target, and
     this request adds to it. `memory` holds earlier outputs of tenants; a request with a tenant uses it and adds to it.
     `clock` returns nanoseconds. The request counts into `statistics`, which the caller may read at any time. `grammar`

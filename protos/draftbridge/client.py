@@ -26,7 +26,7 @@ _GENERATE = "draftbridge.v1.BridgeService/Generate"
 _TIMEOUT_SECONDS = 30.0
 
 
-def _checked(address: str) -> str:
+def checked_address(address: str) -> str:
     """Returns the address. Raises `CallError` if it is not one."""
     if not is_address(address):
         raise invalid("address", f"the address must be HOST:PORT, with a port from 1 to 65535, got {address!r}")
@@ -41,7 +41,7 @@ class Client:
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        self._channel = open_channel(_checked(address), credentials, CHANNEL_OPTIONS)
+        self._channel = open_channel(checked_address(address), credentials, CHANNEL_OPTIONS)
         self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
 
     def __enter__(self) -> "Client":
@@ -119,7 +119,7 @@ class AsyncClient:
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
-        self._channel = open_aio_channel(_checked(address), credentials, CHANNEL_OPTIONS)
+        self._channel = open_aio_channel(checked_address(address), credentials, CHANNEL_OPTIONS)
         self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
 
     async def __aenter__(self) -> "AsyncClient":

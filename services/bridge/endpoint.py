@@ -15,6 +15,7 @@ from bridge.planning.estimates import TargetEstimates
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2, model_pb2_grpc
+from services.config_values import MAX_NAME_LENGTH
 from services.rpc import codec
 from services.rpc.status import from_rpc_error
 from services.sandbox.templates import TemplateSandbox
@@ -31,7 +32,6 @@ _TOKENIZER_LIMIT_BYTES, _MAX_TOKENIZER_PIECES = 256 << 20, 1 << 16
 _MAX_TOKENIZERS = 32
 # Chat templates of engines whose processes are kept.
 _MAX_GUEST_TEMPLATES = 8
-_MAX_NAME_LENGTH = 256
 # No tokenizer has more ids; logits of more columns would exhaust the memory of every process.
 _MAX_VOCABULARY_SIZE = 1 << 24
 
@@ -90,10 +90,10 @@ class ModelReader:
     ) -> Endpoint:
         """Returns a described service as an endpoint. Raises `RoleNotServed`, `UnusableModel`, ..."""
         name = description.name
-        if not name.isprintable() or not 0 < len(name) <= _MAX_NAME_LENGTH:
+        if not name.isprintable() or not 0 < len(name) <= MAX_NAME_LENGTH:
             raise UnusableModel(
                 f"the model at {address} has an invalid name of {len(name)} characters: use --name to serve it "
-                f"under 1 to {_MAX_NAME_LENGTH} printable characters"
+                f"under 1 to {MAX_NAME_LENGTH} printable characters"
             )
         if description.role not in (role, model_pb2.ROLE_BOTH):
             raise RoleNotServed(address, name, ROLES[role])

@@ -5,10 +5,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from draftbridge.security import is_address
+from draftbridge.client import checked_address
 from services.cli.connection import Connect, Server, connecting
 from services.cli.doctor import Level, examine
-from services.cli.terminal import err, fail, out
+from services.cli.terminal import err, out
 from services.config import DEFAULT_BRIDGE
 
 _STYLES = {Level.BROKEN: "bold red", Level.DEGRADED: "bold yellow", Level.SLOW: "cyan", Level.GOOD: "green"}
@@ -24,8 +24,7 @@ def run(
 
     The exit status is 1 if requests fail, otherwise 0.
     """
-    if not is_address(server):
-        fail(f"the address must be HOST:PORT, with a port from 1 to 65535, got {server!r}")
+    checked_address(server)
     with err.status("examining") as status:
         found = examine(server, connect, lambda one: status.update(escape(f"{one.check}: {one.text}")))
     for one in found:

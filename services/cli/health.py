@@ -7,7 +7,8 @@ import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftbridge import CallError, Credentials
-from draftbridge.security import is_address, open_channel
+from draftbridge.client import checked_address
+from draftbridge.security import open_channel
 from services.cli.connection import connecting
 from services.cli.terminal import fail
 from services.config import DEFAULT_BRIDGE
@@ -31,8 +32,7 @@ def health(
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the answer.")] = 5.0,
 ) -> None:
     """Ask a server whether it can serve: exit status 0 if so, else 1. Needs no token."""
-    if not is_address(server):
-        fail(f"the address must be HOST:PORT, with a port from 1 to 65535, got {server!r}")
+    checked_address(server)
     options = [("grpc.ssl_target_name_override", server_name)] if server_name and credentials.encrypted else []
     with open_channel(server, credentials, options) as channel:
         request = health_pb2.HealthCheckRequest(service=service)

@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from bridge.errors import DraftBridgeError, InvalidField
-from services import config as configuration
+from services import config_values
 from services.config import ServerConfig
 from services.rpc import security
 from services.rpc.gate import Gate
@@ -67,7 +67,7 @@ class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):
 def host_and_port(field: str, listen: str) -> tuple[str, int]:
     """Returns both parts of the HOST:PORT that a setting has. Raises `InvalidField`."""
     try:
-        return configuration.host_and_port(listen)
+        return config_values.host_and_port(listen)
     except ValueError as error:
         raise InvalidField(field, str(error), listen) from None
 

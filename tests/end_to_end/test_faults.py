@@ -196,7 +196,7 @@ def test_a_target_without_a_replica_is_unavailable(world: World, fault: str) -> 
     world.proxies["replica"].refuse()
     started = time.monotonic()
     with pytest.raises(CallError) as caught:
-        # So many tokens without candidates that the text cannot have ended when the fault comes, however late.
+        # Without candidates, this number of tokens takes longer than the fault can be late.
         hit = world.kill if fault == "killed" else lambda name: world.proxies[name].halve()
         generate(world, "off", lambda: hit("target"), LONG_TOKENS)
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVICE_UNREACHABLE")

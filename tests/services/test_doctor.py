@@ -232,10 +232,10 @@ def test_without_a_bridge_it_says_how_to_start_one() -> None:
 
 
 def test_a_bridge_for_engines_only_is_told_from_one_that_can_generate() -> None:
-    told: list[Finding] = []
-    found = examined(Deployment([], {}), told.append)
+    reported: list[Finding] = []
+    found = examined(Deployment([], {}), reported.append)
     assert "no target is configured" in found[0].text and "--target" in found[0].remedy
-    assert sorted(told, key=lambda one: one.level) == found, "each is reported at once"
+    assert sorted(reported, key=lambda one: one.level) == found
 
 
 def test_a_deployment_of_processes_is_examined_from_end_to_end(
