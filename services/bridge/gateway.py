@@ -253,8 +253,9 @@ class Gateway:
             def next_draft(error: Exception | None) -> tuple[Model, ZooDrafter] | None:
                 other = first.pop() if first else assignment.next(error)
                 while other and not assignment.replicas(other):  # lost while the prompt was encoded
-                    assignment.note = f"the draft {other.model.name} was lost before the text began"
-                    other = assignment.next(Unreachable(other.address, "its connection was lost"))
+                    error = Unreachable(other.address, "its connection was lost")
+                    assignment.note = f"the draft {other.model.name} was lost before the text began ({error.reason})"
+                    other = assignment.next(error)
                 if not other:
                     return None
                 running.draft = other.model.name
