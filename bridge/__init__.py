@@ -8,10 +8,11 @@ this order, which is also a good order to read them in::
                  -> chat (templates), chat_reading (chats in ids), translation (draft and target ids), stream (text
                  to the client)
     tape         the committed tokens of a request: the only state that matters
+    measuring/   what forwards cost and how often candidates are right: costs, chances, draft_estimates
     sources/     where candidates come from: source (the port), grammar, draft, source_set; prompt lookup:
                  token_lookup, suffix_index -> suffix_memory -> suffix
-    planning/    chooses a source and a number of tokens: costs, chances, prediction -> estimates -> planner; choice of
-                 a draft among several
+    planning/    chooses a source and a number of tokens: prediction -> estimates -> planner; choice of a draft among
+                 several
     speculation  the sources, the planner and the present plan of one sequence: what its next pass gets
     target_link  sends offers to the target and checks its passes
     loop         the verification loop: take a pass, commit it, inform the sources, plan, send candidates

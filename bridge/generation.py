@@ -17,7 +17,8 @@ from typing import TypeAlias
 
 from bridge.errors import DraftBridgeError, TargetFault
 from bridge.loop import speculate
-from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
+from bridge.measuring.draft_estimates import DraftEstimates
+from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner
 from bridge.ports import Drafter, FinishReason, Logprob, TextGrammar, Verifier
 from bridge.request import Request, check, render, token_room

@@ -9,7 +9,7 @@ from operator import mul
 from time import perf_counter_ns
 
 from bridge.errors import DraftBridgeError, InvalidRequest, UnusableModel
-from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
+from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan
 from bridge.ports import Pass
@@ -61,9 +61,7 @@ def open_sequence(
     found = [source.open(opening) for name, source in SOURCES.items() if not shared.sources or name in shared.sources]
     sources: list[CandidateSource] = [source for source in found if source]
     end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
-    draft_estimates = draft.times if draft else None
-    assert draft_estimates is None or isinstance(draft_estimates, DraftEstimates)
-    estimates = RequestEstimates(shared.estimates, sources, draft_estimates)
+    estimates = RequestEstimates(shared.estimates, sources, draft.times if draft else None)
     # Without drafts only tokens are indexed.
     byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, prompt)))
     return GuestSequence(model, tape, SourceSet(sources, model, end_id), estimates, byte_count)
@@ -170,7 +168,7 @@ class GuestSequence:
             if isinstance(error, DraftBridgeError):  # the prompt cannot be given to it
                 return None
             raise
-        assert source and isinstance(draft.times, DraftEstimates)
+        assert source, "it has a draft"
         return source, partial(self._estimates.replace_draft, source, draft.times)
 
     def limit_room(self, room: int | None) -> None:

@@ -1,1 +1,1 @@
-"""Estimates what passes cost and how often candidates are accepted, and plans each pass from that."""
+"""Estimates the speed of every way to continue a text, and plans each pass from that."""

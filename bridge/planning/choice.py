@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cachetools import LRUCache
 
-from bridge.planning.costs import MAX_WIDTH, WidthCost
+from bridge.measuring.costs import MAX_WIDTH, WidthCost
 from bridge.planning.prediction import DraftCosts, TargetCosts, ahead, in_turns
 
 # The factor by which each request reduces the weight of earlier ones of its record.

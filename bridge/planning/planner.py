@@ -7,7 +7,7 @@ from itertools import accumulate
 from math import inf, log
 from operator import mul
 
-from bridge.planning.costs import MAX_WIDTH
+from bridge.measuring.costs import MAX_WIDTH
 from bridge.planning.estimates import RequestEstimates
 from bridge.planning.prediction import (
     DraftCosts,

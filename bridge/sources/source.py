@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from time import perf_counter_ns
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
-from bridge.ports import Drafter, Pass, Proposal, TextGrammar
+from bridge.measuring.draft_estimates import DraftEstimates
+from bridge.ports import Drafter, Pass, TextGrammar
 from bridge.sources.suffix_index import Match
 from bridge.tape import Tape
 from bridge.text.models import Model
@@ -108,31 +109,13 @@ class DraftPace:
     turns: bool = False
 
 
-class DraftTimes(Protocol):
-    """Records a draft's speed and what it has read, for all requests that use it. Times are in nanoseconds."""
-
-    @property
-    def round_trip_ns(self) -> float: ...
-
-    @property
-    def token_ns(self) -> float: ...
-
-    def reading_ns(self, token_count: int) -> float: ...
-
-    def cached_token_count(self, ids: Sequence[int]) -> int: ...
-
-    def observe_context(self, ids: Sequence[int]) -> None: ...
-
-    def observe_proposal(self, proposal: Proposal, round_trip_ns: int | None, ahead: bool) -> None: ...
-
-
 @dataclass(frozen=True)
 class Draft:
-    """A draft model, the stream to its server, and the record of its speed."""
+    """A draft model, the stream to its server, and its estimates, which all requests share."""
 
     model: Model
     drafter: Drafter
-    times: DraftTimes
+    times: DraftEstimates
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,13 @@ import grpc
 from cachetools import LRUCache
 from grpc import aio
 
-from bridge.errors import ChecksumMismatch, RoleNotServed, TokenizerNotUnderstood, Unreachable, UnusableModel
+from bridge.errors import TokenizerNotUnderstood, Unreachable, UnusableModel
 from bridge.planning.estimates import TargetEstimates
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2, model_pb2_grpc
 from services.config_values import MAX_NAME_LENGTH
+from services.errors import ChecksumMismatch, RoleNotServed
 from services.rpc import codec
 from services.rpc.status import from_rpc_error
 from services.sandbox.templates import TemplateSandbox

@@ -8,7 +8,7 @@ from time import perf_counter_ns
 
 import grpc
 
-from bridge.errors import BridgeBusy, DraftBridgeError, GrammarNotSupported, InvalidField, Unreachable
+from bridge.errors import DraftBridgeError, InvalidField, Unreachable
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.choice import DraftChooser
 from bridge.ports import Proposal, TextGrammar
@@ -25,6 +25,7 @@ from services.bridge.pairing import Pairing, Wish
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
 from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of, is_broken
 from services.bridge.zoo import Zoo
+from services.errors import BridgeBusy, GrammarNotSupported
 from services.grammars.store import ByteGrammars
 from services.metrics import BridgeMetrics, RequestMetrics
 from services.rpc.status import code_of

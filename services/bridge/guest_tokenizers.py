@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from bridge.errors import ChecksumMismatch, ProtocolViolation, TokenizerNotUnderstood, TokenizersFull
+from bridge.errors import ProtocolViolation, TokenizerNotUnderstood
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import candidate_pb2, model_pb2
 from services.bridge.endpoint import ModelReader
+from services.errors import ChecksumMismatch, TokenizersFull
 
 # How long a tokenizer may take to arrive. The largest published ones have 33 MB.
 ARRIVAL_SECONDS = 60.0

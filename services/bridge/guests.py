@@ -11,7 +11,7 @@ from typing import Any
 from cachetools import LRUCache
 from grpc import aio
 
-from bridge.errors import DraftBridgeError, EngineNameTaken, InvalidField, ProtocolViolation
+from bridge.errors import DraftBridgeError, InvalidField, ProtocolViolation
 from bridge.guest import Guest
 from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
 from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
@@ -24,6 +24,7 @@ from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
 from services.bridge.guest_drafts import GuestDrafts
 from services.bridge.guest_tokenizers import GuestTokenizers
 from services.bridge.zoo import Zoo
+from services.errors import EngineNameTaken
 from services.guests.budget import Budget, GuestLimits
 from services.guests.opening import check_engine
 from services.logs import loggable

@@ -1,6 +1,6 @@
 """Converts services and pairs to the messages of `ListModels` and `ListPairs`."""
 
-from bridge.planning.costs import MAX_WIDTH
+from bridge.measuring.costs import MAX_WIDTH
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.bridge.connection import Connection, State
 from services.bridge.endpoint import Endpoint

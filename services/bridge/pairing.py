@@ -7,10 +7,10 @@ from time import perf_counter_ns
 
 from cachetools import LRUCache
 
-from bridge.errors import DraftAway, DraftBridgeError, InvalidField, ModelNotFound, PairRefused, ProtocolViolation
+from bridge.errors import DraftBridgeError, InvalidField, ProtocolViolation
 from bridge.generation import Finished
+from bridge.measuring.costs import Ewma
 from bridge.planning.choice import Candidate, DraftChoice, DraftChooser, Expectation, PairRecord, predicted_gain
-from bridge.planning.costs import Ewma
 from bridge.planning.planner import Mode
 from bridge.request import Request
 from bridge.statistics import SourceStatistics, Statistics
@@ -19,6 +19,7 @@ from draftbridge.v1 import model_pb2
 from services.bridge.endpoint import Endpoint
 from services.bridge.replicas import is_lost
 from services.bridge.zoo import Zoo
+from services.errors import DraftAway, ModelNotFound, PairRefused
 
 _MAX_WORKLOAD_LENGTH, _MAX_DRAFTS = 64, 64
 # Assumed bytes of a target's token, until requests have shown them.

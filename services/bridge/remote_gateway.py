@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from cachetools import LRUCache
 from grpc import aio
 
-from bridge.errors import DraftBridgeError, InvalidField, ModelNotFound
+from bridge.errors import DraftBridgeError, InvalidField
 from bridge.generation import Delta, Finished
 from bridge.request import Request, check, check_size
 from draftbridge.security import Credentials, open_aio_channel
@@ -14,6 +14,7 @@ from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.bridge.backend import Opened, ServedModel, ServiceState
 from services.bridge.pairing import Wish
 from services.bridge.zoo import no_such
+from services.errors import ModelNotFound
 from services.metrics import HttpMetrics
 from services.rpc import client_codec
 from services.rpc.channel import options

@@ -14,9 +14,13 @@ from time import perf_counter_ns
 import grpc
 from cachetools import LRUCache
 
-from bridge.errors import (
-    DraftBridgeError,
-    EngineFailure,
+from bridge.errors import DraftBridgeError, EngineFailure, Unreachable
+from bridge.ports import Candidates, Grant, Pass, Run
+from bridge.request import Request
+from bridge.text.chat import Chat
+from services.bridge.endpoint import Endpoint
+from services.bridge.remote import RemoteVerifier
+from services.errors import (
     KeyLimitReached,
     ModelChanged,
     ModelNotFound,
@@ -24,13 +28,7 @@ from bridge.errors import (
     SandboxBusy,
     SlotsExhausted,
     StreamEnded,
-    Unreachable,
 )
-from bridge.ports import Candidates, Grant, Pass, Run
-from bridge.request import Request
-from bridge.text.chat import Chat
-from services.bridge.endpoint import Endpoint
-from services.bridge.remote import RemoteVerifier
 from services.rpc.status import RemoteError
 
 # A prompt's beginning is remembered in blocks: their bytes, the most of one prompt, and the most of each replica.

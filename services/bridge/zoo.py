@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from bridge.errors import DraftAway, DraftBridgeError, ModelChanged, ModelNotFound, Unreachable
+from bridge.errors import DraftBridgeError, Unreachable
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.security import Credentials
@@ -17,6 +17,7 @@ from services.bridge.connection import Connection
 from services.bridge.endpoint import CHECK_SECONDS, ROLES, Endpoint, ModelReader
 from services.bridge.entry import Entry
 from services.bridge.names import Resolver, host_name, resolve, with_ip
+from services.errors import DraftAway, ModelChanged, ModelNotFound
 from services.rpc.channel import open_channel
 
 # At its start, a bridge waits this much longer than `timeout` for drafts: reading tokenizers takes time too.

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from bridge.errors import ModelNotFound, UnusableModel
+from bridge.errors import UnusableModel
 from bridge.text.common_prefix import common_prefix_length
 from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
@@ -16,6 +16,7 @@ from services.cli import bench
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.processes import draft_threads, fleet
 from services.engines.registry import engines
+from services.errors import ModelNotFound
 from services.store.cache import NoSpace
 from services.store.resolve import SUFFIX, default_name, resolve
 

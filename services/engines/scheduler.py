@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any, TypeVar
 
-from bridge.errors import EngineFailure, InvalidGrammar, SlotsExhausted
+from bridge.errors import EngineFailure, InvalidGrammar
 from bridge.sampling.sampler import Logits
 from bridge.text.common_prefix import common_prefix_length
 from services.engines.engine import Engine, Row
 from services.engines.job import Job, Timed
 from services.engines.observer import UNOBSERVED, SchedulerObserver
 from services.engines.slots import MIN_COPIED_TOKENS, SlotChoice, Slots
+from services.errors import SlotsExhausted
 
 T = TypeVar("T")
 

@@ -16,8 +16,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bridge.errors import InvalidGrammar, SandboxBusy
+from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar
+from services.errors import SandboxBusy
 from services.grammars.byte_matcher import allowed_bytes, byte_tokenizer
 from services.grammars.compiler import check_satisfiable, compile_grammar, invalid, refused
 from services.sandbox.process import command, confine, environment

@@ -27,10 +27,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField, ModelNotFound, Unauthenticated
+from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField
 from bridge.generation import Delta
 from bridge.request import Request
 from services.bridge.backend import Backend, ServedModel, ServiceState
+from services.errors import ModelNotFound, Unauthenticated
 from services.http import errors
 from services.http.answer import Answer, Limits, respond
 from services.http.generation import Event, Sequences, generate

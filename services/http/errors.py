@@ -11,14 +11,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from bridge.errors import (
-    DraftBridgeError,
-    Exhausted,
-    GrammarNotSupported,
-    InvalidField,
-    InvalidGrammar,
-    InvalidRequest,
-)
+from bridge.errors import DraftBridgeError, InvalidField, InvalidGrammar, InvalidRequest
+from services.errors import Exhausted, GrammarNotSupported
 from services.rpc.status import RemoteError, code_of
 
 _log = logging.getLogger(__name__)

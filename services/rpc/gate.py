@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from bridge.errors import DraftBridgeError, Overloaded
+from bridge.errors import DraftBridgeError
+from services.errors import Overloaded
 from services.rpc.keys import Key, Keys
 from services.rpc.status import abort
 

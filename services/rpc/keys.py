@@ -14,8 +14,8 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError
 
-from bridge.errors import KeyLimitReached, Unauthenticated
 from services.config import InvalidConfiguration
+from services.errors import KeyLimitReached, Unauthenticated
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
-from bridge.errors import DraftBridgeError, Unauthenticated
+from bridge.errors import DraftBridgeError
 from services.config import ProcessConfig
+from services.errors import Unauthenticated
 from services.rpc import security
 from services.rpc.keys import Keys
 from services.rpc.server import host_and_port

@@ -18,9 +18,9 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
-from bridge import errors
-from bridge.errors import DraftBridgeError
+from bridge.errors import DraftBridgeError, InvalidRequest, NotReady, ProtocolViolation, Unreachable
 from draftbridge.errors import read_report, tls_failure
+from services.errors import Exhausted, ModelNotFound, StreamEnded, TlsFailed, TokenRefused, Unauthenticated
 from services.logs import REQUEST_ID_KEY, request_id
 
 _log = logging.getLogger(__name__)
@@ -46,13 +46,13 @@ _METADATA_KEY = re.compile(r"[A-Za-z0-9_.-]{1,63}")
 
 # The first class that the error is an instance of gives the code.
 _CODES: tuple[tuple[type[DraftBridgeError], grpc.StatusCode], ...] = (
-    (errors.InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
-    (errors.ModelNotFound, grpc.StatusCode.NOT_FOUND),
-    (errors.NotReady, grpc.StatusCode.FAILED_PRECONDITION),
-    (errors.Exhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (errors.Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
-    (errors.Unreachable, grpc.StatusCode.UNAVAILABLE),
-    (errors.DraftBridgeError, grpc.StatusCode.INTERNAL),
+    (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
+    (ModelNotFound, grpc.StatusCode.NOT_FOUND),
+    (NotReady, grpc.StatusCode.FAILED_PRECONDITION),
+    (Exhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (Unauthenticated, grpc.StatusCode.UNAUTHENTICATED),
+    (Unreachable, grpc.StatusCode.UNAVAILABLE),
+    (DraftBridgeError, grpc.StatusCode.INTERNAL),
 )
 
 
@@ -87,19 +87,19 @@ def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
     if failed_write and not report and (report := read_report(error.initial_metadata())):
         code = report.code
     if code is grpc.StatusCode.UNAUTHENTICATED:
-        return errors.TokenRefused(address, str(RemoteError(code, "", report.message if report else details, {})))
+        return TokenRefused(address, str(RemoteError(code, "", report.message if report else details, {})))
     if failure := tls_failure(code, details):
-        return errors.TlsFailed(address, failure)
+        return TlsFailed(address, failure)
     if report:
         return RemoteError(code, report.reason, report.message or details, report.metadata)
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return errors.Unreachable(address, code.name)
+        return Unreachable(address, code.name)
     if failed_write:
-        return errors.StreamEnded(address)
+        return StreamEnded(address)
     if code in _BROKEN and any(word in details for word in _BROKEN[code]):
-        return errors.Unreachable(address, details)
+        return Unreachable(address, details)
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return errors.NotReady(
+        return NotReady(
             f"{address} does not offer this service: check that this is the address of the right kind of server",
             address=address,
         )
@@ -172,7 +172,7 @@ class _Malformed:
     """A request that could not be parsed."""
 
     def __init__(self, error: DecodeError) -> None:
-        self.error = errors.ProtocolViolation(
+        self.error = ProtocolViolation(
             f"the request could not be parsed ({error}): send a message of the contract, with text in valid UTF-8"
         )
 

@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
-from bridge.errors import ModelChanged, ModelNotFound, ProtocolViolation, RoleNotServed
+from bridge.errors import ProtocolViolation
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.models import Model
+from services.errors import ModelChanged, ModelNotFound, RoleNotServed
 
 # Prepares for sessions with these sampling parameters.
 Prepare = Callable[[SamplingParameters], Awaitable[None]]

@@ -17,7 +17,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from bridge.errors import DraftBridgeError, InvalidField, TemplateLimitExceeded, UnusableModel
+from bridge.errors import DraftBridgeError, InvalidField, UnusableModel
+from services.errors import TemplateLimitExceeded
 
 # About two million tokens of English text.
 MAX_TEXT_CHARACTERS = 8_000_000

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
-from bridge.errors import SandboxBusy, TemplateLimitExceeded
+from services.errors import SandboxBusy, TemplateLimitExceeded
 from services.sandbox.jinja import MAX_TEXT_CHARACTERS, Outcome, text_of
 from services.sandbox.process import command, environment
 from services.sandbox.template_process import READY, SHIELD

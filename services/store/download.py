@@ -22,7 +22,8 @@ from filelock import FileLock
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from bridge.errors import ChecksumMismatch, DraftBridgeError, ModelNotFound, UnusableModel
+from bridge.errors import DraftBridgeError, UnusableModel
+from services.errors import ChecksumMismatch, ModelNotFound
 from services.store.built_in import BuiltIn
 from services.store.cache import Report, cache_directory, check_space, writing
 from services.store.gguf import check_gguf

@@ -3,7 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from bridge.errors import ChecksumMismatch, UnusableModel
+from bridge.errors import UnusableModel
+from services.errors import ChecksumMismatch
 
 
 def check_gguf(path: Path, sha256: str | None = None) -> str:

@@ -10,8 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bridge.errors import ModelNotFound, UnusableModel
+from bridge.errors import UnusableModel
 from bridge.text.vocabulary import Vocabulary
+from services.errors import ModelNotFound
 from services.store.built_in import BUILT_IN, BuiltIn
 from services.store.cache import (
     CacheUnusable,

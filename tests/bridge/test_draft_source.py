@@ -2,13 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from bridge.errors import Unreachable
-from bridge.planning.estimates import DraftEstimates
+from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Proposal
 from bridge.sources.draft import DraftEpoch
 from bridge.sources.source import DraftPace
@@ -91,23 +90,13 @@ async def test_a_draft_has_time_to_read_a_long_prompt() -> None:
         source.propose()
 
 
-class RecordedTimes:
-    """Records the round trip of each proposal, and whether the draft ran ahead; see `DraftTimes`."""
-
-    token_ns = round_trip_ns = 0.0
+class RecordedTimes(DraftEstimates):
+    """Records the round trip of each proposal, and whether the draft ran ahead."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[tuple[int | None, bool]] = []
         self.news = asyncio.Event()
-
-    def cached_token_count(self, ids: Sequence[int]) -> int:
-        return 0
-
-    def reading_ns(self, token_count: int) -> float:
-        return 0.0
-
-    def observe_context(self, ids: Sequence[int]) -> None:
-        pass
 
     def observe_proposal(self, proposal: Proposal, round_trip_ns: int | None, ahead: bool) -> None:
         self.seen.append((round_trip_ns, ahead))

@@ -5,9 +5,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from bridge.planning.chances import Chances, RequestChances
-from bridge.planning.costs import Ewma, ForwardTime, WidthCost
-from bridge.planning.estimates import Correction, DraftEstimates, RequestEstimates, TargetEstimates
+from bridge.measuring.chances import Chances, RequestChances
+from bridge.measuring.costs import Ewma, ForwardTime, WidthCost
+from bridge.measuring.draft_estimates import DraftEstimates
+from bridge.planning.estimates import Correction, RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import Pass, Proposal
@@ -153,8 +154,8 @@ def test_drafts_are_told_apart() -> None:
     for request in range(4):
         Simulated(shared, FLAT, 0.9, draft=good, seed=request).run(80)
         Simulated(shared, FLAT, 0.05, draft=bad, seed=request).run(80)
-    assert good.chances_of(Draft()).of(0.8) > 0.8  # type: ignore[arg-type]
-    assert bad.chances_of(Draft()).of(0.8) < 0.2  # type: ignore[arg-type]
+    assert good.chances["draft"].of(0.8) > 0.8
+    assert bad.chances["draft"].of(0.8) < 0.2
     again = Simulated(shared, FLAT, 0.9, draft=good)
     again.run(1)
     assert again.names[0].startswith("draft")

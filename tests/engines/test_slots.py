@@ -6,9 +6,10 @@ import random
 import numpy as np
 import pytest
 
-from bridge.errors import EngineFailure, SlotsExhausted
+from bridge.errors import EngineFailure
 from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence
+from services.errors import SlotsExhausted
 from tests.support.depth import examples
 from tests.support.watched import Watched, after, drop, ids
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from bridge.errors import ChecksumMismatch, ModelNotFound, UnusableModel
+from bridge.errors import UnusableModel
 from draftbridge.v1 import bridge_pb2
 from services.cli import demo
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.demo import LARGE, SMALL, Demonstration
+from services.errors import ChecksumMismatch, ModelNotFound
 from services.store.cache import NoSpace
 
 

@@ -4,7 +4,7 @@ from contextlib import aclosing
 
 import pytest
 
-from bridge.errors import BridgeBusy, GrammarNotSupported, InvalidField, ModelNotFound
+from bridge.errors import InvalidField
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
@@ -15,6 +15,7 @@ from draftbridge.v1 import model_pb2
 from services.bridge.gateway import Gateway, Opened
 from services.bridge.zoo import Zoo
 from services.cli.processes import Fleet
+from services.errors import BridgeBusy, GrammarNotSupported, ModelNotFound
 
 PROMPT = "The quick brown"
 

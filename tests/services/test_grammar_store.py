@@ -6,9 +6,10 @@ from threading import Event
 
 import pytest
 
-from bridge.errors import InvalidGrammar, SandboxBusy
+from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
+from services.errors import SandboxBusy
 from services.grammars.store import TokenGrammars
 from services.grammars.trial import grammar_busy
 from tests.support import grammars as support

@@ -6,8 +6,9 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from bridge.errors import InvalidField, PairRefused
+from bridge.errors import InvalidField
 from services.cli.processes import Fleet
+from services.errors import PairRefused
 from services.http.errors import report
 from tests.services.test_http_limits import door
 from tests.support.doors import CHAT, chat, complete, refused, tool

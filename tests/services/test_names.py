@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from bridge.errors import DraftAway, Unreachable
+from bridge.errors import Unreachable
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
@@ -20,6 +20,7 @@ from services.bridge.gateway import Gateway, Opened
 from services.bridge.names import host_name, resolve, with_ip
 from services.bridge.zoo import Zoo
 from services.cli.processes import serve
+from services.errors import DraftAway
 from services.rpc.channel import open_channel
 from tests.support.certificates import authority, issue
 from tests.support.secure import suffix_server

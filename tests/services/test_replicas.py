@@ -15,7 +15,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from bridge.errors import DraftBridgeError, StreamEnded
+from bridge.errors import DraftBridgeError
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import FinishReason, Pass, Run
@@ -28,6 +28,7 @@ from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
 from services.bridge.zoo import Zoo
 from services.cli.processes import serve
 from services.engines.scheduler import Scheduler
+from services.errors import StreamEnded
 from services.model.draft.servicer import DraftServicer
 from services.model.health import ModelHealth
 from services.model.target.servicer import TargetServicer

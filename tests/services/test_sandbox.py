@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.errors import DraftBridgeError, SandboxBusy, TemplateLimitExceeded, UnusableModel
+from bridge.errors import DraftBridgeError, UnusableModel
 from bridge.text.chat import Chat, Message, end_of_turn, render_chat
 from draftbridge import Client
 from draftbridge.errors import read_report
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.cli.processes import Fleet, fleet, launched, serve
+from services.errors import SandboxBusy, TemplateLimitExceeded
 from services.sandbox.jinja import run_template
 from services.sandbox.templates import TIME_LIMIT_SECONDS, TemplateSandbox
 from tests.conftest import CHAT_TEMPLATE

@@ -7,9 +7,10 @@ from time import perf_counter
 
 import pytest
 
-from bridge.errors import BaseMismatch, PromptTooLong, ProtocolViolation, SlotsExhausted, TokenOutOfRange
+from bridge.errors import PromptTooLong, ProtocolViolation, TokenOutOfRange
 from bridge.ports import Candidates, FinishReason, Grant, Pass, Proposal, Run, Sync
 from services.engines.scheduler import Scheduler
+from services.errors import BaseMismatch, SlotsExhausted
 from services.model.draft.session import DraftSession
 from services.model.target.session import TargetSession
 from tests.support import tiny

@@ -13,10 +13,11 @@ from grpc import aio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bridge.errors import DraftBridgeError, Overloaded, SlotsExhausted
+from bridge.errors import DraftBridgeError
 from draftbridge import CallError
 from draftbridge.errors import read_report
 from draftbridge.v1 import model_pb2, model_pb2_grpc, target_pb2, target_pb2_grpc
+from services.errors import Overloaded, SlotsExhausted
 from services.rpc.insight import Insight, InsightInterceptor
 from services.rpc.status import RemoteError, StatusInterceptor, code_of, from_rpc_error, status_of
 

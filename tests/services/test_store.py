@@ -18,7 +18,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from bridge.errors import ChecksumMismatch, ModelNotFound, UnusableModel
+from bridge.errors import UnusableModel
+from services.errors import ChecksumMismatch, ModelNotFound
 from services.store import cache, download
 from services.store.built_in import BUILT_IN, BuiltIn
 from services.store.cache import NoSpace, cache_directory, fingerprint, scratch_directory

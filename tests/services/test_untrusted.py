@@ -12,13 +12,14 @@ import grpc
 import pytest
 from tokenizers import Tokenizer, decoders
 
-from bridge.errors import ChecksumMismatch, DraftAway, ModelNotFound, TokenizerNotUnderstood, Unreachable, UnusableModel
+from bridge.errors import TokenizerNotUnderstood, Unreachable, UnusableModel
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import bridge_pb2, model_pb2, model_pb2_grpc
 from services.bridge import connection, endpoint
 from services.bridge.gateway import Gateway
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
+from services.errors import ChecksumMismatch, DraftAway, ModelNotFound
 from services.sandbox.tokenizer_selftest import self_test
 from services.sandbox.tokenizers import find_flaw
 from tests.support import families

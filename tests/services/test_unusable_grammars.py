@@ -12,9 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from bridge.errors import InvalidField, InvalidGrammar, SandboxBusy
+from bridge.errors import InvalidField, InvalidGrammar
 from bridge.sampling.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
+from services.errors import SandboxBusy
 from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
 from services.grammars.growth import resident_bytes

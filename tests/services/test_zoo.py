@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bridge.errors import DraftAway, PairRefused, Unreachable, UnusableModel
+from bridge.errors import Unreachable, UnusableModel
 from bridge.planning.planner import Mode
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.bridge.connection import State
@@ -14,6 +14,7 @@ from services.bridge.pairing import Wish
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import Role
+from services.errors import DraftAway, PairRefused
 from tests.support.waiting import eventually
 from tests.support.zoo import FAMILIES, bridge, cheap, hurry, serving, text_of, trained
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from bridge.errors import ModelNotFound, Unreachable
+from bridge.errors import Unreachable
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
@@ -17,6 +17,7 @@ from services.bridge.connection import State
 from services.bridge.endpoint import Endpoint
 from services.bridge.pairing import Assignment, Pauses, Wish
 from services.config import Role
+from services.errors import ModelNotFound
 from tests.support.waiting import eventually
 from tests.support.zoo import SAMPLING, bridge, cheap, hurry, lying, renamed, serving, text_of, trained
 

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Callable
 from time import perf_counter_ns
 
-from bridge.planning.estimates import DraftEstimates
+from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Pass, Proposal, Sync
 from bridge.request import Request, render
 from bridge.sources.draft import DraftSource
-from bridge.sources.source import Draft, DraftTimes, Offer, Outcome
+from bridge.sources.source import Draft, Offer, Outcome
 from bridge.tape import Tape
 from tests.support import tiny
 from tests.support.alone import PROMPT, QueuedDrafter
@@ -39,7 +39,7 @@ class RecordingDrafter(QueuedDrafter):
 def draft_source(
     prompt: str = PROMPT,
     threshold: float = 0.0,
-    times: DraftTimes | None = None,
+    times: DraftEstimates | None = None,
     clock: Callable[[], int] = perf_counter_ns,
 ) -> tuple[DraftSource, RecordingDrafter, Tape]:
     drafter, rendering = RecordingDrafter(), render(Request(prompt), MODEL, MODEL)

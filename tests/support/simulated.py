@@ -2,7 +2,8 @@
 
 import random
 
-from bridge.planning.estimates import DraftEstimates, RequestEstimates, TargetEstimates
+from bridge.measuring.draft_estimates import DraftEstimates
+from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import MAX_CANDIDATES, Mode, Planner, SpeculationParameters
 from bridge.ports import Pass, Proposal
 from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState

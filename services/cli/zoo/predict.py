@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from bridge.planning.costs import MAX_WIDTH, WidthCost
+from bridge.measuring.costs import MAX_WIDTH, WidthCost
 from bridge.planning.prediction import DraftCosts, TargetCosts, ahead, in_turns
 from services.cli.zoo.samples import ALONE, TURN_TOKENS, TURNS, Sample
 

@@ -6,11 +6,12 @@ from time import perf_counter_ns
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bridge.errors import PromptTooLong, SlotsExhausted
+from bridge.errors import PromptTooLong
 from bridge.ports import Proposal
 from bridge.sources.suffix_index import SuffixMatcher
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
+from services.errors import SlotsExhausted
 from services.model.draft.credit import CreditedSession
 
 # The most bytes that a `SuffixMatcher` indexes.

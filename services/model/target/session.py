@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import takewhile
 from time import perf_counter_ns
 
-from bridge.errors import BaseMismatch, PromptTooLong, ProtocolViolation
+from bridge.errors import PromptTooLong, ProtocolViolation
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Run
 from bridge.sampling.sampler import Choice, History, Logits, Sampler
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.models import Model
 from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence, check_ids
+from services.errors import BaseMismatch
 from services.grammars.token_matcher import TokenMatcher
 from services.model.inbox import Inbox
 

@@ -50,21 +50,17 @@ class RequestChances:
     """
 
     def __init__(self, shared: Chances, hope: float = 0.0) -> None:
-        self._shared, self._hope = shared, hope
+        self.shared, self._hope = shared, hope
         self._right = self._expected = self._tried = 0.0
         self._odds_factor = 1.0
 
     def of(self, evidence: float) -> float:
         """Returns the chance of a candidate with this evidence."""
-        shared = _within(self._shared.of(evidence))
+        shared = _within(self.shared.of(evidence))
         if not self._tried:
             return (self._hope + _SHARED_COUNT * shared) / (self._hope + _SHARED_COUNT)
         odds = shared / (1 - shared) * self._odds_factor
         return odds / (1 + odds)
-
-    def prior_of(self, evidence: float) -> float:
-        """Returns the chance that is assumed until candidates with this evidence were seen."""
-        return self._shared.prior_of(evidence)
 
     def observe(self, candidates: Iterable[tuple[float, float]] = ()) -> None:
         """Records a pass, here and for all requests: the evidence for each candidate, and 1 if it was right, else 0.
@@ -74,10 +70,10 @@ class RequestChances:
         self._hope *= _HOPE_FADE
         self._right, self._expected, self._tried = _FADE * self._right, _FADE * self._expected, _FADE * self._tried
         for evidence, right in candidates:
-            self._expected += self._shared.of(evidence)
+            self._expected += self.shared.of(evidence)
             self._right += right
             self._tried += 1
-            self._shared.observe(evidence, right)
+            self.shared.observe(evidence, right)
         if self._tried:
             mean = _within(self._expected / self._tried)
             own = self._right + self._hope + _SHARED_COUNT * mean

@@ -18,6 +18,9 @@ _PRIOR_STEP = 0.05
 _RECENT_FORWARDS = 16
 # The weight of a 1-token forward that is the first in more than `_RECENT_FORWARDS` forwards.
 _FRESH_RARE = 0.5
+# A network's delay counts as at most this multiple of the average: networks differ a lot from the priors, and a stall
+# of seconds must not keep a draft from being used, because only its use measures it.
+MAX_DELAY_RATIO = 10.0
 # Other work on the machine sometimes slows down a forward: its time is capped at this multiple of the expected time.
 _OUTLIER = 3.0
 

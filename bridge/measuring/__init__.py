@@ -1,0 +1,1 @@
+"""Measures what forwards cost, how often candidates are right, and both for a draft model."""

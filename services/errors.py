@@ -1,0 +1,213 @@
+"""Defines the errors of processes: of names, limits, keys and connections. They extend the tree of `bridge.errors`.
+
+::
+
+    DraftBridgeError
+    ├── ModelNotFound
+    ├── NotReady
+    │   ├── BaseMismatch, RoleNotServed, ModelChanged, EngineNameTaken, PairRefused, GrammarNotSupported
+    │   └── UnusableModel
+    │       └── ChecksumMismatch, TemplateLimitExceeded
+    ├── Exhausted               the same request may succeed a moment later
+    │   └── SlotsExhausted, BridgeBusy, SandboxBusy, TokenizersFull, Overloaded, KeyLimitReached
+    ├── Unauthenticated         the call's token is missing, unknown or expired
+    └── Unreachable
+        └── StreamEnded, DraftAway, TlsFailed, TokenRefused
+"""
+
+from typing import ClassVar
+
+from bridge.errors import DraftBridgeError, NotReady, Unreachable, UnusableModel
+
+
+class ModelNotFound(DraftBridgeError, reason="MODEL_NOT_FOUND"):
+    """No model has that name."""
+
+
+class BaseMismatch(NotReady, reason="BASE_MISMATCH"):
+    def __init__(self, base: int, held: int) -> None:
+        super().__init__(
+            f"the run keeps {base} tokens, but the target holds {held}: resend it with base_token_count 0 and all ids",
+            base_token_count=base,
+            held_token_count=held,
+        )
+
+
+class RoleNotServed(NotReady, reason="ROLE_NOT_SERVED"):
+    def __init__(self, address: str, model: str, role: str) -> None:
+        super().__init__(
+            f"{address} does not serve {model} as a {role}: start it with --role {role} or --role both",
+            address=address,
+            model=model,
+            role=role,
+        )
+
+
+class PairRefused(NotReady, reason="PAIR_REFUSED"):
+    def __init__(self, target: str, draft: str, refusal: str) -> None:
+        super().__init__(
+            f"{target} cannot be paired with {draft}: {refusal}; or leave out the name of the draft",
+            target=target,
+            draft=draft,
+        )
+
+
+class ModelChanged(NotReady, reason="MODEL_CHANGED"):
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            f"{model}'s tokenizer has changed since the bridge loaded it: try again, the bridge reads it", model=model
+        )
+
+
+class EngineNameTaken(NotReady, reason="ENGINE_NAME_TAKEN"):
+    def __init__(self, engine: str) -> None:
+        super().__init__(
+            f"another engine named {engine!r} is connected: give each engine a name that no other one has",
+            engine=engine,
+        )
+
+
+class GrammarNotSupported(NotReady, reason="GRAMMAR_NOT_SUPPORTED"):
+    def __init__(self, model: str, field: str) -> None:
+        super().__init__(
+            f"{model}'s service does not support grammars: choose a target whose description has `grammars`, or send "
+            f"the request without {field}",
+            model=model,
+            field=field,
+        )
+
+
+class ChecksumMismatch(UnusableModel, reason="CHECKSUM_MISMATCH"):
+    """A file's content does not match what was announced."""
+
+
+class TemplateLimitExceeded(UnusableModel, reason="TEMPLATE_LIMIT_EXCEEDED"):
+    """A chat template exceeds a limit on time, memory or text."""
+
+    def __init__(self, limit: str, allowed: str) -> None:
+        super().__init__(
+            f"the model's chat template takes more than {allowed} for this chat: mend the template, shorten the chat, "
+            "or send a prompt instead",
+            limit=limit,
+            allowed=allowed,
+        )
+
+
+class Exhausted(DraftBridgeError, reason="EXHAUSTED"):
+    """The same request may succeed a moment later. `retry_seconds` is the delay before the next attempt."""
+
+    retry_seconds: ClassVar[float] = 1.0
+
+
+class SlotsExhausted(Exhausted, reason="SLOTS_EXHAUSTED"):
+    """A model server is full."""
+
+    def __init__(self, count: int, waiting: int) -> None:
+        super().__init__(
+            f"all {count} slots of this model server are in use, and its queue of {waiting} requests is full: "
+            f"try again in {self.retry_seconds} s, or start it with more --slots or a longer --queue",
+            slot_count=count,
+            queue_limit=waiting,
+            retry_seconds=self.retry_seconds,
+        )
+
+
+class BridgeBusy(Exhausted, reason="BRIDGE_BUSY"):
+    """The bridge runs as many requests as it may."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"this bridge runs {limit} requests already: try again in {self.retry_seconds} s, or start it with more "
+            "--max-requests",
+            limit=limit,
+            retry_seconds=self.retry_seconds,
+        )
+
+
+class SandboxBusy(Exhausted, reason="SANDBOX_BUSY"):
+    """The sandbox cannot run the model's chat template, or try a grammar, now."""
+
+    def __init__(self, detail: str, task: str = "run the model's chat template", instead: str = "a prompt") -> None:
+        super().__init__(
+            f"the sandbox cannot {task} now ({detail}): try again in {self.retry_seconds} s, or send {instead} instead",
+            retry_seconds=self.retry_seconds,
+        )
+
+
+class TokenizersFull(Exhausted, reason="TOKENIZERS_FULL"):
+    """The tokenizers of connected engines leave no room for another one."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"the tokenizers of the connected engines fill the {limit_bytes} bytes for them: try again in "
+            f"{self.retry_seconds} s, or start the bridge with a larger --guest-memory",
+            limit_bytes=limit_bytes,
+            retry_seconds=self.retry_seconds,
+        )
+
+
+class Overloaded(Exhausted, reason="OVERLOADED"):
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"this server already runs {limit} calls: try again in {self.retry_seconds} s, or start it with a higher "
+            "--call-limit",
+            call_limit=limit,
+            retry_seconds=self.retry_seconds,
+        )
+
+
+class KeyLimitReached(Exhausted, reason="KEY_LIMIT_REACHED"):
+    def __init__(self, key: str, limit: str, retry_seconds: float) -> None:
+        super().__init__(
+            f"the key {key} has reached its limit of {limit}: try again in {retry_seconds:.1f} s, or ask the operator "
+            "of this server for a higher limit",
+            key=key,
+            limit=limit,
+            retry_seconds=retry_seconds,
+        )
+
+
+class Unauthenticated(DraftBridgeError, reason="UNAUTHENTICATED"):
+    """The call's token is missing, unknown or expired."""
+
+
+class TlsFailed(Unreachable, reason="TLS_FAILED"):
+    text = (
+        "no secure connection to {address} ({detail}): check that both sides use TLS, and that the certificate of "
+        "each is for its address and of an authority that the other trusts"
+    )
+
+
+class TokenRefused(Unreachable, reason="TOKEN_REFUSED"):
+    """A model service refuses the bridge's own token, which is not the client's fault."""
+
+    text = (
+        "the service at {address} refuses the bridge's token ({detail}): start the bridge with "
+        "--service-token-file and a token from the service's keys file"
+    )
+
+
+class StreamEnded(Unreachable):
+    """A service has ended a stream while messages were sent to it, so that its reason is lost: often it was full."""
+
+    def __init__(self, address: str) -> None:
+        DraftBridgeError.__init__(
+            self,
+            f"{address} ended a stream before it had read all of it, often because it is full: try again in "
+            f"{Exhausted.retry_seconds} s",
+            address=address,
+            retry_seconds=Exhausted.retry_seconds,
+        )
+
+
+class DraftAway(Unreachable, reason="DRAFT_AWAY"):
+    """A request names an unknown draft, which may be the one whose service the bridge cannot reach."""
+
+    def __init__(self, name: str, address: str, problem: str) -> None:
+        DraftBridgeError.__init__(
+            self,
+            f"draft {name!r} is not available; the bridge is still waiting for the draft configured at {address} "
+            f"({problem}): start it there, or send the request without a draft name",
+            draft=name,
+            address=address,
+        )
