@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 from time import perf_counter_ns
@@ -57,9 +57,8 @@ _PROMPT_FACTOR = 1.5
 class Held:
     """A sequence that the engine has named. `sequence` is None while it is opened, and if it cannot be followed.
 
-    `prompt_count`: how many of its tokens the engine did not generate. `has_update`: it has the tokens of this step's
-    update, which must not be appended again. `promise`: how many right candidates its last offer for a shared forward
-    had, as expected, and more with each forward since then.
+    `prompt_count`: how many of its tokens the engine did not generate. `promise`: how many right candidates its last
+    offer for a shared forward had, as expected, and more with each forward since then.
     """
 
     ids: list[int]
@@ -68,7 +67,6 @@ class Held:
     sequence: GuestSequence | None = None
     opening: "asyncio.Task[None] | None" = None
     refused: bool = False
-    has_update: bool = True
     promise: float = 0.0
 
     @property
@@ -144,7 +142,7 @@ class Guest:
         for id_ in update.ended:
             self.end(id_, complete=True)
         engine_ns = update.engine_ns or (began - self._answered_ns if self._answered_ns else 0)
-        named = [(one, held) for one in update.sequences if (held := self._take(one, answer, began))]
+        named = [taken for one in update.sequences if (taken := self._take(one, answer, began))]
         measured = self._measure(update, named, min(engine_ns, MAX_MEASURED_NS))
         await self._await_openings(len(named), began + update.deadline_ns // 2)  # choosing takes time, too
         if self._alone and named:
@@ -200,8 +198,11 @@ class Guest:
         for id_ in tuple(self.held):
             self.end(id_)
 
-    def _take(self, one: SequenceUpdate, answer: Answer, now: int) -> Held | None:
-        """Returns an update's sequence, without its new tokens if it is open; None if it is unknown or refused."""
+    def _take(self, one: SequenceUpdate, answer: Answer, now: int) -> tuple[SequenceUpdate, Held] | None:
+        """Returns an update and its sequence; None if that is unknown or refused.
+
+        The update's tokens are left for `_commit` if the sequence is open. Otherwise they are taken out of it here.
+        """
         held, kept = self.held.get(one.id), one.kept_token_count
         if not self._model.has_all(one.token_ids) or kept + len(one.token_ids) > self._model.context_length:
             self.end(one.id)
@@ -219,25 +220,28 @@ class Guest:
                 answer.unknown.append(one.id)
                 self.end(one.id)
                 return None
-            return self._begin(one, list(one.token_ids), one.generated_token_count, now)
+            return self._begin(one, one.token_ids, one.generated_token_count, now)
         # The tape cannot go back, so a sequence that does begins anew; so does one that gains much at once, because
         # a sequence is opened in a thread.
         if kept < len(held.tokens) or len(one.token_ids) > MAX_GAINED_TOKENS:
             ids = [*held.tokens[:kept], *one.token_ids]
             return self._begin(one, ids, len(ids) - held.prompt_count, now)
-        held.named_ns, held.has_update = now, not held.sequence
-        if not held.sequence:
-            held.ids += one.token_ids
-            self._on_held(one.id, len(held.ids), 0)
-        return held
+        held.named_ns = now
+        if held.sequence:
+            return one, held
+        held.ids += one.token_ids
+        self._on_held(one.id, len(held.ids), 0)
+        return replace(one, token_ids=()), held
 
-    def _begin(self, one: SequenceUpdate, ids: list[int], generated_count: int, now: int) -> Held | None:
+    def _begin(
+        self, one: SequenceUpdate, ids: Sequence[int], generated_count: int, now: int
+    ) -> tuple[SequenceUpdate, Held] | None:
         self.end(one.id)
         if not ids:
             return None
         # A prompt has at least one token.
         generated_count = min(max(generated_count, 0), len(ids) - 1)
-        held = self.held[one.id] = Held(ids, now, len(ids) - generated_count)
+        held = self.held[one.id] = Held(list(ids), now, len(ids) - generated_count)
         self._begun += 1
         self._on_held(one.id, len(ids), 0)
         if one.id not in self.held:  # it exceeds the limit alone
@@ -261,7 +265,7 @@ class Guest:
         if one.room != 0:
             self._opening.append(held.opening)
         held.opening.add_done_callback(lambda done: self._on_opened(held, done))
-        return held
+        return replace(one, token_ids=()), held
 
     async def _await_openings(self, named_count: int, deadline: int) -> None:
         """Waits for new sequences, so that they get candidates from their first step on, unless others would wait."""
@@ -306,7 +310,7 @@ class Guest:
         sequence = held.sequence
         if sequence is None or self.held.get(one.id) is not held:  # later sequences of the step may have ended it
             return None
-        if not held.has_update:
+        if one.token_ids:
             outcome = sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, engine_ns)
             if outcome and outcome.tried.token_ids:
                 self._on_outcome(outcome)

@@ -4,21 +4,16 @@ from collections import deque
 from collections.abc import Sequence
 
 from bridge.measuring.chances import Chances
-from bridge.measuring.costs import MAX_DELAY_RATIO, Ewma, ForwardTime, WidthCost
+from bridge.measuring.costs import MAX_DELAY_RATIO, PRIOR_ROUND_TRIP_NS, PRIOR_SLOWDOWN, Ewma, ForwardTime, WidthCost
 from bridge.ports import Proposal
 from bridge.text.common_prefix import common_prefix_length
 
-# Nanoseconds of a message to the draft and its answer, until that is measured.
-_PRIOR_ROUND_TRIP_NS = 1_000_000.0
 # A slowdown counts as at most this multiple of the average.
 _MAX_SLOWDOWN_RATIO = 3.0
 # A draft that reads more tokens than this reads a prompt, which does not measure its turns.
 _MAX_READ_TOKENS = 64
 # The number of contexts that a draft has read lately and is assumed to hold in its cache.
 _CACHED_CONTEXTS = 4
-# The assumed factor by which a forward is slower while another model computes on the same cores. On two cores it was
-# 3 to 9; measuring it takes seconds.
-_PRIOR_SLOWDOWN = 4.0
 # Groups of a draft candidate's position in a forward, and the assumed chance that it is right. The priors are higher
 # than most drafts reach, because a draft that is never tried is never measured.
 _POSITIONS = (2, 3, 4, 5, 7, 9, 13)
@@ -43,8 +38,8 @@ class DraftEstimates:
     def __init__(self, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False) -> None:
         single_ns = dict(forward_costs).get(1, 0)
         self.forward = ForwardTime(WidthCost.measured(forward_costs), float(single_ns))
-        self.round_trip = Ewma(_PRIOR_ROUND_TRIP_NS, count=1)
-        self._prior_slowdown = _PRIOR_SLOWDOWN if competes else 1.0
+        self.round_trip = Ewma(PRIOR_ROUND_TRIP_NS, count=1)
+        self._prior_slowdown = PRIOR_SLOWDOWN if competes else 1.0
         self.slowdown = Ewma(self._prior_slowdown, count=1)
         self.ahead_slowdown = Ewma(self._prior_slowdown, count=1)
         # The time to read a prompt, relative to that extrapolated from narrow forwards.

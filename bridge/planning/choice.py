@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from cachetools import LRUCache
 
-from bridge.measuring.costs import MAX_WIDTH, WidthCost
+from bridge.measuring.costs import MAX_WIDTH, PRIOR_HOP_NS, PRIOR_ROUND_TRIP_NS, PRIOR_SLOWDOWN, WidthCost
 from bridge.planning.prediction import DraftCosts, TargetCosts, ahead, in_turns
 
 # The factor by which each request reduces the weight of earlier ones of its record.
@@ -27,10 +27,8 @@ _DEVIATION = 0.3
 _FIRST_TRIES, _FIRST_EVERY, _LATER_EVERY = 2.0, 3, 20
 # Pairs and kinds of text that are remembered; those that were used least recently are forgotten.
 _MAX_RECORDS = 4096
-# The assumed chance that a draft's token is right, until that is measured, and nanoseconds between messages.
-_PRIOR_CHANCE, _PRIOR_HOP_NS, _PRIOR_ROUND_TRIP_NS = 0.65, 600_000.0, 1_000_000.0
-# The assumed factor by which models on shared cores slow each other down.
-_COMPETING_SLOWDOWN = 4.0
+# The assumed chance that a draft's token is right, until that is measured.
+_PRIOR_CHANCE = 0.65
 _LEADS = (1, 2, 3, 4, 5, 6, 8)
 
 
@@ -209,14 +207,14 @@ def predicted_gain(
     single_ns, draft_ns = dict(target_costs).get(1, 0), dict(draft_costs).get(1, 0)
     if not single_ns or not draft_ns:
         return 1.0
-    costs = TargetCosts(single_ns, WidthCost.measured(target_costs).table, _PRIOR_HOP_NS)
-    slowdown = _COMPETING_SLOWDOWN if competes else 1.0
+    costs = TargetCosts(single_ns, WidthCost.measured(target_costs).table, PRIOR_HOP_NS)
+    slowdown = PRIOR_SLOWDOWN if competes else 1.0
     draft = DraftCosts(
         token_ns=draft_ns,
         ahead_ns=draft_ns * slowdown,
         read_ns=draft_ns * WidthCost.measured(draft_costs).of(3),
         prompt_ns=0.0,
-        round_trip_ns=_PRIOR_ROUND_TRIP_NS,
+        round_trip_ns=PRIOR_ROUND_TRIP_NS,
         slowdown=slowdown,
         target_tokens=1.0,
         survival=tuple(accumulate([_PRIOR_CHANCE] * (MAX_WIDTH - 1), mul)),

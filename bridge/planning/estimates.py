@@ -11,13 +11,11 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 from bridge.measuring.chances import Chances, RequestChances
-from bridge.measuring.costs import MAX_DELAY_RATIO, Ewma, ForwardTime, WidthCost
+from bridge.measuring.costs import MAX_DELAY_RATIO, PRIOR_HOP_NS, Ewma, ForwardTime, WidthCost
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.prediction import Plan, Prediction
 from bridge.sources.source import CandidateSource, Offer, Outcome
 
-# Nanoseconds from a pass until candidates that the bridge already has reach the target, until that is measured.
-_PRIOR_HOP_NS = 600_000.0
 # Average bytes of a target token until some were seen, and the weight of each new token.
 _PRIOR_TOKEN_BYTES, _TOKEN_BYTES_FRESH = 4.0, 0.02
 # The hop is measured only in passes that waited at least this long for candidates.
@@ -99,7 +97,7 @@ class _Load:
 
     widths: WidthCost
     single_ns: float
-    hop: Ewma = field(default_factory=lambda: Ewma(_PRIOR_HOP_NS, count=1))
+    hop: Ewma = field(default_factory=lambda: Ewma(PRIOR_HOP_NS, count=1))
 
 
 class TargetEstimates:

@@ -40,22 +40,20 @@ class TokenTable:
         self.controls = StringMatcher(library.id_to_token(id_) or "" for id_ in self.special)
         # The tokens that the library looks for in a text before it does anything else.
         self.added = {id_: token for id_, token in added.items() if id_ != self.unknown}
-        # Bytes by id: None for an id that has no token, empty for a control token.
-        self.tokens: list[bytes | None] = [None] * self.size
+        # Bytes by id: empty for a control token, and for an id that has no token.
+        self.tokens = [b""] * self.size
+        known = set(vocabulary.values())
+        self.missing = frozenset(id_ for id_ in range(self.size) if id_ not in known)
         for token, id_ in vocabulary.items():
+            if id_ in self.special:
+                continue
             if id_ in added:  # since 0.23 the library decodes these with the text that a normalizer puts in front
                 token = library.id_to_token(id_) or token
-            if id_ in self.special:
-                self.tokens[id_] = b""
-            elif id_ in added and byte_level:
-                self.tokens[id_] = token.encode()
-            else:
-                self.tokens[id_] = decode_token(token, decoder)
-        self.missing = frozenset(id_ for id_, data in enumerate(self.tokens) if data is None)
-        self._spelled = [data or b"" for data in self.tokens]
+            encoded = id_ in added and byte_level
+            self.tokens[id_] = token.encode() if encoded else decode_token(token, decoder)
         # Ids of single-byte tokens, by that byte.
         self.byte_ids: dict[int, int] = {}
-        for id_, data in enumerate(self._spelled):
+        for id_, data in enumerate(self.tokens):
             # If a byte has two tokens, the model was trained on "A"; `<0x41>` is for byte fallback only.
             if len(data) == 1 and (data[0] not in self.byte_ids or not BYTE_TOKEN.match(self.name(id_))):
                 self.byte_ids[data[0]] = id_
@@ -70,7 +68,7 @@ class TokenTable:
 
     def token_bytes(self, id_: int) -> bytes:
         """Returns the bytes of one id; empty for an id without a token."""
-        return self._spelled[id_] if id_ < self.size else b""
+        return self.tokens[id_] if id_ < self.size else b""
 
     def name(self, id_: int) -> str:
         """Returns the written form of an id."""

@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, NotRequired
+from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from tokenizers import AddedToken, Tokenizer
 from typing_extensions import TypedDict
 
@@ -29,14 +29,10 @@ class _Model(TypedDict, total=False):
 
 
 class _File(TypedDict):
-    version: NotRequired[Any]
-    truncation: NotRequired[Any]
-    padding: NotRequired[Any]
-    added_tokens: NotRequired[Any]
-    normalizer: NotRequired[Any]
-    pre_tokenizer: NotRequired[Any]
-    post_processor: NotRequired[Any]
-    decoder: NotRequired[Any]
+    """A file. All keys but `model` are kept as they are."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
     model: _Model
 
 
@@ -66,7 +62,7 @@ def read(content: bytes) -> tuple[Spec, Tokenizer]:
     """Returns a file's JSON and the library's tokenizer for it. Raises `TokenizerNotUnderstood`."""
     try:
         library = Tokenizer.from_buffer(content)  # unlike `from_str`, it lets other threads run
-        spec = _FILE.validate_json(content)
+        found = _FILE.validate_json(content)
     except Exception as error:  # the library raises a plain Exception for a file that it cannot read
         raise TokenizerNotUnderstood(
             f"the tokenizers library cannot read this as a tokenizer.json ({error}): "
@@ -74,7 +70,7 @@ def read(content: bytes) -> tuple[Spec, Tokenizer]:
             component="file",
         ) from error
     # These settings are for training and classifiers: they truncate the text or make its ids random.
-    spec |= {"truncation": None, "padding": None}
+    spec: dict[str, Any] = {**found, "truncation": None, "padding": None}
     library.no_truncation()
     library.no_padding()
     if spec["model"].get("dropout"):

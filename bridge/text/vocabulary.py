@@ -200,7 +200,7 @@ class Vocabulary(TokenTable):
     def _section(self, text: str, ids: list[int], words: list[int | None], start: bool) -> Tokens:
         """Returns `ids` as the tokens of a text without dividing tokens. `start`: it may begin with a dummy space."""
         raw = text.encode()
-        spelled = [self._spelled[id_] for id_ in ids]
+        spelled = [self.tokens[id_] for id_ in ids]
         written = b"".join(spelled)
         dummy = b" " if start and len(written) > len(raw) else b""
         if written != dummy + raw:

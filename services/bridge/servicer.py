@@ -137,7 +137,7 @@ def _translated(request: bridge_pb2.TranslateRequest, source: Model, target: Mod
     else:
         source_ids = list(request.token_ids.token_ids)
         for id_ in source_ids:
-            if id_ >= source.vocabulary.size or source.vocabulary.tokens[id_] is None:
+            if id_ >= source.vocabulary.size or id_ in source.vocabulary.missing:
                 raise TokenOutOfRange(id_, source.vocabulary.size, source.name)
         target_ids = translate(source_ids, source, target)
     return bridge_pb2.TranslateResponse(

@@ -48,7 +48,7 @@ class GrammarTokenizer:
         self.vocabulary, self.size = vocabulary, vocabulary.size
         self.end = self.size + 256
         self.forcing = vocabulary.byte_ids.keys() >= _COMMON_BYTES
-        tokens = [data or b"" for data in vocabulary.tokens] + [bytes([byte]) for byte in range(256)]
+        tokens = vocabulary.tokens + [bytes([byte]) for byte in range(256)]
         self.library = library_tokenizer(Tokens(tokens, self.end, lambda data: segment(vocabulary, data)))
         found = sorted((data, id_) for id_, data in enumerate(vocabulary.tokens) if data)
         self._sorted = [data for data, _ in found]

@@ -113,7 +113,7 @@ def test_a_decoder_that_changes_the_whole_text_is_for_drafts_only(pattern: str, 
 def test_a_wrong_table_is_found_out() -> None:
     words = Vocabulary(tokenizer_json("byte_level"))
     some = next(id_ for id_, data in enumerate(words.tokens) if data == b"the")
-    words._spelled[some] = b"teh"
+    words.tokens[some] = b"teh"
     with pytest.raises(TokenizerNotUnderstood, match="the"):
         self_test(words)
 

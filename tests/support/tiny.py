@@ -222,7 +222,7 @@ def sampler(of: Model, temperature: float = 0.0, seed: int = 0, **options: objec
     """Returns a sampler for the model."""
     from bridge.sampling.noise import token_keys
 
-    missing = np.array([id_ for id_, data in enumerate(of.vocabulary.tokens) if data is None], int)
+    missing = np.array(sorted(of.vocabulary.missing), int)
     keys = token_keys(of.vocabulary, of.special_ids.eos)
     parameters = SamplingParameters(temperature=temperature, **options)  # type: ignore[arg-type]
     return Sampler(parameters, seed, keys, missing, parameters.ends(of.special_ids.eos), confident=True)

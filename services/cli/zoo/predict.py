@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from bridge.measuring.costs import MAX_WIDTH, WidthCost
+from bridge.measuring.costs import MAX_WIDTH, PRIOR_SLOWDOWN, WidthCost
 from bridge.planning.prediction import DraftCosts, TargetCosts, ahead, in_turns
 from services.cli.zoo.samples import ALONE, TURN_TOKENS, TURNS, Sample
 
-# What a bridge assumes that a pass is slower by while a model on the same cores computes; see `estimates`.
-_COMPETING_SLOWDOWN = 4.0
 _LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 # The weight of the prior chance at each position, in candidates.
 _PRIOR_COUNT, _PRIOR_CHANCE = 2.0, 0.6
@@ -102,7 +100,7 @@ def _draft_costs(turns: Sequence[Sample], target: Times, draft: Times) -> DraftC
     token_ns = sum(one.compute_ns for one in turns) / proposed * TURN_TOKENS / (TURN_TOKENS - 1 + reading)
     # Prompt lookup fills only some turns.
     filled = min(proposed / (TURN_TOKENS * sum(one.pass_count for one in turns)), 1.0)
-    slowdown = _COMPETING_SLOWDOWN if draft.competes_with(target) else 1.0
+    slowdown = PRIOR_SLOWDOWN if draft.competes_with(target) else 1.0
     return DraftCosts(
         token_ns=token_ns,
         ahead_ns=token_ns * slowdown,
