@@ -259,9 +259,12 @@ class BridgeServerConfig(ServerConfig):
     )
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yields also a certificate for the services without its key."""
+        """Yields also a certificate for the services without its key, and a service that is given twice."""
         yield from super().conflicts()
         yield from self._pair("service_certificate", "service_key")
+        for field, services in (("target", self.target), ("draft", self.draft)):
+            if twice := [one for place, one in enumerate(services) if one in services[:place]]:
+                yield field, f"has {twice[0]} twice: give each service once, and another one for each replica"
 
     @property
     def credentials(self) -> Credentials:

@@ -109,6 +109,7 @@ def test_a_file_may_leave_out_what_the_command_line_gives(tmp_path: Path) -> Non
         ("tls-certificate = 'a.pem'\n", r"tls-certificate needs --tls-key too"),
         ("tls-client-ca = 'a.pem'\n", r"tls-client-ca needs --tls-certificate and --tls-key too"),
         ("service-key = 'a.pem'\n", r"service-key needs --service-certificate too"),
+        ("target = ['a:1', 'b:1', 'a:1']\n", r"target has a:1 twice"),
     ],
 )
 def test_settings_that_contradict_each_other_are_named_by_check_and_refused_at_start(
