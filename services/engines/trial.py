@@ -36,8 +36,8 @@ _CHANCE = 0.7
 # With a smaller model, the difference is not worth the seconds of a trial.
 _MIN_WEIGHT_BYTES = 64 << 20
 _CACHE_BYTES = 256 << 20
-# Twice what a probe of ik_llama may take, which belongs to its trial, and a minute.
-_TIMEOUT_SECONDS = 300
+# Four times what a probe of ik_llama may take, which belongs to its trial, and a minute.
+_TIMEOUT_SECONDS = 540
 # How long a refusal is believed: memory may have been short, or a library has been mended elsewhere.
 _REFUSAL_SECONDS = 24 * 3600
 # The speed of an engine whose trial ended too early: better than that of one that was refused.

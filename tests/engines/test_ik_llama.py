@@ -223,11 +223,22 @@ def test_the_faster_way_is_taken_and_remembered(tmp_path: Path) -> None:
 
     for _ in range(2):
         assert choose_way(path, 2, probe) == REPACKED
-    assert tried == [False, True]
+    assert tried == [False, True, False, True]
     assert choose_way(path, 1, probe) == REPACKED  # another number of threads counts as another machine
     path.write_bytes(b"other")
     assert choose_way(path, 2, probe) == REPACKED
-    assert len(tried) == 6
+    assert len(tried) == 12
+
+
+def test_other_work_on_the_machine_during_one_probe_does_not_decide(tmp_path: Path) -> None:
+    path, disturbed = tmp_path / "model.gguf", iter([1, 4, 4, 1])
+    path.write_bytes(b"GGUF")
+
+    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+        way, factor = (REPACKED if repacked else PLAIN), next(disturbed)
+        return replace(way, pass_ns=tuple(factor * one for one in way.pass_ns))
+
+    assert choose_way(path, 2, probe) == REPACKED
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -33,8 +33,11 @@ _log = logging.getLogger(__name__)
 _TIMED_WIDTHS, _REPETITIONS, _CONTEXT = (1, 2, 4, 8), 5, 62
 # Tokens whose logits are compared between widths, and with those of one and of two tokens.
 _COMPARED, _COMPARED_SINGLY = 31, 8
+# Both ways are tried in turn this often, because the machine may have other work for seconds, and what is remembered
+# counts for good.
+_ROUNDS = 2
 # Repacked weights are in memory of the process's own and take longer to load: they have to gain this much.
-_LEAST_GAIN = 1.1
+_LEAST_GAIN = 1.03
 _TIMEOUT_SECONDS = 120
 # The exit status of a probe that refuses a file; the reason is the last line that it prints.
 _REFUSED = 3
@@ -74,14 +77,17 @@ class _Unfinished(Exception):
 
 def _measured(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way | None]", file: Path) -> Way:
     """Tries both ways, and remembers the better one if both probes came to an end."""
-    found, unfinished = list[Way | None](), ""
-    for repacked in (False, True):
+    found, unfinished = dict[bool, Way | None](), ""
+    for repacked in (False, True) * _ROUNDS:
+        before = found.get(repacked)
+        if repacked in found and before is None:  # it has failed
+            continue
         try:
-            found.append(probe(gguf, threads, repacked))
+            way = probe(gguf, threads, repacked)
         except _Unfinished as error:
-            unfinished = str(error)
-            found.append(None)
-    plain, repacked_way = found
+            way, unfinished = None, str(error)
+        found[repacked] = _combined(before, way) if before and way else way
+    plain, repacked_way = found[False], found[True]
     if plain is None and repacked_way is None:
         how = unfinished or "ik_llama.cpp crashes"
         raise UnusableModel(f"{how} with {gguf.name} here: use --engine llamacpp or torch", model=gguf)
@@ -89,6 +95,12 @@ def _measured(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way 
     if not unfinished:
         _write(file, way)
     return way
+
+
+def _combined(one: Way, other: Way) -> Way:
+    """Returns what two probes of the same way have found: the shortest times, the largest drift."""
+    times = map(min, one.pass_ns, other.pass_ns)
+    return replace(other, drift=max(one.drift, other.drift), pass_ns=tuple(times))
 
 
 def _better(plain: Way | None, repacked: Way | None) -> Way:
@@ -130,12 +142,12 @@ def _way(text: str) -> Way:
 
 
 def _key(gguf: Path, threads: int) -> str:
-    """Names the file, the machine and the library."""
+    """Names the file, the machine, the library, and the rule by which the way was chosen."""
     status = gguf.stat()
     with gguf.open("rb") as file:
         head = hashlib.sha256(file.read(1 << 16)).hexdigest()
     facts = (head, status.st_size, status.st_mtime_ns, cpu_name(), sorted(cpu_flags()), threads)
-    library = (version("ik-llama-cpp-python"), library_facts("ik_llama_cpp"))
+    library = (version("ik-llama-cpp-python"), library_facts("ik_llama_cpp"), _ROUNDS)
     return hashlib.sha256(repr((facts, library)).encode()).hexdigest()[:24]
 
 
@@ -196,7 +208,8 @@ def _measure(gguf: Path, threads: int, repacked: bool) -> Way:
     context.cut(0)
     for at in range(0, _CONTEXT, max_width):
         context.decode(ids[at : min(at + max_width, _CONTEXT)], at, min(max_width, _CONTEXT - at))
-    pass_ns = tuple(min(timed(max(width, min_width)) for _ in range(_REPETITIONS)) for width in _TIMED_WIDTHS)
+    rounds = [[timed(max(width, min_width)) for width in _TIMED_WIDTHS] for _ in range(_REPETITIONS)]
+    pass_ns = tuple(map(min, zip(*rounds, strict=True)))
     return Way(repacked, max_width, min_width, max(wide, single if min_width == 1 else 0.0), pass_ns)
 
 
