@@ -199,9 +199,9 @@ class Guest:
             self.end(id_)
 
     def _take(self, one: SequenceUpdate, answer: Answer, now: int) -> tuple[SequenceUpdate, Held] | None:
-        """Returns an update and its sequence; None if that is unknown or refused.
+        """Returns what is left to commit of an update, and its sequence; None if that is unknown or refused.
 
-        The update's tokens are left for `_commit` if the sequence is open. Otherwise they are taken out of it here.
+        A sequence that is not open yet keeps the new tokens in `Held.ids`, so none are left to commit.
         """
         held, kept = self.held.get(one.id), one.kept_token_count
         if not self._model.has_all(one.token_ids) or kept + len(one.token_ids) > self._model.context_length:

@@ -23,8 +23,8 @@ _MIN_WAITED_NS = 20_000
 # The tokens that a text is assumed to have until some have ended, and the weight of that, in texts. Most texts end long
 # before their request's limit.
 _PRIOR_TEXT_TOKENS, _PRIOR_TEXTS = 200.0, 2
-# The right candidates of the draft that each request imagines at its start, because a draft that is
-# never tried is never measured.
+# The right candidates of the draft that each request imagines at its start, because a draft that is never tried is
+# never measured.
 _HOPE = 4.0
 # The weight of the prior ratio of 1, in accepted candidates or in passes without candidates, and the factor by which
 # each further pass of any plan reduces the weight of earlier ones.

@@ -1,9 +1,7 @@
 """Tests ik_llama.cpp by the contract of every engine, bit for bit at every width, and with the real models."""
 
 import os
-import signal
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,10 +42,9 @@ if missing_instructions():
 from services.engines.gguf import file_type
 from services.engines.ik_llama import probe as probing
 from services.engines.ik_llama.engine import IkLlamaEngine
-from services.engines.ik_llama.library import Context, Model
-from services.engines.ik_llama.probe import Way, choose_way
+from services.engines.ik_llama.library import Model
+from services.engines.ik_llama.probe import Way
 
-PLAIN = Way(False, 31, 1, 0.0, (10, 12, 16, 24))
 REPACKED = Way(True, 31, 2, 0.0, (11, 12, 12, 16))
 
 
@@ -212,84 +209,6 @@ def test_processors_are_read_from_what_linux_tells(tmp_path: Path) -> None:
     assert cpu_flags(tmp_path / "none") == frozenset()
 
 
-def test_the_faster_way_is_taken_and_remembered(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"one")
-    tried: list[bool] = []
-
-    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
-        tried.append(repacked)
-        return REPACKED if repacked else PLAIN
-
-    for _ in range(2):
-        assert choose_way(path, 2, probe) == REPACKED
-    assert tried == [False, True, False, True]
-    assert choose_way(path, 1, probe) == REPACKED  # another number of threads counts as another machine
-    path.write_bytes(b"other")
-    assert choose_way(path, 2, probe) == REPACKED
-    assert len(tried) == 12
-
-
-def test_other_work_on_the_machine_during_one_probe_does_not_decide(tmp_path: Path) -> None:
-    path, disturbed = tmp_path / "model.gguf", iter([1, 4, 4, 1])
-    path.write_bytes(b"GGUF")
-
-    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
-        way, factor = (REPACKED if repacked else PLAIN), next(disturbed)
-        return replace(way, pass_ns=tuple(factor * one for one in way.pass_ns))
-
-    assert choose_way(path, 2, probe) == REPACKED
-
-
-@pytest.mark.parametrize(
-    ("plain", "repacked", "chosen"),
-    [
-        (PLAIN, replace(REPACKED, pass_ns=(12, 12, 16, 23)), PLAIN),
-        (PLAIN, replace(REPACKED, drift=0.5), PLAIN),
-        (replace(PLAIN, drift=0.5), replace(REPACKED, pass_ns=(99, 99, 99, 99)), None),
-        (None, REPACKED, REPACKED),
-        (PLAIN, None, PLAIN),
-    ],
-    ids=["slower", "inexact", "plain is inexact", "plain crashes", "repacked crashes"],
-)
-def test_which_way_is_better(tmp_path: Path, plain: Way | None, repacked: Way | None, chosen: Way | None) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    assert choose_way(path, 2, lambda *facts: repacked if facts[2] else plain) == (chosen or repacked)
-
-
-def test_a_probe_that_did_not_come_to_its_end_is_repeated(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-
-    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
-        if repacked:
-            raise probing._Unfinished("took too long")
-        return PLAIN
-
-    assert choose_way(path, 4, probe) == PLAIN
-    assert choose_way(path, 4, lambda *_: REPACKED) == REPACKED
-
-    def never(*_: object) -> Way | None:
-        raise probing._Unfinished("took too long")
-
-    with pytest.raises(UnusableModel, match=r"took too long with model\.gguf here: use --engine"):
-        choose_way(path, 5, never)
-
-
-def test_logits_that_depend_on_the_number_of_threads_are_not_deterministic(
-    pair: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Threaded(Context):
-        def decode(self, *given: object) -> np.ndarray:
-            return super().decode(*given) + self._threads
-
-    gguf.write(pair[0], tmp_path / "model.gguf")
-    monkeypatch.setattr("services.engines.ik_llama.library.Context", Threaded)
-    assert probing._measure(tmp_path / "model.gguf", 2, False).drift == pytest.approx(1, abs=0.01)
-    assert probing._measure(tmp_path / "model.gguf", 1, False).drift == 0.0
-
-
 def test_types_of_weights_have_names() -> None:
     """137 is a type of ik_llama.cpp alone."""
     assert (file_type(7), file_type(137)) == ("Q8_0", "type 137")
@@ -310,36 +229,6 @@ def test_a_failed_row_ends_a_forward_after_the_other_rows(pair: tuple, monkeypat
     with pytest.raises(RuntimeError, match="code 1"):
         engine.forward([Row(0, 0, (1,), 0), Row(1, 0, (1,), 0)])
     assert ended.is_set()
-
-
-def test_what_was_remembered_and_is_damaged_is_measured_anew(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    choose_way(path, 3, lambda *_: PLAIN)
-    for file in (probing.cache_directory().parent / "ik_llama").glob("*.json"):
-        file.write_text('{"repacked": tr')
-    assert choose_way(path, 3, lambda *_: REPACKED) == REPACKED
-
-
-def test_a_crash_of_the_library_is_an_error_with_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: tuple
-) -> None:
-    """The child process that tries it dies, not this one."""
-    path = tmp_path / "model.gguf"
-    gguf.write(pair[0], path)
-    killer = tmp_path / "python"
-    killer.write_text(f"#!/bin/sh\nkill -{signal.SIGABRT.value} $$\n")
-    killer.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(killer))
-    with pytest.raises(UnusableModel, match=r"crashes with model\.gguf here: use --engine llamacpp or torch"):
-        IkLlamaEngine(path)
-
-
-def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    monkeypatch.setattr(probing, "cache_directory", lambda: path / "models")
-    assert choose_way(path, 2, lambda *_: PLAIN) == PLAIN
 
 
 @pytest.fixture

@@ -1,0 +1,146 @@
+"""Tests how ik_llama finds out in which way it runs a file best, and what it remembers of that."""
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+
+from bridge.errors import UnusableModel
+from tests.support import gguf
+from tests.support.engine_contract import LLAMA_LIKE, saved
+
+pytest.importorskip("ik_llama_cpp", reason="the ik-llama extra is not installed")
+
+from services.engines.ik_llama.spec import missing_instructions
+
+if missing_instructions():
+    pytest.skip(f"the processor lacks {missing_instructions()}", allow_module_level=True)
+
+from services.engines.ik_llama import probe as probing
+from services.engines.ik_llama.engine import IkLlamaEngine
+from services.engines.ik_llama.library import Context
+from services.engines.ik_llama.probe import Way, choose_way
+
+PLAIN = Way(False, 31, 1, 0.0, (10, 12, 16, 24))
+REPACKED = Way(True, 31, 2, 0.0, (11, 12, 12, 16))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redirects the records about files to a temporary directory."""
+    monkeypatch.setattr(probing, "cache_directory", lambda: tmp_path / "cache" / "models")
+
+
+@pytest.fixture(scope="module")
+def tiny_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("ik_llama")
+    gguf.write(saved(transformers.LlamaConfig(**LLAMA_LIKE), directory), directory / "model.gguf")
+    return directory / "model.gguf"
+
+
+def test_the_faster_way_is_taken_and_remembered(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"one")
+    tried: list[bool] = []
+
+    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+        tried.append(repacked)
+        return REPACKED if repacked else PLAIN
+
+    for _ in range(2):
+        assert choose_way(path, 2, probe) == REPACKED
+    assert tried == [False, True, False, True]
+    assert choose_way(path, 1, probe) == REPACKED  # another number of threads counts as another machine
+    path.write_bytes(b"other")
+    assert choose_way(path, 2, probe) == REPACKED
+    assert len(tried) == 12
+
+
+def test_other_work_on_the_machine_during_one_probe_does_not_decide(tmp_path: Path) -> None:
+    path, disturbed = tmp_path / "model.gguf", iter([1, 4, 4, 1])
+    path.write_bytes(b"GGUF")
+
+    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+        way, factor = (REPACKED if repacked else PLAIN), next(disturbed)
+        return replace(way, pass_ns=tuple(factor * one for one in way.pass_ns))
+
+    assert choose_way(path, 2, probe) == REPACKED
+
+
+@pytest.mark.parametrize(
+    ("plain", "repacked", "chosen"),
+    [
+        (PLAIN, replace(REPACKED, pass_ns=(12, 12, 16, 23)), PLAIN),
+        (PLAIN, replace(REPACKED, drift=0.5), PLAIN),
+        (replace(PLAIN, drift=0.5), replace(REPACKED, pass_ns=(99, 99, 99, 99)), None),
+        (None, REPACKED, REPACKED),
+        (PLAIN, None, PLAIN),
+    ],
+    ids=["slower", "inexact", "plain is inexact", "plain crashes", "repacked crashes"],
+)
+def test_which_way_is_better(tmp_path: Path, plain: Way | None, repacked: Way | None, chosen: Way | None) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    assert choose_way(path, 2, lambda *facts: repacked if facts[2] else plain) == (chosen or repacked)
+
+
+def test_a_probe_that_did_not_come_to_its_end_is_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+
+    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+        if repacked:
+            raise probing._Unfinished("took too long")
+        return PLAIN
+
+    assert choose_way(path, 4, probe) == PLAIN
+    assert choose_way(path, 4, lambda *_: REPACKED) == REPACKED
+
+    def never(*_: object) -> Way | None:
+        raise probing._Unfinished("took too long")
+
+    with pytest.raises(UnusableModel, match=r"took too long with model\.gguf here: use --engine"):
+        choose_way(path, 5, never)
+
+
+def test_logits_that_depend_on_the_number_of_threads_are_not_deterministic(
+    tiny_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Threaded(Context):
+        def decode(self, *given: object) -> np.ndarray:
+            return super().decode(*given) + self._threads
+
+    monkeypatch.setattr("services.engines.ik_llama.library.Context", Threaded)
+    assert probing._measure(tiny_file, 2, False).drift == pytest.approx(1, abs=0.01)
+    assert probing._measure(tiny_file, 1, False).drift == 0.0
+
+
+def test_what_was_remembered_and_is_damaged_is_measured_anew(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    choose_way(path, 3, lambda *_: PLAIN)
+    for file in (probing.cache_directory().parent / "ik_llama").glob("*.json"):
+        file.write_text('{"repacked": tr')
+    assert choose_way(path, 3, lambda *_: REPACKED) == REPACKED
+
+
+def test_a_crash_of_the_library_is_an_error_with_a_remedy(
+    tiny_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The child process that tries it dies, not this one."""
+    killer = tmp_path / "python"
+    killer.write_text(f"#!/bin/sh\nkill -{signal.SIGABRT.value} $$\n")
+    killer.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(killer))
+    with pytest.raises(UnusableModel, match=r"crashes with model\.gguf here: use --engine llamacpp or torch"):
+        IkLlamaEngine(tiny_file)
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    monkeypatch.setattr(probing, "cache_directory", lambda: path / "models")
+    assert choose_way(path, 2, lambda *_: PLAIN) == PLAIN
