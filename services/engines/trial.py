@@ -24,15 +24,12 @@ from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.engine import measure, warm
 from services.engines.fixed_width import FixedWidthEngine
 from services.engines.huge_pages import use_huge_pages
-from services.engines.measuring import alone, library_facts, run
+from services.engines.measuring import Costs, alone, library_facts, run, speed
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.store.cache import NoSpace, Report, cache_directory
 
 _log = logging.getLogger(__name__)
 
-Costs = list[tuple[int, int]]
-# The conditional acceptance of a good draft; see docs/measurements.
-_CHANCE = 0.7
 # With a smaller model, the difference is not worth the seconds of a trial.
 _MIN_WEIGHT_BYTES = 64 << 20
 _CACHE_BYTES = 256 << 20
@@ -44,13 +41,6 @@ _REFUSAL_SECONDS = 24 * 3600
 _UNKNOWN = 1e-9
 # The exit status of a trial whose engine refuses the model; the reason is the last line that it prints.
 _REFUSED = 3
-
-
-def speed(costs: Costs, *, drafts: bool = False) -> float:
-    """Returns the expected tokens per second of an engine, given (number of tokens, nanoseconds) of its forwards."""
-    if drafts:
-        return 1e9 / min(costs)[1]
-    return max(1e9 * (1 - _CHANCE**width) / (1 - _CHANCE) / taken_ns for width, taken_ns in costs)
 
 
 def fastest(

@@ -74,12 +74,13 @@ def test_other_work_on_the_machine_during_one_probe_does_not_decide(tmp_path: Pa
     ("plain", "repacked", "chosen"),
     [
         (PLAIN, replace(REPACKED, pass_ns=(12, 12, 16, 23)), PLAIN),
+        (PLAIN, replace(REPACKED, pass_ns=(13, 13, 15, 22)), None),
         (PLAIN, replace(REPACKED, drift=0.5), PLAIN),
         (replace(PLAIN, drift=0.5), replace(REPACKED, pass_ns=(99, 99, 99, 99)), None),
         (None, REPACKED, REPACKED),
         (PLAIN, None, PLAIN),
     ],
-    ids=["slower", "inexact", "plain is inexact", "plain crashes", "repacked crashes"],
+    ids=["no faster", "faster with candidates", "inexact", "plain is inexact", "plain crashes", "repacked crashes"],
 )
 def test_which_way_is_better(tmp_path: Path, plain: Way | None, repacked: Way | None, chosen: Way | None) -> None:
     path = tmp_path / "model.gguf"

@@ -15,10 +15,11 @@ from bridge.errors import UnusableModel
 from services.engines import measuring, trial
 from services.engines.ik_llama.spec import IK_LLAMA, MAX_CONTEXTS
 from services.engines.llamacpp.spec import LLAMACPP
+from services.engines.measuring import Costs, speed
 from services.engines.registry import choose_engine
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.engines.torch.spec import TORCH
-from services.engines.trial import Costs, fastest, speed
+from services.engines.trial import fastest
 from services.store.cache import NoSpace
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)

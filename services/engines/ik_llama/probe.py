@@ -4,7 +4,7 @@
 
 The library can rearrange ("repack") the weights for the processor. Passes of several tokens may then get faster, but
 for some types the logits of a single token are no longer those of the same token in a wider pass. The engine then adds
-a token to it, so a way with repacked weights is charged two tokens for one.
+a token to it, so a way with repacked weights is charged two tokens for one. What counts is the speed with speculation.
 """
 
 import hashlib
@@ -17,14 +17,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from random import Random
 from time import perf_counter_ns
 
 from bridge.errors import UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
-from services.engines.measuring import alone, library_facts, run
+from services.engines.measuring import alone, library_facts, run, speed
 from services.store.cache import cache_directory
 
 _log = logging.getLogger(__name__)
@@ -33,6 +32,8 @@ _log = logging.getLogger(__name__)
 _TIMED_WIDTHS, _REPETITIONS, _CONTEXT = (1, 2, 4, 8), 5, 62
 # Tokens whose logits are compared between widths, and with those of one and of two tokens.
 _COMPARED, _COMPARED_SINGLY = 31, 8
+# The number of the rule by which a way is chosen: what was remembered by an earlier rule is measured anew.
+_RULE = 2
 # Both ways are tried in turn this often, because the machine may have other work for seconds, and what is remembered
 # counts for good.
 _ROUNDS = 2
@@ -110,8 +111,11 @@ def _better(plain: Way | None, repacked: Way | None) -> Way:
         return way
     if (plain.drift == 0.0) != (repacked.drift == 0.0):
         return plain if plain.drift == 0.0 else repacked
-    gain = prod(one / other for one, other in zip(plain.pass_ns, repacked.pass_ns, strict=True))
-    return repacked if gain ** (1 / len(_TIMED_WIDTHS)) >= _LEAST_GAIN else plain
+    return repacked if _speed(repacked) >= _LEAST_GAIN * _speed(plain) else plain
+
+
+def _speed(way: Way) -> float:
+    return speed(list(zip(_TIMED_WIDTHS, way.pass_ns, strict=True)))
 
 
 def _probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
@@ -147,7 +151,7 @@ def _key(gguf: Path, threads: int) -> str:
     with gguf.open("rb") as file:
         head = hashlib.sha256(file.read(1 << 16)).hexdigest()
     facts = (head, status.st_size, status.st_mtime_ns, cpu_name(), sorted(cpu_flags()), threads)
-    library = (version("ik-llama-cpp-python"), library_facts("ik_llama_cpp"), _ROUNDS)
+    library = (version("ik-llama-cpp-python"), library_facts("ik_llama_cpp"), _RULE)
     return hashlib.sha256(repr((facts, library)).encode()).hexdigest()[:24]
 
 
