@@ -1,9 +1,8 @@
-"""Measures the time of the sampling noise in NumPy, torch, and compiled torch, on one core.
+"""Measures the time of the sampling noise, and of choosing a token, on one core.
 
     python -m benchmarks.noise [--ids 262144] [--positions 8]
 
-Compiled torch needs a C++ compiler; without one its row is left out. The last rows time the sampler itself at one
-position, which draws noise only for the ids that it can make the best.
+The sampler draws noise only for the ids that it can make the best, so a choice takes less time than the noise for all.
 """
 
 import argparse
@@ -12,12 +11,11 @@ from statistics import median
 from time import perf_counter
 
 import numpy as np
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bridge.sampling.noise import gumbel, gumbel_of, position_state
+from bridge.sampling.noise import gumbel
 from bridge.sampling.sampler import Sampler, SamplingParameters
 
 REPEATS = 30
@@ -29,33 +27,19 @@ def main() -> None:
     parser.add_argument("--ids", type=int, default=262_144)
     parser.add_argument("--positions", type=int, default=8)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     chance = np.random.default_rng(0)
     keys = chance.integers(-(2**63), 2**63 - 1, arguments.ids)
-    states = [position_state(1, offset) for offset in range(arguments.positions)]
     table = Table("noise", "ids", "positions", "ms", box=box.SIMPLE)
 
     def add(name: str, ids: int, positions: int, work: Callable[[], object]) -> None:
         table.add_row(name, str(ids), str(positions), f"{_milliseconds(work):.2f}")
 
-    def in_numpy(count: int) -> None:
+    def draw(count: int) -> None:
         for offset in range(arguments.positions):
             gumbel(1, offset, 0, keys[:count])
 
-    def in_torch(state: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return gumbel_of(state, keys, torch)  # type: ignore[no-any-return]
-
-    block, tensor = torch.tensor(states)[:, None], torch.from_numpy(keys)[None]
-    add("NumPy", arguments.ids, arguments.positions, lambda: in_numpy(arguments.ids))
-    add("NumPy, truncated", 1000, arguments.positions, lambda: in_numpy(1000))
-    add("torch", arguments.ids, arguments.positions, lambda: in_torch(block, tensor))
-    compiled = torch.compile(in_torch, dynamic=False)
-    try:
-        compiled(block, tensor)
-    except Exception as error:  # there is no compiler, or torch cannot use it
-        Console(stderr=True).print(f"torch cannot compile here: {type(error).__name__}")
-    else:
-        add("torch, compiled", arguments.ids, arguments.positions, lambda: compiled(block, tensor))
+    add("for all ids", arguments.ids, arguments.positions, lambda: draw(arguments.ids))
+    add("for 1,000 ids", 1000, arguments.positions, lambda: draw(1000))
     logits = chance.standard_normal(arguments.ids).astype(np.float32) * 4
     for parameters in (
         SamplingParameters(),

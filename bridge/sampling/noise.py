@@ -5,16 +5,14 @@ of log probability and noise is an exact sample of the distribution (the Gumbel-
 Tarlow, Minka, "A* Sampling", 2014). The noise depends on nothing else, so the token sampled at an offset does not
 depend on how the sequence was divided into forwards.
 
-All integers are signed 64-bit, because both NumPy and torch multiply these modulo 2**64. The mix is the finalizer of
-SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014). `docs/reference/noise.md` is
-the specification, with test vectors.
+The mix is the finalizer of SplitMix64 (Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014), in
+64-bit integers. Keys are signed ones, because few other languages and libraries have unsigned ones.
+`docs/reference/noise.md` is the specification, with test vectors.
 """
 
 import hashlib
 import math
-from collections.abc import Collection
-from types import ModuleType
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,14 +20,14 @@ from numpy.typing import NDArray
 from bridge.text.vocabulary import Vocabulary
 
 Int64 = NDArray[np.int64]
+UInt64 = NDArray[np.uint64]
 Float64 = NDArray[np.float64]
-# A NumPy array or a torch tensor, used only in ways that both support.
-Array: TypeAlias = Any
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
+# The finalizer: two shifts, each with a factor, and the last shift. Of the result, a uniform number has 52 bits.
+_MIX = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+_LAST_SHIFT, _UNUSED_BITS = 31, 12
 # The largest difference between two draws: -log(-log(u)) at the largest u minus that at the smallest.
 GUMBEL_RANGE = -math.log(2.0**-53) + math.log(53 * math.log(2.0)) + 1e-6
 # Noise is computed in chunks of this many keys, which fit in a core's cache.
@@ -70,49 +68,45 @@ def token_keys(vocabulary: Vocabulary, eos: Collection[int]) -> Int64:
     return keys
 
 
-def _shift_right(x: Array, bits: int) -> Array:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: Array) -> Array:
-    x = (x ^ _shift_right(x, 30)) * signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * signed(_MIX_2)
-    return x ^ _shift_right(x, 31)
-
-
 def position_state(seed: int, offset: int, counter: int = 0) -> int:
     """Returns a 64-bit mix of seed and position. `counter` numbers the tokens drawn at the same byte offset."""
     state = 0
     for value in (seed, offset, counter):
         state = ((state ^ value) + _GOLDEN) & _MASK
-        state = (state ^ (state >> 30)) * _MIX_1 & _MASK
-        state = (state ^ (state >> 27)) * _MIX_2 & _MASK
-        state ^= state >> 31
-    return signed(state)
+        for bits, factor in _MIX:
+            state = (state ^ (state >> bits)) * factor & _MASK
+        state ^= state >> _LAST_SHIFT
+    return state
 
 
-def uniform(state: Any, keys: Array, xp: ModuleType = np) -> Array:
-    """Returns a number for each key, strictly between 0 and 1, in steps of 2**-52, bit for bit the same everywhere.
+def _mixed(state: int, keys: Int64) -> Iterator[tuple[slice, UInt64]]:
+    """Yields parts of `keys`, as slices, and the mix of each of their keys and the state. The next part overwrites it."""
+    scratch = np.empty((2, min(len(keys), _CHUNK_KEYS)), np.uint64)
+    for start in range(0, len(keys), _CHUNK_KEYS):
+        part = slice(start, min(start + _CHUNK_KEYS, len(keys)))
+        mixed, shifted = scratch[:, : part.stop - start]
+        np.bitwise_xor(keys[part].view(np.uint64), np.uint64(state), out=mixed)
+        for bits, factor in _MIX:
+            mixed ^= np.right_shift(mixed, np.uint64(bits), out=shifted)
+            mixed *= np.uint64(factor)
+        mixed ^= np.right_shift(mixed, np.uint64(_LAST_SHIFT), out=shifted)
+        yield part, mixed
 
-    `keys`: an int64 array of `xp` (NumPy or torch), any shape; `state`: an int, or one that broadcasts with `keys`.
+
+def uniform(seed: int, offset: int, counter: int, keys: Int64) -> Float64:
+    """Returns a number for each of `keys`, shape [n], strictly between 0 and 1, in steps of 2**-52.
+
+    It is bit for bit the same on every machine.
     """
-    bits = _shift_right(_mix(keys ^ state), 12)
-    return (xp.asarray(bits, dtype=xp.float64) + 0.5) * 2.0**-52
-
-
-def gumbel_of(state: Any, keys: Array, xp: ModuleType = np) -> Array:
-    """Returns standard Gumbel noise, with shapes as in `uniform`. The last digits depend on the logarithm of `xp`."""
-    return -xp.log(-xp.log(uniform(state, keys, xp)))
+    found = np.empty(len(keys))
+    for part, mixed in _mixed(position_state(seed, offset, counter), keys):
+        found[part] = mixed >> np.uint64(_UNUSED_BITS)
+    return (found + 0.5) * 2.0**-52
 
 
 def gumbel(seed: int, offset: int, counter: int, keys: Int64) -> Float64:
     """Returns standard Gumbel noise, shape [n], for tokens with `keys`, shape [n], at one position."""
-    state = position_state(seed, offset, counter)
-    noise = np.empty(len(keys))
-    for start in range(0, len(keys), _CHUNK_KEYS):
-        part = slice(start, start + _CHUNK_KEYS)
-        noise[part] = gumbel_of(state, keys[part])
-    return noise
+    return -np.log(-np.log(uniform(seed, offset, counter, keys)))
 
 
 def reaching(seed: int, offset: int, counter: int, keys: Int64, least: float) -> Int64:
@@ -120,20 +114,9 @@ def reaching(seed: int, offset: int, counter: int, keys: Int64, least: float) ->
 
     It compares the integers that the noise is made of, so no logarithm is needed.
     """
-    state = position_state(seed, offset, counter) & _MASK
     # -log(-log(u)) grows with u. The margins are far above the rounding of logarithms, and below any use.
     share = math.exp(-math.exp(min(-(least - 1e-9), 700.0)))
-    least_bits = np.uint64(max(int(share * 2.0**52) - 8, 0) << 12)
-    found = []
-    unsigned, scratch = keys.view(np.uint64), np.empty((2, min(len(keys), _CHUNK_KEYS)), np.uint64)
-    for start in range(0, len(keys), _CHUNK_KEYS):
-        part = unsigned[start : start + _CHUNK_KEYS]
-        mixed, shifted = scratch[:, : len(part)]
-        np.bitwise_xor(part, np.uint64(state), out=mixed)
-        for bits, factor in ((30, _MIX_1), (27, _MIX_2)):
-            np.right_shift(mixed, np.uint64(bits), out=shifted)
-            np.bitwise_xor(mixed, shifted, out=mixed)
-            np.multiply(mixed, np.uint64(factor), out=mixed)
-        mixed ^= mixed >> np.uint64(31)
-        found.append(np.flatnonzero(mixed >= least_bits) + start)
+    least_bits = np.uint64(max(int(share * 2.0**52) - 8, 0) << _UNUSED_BITS)
+    parts = _mixed(position_state(seed, offset, counter), keys)
+    found = [np.flatnonzero(mixed >= least_bits) + part.start for part, mixed in parts]
     return np.concatenate(found) if found else np.empty(0, np.int64)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bridge.errors import EngineFailure
-from bridge.sampling.noise import gumbel, gumbel_of, position_state, reaching, signed, token_key, token_keys, uniform
+from bridge.sampling.noise import gumbel, position_state, reaching, signed, token_key, token_keys, uniform
 from bridge.sampling.sampler import Sampler, SamplingParameters
 from tests.support import tiny
 
@@ -19,39 +19,46 @@ def test_the_code_gives_the_vectors_of_the_specification() -> None:
         assert token_key(bytes.fromhex(one["data"]), one["kind"], one["ordinal"]) == signed(int(one["key"], 16))
     for one in VECTORS["noise"]:
         keys = np.array([signed(int(one["key"], 16))])
-        state = position_state(int(one["seed"], 16), one["offset"], one["counter"])
-        assert uniform(state, keys)[0] == float.fromhex(one["uniform"])
-        assert gumbel(int(one["seed"], 16), one["offset"], one["counter"], keys)[0] == pytest.approx(
-            one["gumbel"], rel=1e-12
-        )
+        place = int(one["seed"], 16), one["offset"], one["counter"]
+        assert uniform(*place, keys)[0] == float.fromhex(one["uniform"])
+        assert gumbel(*place, keys)[0] == pytest.approx(one["gumbel"], rel=1e-12)
 
 
-def test_torch_gives_the_same_uniforms_bit_for_bit_and_nearly_the_same_noise() -> None:
+def test_the_specification_in_torch_gives_the_same_uniforms_bit_for_bit_and_nearly_the_same_noise() -> None:
+    """torch has no unsigned integers of 64 bits to compute with, so it follows the specification in its own way."""
     import torch
 
+    def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+        return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+    def mix(x: torch.Tensor) -> torch.Tensor:
+        x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+        x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
+        return x ^ shifted(x, 31)
+
     keys = np.random.default_rng(1).integers(-(2**63), 2**63 - 1, 100_000)
-    for offset in (0, 1, 1 << 40):
-        state = position_state(3, offset, 2)
-        assert np.array_equal(uniform(state, torch.from_numpy(keys), torch).numpy(), uniform(state, keys))
-        theirs = gumbel_of(state, torch.from_numpy(keys), torch).numpy()
+    for seed, offset, counter in ((3, 0, 2), (3, 1, 2), (2**64 - 1, 1 << 40, 0)):
+        state = torch.tensor(0)
+        for value in (seed, offset, counter):
+            state = mix((state ^ signed(value)) + signed(0x9E3779B97F4A7C15))
+        u = (shifted(mix(state ^ torch.from_numpy(keys)), 12).double() + 0.5) * 2.0**-52
+        assert np.array_equal(u.numpy(), uniform(seed, offset, counter, keys))
         # The two logarithms may round differently, by a few units in the last place.
-        np.testing.assert_allclose(theirs, gumbel_of(state, keys), rtol=4e-15, atol=4e-15)
-    states = torch.tensor([position_state(3, offset) for offset in range(4)])
-    block = uniform(states[:, None], torch.from_numpy(keys)[None], torch)
-    assert np.array_equal(block[2].numpy(), uniform(position_state(3, 2), keys))
+        noise = -torch.log(-torch.log(u))
+        np.testing.assert_allclose(noise.numpy(), gumbel(seed, offset, counter, keys), rtol=4e-15, atol=4e-15)
 
 
 def test_uniforms_are_uniform_and_never_0_or_1() -> None:
     keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 200_000)
-    u = uniform(position_state(1, 2, 3), keys)
+    u = uniform(1, 2, 3, keys)
     assert u.min() > 0.0
     assert u.max() < 1.0
     counts, _ = np.histogram(u, 64, (0.0, 1.0))
     expected = len(keys) / 64
     assert ((counts - expected) ** 2 / expected).sum() < 120  # chi square of 63 degrees: 1e-5 beyond 118
     # The ends of the range of 64-bit words give the ends of the range of numbers.
-    state = position_state(5, 6, 7)
-    extremes = uniform(state, np.array([state, ~state]))
+    state = signed(position_state(5, 6, 7))
+    extremes = uniform(5, 6, 7, np.array([state, ~state]))
     assert np.all((extremes > 0) & (extremes < 1))
 
 
@@ -63,10 +70,9 @@ def test_all_keys_with_enough_noise_are_found_and_hardly_any_other() -> None:
             assert set(np.flatnonzero(noise >= least)) <= set(found)
             assert np.all(noise[found] >= least - 1e-6)
             assert np.all(np.diff(found) > 0)
-    # The largest noise there is belongs to a key that is found at any level below it.
-    state = position_state(5, 6, 7)
-    inverse = next(key for key in (np.array([state]),) if uniform(state, key)[0] < 1)
-    assert len(reaching(5, 6, 7, inverse, gumbel(5, 6, 7, inverse)[0])) == 1
+    # The key with the least noise of all is found at its own level.
+    least_key = np.array([signed(position_state(5, 6, 7))])
+    assert len(reaching(5, 6, 7, least_key, gumbel(5, 6, 7, least_key)[0])) == 1
     assert len(reaching(5, 6, 7, np.empty(0, np.int64), 0.0)) == 0
 
 
