@@ -74,15 +74,39 @@ def test_the_fastest_is_taken_and_remembered_for_the_file_and_the_machine(big: P
     def chosen(options: EngineOptions = OPTIONS, **more: bool) -> str:
         return name(fastest(rivals, "model", options, report=lines.append, attempt=attempts, **more))
 
-    assert chosen() == "b" and attempts.names == ["a", "b"]
+    assert chosen() == "b" and attempts.names == ["a", "b", "a", "b"]
     assert "with a, b (once)" in lines[0] and "b (expected tokens/s with a good draft: a 1000, b 1" in lines[1]
-    assert chosen() == "b" and len(attempts.names) == 2
+    assert chosen() == "b" and len(attempts.names) == 4
     attempts.costs = {"a": WIDE, "b": NARROW}
-    assert chosen(replace(OPTIONS, threads=1)) == "a" and len(attempts.names) == 4
-    assert chosen(deterministic=True) == "a" and chosen(drafts=True) == "a" and len(attempts.names) == 8
-    assert chosen() == "b" and len(attempts.names) == 8
+    assert chosen(replace(OPTIONS, threads=1)) == "a" and len(attempts.names) == 8
+    assert chosen(deterministic=True) == "a" and chosen(drafts=True) == "a" and len(attempts.names) == 16
+    assert chosen() == "b" and len(attempts.names) == 16
     os.utime(big, ns=(1, 1))
-    assert chosen() == "a" and len(attempts.names) == 10
+    assert chosen() == "a" and len(attempts.names) == 20
+
+
+@pytest.mark.parametrize("disturbed", [0, 1, 2, 3])
+def test_one_disturbed_trial_does_not_decide(big: Path, disturbed: int) -> None:
+    """Other work makes one of the four trials ten times as slow."""
+    rivals, costs, trials = [engine("a", big), engine("b", big)], {"a": NARROW, "b": WIDE}, list[str]()
+
+    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> Costs:
+        trials.append(name)
+        slower = 10 if len(trials) == disturbed + 1 else 1
+        return [(width, slower * taken_ns) for width, taken_ns in costs[name]]
+
+    assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempt)) == "b" and len(trials) == 4
+
+
+def test_an_engine_that_crashes_in_one_of_its_trials_is_not_taken(big: Path) -> None:
+    rivals, costs = [engine("a", big), engine("b", big)], iter([NARROW, WIDE, NARROW])
+
+    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> Costs:
+        if (found := next(costs, None)) is None:
+            raise trial._TrialFailed("its trial ended with SIGSEGV")
+        return found
+
+    assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempt)) == "a"
 
 
 def test_a_memory_that_is_damaged_or_not_writable_costs_only_time(
@@ -93,7 +117,7 @@ def test_a_memory_that_is_damaged_or_not_writable_costs_only_time(
         for file in (tmp_path / "cache" / "engines").glob("*.json"):
             file.write_text(content or "")
         assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempts)) == "b"
-    assert len(attempts.names) == 8
+    assert len(attempts.names) == 16
     for file in (tmp_path / "cache" / "engines").glob("*"):
         file.unlink()
     (tmp_path / "cache" / "engines").rmdir()
@@ -122,11 +146,11 @@ def test_a_trial_that_failed_for_a_passing_reason_is_repeated(big: Path, tmp_pat
 
     assert chosen() == "a", "which may well run"
     attempts.costs = {"a": NARROW, "b": WIDE}
-    assert chosen() == "a" and attempts.names == ["a", "b", "a"]
+    assert chosen() == "a" and attempts.names == ["a", "b", "a", "a"]
     (file,) = (tmp_path / "cache" / "engines").glob("*.json")
     yesterday = time.time() - 25 * 3600
     os.utime(file, (yesterday, yesterday))
-    assert chosen() == "b" and attempts.names == ["a", "b", "a", "b"]
+    assert chosen() == "b" and attempts.names == ["a", "b", "a", "a", "b", "b"]
 
 
 def test_what_another_process_measured_meanwhile_is_taken(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +164,7 @@ def test_what_another_process_measured_meanwhile_is_taken(big: Path, monkeypatch
 
     monkeypatch.setattr(trial, "alone", after_another)
     assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempts)) == "b"
-    assert attempts.names == ["a", "b"]
+    assert attempts.names == ["a", "b", "a", "b"]
 
 
 def test_another_build_of_a_library_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
