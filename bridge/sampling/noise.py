@@ -80,7 +80,7 @@ def position_state(seed: int, offset: int, counter: int = 0) -> int:
 
 
 def _mixed(state: int, keys: Int64) -> Iterator[tuple[slice, UInt64]]:
-    """Yields parts of `keys`, as slices, and the mix of each of their keys and the state. The next part overwrites it."""
+    """Yields parts of `keys`, as slices, and the mix of each of their keys and the state, which the next overwrites."""
     scratch = np.empty((2, min(len(keys), _CHUNK_KEYS)), np.uint64)
     for start in range(0, len(keys), _CHUNK_KEYS):
         part = slice(start, min(start + _CHUNK_KEYS, len(keys)))

@@ -2,19 +2,20 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from bridge.errors import UnusableModel
+from bridge.errors import DraftBridgeError, UnusableModel
 from bridge.text.common_prefix import common_prefix_length
 from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, Sample
-from services.cli.processes import draft_threads, fleet
+from services.cli.processes import Fleet, ProcessFailed, draft_threads, fleet
 from services.engines.registry import engines
 from services.errors import ModelNotFound
 from services.store.cache import NoSpace
@@ -61,19 +62,18 @@ SMALL = Demonstration(
 
 
 def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callable[[str], None]) -> None:
-    """Starts three processes, prints the text as it comes and a table, and stops the processes."""
+    """Starts three processes, prints the text as it comes and a table, and stops the processes.
+
+    If the large pair cannot be had or does not start, reports it and runs the small one.
+    """
     wanted = _fetched(wanted, report)
-    report("starting a target, a draft and a bridge")
-    deterministic = _is_made_deterministic(wanted.engine)
-    with (
-        fleet(
-            wanted.target,
-            None if wanted.draft == "none" else wanted.draft,
-            target_options=("--engine", wanted.engine, *(["--deterministic"] if deterministic else [])),
-            draft_options=("--engine", "auto", "--threads", str(draft_threads())),
-        ) as running,
-        Client(running.bridge) as client,
-    ):
+    with ExitStack() as stack:
+        try:
+            running = stack.enter_context(_started(wanted, report))
+        except ProcessFailed as error:
+            wanted = _smaller(wanted, error, report)
+            running = stack.enter_context(_started(_fetched(wanted, report), report))
+        client = stack.enter_context(Client(running.bridge))
         served = {model.name: model for model in client.models()}
         described = ", ".join(f"{one.name} ({one.engine}, {one.dtype})" for one in served.values())
         report(f"{described}; bridge at {running.bridge}")
@@ -97,7 +97,26 @@ def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callab
     console.print(_why(together, alone), highlight=False, soft_wrap=True)
     if wanted.reason:
         console.print(wanted.reason, style="dim", highlight=False, soft_wrap=True)
-    console.print(_compared(together.text, alone.text, deterministic), soft_wrap=True)
+    console.print(_compared(together.text, alone.text, _is_made_deterministic(wanted.engine)), soft_wrap=True)
+
+
+def _started(wanted: Demonstration, report: Callable[[str], None]) -> AbstractContextManager[Fleet]:
+    """Returns the three processes, which start when it is entered."""
+    report("starting a target, a draft and a bridge")
+    return fleet(
+        wanted.target,
+        None if wanted.draft == "none" else wanted.draft,
+        target_options=("--engine", wanted.engine, *["--deterministic"] * _is_made_deterministic(wanted.engine)),
+        draft_options=("--engine", "auto", "--threads", str(draft_threads())),
+    )
+
+
+def _smaller(wanted: Demonstration, error: DraftBridgeError, report: Callable[[str], None]) -> Demonstration:
+    """Returns the small pair in place of the large one, and reports why. Raises the error for any other pair."""
+    if (wanted.target, wanted.draft) != (LARGE.target, LARGE.draft):
+        raise error
+    report(f"{error}; going on with the small pair")
+    return replace(SMALL, prompt=SMALL.prompt if wanted.prompt == LARGE.prompt else wanted.prompt)
 
 
 def _is_made_deterministic(engine: str) -> bool:
@@ -117,7 +136,7 @@ def _is_made_deterministic(engine: str) -> bool:
 def _compared(together: str, alone: str, deterministic: bool) -> str:
     """Returns in plain words whether the two texts are the same."""
     if together == alone:
-        how = "served with --deterministic" if deterministic else "in full precision"
+        how = "served with --deterministic, at the cost stated above, if any" if deterministic else "in full precision"
         return f"Both texts are the same, byte for byte (the target is {how})."
     if deterministic:
         return "[bold red]The two texts differ. That is a bug: please report it with the prompt.[/]"
@@ -129,7 +148,7 @@ def _compared(together: str, alone: str, deterministic: bool) -> str:
 
 
 def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstration:
-    """Downloads the models. If the large pair cannot be had, reports it and returns the small one."""
+    """Downloads the models, those of the small pair if the large one cannot be had. Returns the pair."""
     try:
         with ThreadPoolExecutor() as pool:
             drafts = [] if wanted.draft in ("none", SUFFIX) else [wanted.draft]
@@ -138,11 +157,7 @@ def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstrat
             for one in fetched:
                 one.result()
     except (ModelNotFound, UnusableModel, NoSpace) as error:
-        if (wanted.target, wanted.draft) != (LARGE.target, LARGE.draft):
-            raise
-        report(f"{error}; going on with the small pair")
-        prompt = SMALL.prompt if wanted.prompt == LARGE.prompt else wanted.prompt
-        return _fetched(replace(SMALL, prompt=prompt), report)
+        return _fetched(_smaller(wanted, error, report), report)
     return wanted
 
 

@@ -148,7 +148,7 @@ def warm(engine: Engine, widths: Iterable[int], clock_ns: Callable[[], int] = pe
             return
 
 
-def measure(engine: Engine, *, all_logits: bool) -> list[tuple[int, int]]:
+def measure(engine: Engine, *, all_logits: bool, widths: Sequence[int] = _MEASURED_WIDTHS) -> list[tuple[int, int]]:
     """Returns (number of tokens, nanoseconds of a forward of them), by number of tokens, after 128 cached tokens.
 
     Bridges plan with these until they have measured forwards themselves. `all_logits`: computes the logits of all
@@ -156,11 +156,11 @@ def measure(engine: Engine, *, all_logits: bool) -> list[tuple[int, int]]:
     forward after 5 seconds, once it has two numbers.
     """
     context = min(_MEASURED_CONTEXT, engine.context_length // 2)
-    ids = sample_ids(context + max(_MEASURED_WIDTHS), engine.vocabulary_size)
+    ids = sample_ids(context + max(widths), engine.vocabulary_size)
     engine.forward([Row(0, 0, ids[:context], context)])
     found: dict[int, int] = {}
     stop_ns = perf_counter_ns() + _MEASURING_NS
-    for width in (1, 1, *_MEASURED_WIDTHS, *_MEASURED_WIDTHS):
+    for width in (1, 1, *widths, *widths):
         if context + width <= engine.context_length and (len(found) < 2 or perf_counter_ns() < stop_ns):
             started = perf_counter_ns()
             engine.forward([Row(0, context, ids[context : context + width], 0 if all_logits else width - 1)])

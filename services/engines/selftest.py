@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from bridge.errors import UnusableModel
 from services.engines.engine import Engine, Row
 
 # Tokens of each text, of the beginning that both share, and of the first text's part that runs without logits.
@@ -42,6 +43,7 @@ class SelfTest:
 
         Samples the texts from the model: on random ids, some models are so ill-conditioned that rounding to bfloat16
         changes logits as much as a wrong mask does. The tolerance follows from the model's rounding noise.
+        Raises `UnusableModel` if the model's own logits are not numbers.
         """
         texts = _sampled(model)
         expected = _logits(model, texts)
@@ -71,13 +73,16 @@ def _sampled(model: Any) -> list[list[int]]:
     """Returns two texts with the same beginning, sampled from the model."""
     generator = torch.Generator().manual_seed(0)
     size = min(int(model.get_input_embeddings().weight.shape[0]), 1000)
-    first = int(torch.randint(size, (1,), generator=generator))
+    # Activations are largest at the token that begins a text, if the model has one.
+    first = getattr(model.config, "bos_token_id", None)
+    if not isinstance(first, int):
+        first = int(torch.randint(size, (1,), generator=generator))
     texts, cache = [[first], [first]], None
     while len(texts[0]) < _LENGTH:
         newest = torch.tensor([text[-1:] for text in texts], device=model.device)
         found = model(newest, past_key_values=cache, use_cache=True)
         cache = found.past_key_values
-        weights = torch.softmax(found.logits[:, -1].float().cpu(), dim=1)
+        weights = torch.softmax(torch.from_numpy(_finite(found.logits[:, -1], model)), dim=1)
         one, other = torch.multinomial(weights, 1, generator=generator).flatten().tolist()
         texts[0].append(one)
         texts[1].append(one if len(texts[1]) < _SHARED else other)
@@ -86,9 +91,19 @@ def _sampled(model: Any) -> list[list[int]]:
 
 def _logits(model: Any, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
     """Returns the model's logits [texts, tokens, vocabulary size]."""
-    found: NDArray[np.float32] = (
-        model(torch.tensor(texts, device=model.device), use_cache=False).logits.float().cpu().numpy()
-    )
+    return _finite(model(torch.tensor(texts, device=model.device), use_cache=False).logits, model)
+
+
+def _finite(logits: torch.Tensor, model: Any) -> NDArray[np.float32]:
+    """Returns logits. Raises `UnusableModel` if some are not numbers, as where activations exceed float16's range."""
+    found: NDArray[np.float32] = logits.float().cpu().numpy()
+    if not np.isfinite(found).all():
+        raise UnusableModel(
+            f"this {model.config.model_type} model's logits are not numbers in "
+            f"{str(model.dtype).removeprefix('torch.')}: use --dtype bfloat16 or float32; if that does not help, its "
+            "weights are damaged",
+            model_type=model.config.model_type,
+        )
     return found
 
 

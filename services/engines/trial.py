@@ -33,8 +33,8 @@ _log = logging.getLogger(__name__)
 # With a smaller model, the difference is not worth the seconds of a trial.
 _MIN_WEIGHT_BYTES = 64 << 20
 _CACHE_BYTES = 256 << 20
-# Engines are tried in turn this often, because the machine may have other work for seconds, and the choice is remembered.
-# What was remembered by an earlier rule is measured anew.
+# Engines are tried in turn this often: the machine may have other work for seconds, and the choice is remembered. What
+# was remembered by an earlier rule is measured anew.
 _ROUNDS, _RULE = 2, 2
 # Four times what a probe of ik_llama may take, which belongs to its trial, and a minute.
 _TIMEOUT_SECONDS = 540
@@ -58,9 +58,9 @@ def fastest(
 ) -> EngineSpec | None:
     """Returns the fastest engine for a model, or the first of `rivals` if there is little to gain.
 
-    Returns None if none runs the model. An engine whose trial ended for want of time or memory counts as the slowest
-    until the next start tries it again; a refusal is believed for a day.
-    Each is tried twice, and the better trial counts. `drafts`: the model only drafts. `deterministic`: it is served with that option. `attempt` measures one engine.
+    Returns None if none runs the model. Each engine is tried twice, and the better trial counts. One whose trial ended
+    for want of time or memory counts as the slowest until the next start tries it again; a refusal is believed for a
+    day. `drafts`: the model only drafts. `deterministic`: it is served with that option. `attempt` measures one engine.
     """
     chosen = {one.name: replace(options, weights=_weights(one, options)) for one in rivals}
     paths = dict[str, Path]()

@@ -111,14 +111,18 @@ def _load(
     costs: list[tuple[int, int]] = []
 
     def open_engine() -> Engine:
+        plain_ns = 0
         engine = spec.open(spec.prepare(config.model, options.weights, report), options)
         if engine.device == "cpu":
             use_huge_pages()
         if config.deterministic and engine.logit_tolerance > 0.0:  # then all its forwards have one shape
+            (_, plain_ns), *_ = measure(engine, all_logits=True, widths=(1,))
             engine = FixedWidthEngine(engine)
         elif config.role is not Role.DRAFT:
             warm(engine, _WARMED_WIDTHS)
         costs.extend(measure(engine, all_logits=config.role is not Role.DRAFT))
+        if plain_ns:
+            report(f"with --deterministic, a pass over one token takes {costs[0][1] / plain_ns:.2f} times as long")
         return engine
 
     loaded = load(directory, config.name or default_name(config.model), open_engine, config.queue, observer)

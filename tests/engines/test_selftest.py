@@ -62,6 +62,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def deep_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deep_self_test")
+    saved(transformers.MistralConfig(**DEEP_MODEL, sliding_window=6), path)
+    return path
+
+
 def _mask(change: Callable[[torch.Tensor, Row], Any]) -> Any:
     own = torch_cache.RaggedBatch._mask
 
@@ -152,6 +159,25 @@ def test_a_broken_engine_is_refused(directory: Path, dtype: str, mutant: str, mo
     monkeypatch.setattr(*MUTANTS[mutant])
     with pytest.raises(UnusableModel, match="logits differ"):
         TorchEngine(directory, dtype=dtype, slot_count=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES if DEEP else DTYPES[1:2])
+@pytest.mark.parametrize("mutant", list(MUTANTS)[:: 1 if DEEP else 3])
+def test_the_noise_of_a_deep_model_hides_no_error(
+    deep_directory: Path, dtype: str, mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*MUTANTS[mutant])
+    with pytest.raises(UnusableModel, match="logits differ"):
+        TorchEngine(deep_directory, dtype=dtype, slot_count=2)
+
+
+def test_a_model_that_overflows_is_refused_with_a_dtype_that_does_not(tmp_path: Path) -> None:
+    model = saved(CONFIG, tmp_path)
+    model.model.norm.weight.data.fill_(6e4)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnusableModel, match="not numbers in float16: use --dtype bfloat16 or float32"):
+        TorchEngine(tmp_path, dtype="float16")
+    TorchEngine(tmp_path, dtype="bfloat16")
 
 
 def test_a_proof_leaves_the_model_as_it_was(directory: Path) -> None:

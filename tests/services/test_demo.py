@@ -1,16 +1,19 @@
 """Tests what the demo does when models cannot be had, and what it says of a gain."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from bridge.errors import UnusableModel
 from draftbridge.v1 import bridge_pb2
 from services.cli import demo
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.demo import LARGE, SMALL, Demonstration
+from services.cli.processes import ProcessFailed
 from services.errors import ChecksumMismatch, ModelNotFound
 from services.store.cache import NoSpace
 
@@ -54,6 +57,24 @@ def test_another_pair_than_was_asked_for_never_runs(gone: dict[str, Exception], 
         demo._fetched(wanted, str)
 
 
+def test_a_large_target_that_does_not_start_is_replaced_and_the_small_pair_runs(
+    tiny_models: tuple[Path, Path], gone: dict[str, Exception], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Real processes: the large target's directory is empty."""
+    target, draft = (str(path) for path in tiny_models)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(demo, "LARGE", replace(LARGE, target=str(tmp_path / "empty"), draft=draft))
+    monkeypatch.setattr(demo, "SMALL", replace(SMALL, target=target, draft=draft, engine="torch"))
+    lines, console = list[str](), Console(file=io.StringIO(), width=100)
+    demo.run(console, demo.LARGE, 24, lines.append)
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "the target did not start: see its message above; going on with the small pair" in lines
+    assert SMALL.prompt in printed and "target alone" in printed and "auto" in printed
+    assert "Both texts are the same" in printed or "The two texts part after" in printed
+    with pytest.raises(ProcessFailed, match="the target did not start"):
+        demo.run(console, replace(demo.LARGE, draft="none"), 24, lines.append)
+
+
 @pytest.mark.parametrize(
     ("tried", "words"), [(0, "expected no gain from any source"), (7, "None of the 7 candidates was right")]
 )
@@ -91,7 +112,7 @@ def test_a_draft_without_a_model_needs_no_files(gone: dict[str, Exception], draf
 @pytest.mark.parametrize(
     ("together", "alone", "deterministic", "words"),
     [
-        ("größer", "größer", True, "same, byte for byte (the target is served with --deterministic)"),
+        ("größer", "größer", True, "same, byte for byte (the target is served with --deterministic, at the cost"),
         ("größer", "größer", False, "same, byte for byte (the target is in full precision)"),
         ("größer", "größe", True, "That is a bug"),
         ("größer", "größen", False, "part after 7 bytes"),
