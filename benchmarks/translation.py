@@ -34,7 +34,6 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from bridge.sources.draft import DraftEpoch
 from bridge.sources.source import offer_of
 from bridge.tape import Tape
-from bridge.text.chat import render_text
 from bridge.text.models import Model
 from bridge.text.prefix_cache import PrefixCache
 from bridge.text.translation import DraftContext, candidates
@@ -100,8 +99,8 @@ def script(text: str, start: int, draft: Vocabulary, target: Vocabulary, rounds:
 def ours(prompt: str, played: Sequence[Round], draft: Model, target: Model) -> Way:
     """Runs the rounds through the bridge's functions, as its loop calls them."""
     way = Way()
-    tape = Tape(target.vocabulary, render_text(target.vocabulary, prompt).ids)
-    context = DraftContext(draft.vocabulary, render_text(draft.vocabulary, prompt))
+    tape = Tape(target.vocabulary, target.vocabulary.prompt(prompt, framed=True).ids)
+    context = DraftContext(draft.vocabulary, draft.vocabulary.prompt(prompt, framed=True))
     syncs = [(0, context.ids)]
     ends = [0]
     for number, one in enumerate(played, start=1):
@@ -135,7 +134,7 @@ def theirs(
     generator.prev_target_ids_len = generator.prev_assistant_ids = None
     generator.target_lookbehind = generator.assistant_lookbehind = 10
     generator.main_model_max_length = None
-    ids = list(render_text(target, prompt).ids)
+    ids = list(target.prompt(prompt, framed=True).ids)
     spelled = prompt.encode()
     contexts = []
     for one in played:
@@ -182,9 +181,9 @@ def cached(name: str, text: str) -> dict[str, float]:
     first, later = [], []
     for turn in turns:
         vocabulary.prefixes = PrefixCache()
-        first.append(best(lambda: render_text(vocabulary, conversation)))
-        later.append(best(lambda turn=turn: render_text(vocabulary, conversation + turn)))  # type: ignore[misc]
-        assert render_text(vocabulary, conversation + turn).ids == library.encode(conversation + turn).ids
+        first.append(best(lambda: vocabulary.prompt(conversation, framed=True)))
+        later.append(best(lambda turn=turn: vocabulary.prompt(conversation + turn, framed=True)))  # type: ignore[misc]
+        assert vocabulary.prompt(conversation + turn, framed=True).ids == library.encode(conversation + turn).ids
     return {
         "library_ms": median(whole) * 1e3,
         "first_ms": median(first) * 1e3,

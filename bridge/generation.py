@@ -129,7 +129,7 @@ async def generate(
     # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
     end_id = next(iter(model.special_ids.eos), None)
     if isinstance(request.input, Chat):
-        end_id = await asyncio.to_thread(end_of_turn, model)
+        end_id = await asyncio.to_thread(end_of_turn, model) or end_id
     chain = SourceSet(sources, model, end_id, open_draft, grammar)
     link = TargetLink(target, model, tape, max_tokens, clock, request.logprobs)
     finish_reason: FinishReason | None = None

@@ -18,10 +18,10 @@ from operator import mul
 from time import perf_counter_ns
 
 from bridge.guest_sequence import GuestSequence
-from bridge.guest_step import Answer, Proposed, SequenceUpdate, StepUpdate
+from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts, share
 from bridge.ports import MAX_MEASURED_NS
-from bridge.sources.source import Draft, Offer, Outcome
+from bridge.sources.source import Draft, Outcome
 from bridge.statistics import Statistics
 from bridge.text.models import Model
 
@@ -41,8 +41,6 @@ _PROMISING = 0.5
 _MIN_DEADLINE_NS = 1_000_000
 # A sequence that the deadline left no time for is expected to have this many more right candidates in each forward.
 _WAITING_PROMISE = 0.05
-# An answer has candidates for this many forwards, for an engine that receives it late.
-_OFFERED_FORWARDS = 3
 # A sequence that gains more tokens in a step is opened again, because appending them would take milliseconds.
 MAX_GAINED_TOKENS = 1 << 12
 # What follows a step lets other work of the event loop run at least this often.
@@ -150,7 +148,7 @@ class Guest:
             with self._refusing(held):
                 if sequence := self._commit(one, held, measured):
                     offer, width = await sequence.choose(began + update.deadline_ns)
-                    answer.proposed += self._proposed(one.id, sequence, update.number, offer, width)
+                    answer.proposed += sequence.propose(one.id, update.number, offer, width)
         elif not self._alone:
             self._choose_for_all(update, named, answer, began + max(update.deadline_ns, _MIN_DEADLINE_NS))
         self._answered_ns = self._clock()
@@ -250,13 +248,11 @@ class Guest:
         async def open_() -> None:
             known, draft = len(held.ids), self._find_draft(held, True)
             sequence = await self._open_sequence(held.ids[:known], known - held.prompt_count, draft)
-            # The tokens that came while it was opened.
-            new = held.ids[known:]
+            sequence.tape.commit(held.ids[known:])  # the tokens that came while it was opened
             held.sequence, held.ids = sequence, []
             if draft is None:
                 sequence.await_draft()
             sequence.start()
-            sequence.append(new)
             sequence.allow_waiting(self._deadline_ns)
             if self._alone or sequence.has_draft:  # a shared forward needs no plan
                 await sequence.settle(alone=True)
@@ -312,7 +308,7 @@ class Guest:
             return None
         if one.token_ids:
             outcome = sequence.commit(one.token_ids, one.candidate_step, one.candidate_count, engine_ns)
-            if outcome and outcome.tried.token_ids:
+            if outcome.tried.token_ids:
                 self._on_outcome(outcome)
             self._on_held(one.id, len(sequence.tape.ids), sequence.indexed_byte_count)
             if one.id not in self.held:
@@ -348,7 +344,7 @@ class Guest:
         began = self._clock()
         widths = self._shared([chances for *_, chances in offered], count)
         for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
-            answer.proposed += self._proposed(id_, sequence, update.number, offer, width)
+            answer.proposed += sequence.propose(id_, update.number, offer, width)
         self._sharing_ns += _FRESH * (self._clock() - began - self._sharing_ns)
 
     def _shared(self, chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
@@ -372,11 +368,3 @@ class Guest:
                     if draft := self._find_draft(held, False):
                         held.sequence.add_draft(draft)
                 return
-
-    @staticmethod
-    def _proposed(id_: int, sequence: GuestSequence, number: int, offer: Offer, width: int) -> list[Proposed]:
-        if not width:
-            return []
-        sent = offer.part(0, min(_OFFERED_FORWARDS * width, max(sequence.room, width)))
-        base = sequence.remember(number, sent)
-        return [Proposed(id_, base, sent, width)]

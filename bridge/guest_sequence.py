@@ -9,6 +9,7 @@ from operator import mul
 from time import perf_counter_ns
 
 from bridge.errors import DraftBridgeError, InvalidRequest, UnusableModel
+from bridge.guest_step import Proposed
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan
@@ -33,6 +34,8 @@ _REMEMBERED_ANSWERS = 8
 _MAX_ROOM, _BYTES_PER_CANDIDATE, _ALONE_BYTES = 64, 8, 160
 # A sequence whose draft failed goes this number of forwards without one, twice as many each time, up to the second.
 _PAUSED_FORWARDS, _MAX_PAUSED_FORWARDS = 32, 4096
+# An answer has candidates for this many forwards, for an engine that receives it late.
+_OFFERED_FORWARDS = 3
 _NOTHING = Offer()
 
 
@@ -91,7 +94,6 @@ class GuestSequence:
         self.room = _MAX_ROOM
         planner = Planner(SpeculationParameters(), estimates)
         planner.max_wait_ns = 0.0
-        self._planner = planner
         self._speculation = Speculation(sources, planner, Statistics(), self.room)
         self._news = asyncio.Event()
         self._answers: dict[int, tuple[int, Offer]] = {}
@@ -178,22 +180,14 @@ class GuestSequence:
 
     def allow_waiting(self, nanoseconds: int) -> None:
         """Sets how long the engine waits for candidates after a forward."""
-        self._planner.max_wait_ns = float(max(nanoseconds, 0))
+        self._speculation.planner.max_wait_ns = float(max(nanoseconds, 0))
 
-    def append(self, ids: Sequence[int]) -> None:
-        """Appends tokens of forwards before the first one that could have candidates."""
-        if ids:
-            result = Pass(len(self.tape.ids), tuple(ids), 0, 0, 0)
-            self._append(Outcome(result, _NOTHING, self.tape.commit(ids)))
-
-    def commit(self, ids: Sequence[int], step: int, count: int, engine_ns: int | None) -> Outcome | None:
+    def commit(self, ids: Sequence[int], step: int, count: int, engine_ns: int | None) -> Outcome:
         """Appends tokens that the engine produced in a forward with the first `count` candidates of answer `step`.
 
         An engine may have verified fewer: vLLM does not tell its proposer which candidates it left out.
         `engine_ns`: what the forward took, if it is known and ran no other sequence.
         """
-        if not ids:
-            return None
         base, (start, offer) = len(self.tape.ids), self._answers.get(step, (0, _NOTHING))
         tried = offer.part(base - start, base - start + count) if base >= start and count else _NOTHING
         accepted = common_prefix_length(tried.token_ids, ids)
@@ -206,22 +200,22 @@ class GuestSequence:
         elapsed_ns = None if engine_ns is None else engine_ns + self._waited_ns
         outcome = Outcome(result, tried, self.tape.commit(ids), elapsed_ns, self._timed_out)
         self._timed_out, self._waited_ns = False, 0
-        self._append(outcome)
+        rest = self._rest
+        self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == result.token_ids else _NOTHING
+        self._speculation.sources.observe(outcome)
+        self._planned = self._refreshed = False
         self._observed = outcome, self._plan
         for number in tuple(self._answers)[:-_REMEMBERED_ANSWERS]:
             del self._answers[number]
         return outcome
 
-    def _append(self, outcome: Outcome) -> None:
-        ids, rest = outcome.result.token_ids, self._rest
-        self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == ids else _NOTHING
-        self._speculation.sources.observe(outcome)
-        self._planned = self._refreshed = False
-
-    def remember(self, step: int, offer: Offer) -> int:
-        """Notes the candidates of an answer. Returns the number of tokens before them."""
-        self._answers[step] = len(self.tape.ids), offer
-        return len(self.tape.ids)
+    def propose(self, id_: int, step: int, offer: Offer, width: int) -> list[Proposed]:
+        """Returns an offer as a part of the answer to a step, and remembers it; nothing without a width."""
+        if not width:
+            return []
+        base, sent = len(self.tape.ids), offer.part(0, min(_OFFERED_FORWARDS * width, max(self.room, width)))
+        self._answers[step] = base, sent
+        return [Proposed(id_, base, sent, width)]
 
     async def choose(self, deadline_ns: int) -> tuple[Offer, int]:
         """Chooses candidates for the sequence alone, as our own loop does. Returns them, and how many a forward takes.

@@ -9,8 +9,8 @@ Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding Alg
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from time import perf_counter_ns
 from typing import TypeAlias
 
@@ -40,8 +40,8 @@ async def speculate(
     """
     speculation = Speculation(sources, planner, statistics, link.candidate_room)
     await link.start(speculation.plan.patience_ns)
-    async with _events(link, sources) as events:
-        await sources.advance(speculation.plan.pace)
+    await sources.advance(speculation.plan.pace)
+    async with aclosing(_events(link, sources)) as events:
         async for event in events:
             started, outcome = clock(), None
             if event:  # 1. take a pass and commit it
@@ -64,8 +64,7 @@ async def speculate(
                 yield outcome
 
 
-@asynccontextmanager
-async def _events(link: TargetLink, sources: SourceSet) -> AsyncIterator[AsyncIterator[_Arrival | None]]:
+async def _events(link: TargetLink, sources: SourceSet) -> AsyncGenerator[_Arrival | None, None]:
     """Yields every pass of the target with its time, and None when a source has news. Raises the target's errors.
 
     The queue needs no limit: the target's credit bounds the passes, and at most one notice of news is pending.
@@ -84,23 +83,18 @@ async def _events(link: TargetLink, sources: SourceSet) -> AsyncIterator[AsyncIt
             async for result in link.passes():
                 queue.put_nowait(result)
             queue.put_nowait(Unreachable("the target", "its stream ended in the middle of a generation"))
-        except Exception as error:  # raised again by `events`
+        except Exception as error:  # raised again below
             queue.put_nowait(error)
-
-    async def events() -> AsyncIterator[_Arrival | None]:
-        nonlocal news
-        while True:
-            event = await queue.get()
-            if isinstance(event, Exception):
-                raise event
-            if event is None:
-                news = False
-            yield event
 
     listener = asyncio.create_task(listen())
     try:
         sources.start(notify)
-        yield events()
+        while True:
+            event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            news = news and event is not None
+            yield event
     finally:
         listener.cancel()
         sources.close()

@@ -75,17 +75,9 @@ class DraftEstimates:
         for one in (self.slowdown, self.ahead_slowdown):
             one.value += _FORGOTTEN_SLOWDOWN * (self._prior_slowdown - one.value)
 
-    def observe_use(self, *, used: bool) -> None:
-        """Records a pass, with or without candidates of the draft."""
-        self.idle_pass_count = 0 if used else self.idle_pass_count + 1
-
-    def observe_trial(self) -> None:
-        """Records that the draft was tried, and not chosen for its speed: the next trial comes later."""
-        self.trial_interval = min(2 * self.trial_interval, _MAX_TRIAL_INTERVAL)
-
-    def observe_choice(self) -> None:
-        """Records that the draft was chosen for its speed."""
-        self.trial_interval = _MIN_TRIAL_INTERVAL
+    def observe_choice(self, *, is_trial: bool) -> None:
+        """Records that the draft was used: for its speed, or as a trial, after which the next trial comes later."""
+        self.trial_interval = min(2 * self.trial_interval, _MAX_TRIAL_INTERVAL) if is_trial else _MIN_TRIAL_INTERVAL
 
     def read_tokens(self, token_count: int) -> float:
         """Returns the time to read some tokens in one forward, in times of a 1-token forward."""

@@ -193,10 +193,6 @@ class RequestEstimates:
         """Returns whether the source itself expects the first candidate to be right: only that is worth a trial."""
         return self.chances[offer.sources[0]].shared.prior_of(offer.evidence[0]) >= _PROMISING
 
-    def begin_trial(self, source: str) -> None:
-        """Records that a source, or none (""), is being tried."""
-        self.shared.idle_pass_counts[source] = 0
-
     def observe(self, outcome: Outcome, plan: Plan) -> None:
         """Records a pass that was made under a plan."""
         result, shared = outcome.result, self.shared
@@ -209,12 +205,10 @@ class RequestEstimates:
             for data in outcome.data:
                 self.token_bytes.observe(len(data), _TOKEN_BYTES_FRESH)
             drafted = self.drafting_source in used
-            self.draft.observe_use(used=drafted)
-            if drafted and plan.is_trial and not self._tried_draft:
-                self._tried_draft = True
-                self.draft.observe_trial()
-            elif drafted and not self._tried_draft:
-                self.draft.observe_choice()
+            self.draft.idle_pass_count = 0 if drafted else self.draft.idle_pass_count + 1
+            if drafted and not self._tried_draft:
+                self._tried_draft = plan.is_trial
+                self.draft.observe_choice(is_trial=plan.is_trial)
             if not plan.runs_ahead:
                 self.draft.forget_slowdown()
         if outcome.elapsed_ns is None:

@@ -108,7 +108,8 @@ class Planner:
             best = self._fixed(draft, costs, room) or replace(alone, patience_ns=0.0)
         else:
             best = self._best(alone, offers, state, draft, costs, room)
-        if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not self._target_waits:
+        target_waits = self.max_wait_ns < inf or self._estimates.target_waits
+        if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not target_waits:
             # The target may have begun a pass, which the draft would slow down. So the target is told to wait first.
             best = replace(alone, patience_ns=best.patience_ns, prepares_turn=True)
         pace = best.pace if best.pace.lead <= room else replace(best.pace, lead=room)
@@ -139,7 +140,7 @@ class Planner:
     def begin(self, plan: Plan) -> None:
         """Records that a pass has begun under a plan, for a target that is planned for before it reports the pass."""
         if plan.is_trial:
-            self._estimates.begin_trial(plan.source)
+            self._estimates.shared.idle_pass_counts[plan.source] = 0
 
     def observe(self, outcome: Outcome, plan: Plan) -> None:
         """Records a pass that was made under a plan."""
@@ -268,10 +269,6 @@ class Planner:
         """Returns how long the target may wait for candidates that the bridge already has; 0 if that gained little."""
         gains = self._estimates.waiting_gain.value > _WAITING_MARGIN * costs.hop_ns
         return max(_PATIENCE_FACTOR * costs.hop_ns, _MIN_PATIENCE_NS) if gains else 0.0
-
-    @property
-    def _target_waits(self) -> bool:
-        return self.max_wait_ns < inf or self._estimates.target_waits
 
     @property
     def _slowdown(self) -> float:

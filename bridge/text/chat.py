@@ -7,7 +7,7 @@ from typing import Any
 
 from bridge.errors import InvalidField, InvalidRequest, UnusableModel
 from bridge.text.models import Model, derived
-from bridge.text.vocabulary import Marks, Rendering, Vocabulary
+from bridge.text.vocabulary import Marks, Rendering
 
 # The variables that the bridge sets for a template, and Jinja's own global functions.
 _RESERVED = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token"} | {
@@ -34,11 +34,6 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)
 
 
-def render_text(vocabulary: Vocabulary, text: str) -> Rendering:
-    """Returns a prompt as its tokenizer encodes it: control tokens are recognised, the tokenizer's own ones added."""
-    return vocabulary.prompt(text, framed=True)
-
-
 def render_chat(model: Model, chat: Chat) -> Rendering:
     """Renders a chat in the model's own template, or as a plain transcript without one, up to the assistant's turn.
 
@@ -50,7 +45,7 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
     for name in chat.variables:
         if name in _RESERVED:
             raise InvalidField("chat.template_variables", f"without the reserved name {name!r}", "it")
-    text, marks = _rendered(model, chat, add_generation_prompt=True)
+    text, marks = rendered(model, chat, add_generation_prompt=True)
     # A template writes the initial control tokens itself; for a plain transcript the tokenizer adds them.
     return model.vocabulary.prompt(text, marks, framed=not model.chat_template)
 
@@ -80,15 +75,10 @@ def _check_use(model: Model, without: Chat, rendering: Rendering, name: str) -> 
         raise InvalidField(name, allowed)
 
 
-def rendered_text(model: Model, chat: Chat) -> str:
-    """Returns the text that the model's template makes of a chat whose contents have no markup."""
-    return _rendered(model, chat, add_generation_prompt=True)[0]
-
-
 def render_text_for(model: Model, text: str, source: Model) -> Rendering:
     """Renders a prompt that was written for `source`: control tokens become those of the same role in `model`."""
     if model.vocabulary is source.vocabulary:
-        return render_text(model.vocabulary, text)
+        return model.vocabulary.prompt(text, framed=True)
     parts: list[str | int] = []
     done = 0
     spans = source.vocabulary.spans(text, source.vocabulary.controls)
@@ -131,7 +121,7 @@ def end_of_turn(model: Model) -> int | None:
         return None
     try:
         chat = Chat((Message("user", "a"), Message("assistant", "b")))
-        text, marks = _rendered(model, chat, add_generation_prompt=False)
+        text, marks = rendered(model, chat, add_generation_prompt=False)
         ids = model.vocabulary.prompt(text, marks, framed=False).ids
     except (InvalidRequest, UnusableModel):
         return None
@@ -154,7 +144,7 @@ def _render_parts(model: Model, parts: Sequence[str | int], source: Model) -> Re
     return model.vocabulary.prompt(text, marks, framed=True)
 
 
-def _rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, Marks]:
+def rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, Marks]:
     """Returns the template's text, and the marks in it that keep the user's values from becoming markup."""
     return _written(model, replace(chat, messages=_adapted(model, chat.messages)), add_generation_prompt)
 

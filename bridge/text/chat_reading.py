@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bridge.errors import InvalidRequest, UnusableModel
-from bridge.text.chat import Chat, Message, render_chat, rendered_text
+from bridge.text.chat import Chat, Message, render_chat, rendered
 from bridge.text.models import Model, derived
 
 # Contents that no template writes itself, and that no template changes.
@@ -73,7 +73,7 @@ def _frames(model: Model) -> tuple[_Frame, ...]:
     for messages in (turns, (Message("system", _SYSTEM), *turns)):
         contents = [one.content for one in messages]
         try:
-            text = rendered_text(model, Chat(messages))
+            text, _ = rendered(model, Chat(messages), add_generation_prompt=True)
         except (InvalidRequest, UnusableModel):  # a template without system messages, for one
             continue
         any_content = "|".join(contents)

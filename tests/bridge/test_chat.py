@@ -17,7 +17,6 @@ from bridge.text.chat import (
     end_of_turn,
     render_chat,
     render_ids_for,
-    render_text,
     render_text_for,
 )
 from bridge.text.models import Model, SpecialIds
@@ -115,7 +114,7 @@ def test_a_broken_template_is_the_models_fault(template: str) -> None:
 
 def test_control_tokens_in_a_prompt_are_understood() -> None:
     words = vocabulary("byte_level")
-    rendering = render_text(words, "<turn>user\nhi")
+    rendering = words.prompt("<turn>user\nhi", framed=True)
     assert rendering.ids[0] == 3
     assert rendering.text == b"user\nhi"
 
@@ -178,7 +177,7 @@ def test_a_prompts_control_tokens_go_to_another_model_by_their_role() -> None:
     # of the other model only was text to the first model, and still is.
     assert [id_ for id_ in rendering.ids if id_ in words.special] == [1, 2, 0, 1]
     assert words.spell(rendering.ids).replace(b" ", b"") == b"thedog|the<|end|>fox"
-    ids = render_text(source.vocabulary, text).ids
+    ids = source.vocabulary.prompt(text, framed=True).ids
     assert render_ids_for(other, ids, source).ids == rendering.ids
     assert render_ids_for(source, ids, source).ids == ids
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bridge.text.chat import Chat, Message, render_chat, render_text
+from bridge.text.chat import Chat, Message, render_chat
 from bridge.text.chat_reading import read_chat
 from bridge.text.models import Model
 from tests.support import tiny
@@ -45,7 +45,7 @@ def test_what_was_rendered_is_read(template: str, kind: str) -> None:
 
 def test_what_is_no_chat_is_not_read() -> None:
     model = of(TURNS)
-    assert read_chat(model, render_text(model.vocabulary, "The quick brown fox").ids) is None
+    assert read_chat(model, model.vocabulary.prompt("The quick brown fox", framed=True).ids) is None
     assert read_chat(model, []) is None
     assert read_chat(of(""), render_chat(of(""), chat("Hello")).ids) is None
     assert read_chat(of("{{ nothing.at.all }}"), [5, 6]) is None

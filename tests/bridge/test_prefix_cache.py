@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.text.chat import Chat, Message, render_chat, render_text
+from bridge.text.chat import Chat, Message, render_chat
 from bridge.text.prefix_cache import PrefixCache
 from bridge.text.seams import Tokens
 from bridge.text.vocabulary import Marks, Vocabulary
@@ -40,11 +40,11 @@ def test_a_thousand_requests_with_one_system_prompt_encode_what_is_new(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = Vocabulary(tokenizer_json(kind))
-    render_text(words, SYSTEM)
+    words.prompt(SYSTEM, framed=True)
     lengths = encoded(words, monkeypatch)
     asked = [f"{SYSTEM} What is {number} plus {number}?" for number in range(100)]
     for text in asked:
-        render_text(words, text)
+        words.prompt(text, framed=True)
     # Only a little of the common text, next to where the texts differ, is encoded again.
     assert sum(lengths) < 100 * 120 * 2 + len(SYSTEM)
     cache = words.prefixes
@@ -84,18 +84,18 @@ def test_it_is_bounded_in_bytes_and_right_when_it_is_full(
     for more, share in texts:
         text = text[: len(text) * share // 700] + more * 3
         expected = [*words.frame, *library(family).encode(text, add_special_tokens=False).ids]
-        assert list(render_text(words, text).ids) == expected
+        assert list(words.prompt(text, framed=True).ids) == expected
         assert words.prefixes.held_byte_count <= limit
 
 
 def test_the_beginning_is_the_last_to_go() -> None:
     words = Vocabulary(tokenizer_json("byte_level"))
     words.prefixes = PrefixCache(limit_bytes=30_000)
-    render_text(words, SYSTEM[:4000])
+    words.prompt(SYSTEM[:4000], framed=True)
     for number in range(100):  # more than the cache has room for
-        render_text(words, SYSTEM[:2000] + f"{number} " * 300)
+        words.prompt(SYSTEM[:2000] + f"{number} " * 300, framed=True)
     before = words.prefixes.hit_byte_count
-    render_text(words, SYSTEM[:2000] + "?")
+    words.prompt(SYSTEM[:2000] + "?", framed=True)
     assert words.prefixes.hit_byte_count - before > 1600
 
 
@@ -108,7 +108,7 @@ def test_threads_share_it() -> None:
 
     def work(part: int) -> bool:
         barrier.wait()
-        return all(list(render_text(words, texts[i]).ids) == expected[i] for i in range(part, len(texts), 4))
+        return all(list(words.prompt(texts[i], framed=True).ids) == expected[i] for i in range(part, len(texts), 4))
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
@@ -140,12 +140,12 @@ def test_it_holds_no_more_memory_than_it_says() -> None:
     words = Vocabulary(tokenizer_json("byte_level"))
     texts = [f"{number} {SYSTEM[: number * 7]}" for number in range(400)]
     for warm in texts[:20]:
-        render_text(words, warm)
+        words.prompt(warm, framed=True)
     words.prefixes = PrefixCache()
     gc.collect()
     tracemalloc.start()
     for text in texts:
-        render_text(words, text)
+        words.prompt(text, framed=True)
     gc.collect()
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -156,9 +156,9 @@ def test_it_holds_no_more_memory_than_it_says() -> None:
 def test_a_conversation_that_goes_on_is_held_once() -> None:
     words = Vocabulary(tokenizer_json("byte_level"))
     for other in ("! comes before it", "~ comes after it"):
-        render_text(words, other)
+        words.prompt(other, framed=True)
     for number in range(1, 20):
-        render_text(words, SYSTEM[: 100 * number])
+        words.prompt(SYSTEM[: 100 * number], framed=True)
     assert words.prefixes.prompt_count == 3
 
 

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bridge.text.chat import render_text
 from bridge.text.prefix_cache import PrefixCache
 from bridge.text.translation import DraftContext, candidates
 from tests.support.depth import examples
@@ -78,7 +77,7 @@ def test_the_draft_reads_what_a_whole_encoding_reads(family: str, prompt: str, t
     prompt, text = without_control(family, prompt) or "x", without_control(family, text)
     if without_control(family, prompt + text) != prompt + text:
         return
-    context = DraftContext(words, render_text(words, prompt))
+    context = DraftContext(words, words.prompt(prompt, framed=True))
     ids, data = list(context.ids), text.encode()
     for piece in cut(data, places):
         keep, new = context.append(piece)
@@ -97,7 +96,7 @@ def test_after_every_round_the_draft_holds_the_committed_bytes(
 ) -> None:
     words = vocabulary(family)
     prompt, data = "x" + without_control(family, sayable(family, prompt)), sayable(family, text).encode()
-    context = DraftContext(words, render_text(words, prompt))
+    context = DraftContext(words, words.prompt(prompt, framed=True))
     held, committed = list(context.ids), prompt.encode()
     for piece in cut(data, places):
         held += proposed  # the draft may be right or wrong
@@ -148,6 +147,6 @@ def test_a_prompt_that_goes_on_from_another_is_encoded_as_a_whole(
         text = text[: len(text) * share // 500] + more * times
         # The second encoding uses what the first one left in the cache.
         for _ in range(2):
-            assert list(render_text(words, text).ids) == oracle(family, text)
+            assert list(words.prompt(text, framed=True).ids) == oracle(family, text)
         # Every continuation begins with the settled ids.
-        assert list(render_text(words, text + "xyz").ids) == oracle(family, text + "xyz")
+        assert list(words.prompt(text + "xyz", framed=True).ids) == oracle(family, text + "xyz")

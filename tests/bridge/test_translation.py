@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from bridge.text.chat import render_text
 from bridge.text.seams import Tokens
 from bridge.text.translation import DraftContext, candidates, translate
 from bridge.text.vocabulary import Rendering, Vocabulary
@@ -33,11 +32,11 @@ def _cut(data: bytes, places: list[int]) -> list[bytes]:
 def test_feeding_in_pieces_gives_the_ids_of_the_whole(kind: str, prompt: str, text: str, places: list[int]) -> None:
     words = vocabulary(kind)
     prompt = prompt or "x"  # a request without any text is refused
-    context = DraftContext(words, render_text(words, prompt))
+    context = DraftContext(words, words.prompt(prompt, framed=True))
     data = text.encode()
     for piece in _cut(data, places):
         context.append(piece)
-    expected = DraftContext(words, render_text(words, prompt + text)).ids
+    expected = DraftContext(words, words.prompt(prompt + text, framed=True)).ids
     assert context.ids == expected
     assert context.byte_offset == len(data)
 
@@ -47,7 +46,7 @@ def test_feeding_in_pieces_gives_the_ids_of_the_whole(kind: str, prompt: str, te
 @given(text=TEXTS)
 def test_a_prompt_has_the_ids_that_its_tokenizer_gives(kind: str, text: str) -> None:
     words = vocabulary(kind)
-    assert list(render_text(words, text).ids) == own_ids(kind, text, framed=True)
+    assert list(words.prompt(text, framed=True).ids) == own_ids(kind, text, framed=True)
 
 
 @pytest.mark.parametrize("kind", EXACT_KINDS)
@@ -56,7 +55,7 @@ def test_a_prompt_has_the_ids_that_its_tokenizer_gives(kind: str, text: str) -> 
 def test_the_context_spells_every_byte_but_half_a_character(kind: str, prompt: str, pieces: list[bytes]) -> None:
     words = vocabulary(kind)
     prompt = "x" + prompt
-    context = DraftContext(words, render_text(words, prompt))
+    context = DraftContext(words, words.prompt(prompt, framed=True))
     committed = prompt.encode()
     for piece in pieces:
         context.append(piece)
@@ -70,7 +69,7 @@ def test_the_context_spells_every_byte_but_half_a_character(kind: str, prompt: s
 @pytest.mark.parametrize("kind", EXACT_KINDS)
 def test_a_long_text_is_encoded_again_only_at_its_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = vocabulary(kind)
-    context = DraftContext(words, render_text(words, CORPUS[0] * 100))
+    context = DraftContext(words, words.prompt(CORPUS[0] * 100, framed=True))
     seen: list[int] = []
     pieces = words.pieces
 
@@ -135,7 +134,7 @@ def test_a_long_added_token_is_found_in_whatever_pieces_it_comes() -> None:
     tokenizer.add_tokens([long])
     words = Vocabulary(tokenizer.to_str().encode())
     text = f"The quick brown fox {long} and over and over again"
-    context = DraftContext(words, render_text(words, "x"))
+    context = DraftContext(words, words.prompt("x", framed=True))
     for character in text:
         context.append(character.encode())
     assert context.ids == tokenizer.encode("x" + text).ids
