@@ -72,11 +72,11 @@ class SelfTest:
 def _sampled(model: Any) -> list[list[int]]:
     """Returns two texts with the same beginning, sampled from the model."""
     generator = torch.Generator().manual_seed(0)
-    size = min(int(model.get_input_embeddings().weight.shape[0]), 1000)
+    size = int(model.get_input_embeddings().weight.shape[0])
     # Activations are largest at the token that begins a text, if the model has one.
     first = getattr(model.config, "bos_token_id", None)
-    if not isinstance(first, int):
-        first = int(torch.randint(size, (1,), generator=generator))
+    if not isinstance(first, int) or first >= size:
+        first = int(torch.randint(min(size, 1000), (1,), generator=generator))
     texts, cache = [[first], [first]], None
     while len(texts[0]) < _LENGTH:
         newest = torch.tensor([text[-1:] for text in texts], device=model.device)
