@@ -20,6 +20,9 @@ _KNOTS = (1, 2, 3, 5, 9, 17)
 MAX_WIDTH = 25
 # The assumed cost of each further token, relative to a 1-token forward, until it is measured.
 _PRIOR_STEP = 0.05
+# The part of the distance to a likely cost by which that of an unseen width shrinks in a forward, the multiple of the
+# likely cost at which it no longer does, and the forwards after which a width counts as seen.
+_FORGOTTEN, _NEARLY_LIKELY, _ENOUGH_SEEN = 0.02, 1.05, 1.5
 # A wide forward updates the cost of its width only if a 1-token forward was seen at most this many forwards earlier.
 _RECENT_FORWARDS = 16
 # The weight of a 1-token forward that is the first in more than `_RECENT_FORWARDS` forwards.
@@ -55,6 +58,8 @@ class WidthCost:
     ratios: list[float] = field(default_factory=lambda: [1 + _PRIOR_STEP * (knot - 1) for knot in _KNOTS])
 
     def __post_init__(self) -> None:
+        # The forwards seen at each width. Until then its ratio is a prior, or what the service measured at its start.
+        self._seen = [0.0] * len(_KNOTS)
         self._tabulate()
 
     def _tabulate(self) -> None:
@@ -81,13 +86,34 @@ class WidthCost:
         right, share = _bracket(_KNOTS, width)
         for index, part in ((right - 1, 1 - share), (right, min(share, 1.0))):
             if index > 0 and part > 0:
-                self.ratios[index] = max(self.ratios[index] + 2 * _FRESH * part * error, 1.0)
+                self._seen[index] += part
+                fresh = part * max(1 / (1 + self._seen[index]), 2 * _FRESH)
+                self.ratios[index] = max(self.ratios[index] + fresh * error, 1.0)
                 # The ratios never decrease with the width.
                 for narrower in range(index):
                     self.ratios[narrower] = min(self.ratios[narrower], self.ratios[index])
                 for wider in range(index + 1, len(_KNOTS)):
                     self.ratios[wider] = max(self.ratios[wider], self.ratios[index])
         self._tabulate()
+
+    def forget(self, width: int) -> None:
+        """Lowers the ratios of forwards wider than `width` and all that were seen a little, to what is likely.
+
+        Other work may have disturbed the service when it measured them, and what seems too expensive is never tried.
+        It is likely that each further token costs as much as in a forward of `width` tokens, or in the widest seen.
+        """
+        seen = (knot for knot, count in zip(_KNOTS, self._seen, strict=True) if count >= _ENOUGH_SEEN)
+        widest = max([width, *seen])
+        step = max((self.of(widest) - 1) / max(widest - 1, 1), _PRIOR_STEP)
+        faded = False
+        for index, knot in enumerate(_KNOTS):
+            likely = 1 + step * (knot - 1)
+            if knot > widest and self.ratios[index] > _NEARLY_LIKELY * likely:
+                lower = self.ratios[index] + _FORGOTTEN * (likely - self.ratios[index])
+                self.ratios[index] = max(lower, self.ratios[index - 1])
+                faded = True
+        if faded:
+            self._tabulate()
 
 
 def _bracket(places: Sequence[int], place: float) -> tuple[int, float]:

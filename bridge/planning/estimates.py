@@ -217,6 +217,7 @@ class RequestEstimates:
         taken_ns = max(outcome.elapsed_ns - result.waited_ns, result.forward_ns)
         costs, width = shared.costs, result.candidate_token_count + 1
         self.forward.widths = costs.widths
+        costs.widths.forget(width)
         if plan.runs_ahead and self.draft and self.forward.known:
             self.draft.observe_slowdown(taken_ns / self.forward.of(width))
             if self.draft.slowdown_is_known:  # so a change comes from the growing text
