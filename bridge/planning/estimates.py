@@ -199,8 +199,9 @@ class RequestEstimates:
         self.pass_count, self.target_waits = self.pass_count + 1, plan.holds_back
         self._observe_candidates(outcome)
         used = set(outcome.tried.sources) or {""}
-        for way in ("", *self.chances):
-            shared.idle_pass_counts[way] = 0 if way in used else shared.idle_pass_counts[way] + 1
+        if self.chances:  # plain passes of requests without sources do not show what candidates cost
+            for way in ("", *self.chances):
+                shared.idle_pass_counts[way] = 0 if way in used else shared.idle_pass_counts[way] + 1
         if self.draft:
             for data in outcome.data:
                 self.token_bytes.observe(len(data), _TOKEN_BYTES_FRESH)

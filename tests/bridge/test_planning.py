@@ -200,6 +200,21 @@ def test_what_did_not_pay_is_tried_now_and_then(right: float) -> None:
     assert sum(speeds) / 20 > 0.9 / FLAT[1]
 
 
+def test_requests_without_sources_do_not_put_off_a_plain_pass() -> None:
+    """Only a pass without candidates beside those with some shows how much dearer these are."""
+    shared = TargetEstimates(measured(FLAT))
+    names = list[str]()
+    for request in range(10):
+        simulated = Simulated(shared, FLAT, 0.95, match=10, seed=request)
+        simulated.run(30)
+        names += simulated.names
+        alone = Planner(SpeculationParameters(Mode.OFF), RequestEstimates(shared))
+        for _ in range(5):
+            one = Outcome(Pass(0, (1,), 0, 0, forward_ns=10 * MS), Offer(), (b"abcd",), 10 * MS)
+            alone.observe(one, alone.plan((), None))
+    assert 2 <= names.count("plain") < 10, names
+
+
 @pytest.mark.parametrize("right", [0.3, 0.6])
 def test_widths_that_become_expensive_are_noticed(right: float) -> None:
     """Every pass has a match, so that no 1-token pass occurs unless the planner chooses it."""
