@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from bridge.errors import UnusableModel
 from services.engines.engine import Engine, Row
@@ -73,9 +75,8 @@ def _sampled(model: Any) -> list[list[int]]:
     """Returns two texts with the same beginning, sampled from the model."""
     generator = torch.Generator().manual_seed(0)
     size = int(model.get_input_embeddings().weight.shape[0])
-    # Activations are largest at the token that begins a text, if the model has one.
-    first = getattr(model.config, "bos_token_id", None)
-    if not isinstance(first, int) or first >= size:
+    first = _begin(Path(model.name_or_path) / "tokenizer.json")
+    if first is None or first >= size:
         first = int(torch.randint(min(size, 1000), (1,), generator=generator))
     texts, cache = [[first], [first]], None
     while len(texts[0]) < _LENGTH:
@@ -87,6 +88,14 @@ def _sampled(model: Any) -> list[list[int]]:
         texts[0].append(one)
         texts[1].append(one if len(texts[1]) < _SHARED else other)
     return texts
+
+
+def _begin(tokenizer: Path) -> int | None:
+    """Returns the token that the tokenizer begins each text with, where activations are largest; None without one."""
+    if not tokenizer.is_file():
+        return None
+    ids = Tokenizer.from_file(str(tokenizer)).encode("").ids
+    return ids[0] if ids else None
 
 
 def _logits(model: Any, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
@@ -178,6 +181,17 @@ def test_a_model_that_overflows_is_refused_with_a_dtype_that_does_not(tmp_path: 
     with pytest.raises(UnusableModel, match="not numbers in float16: use --dtype bfloat16 or float32"):
         TorchEngine(tmp_path, dtype="float16")
     TorchEngine(tmp_path, dtype="bfloat16")
+
+
+def test_texts_begin_as_the_tokenizer_begins_them(tmp_path: Path) -> None:
+    saved(CONFIG, tmp_path)
+    tokenizer = Tokenizer(WordLevel({"<s>": 7, "a": 1}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    without = SelfTest.of(load_model(tmp_path, torch.float32).eval()).texts
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 7)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = SelfTest.of(load_model(tmp_path, torch.float32).eval()).texts
+    assert [text[0] for text in texts] == [7, 7] and without[0][0] != 7
 
 
 def test_a_proof_leaves_the_model_as_it_was(directory: Path) -> None:
