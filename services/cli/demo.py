@@ -10,13 +10,11 @@ from rich.console import Console
 from rich.text import Text
 
 from bridge.errors import DraftBridgeError, UnusableModel
-from bridge.text.common_prefix import common_prefix_length
 from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.processes import Fleet, ProcessFailed, draft_threads, fleet
-from services.engines.registry import engines
 from services.errors import ModelNotFound
 from services.store.cache import NoSpace
 from services.store.resolve import SUFFIX, default_name, resolve
@@ -97,7 +95,7 @@ def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callab
     console.print(_why(together, alone), highlight=False, soft_wrap=True)
     if wanted.reason:
         console.print(wanted.reason, style="dim", highlight=False, soft_wrap=True)
-    console.print(_compared(together.text, alone.text, _is_made_deterministic(wanted.engine)), soft_wrap=True)
+    console.print(_compared(together.text, alone.text), soft_wrap=True)
 
 
 def _started(wanted: Demonstration, report: Callable[[str], None]) -> AbstractContextManager[Fleet]:
@@ -106,7 +104,7 @@ def _started(wanted: Demonstration, report: Callable[[str], None]) -> AbstractCo
     return fleet(
         wanted.target,
         None if wanted.draft == "none" else wanted.draft,
-        target_options=("--engine", wanted.engine, *["--deterministic"] * _is_made_deterministic(wanted.engine)),
+        target_options=("--engine", wanted.engine, "--deterministic"),
         draft_options=("--engine", "auto", "--threads", str(draft_threads())),
     )
 
@@ -119,32 +117,14 @@ def _smaller(wanted: Demonstration, error: DraftBridgeError, report: Callable[[s
     return replace(SMALL, prompt=SMALL.prompt if wanted.prompt == LARGE.prompt else wanted.prompt)
 
 
-def _is_made_deterministic(engine: str) -> bool:
-    """Returns whether the target is served with `--deterministic`, so that the two texts are equal in every case.
-
-    In float32 they are nearly always equal without: blocks of different widths differ in the fifth decimal. There, it
-    would slow the target alone down (1.7 times on an EPYC), and the gain would look larger than it is.
-    """
-    readers = [one for one in engines().values() if one.reads == "gguf" and one.installed]
-    if engine not in ("auto", "torch") or (engine == "auto" and readers):
-        return True
-    from services.engines.torch.engine import auto_dtype  # takes seconds to import
-
-    return auto_dtype() != "float32"
-
-
-def _compared(together: str, alone: str, deterministic: bool) -> str:
+def _compared(together: str, alone: str) -> str:
     """Returns in plain words whether the two texts are the same."""
     if together == alone:
-        how = "served with --deterministic, at the cost stated above, if any" if deterministic else "in full precision"
-        return f"Both texts are the same, byte for byte (the target is {how})."
-    if deterministic:
-        return "[bold red]The two texts differ. That is a bug: please report it with the prompt.[/]"
-    equal = common_prefix_length(together.encode(), alone.encode())
-    return (
-        f"The two texts part after {equal} bytes, where rounding decided between two tokens: a target served with "
-        "--deterministic excludes that."
-    )
+        return (
+            "Both texts are the same, byte for byte (the target is served with --deterministic, at the cost stated "
+            "above, if any)."
+        )
+    return "[bold red]The two texts differ. That is a bug: please report it with the prompt.[/]"
 
 
 def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstration:

@@ -16,6 +16,8 @@ from services.engines.engine import core_count
 
 READY = "listening on "
 _STOP_SECONDS = 10.0
+# glibc asks for huge pages for all large allocations, so that a model server need not move its weights to them later.
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class ProcessFailed(DraftBridgeError):
@@ -188,6 +190,7 @@ def _start(*arguments: str, module: str = "services.cli") -> "subprocess.Popen[s
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env=_HUGE_PAGES | os.environ,
         # In a session of its own, a child does not receive Ctrl-C: this process stops the children in order.
         start_new_session=os.name == "posix",
     )

@@ -7,6 +7,7 @@ block are computed again, and a short block is padded; causal attention hides th
 """
 
 from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +15,21 @@ from bridge.sampling.sampler import Logits
 from services.engines.engine import Engine, Row
 
 WIDTH = 16
+
+
+@runtime_checkable
+class BatchInvariant(Protocol):
+    """An engine whose logits can be made to depend on the text alone, bit for bit, at a lower cost than here."""
+
+    def make_invariant(self) -> bool:
+        """Tries it. Returns whether `forward` keeps to it from now on, as the engine has checked on this machine."""
+        ...
+
+
+def deterministic(engine: Engine) -> Engine:
+    """Returns an engine whose logits depend on the text alone."""
+    invariant = engine.logit_tolerance == 0.0 or (isinstance(engine, BatchInvariant) and engine.make_invariant())
+    return engine if invariant else FixedWidthEngine(engine)
 
 
 class FixedWidthEngine:

@@ -16,7 +16,7 @@ from bridge.sampling.sampler import SamplingParameters
 from draftbridge import Client
 from services.cli.processes import fleet
 from services.engines.engine import Engine, Row
-from services.engines.fixed_width import WIDTH, FixedWidthEngine
+from services.engines.fixed_width import WIDTH, FixedWidthEngine, deterministic
 from services.engines.torch.engine import TorchEngine
 from services.model.draft.session import DraftSession
 from services.model.host import load
@@ -34,10 +34,13 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return path
 
 
-@pytest.fixture(scope="module")
-def engines(directory: Path) -> Iterator[tuple[Engine, Engine]]:
-    """Yields two engines of one model in bfloat16: one under test, and one that reads every text from its start."""
-    yield tuple(FixedWidthEngine(TorchEngine(directory, dtype="bfloat16", slot_count=2)) for _ in range(2))
+@pytest.fixture(
+    scope="module", params=[("bfloat16", FixedWidthEngine), ("bfloat16", deterministic), ("float32", deterministic)]
+)
+def engines(directory: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
+    """Yields two engines of one model: one under test, and one that reads every text from its start."""
+    dtype, way = request.param
+    yield tuple(way(TorchEngine(directory, dtype=dtype, slot_count=2)) for _ in range(2))
 
 
 STEPS = st.lists(st.tuples(st.integers(0, 1), st.floats(0, 1), IDS, st.integers(0, 20)), min_size=1, max_size=8)
@@ -52,7 +55,11 @@ def test_a_position_has_the_same_logits_to_the_last_bit(engines: tuple[Engine, E
         keep = int(fraction * len(held[slot]))
         held[slot] = held[slot][:keep] + ids
         first = min(start, len(ids))
-        logits = engine.forward([Row(slot, keep, tuple(ids), first)])[0]
+        rows = [Row(slot, keep, tuple(ids), first)]
+        if held[1 - slot]:  # what else is in the forward does not matter
+            other = held[1 - slot]
+            rows.append(Row(1 - slot, len(other) - 1, (other[-1],), 0))
+        logits = engine.forward(rows)[0]
         whole = reader.forward([Row(0, 0, tuple(held[slot]), 0)])[0]
         assert logits.tobytes() == whole[keep + first :].tobytes()
 

@@ -3,21 +3,30 @@
 import pytest
 import torch
 
-from services.engines.torch.packed import PackedLinear, pack
+from services.engines.torch.packed import PackedLinear, computes_bfloat16, pack
 
 SHAPES = [(1, 1), (19, 37), (64, 256), (576, 1536), (1536, 576)]
+# The largest difference from the plain product: relative, and for values near zero. Both round to the same dtype once.
+TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (2**-7, 2**-7)}
+BFLOAT16 = pytest.param(
+    torch.bfloat16, marks=pytest.mark.skipif(not computes_bfloat16(), reason="the processor does not compute in it")
+)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @torch.inference_mode()
-def test_a_packed_layer_computes_the_same_as_a_plain_one(inputs: int, outputs: int, bias: bool) -> None:
+def test_a_packed_layer_computes_the_same_as_a_plain_one(
+    inputs: int, outputs: int, bias: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    plain = torch.nn.Linear(inputs, outputs, bias=bias)
+    plain = torch.nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
     packed = PackedLinear(plain)
     for shape in [(1,), (2,), (5,), (16,), (300,), (1, 7), (2, 3), (0,)]:
-        rows = torch.randn(*shape, inputs)
-        torch.testing.assert_close(packed(rows), plain(rows), rtol=1e-4, atol=1e-5)
+        rows = torch.randn(*shape, inputs, dtype=dtype)
+        relative, absolute = TOLERANCES[dtype]
+        torch.testing.assert_close(packed(rows), plain(rows), rtol=relative, atol=absolute)
 
 
 @torch.inference_mode()
@@ -43,7 +52,7 @@ class _Doubling(torch.nn.Linear):
 def test_layers_of_other_types_stay() -> None:
     model = torch.nn.Sequential(
         torch.nn.Linear(4, 4),
-        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, dtype=torch.bfloat16)),
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, dtype=torch.float16)),
         _Doubling(4, 4),
     )
     pack(model)

@@ -3,7 +3,6 @@
 import io
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -84,25 +83,6 @@ def test_a_gain_of_nothing_is_explained(tried: int, words: str) -> None:
     assert words in demo._why(together, replace(together, way=ALONE))
 
 
-@pytest.mark.parametrize(
-    ("engine", "installed", "dtype", "expected"),
-    [
-        ("ik_llama", True, "float32", True),
-        ("auto", True, "float32", True),
-        ("auto", False, "float32", False),
-        ("auto", False, "bfloat16", True),
-        ("torch", True, "float32", False),
-    ],
-)
-def test_the_target_is_deterministic_where_that_costs_little(
-    engine: str, installed: bool, dtype: str, expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reader = SimpleNamespace(reads="gguf", installed=installed)
-    monkeypatch.setattr(demo, "engines", lambda: {"reader": reader})
-    monkeypatch.setattr("services.engines.torch.engine.auto_dtype", lambda: dtype)
-    assert demo._is_made_deterministic(engine) is expected
-
-
 @pytest.mark.parametrize("draft", ["none", "suffix"])
 def test_a_draft_without_a_model_needs_no_files(gone: dict[str, Exception], draft: str) -> None:
     gone[draft] = ModelNotFound("there is no such model")
@@ -110,13 +90,7 @@ def test_a_draft_without_a_model_needs_no_files(gone: dict[str, Exception], draf
 
 
 @pytest.mark.parametrize(
-    ("together", "alone", "deterministic", "words"),
-    [
-        ("größer", "größer", True, "same, byte for byte (the target is served with --deterministic, at the cost"),
-        ("größer", "größer", False, "same, byte for byte (the target is in full precision)"),
-        ("größer", "größe", True, "That is a bug"),
-        ("größer", "größen", False, "part after 7 bytes"),
-    ],
+    ("alone", "words"), [("größer", "same, byte for byte (the target is served with"), ("größe", "That is a bug")]
 )
-def test_the_texts_are_compared_in_words(together: str, alone: str, deterministic: bool, words: str) -> None:
-    assert words in demo._compared(together, alone, deterministic)
+def test_the_texts_are_compared_in_words(alone: str, words: str) -> None:
+    assert words in demo._compared("größer", alone)

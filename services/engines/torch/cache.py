@@ -55,9 +55,8 @@ class RaggedBatch:
             first = max(0, row.keep + 1 - scoring.window) if scoring.window else 0
             part = slice(first, end)
             mask = self._mask(index, query, keys.shape[1], first, scoring.window)
-            outputs.append(
-                _attend(query[:, :, own], keys[row.slot, None, :, part], values[row.slot, None, :, part], mask, scoring)
-            )
+            held = keys[row.slot, None, :, part], values[row.slot, None, :, part]
+            outputs.append(attention(query[:, :, own], *held, mask, scoring))
             start += count
         if start < query.shape[2]:
             outputs.append(query.new_zeros(1, query.shape[2] - start, query.shape[1], value.shape[3]))
@@ -73,15 +72,7 @@ class RaggedBatch:
         group = query.shape[1] // heads
         key = (index, window, group)
         if key not in self._masks:
-            end = row.keep + count
-            seen = torch.arange(first, end, device=query.device)[None, :]
-            own = torch.arange(row.keep, end, device=query.device)[:, None]
-            hidden = seen > own
-            if window:
-                hidden |= seen <= own - window
-            mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
-            mask.masked_fill_(hidden, float("-inf"))
-            self._masks[key] = mask.repeat(group, 1)
+            self._masks[key] = causal_mask(first, row.keep, row.keep + count, window, query).repeat(group, 1)
         return self._masks[key]
 
 
@@ -113,7 +104,7 @@ class TokenBatch:
         ]
         mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill(hidden, float("-inf"))
         single = query[0].transpose(0, 1)[:, :, None]
-        out = _attend(single, held[0], held[1], mask[:, None, None], scoring)
+        out = attention(single, held[0], held[1], mask[:, None, None], scoring)
         return out.transpose(0, 1)
 
 
@@ -131,7 +122,20 @@ class ByteCounter:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def _attend(
+def causal_mask(first: int, begin: int, end: int, window: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns what to add to scores [queries from `begin` to `end`, keys from `first` to `end`], as `like` is.
+
+    `window`: size of the sliding window in tokens, 0 for none.
+    """
+    seen = torch.arange(first, end, device=like.device)[None, :]
+    own = torch.arange(begin, end, device=like.device)[:, None]
+    hidden = seen > own
+    if window:
+        hidden |= seen <= own - window
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+
+
+def attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> torch.Tensor:
     """Computes attention of query [rows, heads, count, size] over keys and values [rows, key heads, length, size].

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from bridge.errors import UnusableModel
@@ -17,8 +18,9 @@ from services.engines.selftest import SelfTest
 from services.engines.torch.attention import ATTENTION, using
 from services.engines.torch.cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engines.torch.compiled import CompiledForwards, FastForwards, GraphForwards
+from services.engines.torch.invariant import SIZES, BlockBatch, is_invariant, padded, pieces, size_of
 from services.engines.torch.model import TokenLogits, context_limit, load_model, quantize
-from services.engines.torch.packed import pack
+from services.engines.torch.packed import computes_bfloat16, pack
 
 _log = logging.getLogger(__name__)
 
@@ -66,6 +68,9 @@ class TorchEngine:
         self._config = self._model.config.get_text_config()
         self._logits = TokenLogits(self._model)
         self._fast: FastForwards | None = None
+        self._invariant = False
+        # In bfloat16, packed weights take longer for one row than for four.
+        self._least = SIZES[0] if self._dtype is torch.bfloat16 and self._device.type == "cpu" else 1
         self.slot_count = slot_count
         try:
             if not (int8 or compiled):  # the compiler packs by itself
@@ -91,24 +96,27 @@ class TorchEngine:
 
     @property
     def logit_tolerance(self) -> float:
-        return _TOLERANCES[self._dtype]
+        return 0.0 if self._invariant else _TOLERANCES[self._dtype]
+
+    def make_invariant(self) -> bool:
+        """See `BatchInvariant`."""
+        if self._fast is None and self._device.type == "cpu" and self.context_length >= SIZES[-1]:
+            self._invariant = is_invariant(self._model, lambda row: self._run_padded([row]), self.vocabulary_size)
+        return self._invariant
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
         check(self, rows)
-        ids = [id_ for row in rows for id_ in row.token_ids]
-        positions = [position for row in rows for position in range(row.keep, row.keep + len(row.token_ids))]
-        wanted: list[int] = []
-        start = 0
-        for row in rows:
-            wanted += range(start + row.logits_from, start + len(row.token_ids))
-            start += len(row.token_ids)
+        if self._invariant:
+            return self._run_in_pieces(rows)
+        ids, positions, wanted = _flat(rows)
         table = self._fast.run(rows, ids, positions, wanted) if self._fast else None
         if table is None:
+            # At least one is wanted, because models treat an empty selection as all.
+            tokens = [padded(one, self._least) for one in (ids, positions, wanted or [0])]
             with using(RaggedBatch(self._caches, rows)):
-                # At least one is wanted, because models treat an empty selection as all.
-                table = self._logits(*self._tensors(ids, positions, wanted or [0]))
+                table = self._logits(*self._tensors(*tokens))
         return by_row(table[: len(wanted)].float().cpu().numpy(), rows)
 
     @torch.inference_mode()
@@ -117,12 +125,30 @@ class TorchEngine:
         check_copy(self, source, target, token_count)
         self._caches.copy(source, target, token_count)
 
+    def _run_in_pieces(self, rows: Sequence[Row]) -> list[Logits]:
+        found: list[list[Logits]] = [[np.empty((0, self.vocabulary_size), np.float32)] for _ in rows]
+        for piece in pieces(rows):
+            table = self._run_padded([part for _, part in piece]).float().numpy()
+            for (number, part), logits in zip(piece, by_row(table, [part for _, part in piece]), strict=True):
+                if part.logits_from < len(part.token_ids):
+                    found[number].append(logits)
+        return [np.concatenate(parts) for parts in found]
+
+    def _run_padded(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Returns the concatenated logits of rows of at most 64 tokens, which do not depend on the other rows."""
+        ids, positions, wanted = _flat(rows)
+        with using(BlockBatch(self._caches, rows)):
+            tokens = [padded(one, size_of(len(one))) for one in (ids, positions, wanted or [0])]
+            table: torch.Tensor = self._logits(*self._tensors(*tokens))
+        return table[: len(wanted)]
+
     def _make_room(self, cache_byte_limit: int) -> None:
         limit = context_limit(self._config)
         token_bytes = self._token_byte_count()
         self.context_length = min(limit, slot_room(token_bytes, self.slot_count, cache_byte_limit, limit))
         self.cache_byte_count = self.context_length * self.slot_count * token_bytes
-        self._caches = SlotCaches(self.slot_count, self.context_length)
+        # Whole blocks of the attention that makes logits invariant.
+        self._caches = SlotCaches(self.slot_count, -(-self.context_length // SIZES[-1]) * SIZES[-1])
 
     @torch.inference_mode()
     def _made_fast(self) -> FastForwards:
@@ -153,6 +179,18 @@ class TorchEngine:
         )
 
 
+def _flat(rows: Sequence[Row]) -> tuple[list[int], list[int], list[int]]:
+    """Returns the ids and positions of all rows' tokens, and the indices of those whose logits are wanted."""
+    ids: list[int] = []
+    positions: list[int] = []
+    wanted: list[int] = []
+    for row in rows:
+        wanted += range(len(ids) + row.logits_from, len(ids) + len(row.token_ids))
+        ids += row.token_ids
+        positions += range(row.keep, row.keep + len(row.token_ids))
+    return ids, positions, wanted
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -175,17 +213,6 @@ def auto_dtype() -> str:
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
-        if device.type == "cuda":
-            fast = torch.cuda.is_bf16_supported()
-        else:
-            fast = device.type != "cpu" or _cpu_computes_bfloat16()
-        return torch.bfloat16 if fast else torch.float32
+        computes = {"cpu": computes_bfloat16, "cuda": torch.cuda.is_bf16_supported}.get(device.type, lambda: True)
+        return torch.bfloat16 if computes() else torch.float32
     return _DTYPES[name]
-
-
-def _cpu_computes_bfloat16() -> bool:
-    # Without these instructions, bfloat16 is emulated and slower than float32.
-    capability = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
-    if capability:
-        return bool(capability.get("avx512_bf16") or capability.get("amx_bf16") or capability.get("bf16"))
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,7 +1,8 @@
 """Lays out weights for oneDNN once, instead of multiplying them as they lie.
 
-The plain product of float32 weights with two to sixteen rows takes three to four times as long as with one row, though
-it reads the same weights; blocks of candidates are just that wide. Packed, eight rows take 1.4 times as long as one.
+A product with several rows reads the same weights as one with a single row, and blocks of candidates are two to sixteen
+rows. In float32 without AVX-512 the plain product with them takes three to four times as long as with one row, and 1.4
+times with packed weights. In bfloat16 with AVX-512 packed weights take two thirds of the plain ones' time at every width.
 """
 
 import torch
@@ -11,7 +12,7 @@ _ROWS = 8
 
 
 class PackedLinear(torch.nn.Module):
-    """Replaces a `torch.nn.Linear` of float32 on a CPU, and keeps no other copy of its weights."""
+    """Replaces a `torch.nn.Linear` on a CPU, and keeps no other copy of its weights."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
@@ -42,5 +43,15 @@ def pack(model: torch.nn.Module) -> None:
                 setattr(parent, name, PackedLinear(child))
 
 
+def computes_bfloat16() -> bool:
+    """Returns whether the processor computes in bfloat16. Without its instructions, that is slower than float32."""
+    capability = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if capability:
+        return bool(capability.get("avx512_bf16") or capability.get("amx_bf16") or capability.get("bf16"))
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def _is_packable(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype is torch.float32
+    if weight.device.type != "cpu":
+        return False
+    return weight.dtype is torch.float32 or (weight.dtype is torch.bfloat16 and computes_bfloat16())

@@ -1,0 +1,97 @@
+"""The torch engine's invariant forwards: what they compute, which models have them, and that the check can fail.
+
+`test_fixed_width` tests that their logits are the same bit for bit.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from services.engines.engine import Row
+from services.engines.fixed_width import FixedWidthEngine, deterministic
+from services.engines.torch.engine import TorchEngine
+from services.engines.torch.invariant import SIZES, pieces
+from services.engines.torch.packed import PackedLinear
+from tests.support.engine_contract import FAMILIES, EngineContract, expected, family, saved
+
+DENSE = ["llama", "mistral", "gemma3", "gemma2", "opt", "gpt_bigcode"]
+
+
+def invariant(engine: TorchEngine) -> TorchEngine:
+    if not engine.make_invariant():
+        pytest.skip("the product with packed weights rounds differently by width on this processor")
+    return engine
+
+
+class TestInvariant(EngineContract):
+    """Runs the contract of all engines."""
+
+    @pytest.fixture(scope="class", params=DENSE)
+    @classmethod
+    def pair(cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
+        model, directory = family(request.param, tmp_path_factory)
+        return model, invariant(TorchEngine(directory, dtype="float32", slot_count=3))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phimoe", "gpt_oss"])
+def test_products_that_are_not_packed_and_experts_run_in_blocks_of_one_width(name: str, tmp_path: Path) -> None:
+    saved(FAMILIES[name], tmp_path)
+    engine = TorchEngine(tmp_path, dtype="float32", slot_count=2)
+    assert isinstance(deterministic(engine), FixedWidthEngine)
+    assert engine.logit_tolerance > 0
+
+
+@pytest.mark.parametrize("odd", SIZES)
+def test_a_product_that_rounds_differently_at_one_size_is_found(
+    odd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest change of one layer's output for one token counts."""
+    saved(FAMILIES["llama"], tmp_path)
+    engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
+    layer = next(part for part in engine._model.modules() if isinstance(part, PackedLinear))
+    plain = PackedLinear.forward
+
+    def forward(self: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+        found = plain(self, rows)
+        if self is layer and rows.shape[-2] == odd:
+            found[..., -1, :] = torch.nextafter(found[..., -1, :], torch.tensor(torch.inf))
+        return found
+
+    monkeypatch.setattr(PackedLinear, "forward", forward)
+    assert not engine.make_invariant()
+
+
+def test_a_long_text_in_windows_has_the_models_own_logits(tmp_path: Path) -> None:
+    model = saved(FAMILIES["mistral"], tmp_path)
+    engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
+    ids = [int(id_) for id_ in np.random.default_rng(1).integers(0, 120, 150)]
+    found = engine.forward([Row(1, 0, tuple(ids), 7), Row(0, 0, tuple(ids[:5]), 5)])
+    np.testing.assert_allclose(found[0], expected(model, ids)[7:], atol=1e-4)
+    assert found[1].shape == (0, engine.vocabulary_size)
+
+
+@torch.inference_mode()
+def test_what_an_unused_part_of_a_slot_holds_does_not_matter(tmp_path: Path) -> None:
+    saved(FAMILIES["llama"], tmp_path)
+    engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
+    first = engine.forward([Row(0, 0, (1, 2, 3, 4, 5), 0)])[0].copy()
+    for pair in engine._caches._layers.values():
+        for held in pair:
+            held[0, :, 5:] = torch.nan
+    assert engine.forward([Row(0, 4, (5,), 0)])[0].tobytes() == first[4:].tobytes()
+
+
+def test_rows_are_divided_into_forwards_of_at_most_64_tokens() -> None:
+    rows = [Row(0, 3, tuple(range(10)), 2), Row(1, 0, tuple(range(130)), 129), Row(2, 5, (7,), 1)]
+    found = list(pieces(rows))
+    assert [sum(len(part.token_ids) for _, part in piece) for piece in found] == [64, 64, 13]
+    for number, row in enumerate(rows):
+        parts = [part for piece in found for index, part in piece if index == number]
+        assert tuple(id_ for part in parts for id_ in part.token_ids) == row.token_ids
+        assert [part.keep for part in parts] == [
+            row.keep + sum(len(one.token_ids) for one in parts[:index]) for index in range(len(parts))
+        ]
+        wanted = [id_ for part in parts for id_ in part.token_ids[part.logits_from :]]
+        assert tuple(wanted) == row.token_ids[row.logits_from :]
