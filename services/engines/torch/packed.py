@@ -2,7 +2,7 @@
 
 A product with several rows reads the same weights as one with a single row, and blocks of candidates are two to sixteen
 rows. In float32 without AVX-512 the plain product with them takes three to four times as long as with one row, and 1.4
-times with packed weights. In bfloat16 with AVX-512 packed weights take two thirds of the plain ones' time at every width.
+times with packed weights. In bfloat16 with AVX-512 packed weights take two thirds of the time at every width.
 """
 
 import torch
