@@ -2,8 +2,9 @@
 
     python -m benchmarks.deterministic [--model NAME] [--dtype bfloat16] [--threads 2]
 
-Prints the median milliseconds of reading a prompt, of a 1-token forward, and of wider forwards. The last row counts
-the positions whose logits were bit-identical in these forwards and in one forward of all tokens after the prompt.
+Prints the median milliseconds of reading a prompt, of one token for each of eight sequences, and of forwards of one to
+eight tokens after the prompt. The last row counts the positions whose logits were bit-identical in the latter and in
+one forward of all tokens after the prompt.
 """
 
 import argparse
@@ -18,13 +19,14 @@ from rich.console import Console
 from rich.table import Table
 
 from services.engines.engine import Engine, Row
-from services.engines.fixed_width import FixedWidthEngine
+from services.engines.fixed_width import deterministic
 from services.engines.torch.engine import TorchEngine
 from services.store.resolve import resolve
 
 PROMPT = 500
 STEPS = 48
 WIDTHS = (1, 4, 8)
+SEQUENCES = 8
 REPEATS = 3
 
 
@@ -36,14 +38,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     directory = resolve(arguments.model)
-    plain = TorchEngine(directory, dtype=arguments.dtype, threads=arguments.threads, slot_count=2)
-    ways: dict[str, Engine] = {"plain": plain, "deterministic": FixedWidthEngine(plain)}
+    plain, other = (
+        TorchEngine(directory, dtype=arguments.dtype, threads=arguments.threads, slot_count=SEQUENCES) for _ in range(2)
+    )
+    ways: dict[str, Engine] = {"plain": plain, "deterministic": deterministic(other)}
+    print(f"deterministic: {type(ways['deterministic']).__name__}")
     ids = np.random.default_rng(0).integers(1000, 10_000, PROMPT + STEPS).tolist()
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     same: dict[str, list[bool]] = {name: [] for name in ways}
     for _ in range(REPEATS):
         for name, engine in ways.items():
             _time(times[name, f"prompt of {PROMPT}"], lambda engine=engine: _read(engine, 0, 0, ids[:PROMPT]))
+            batch = [Row(slot, 0, tuple(ids[:SEQUENCES]), SEQUENCES - 1) for slot in range(SEQUENCES)]
+            engine.forward(batch)
+            batch = [Row(slot, SEQUENCES, (ids[SEQUENCES],), 0) for slot in range(SEQUENCES)]
+            for _ in range(REPEATS):
+                _time(times[name, f"{SEQUENCES} sequences"], lambda e=engine, batch=batch: e.forward(batch)[0])
+            _read(engine, 0, 0, ids[:PROMPT])
             whole = _read(engine, 1, PROMPT, ids[PROMPT:], ids[:PROMPT])
             for width in WIDTHS:
                 for start in range(PROMPT, PROMPT + STEPS, width):
