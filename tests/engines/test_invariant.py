@@ -73,14 +73,20 @@ def test_a_long_text_in_windows_has_the_models_own_logits(tmp_path: Path) -> Non
 
 
 @torch.inference_mode()
-def test_what_an_unused_part_of_a_slot_holds_does_not_matter(tmp_path: Path) -> None:
+def test_memory_that_was_never_written_does_not_matter(tmp_path: Path) -> None:
     saved(FAMILIES["llama"], tmp_path)
-    engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
+    engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=3))
     first = engine.forward([Row(0, 0, (1, 2, 3, 4, 5), 0)])[0].copy()
     for pair in engine._caches._layers.values():
         for held in pair:
-            held[0, :, 5:] = torch.nan
-    assert engine.forward([Row(0, 4, (5,), 0)])[0].tobytes() == first[4:].tobytes()
+            held[1:] = torch.nan
+    engine._caches.written[1:] = [0, 0]
+    assert engine.forward([Row(1, 0, (1, 2, 3), 0)])[0].tobytes() == first[:3].tobytes()
+    assert engine.forward([Row(1, 3, (4, 5), 0)])[0].tobytes() == first[3:].tobytes()
+    long = tuple(range(1, 71))
+    whole = engine.forward([Row(0, 0, long, 0)])[0].copy()
+    engine.copy(0, 2, 66)
+    assert engine.forward([Row(2, 66, long[66:], 0)])[0].tobytes() == whole[66:].tobytes()
 
 
 def test_rows_are_divided_into_forwards_of_at_most_64_tokens() -> None:

@@ -19,6 +19,8 @@ class SlotCaches:
     def __init__(self, slot_count: int, capacity: int) -> None:
         self._slot_count, self.capacity = slot_count, capacity
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # For each slot: the first positions, of which all memory has been written to. The rest may contain NaN.
+        self.written = [0] * slot_count
 
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a layer's keys and values, allocated if needed with the sizes and dtype of the given ones."""
@@ -32,6 +34,7 @@ class SlotCaches:
         """Copies the first `token_count` tokens of a slot to another."""
         for tensor in (tensor for pair in self._layers.values() for tensor in pair):
             tensor[target, :, :token_count] = tensor[source, :, :token_count]
+        self.written[target] = max(self.written[target], token_count)
 
 
 class RaggedBatch:

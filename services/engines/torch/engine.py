@@ -5,7 +5,7 @@ self-test compares the logits with the model's own forward before the model is s
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row, by_row, check, check_copy, slot_room
 from services.engines.selftest import SelfTest
-from services.engines.torch.attention import ATTENTION, using
+from services.engines.torch.attention import ATTENTION, Attention, using
 from services.engines.torch.cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engines.torch.compiled import CompiledForwards, FastForwards, GraphForwards
 from services.engines.torch.invariant import SIZES, BlockBatch, is_invariant, padded, pieces, size_of
@@ -113,10 +113,7 @@ class TorchEngine:
         ids, positions, wanted = _flat(rows)
         table = self._fast.run(rows, ids, positions, wanted) if self._fast else None
         if table is None:
-            # At least one is wanted, because models treat an empty selection as all.
-            tokens = [padded(one, self._least) for one in (ids, positions, wanted or [0])]
-            with using(RaggedBatch(self._caches, rows)):
-                table = self._logits(*self._tensors(*tokens))
+            table = self._run(RaggedBatch(self._caches, rows), ids, positions, wanted, lambda _: self._least)
         return by_row(table[: len(wanted)].float().cpu().numpy(), rows)
 
     @torch.inference_mode()
@@ -136,9 +133,25 @@ class TorchEngine:
 
     def _run_padded(self, rows: Sequence[Row]) -> torch.Tensor:
         """Returns the concatenated logits of rows of at most 64 tokens, which do not depend on the other rows."""
-        ids, positions, wanted = _flat(rows)
-        with using(BlockBatch(self._caches, rows)):
-            tokens = [padded(one, size_of(len(one))) for one in (ids, positions, wanted or [0])]
+        batch = BlockBatch(self._caches, rows)
+        table = self._run(batch, *_flat(rows), size_of)
+        batch.end()
+        return table
+
+    def _run(
+        self,
+        attention: Attention,
+        ids: list[int],
+        positions: list[int],
+        wanted: list[int],
+        size: Callable[[int], int],
+    ) -> torch.Tensor:
+        """Returns logits [wanted, vocabulary size]. `size`: the number of tokens that such a number is padded to."""
+        tokens = [padded(one, size(len(one))) for one in (ids, positions, wanted) if one]
+        with using(attention):
+            if not wanted:
+                self._logits.read(*self._tensors(*tokens))
+                return torch.empty(0, self.vocabulary_size)
             table: torch.Tensor = self._logits(*self._tensors(*tokens))
         return table[: len(wanted)]
 

@@ -2,8 +2,9 @@
 
 * Tokens, and those whose logits are wanted, are padded to one of a few numbers. oneDNN's product with packed weights
   rounds each row alike for all of them.
-* Attention runs in blocks of `_BLOCK` positions that begin at multiples of it, with the cache ending where the block
-  does: the same shape for a position in every forward.
+* Attention runs in blocks of positions that begin at multiples of their size, with the cache ending at a multiple of a
+  larger one: the same shape for a position in every forward. Blocks that end there together are a batch, whose members
+  are computed apart.
 * Everything else in a model treats each token separately.
 
 `is_invariant` checks this on the model at start, because libraries differ by processor.
@@ -12,6 +13,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch.nn.functional import pad
 
 from services.engines.engine import Row, sample_ids
 from services.engines.torch.attention import Scoring
@@ -20,7 +22,8 @@ from services.engines.torch.packed import PackedLinear
 
 # The numbers of tokens in a forward. One or two tokens take no less time than four.
 SIZES = (4, 8, 12, 16, 24, 32, 48, 64)
-_BLOCK = 4
+# Positions of a block of attention, whose keys end where its span of blocks does.
+_BLOCK, _SPAN = 4, 64
 
 
 def size_of(count: int) -> int:
@@ -51,12 +54,16 @@ def pieces(rows: Sequence[Row]) -> Iterator[list[tuple[int, Row]]]:
         yield piece
 
 
+def _span_end(row: Row) -> int:
+    return -(-(row.keep + len(row.token_ids)) // _SPAN) * _SPAN
+
+
 class BlockBatch:
     """Attention for one forward, in blocks. Tokens after those of the rows are padding."""
 
     def __init__(self, caches: SlotCaches, rows: Sequence[Row]) -> None:
         self._caches, self._rows = caches, rows
-        self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -67,33 +74,58 @@ class BlockBatch:
         start = 0
         for row in self._rows:
             end = row.keep + len(row.token_ids)
-            own = slice(start, start + len(row.token_ids))
+            written, last = self._caches.written[row.slot], _span_end(row)
             for held, new in ((keys, key), (values, value)):
-                held[row.slot, :, row.keep : end] = new[0, :, own]
-                # The mask hides what lies there, but a NaN would spread even with a weight of 0.
-                held[row.slot, :, end : -(-end // _BLOCK) * _BLOCK] = 0
-            for block in range(row.keep // _BLOCK * _BLOCK, end, _BLOCK):
-                low, high = max(block, row.keep), min(block + _BLOCK, end)
-                mine = slice(start + low - row.keep, start + high - row.keep)
-                first = max(0, block + 1 - scoring.window) if scoring.window else 0
-                part = slice(first, block + _BLOCK)
-                queries = query.new_zeros(1, query.shape[1], _BLOCK, query.shape[3])
-                queries[:, :, low - block : high - block] = query[:, :, mine]
-                found = attention(
-                    queries,
-                    keys[row.slot, None, :, part],
-                    values[row.slot, None, :, part],
-                    self._mask(query, query.shape[1] // keys.shape[1], first, block, scoring.window),
-                    scoring,
-                )
-                out[:, mine] = found[:, low - block : high - block]
-            start = own.stop
+                if written < last:  # the mask hides what lies there, but a NaN would spread even with a weight of 0
+                    held[row.slot, :, written:last] = 0
+                held[row.slot, :, row.keep : end] = new[0, :, start : start + len(row.token_ids)]
+            for span in range(row.keep // _SPAN * _SPAN, end, _SPAN):
+                low, high = max(span, row.keep), min(span + _SPAN, end)
+                own = slice(start + low - row.keep, start + high - row.keep)
+                first = max(0, span + 1 - scoring.window) if scoring.window else 0
+                held_keys, held_values = (held[row.slot, :, first : span + _SPAN] for held in (keys, values))
+                out[0, own] = self._attend(query[0, :, own], held_keys, held_values, span, low, first, scoring)
+            start += len(row.token_ids)
         return out
 
-    def _mask(self, like: torch.Tensor, group: int, first: int, block: int, window: int) -> torch.Tensor:
-        key = (block, group, window)
+    def end(self) -> None:
+        """Records which parts of the slots have been written to. To be called when all layers have run."""
+        for row in self._rows:
+            self._caches.written[row.slot] = max(self._caches.written[row.slot], _span_end(row))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        span: int,
+        low: int,
+        first: int,
+        scoring: Scoring,
+    ) -> torch.Tensor:
+        """Returns attention [tokens, heads, size] of query [heads, tokens, size] from position `low` on, in one span.
+
+        Keys and values [heads, length, size] begin at position `first` and end where the span does.
+        """
+        heads, count, size = query.shape
+        begin = low // _BLOCK * _BLOCK
+        blocks = -(-(low + count - begin) // _BLOCK)
+        queries = pad(query, (0, 0, low - begin, begin + blocks * _BLOCK - low - count))
+        found = attention(
+            queries.view(heads, blocks, _BLOCK, size).transpose(0, 1),
+            keys.expand(blocks, -1, -1, -1),
+            values.expand(blocks, -1, -1, -1),
+            self._mask(query, heads // keys.shape[0], first, span, scoring.window)[(begin - span) // _BLOCK :][:blocks],
+            scoring,
+        )
+        return found.reshape(blocks * _BLOCK, heads, -1)[low - begin : low - begin + count]
+
+    def _mask(self, like: torch.Tensor, group: int, first: int, span: int, window: int) -> torch.Tensor:
+        """Returns the masks [blocks, 1, queries of all heads that share keys, keys] of all blocks of a span."""
+        key = (span, first, group, window)
         if key not in self._masks:
-            self._masks[key] = causal_mask(first, block, block + _BLOCK, window, like).repeat(group, 1)
+            mask = causal_mask(first, span, span + _SPAN, window, like)
+            self._masks[key] = mask.view(_SPAN // _BLOCK, 1, _BLOCK, -1).repeat(1, 1, group, 1)
         return self._masks[key]
 
 

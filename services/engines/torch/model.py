@@ -29,12 +29,19 @@ class TokenLogits(torch.nn.Module):
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         """Returns logits [wanted, vocabulary size]. `wanted` has at least one index into `token_ids`."""
-        options = {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
+        options = self._options(token_ids, positions)
         if self._selects:
             found: torch.Tensor = self.model(logits_to_keep=wanted, **options).logits[0]
         else:
             found = self.model(**options).logits[0, wanted]
         return found
+
+    def read(self, token_ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """Runs the model without its output layer: only what attention keeps of the tokens matters."""
+        self.model.base_model(**self._options(token_ids, positions))
+
+    def _options(self, token_ids: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+        return {"input_ids": token_ids[None], "position_ids": positions[None], "use_cache": False}
 
 
 def load_model(source: Path, dtype: torch.dtype, trusted: bool = False) -> Any:
