@@ -145,7 +145,9 @@ class ModelServerConfig(ServerConfig):
         120.0, ge=1, description="Seconds after which a forward counts as hung; later if the model is slow."
     )
     deterministic: bool = Field(
-        False, description="Generate the same text in every speculation mode, bit for bit, in any dtype. Slower."
+        False,
+        description="Generate the same text in every speculation mode, bit for bit, in any dtype. Engines that can do "
+        "so at little cost always do (ik_llama; torch on CPUs); others become slower.",
     )
     # More than two million ids. Parsing blocks all other calls for up to 20 ms per MiB.
     message_limit: int = Field(8, ge=1, le=1024, description="MiB of the largest message accepted.")

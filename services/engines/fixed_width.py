@@ -19,17 +19,16 @@ WIDTH = 16
 
 @runtime_checkable
 class BatchInvariant(Protocol):
-    """An engine whose logits can be made to depend on the text alone, bit for bit, at a lower cost than here."""
+    """An engine that may be able to make logits depend on the text alone, bit for bit, at little cost."""
 
     def make_invariant(self) -> bool:
         """Tries it. Returns whether `forward` keeps to it from now on, as the engine has checked on this machine."""
         ...
 
 
-def deterministic(engine: Engine) -> Engine:
-    """Returns an engine whose logits depend on the text alone."""
-    invariant = engine.logit_tolerance == 0.0 or (isinstance(engine, BatchInvariant) and engine.make_invariant())
-    return engine if invariant else FixedWidthEngine(engine)
+def made_invariant(engine: Engine) -> bool:
+    """Makes the engine's logits depend on the text alone if that costs little. Returns whether they do."""
+    return engine.logit_tolerance == 0.0 or (isinstance(engine, BatchInvariant) and engine.make_invariant())
 
 
 class FixedWidthEngine:

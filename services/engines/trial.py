@@ -22,7 +22,7 @@ from pathlib import Path
 from bridge.errors import DraftBridgeError, UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.engine import measure, warm
-from services.engines.fixed_width import deterministic as made_deterministic
+from services.engines.fixed_width import FixedWidthEngine, made_invariant
 from services.engines.huge_pages import use_huge_pages
 from services.engines.measuring import Costs, alone, library_facts, run, speed
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
@@ -205,8 +205,8 @@ def main() -> None:
         print(" ".join(str(error).split()))
         sys.exit(_REFUSED)
     use_huge_pages()
-    if deterministic and engine.logit_tolerance > 0.0:
-        engine = made_deterministic(engine)
+    if deterministic and not made_invariant(engine):
+        engine = FixedWidthEngine(engine)
     else:
         warm(engine, (1, 2, 3, 5, 9))
     print(json.dumps(measure(engine, all_logits=True)))

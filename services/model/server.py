@@ -14,7 +14,7 @@ from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc,
 from services.config import ModelServerConfig, Role
 from services.engines.affinity import pin
 from services.engines.engine import Engine, measure, warm
-from services.engines.fixed_width import deterministic
+from services.engines.fixed_width import FixedWidthEngine, made_invariant
 from services.engines.huge_pages import use_huge_pages
 from services.engines.observer import SchedulerObserver
 from services.engines.registry import AUTO, choose_engine
@@ -115,9 +115,10 @@ def _load(
         engine = spec.open(spec.prepare(config.model, options.weights, report), options)
         if engine.device == "cpu":
             use_huge_pages()
-        if config.deterministic and engine.logit_tolerance > 0.0:
+        invariant = (config.deterministic or config.role is not Role.DRAFT) and made_invariant(engine)
+        if config.deterministic and not invariant:
             (_, plain_ns), *_ = measure(engine, all_logits=True, widths=(1,))
-            engine = deterministic(engine)
+            engine = FixedWidthEngine(engine)
         elif config.role is not Role.DRAFT:
             warm(engine, _WARMED_WIDTHS)
         costs.extend(measure(engine, all_logits=config.role is not Role.DRAFT))

@@ -16,7 +16,7 @@ from bridge.sampling.sampler import SamplingParameters
 from draftbridge import Client
 from services.cli.processes import fleet
 from services.engines.engine import Engine, Row
-from services.engines.fixed_width import WIDTH, FixedWidthEngine, deterministic
+from services.engines.fixed_width import WIDTH, FixedWidthEngine, made_invariant
 from services.engines.torch.engine import TorchEngine
 from services.model.draft.session import DraftSession
 from services.model.host import load
@@ -32,6 +32,11 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     path = tmp_path_factory.mktemp(request.param)
     saved(FAMILIES[request.param], path)
     return path
+
+
+def deterministic(engine: Engine) -> Engine:
+    """Makes an engine's logits depend on the text alone, as a server with `--deterministic` does."""
+    return engine if made_invariant(engine) else FixedWidthEngine(engine)
 
 
 @pytest.fixture(
