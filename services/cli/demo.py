@@ -120,10 +120,7 @@ def _smaller(wanted: Demonstration, error: DraftBridgeError, report: Callable[[s
 def _compared(together: str, alone: str) -> str:
     """Returns in plain words whether the two texts are the same."""
     if together == alone:
-        return (
-            "Both texts are the same, byte for byte (the target is served with --deterministic, at the cost stated "
-            "above, if any)."
-        )
+        return "Both texts are the same, byte for byte (the target is served with --deterministic)."
     return "[bold red]The two texts differ. That is a bug: please report it with the prompt.[/]"
 
 
