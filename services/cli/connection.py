@@ -1,7 +1,9 @@
 """Options of commands that call a server: TLS and the token."""
 
 import inspect
+import os
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -9,15 +11,17 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from draftbridge import Client, Credentials
+from services.config import InvalidConfiguration
 
 Connect: TypeAlias = Callable[[str], Client]
 # The option of commands that need a running bridge.
 Server: TypeAlias = Annotated[str, typer.Option(help="HOST:PORT of the bridge.", envvar="DRAFTBRIDGE_CLIENT_SERVER")]
 _PANEL = "Connection"
+_PREFIX = "DRAFTBRIDGE_CLIENT_"
 
 
 def _file(help_: str, variable: str) -> Any:
-    return typer.Option(help=help_, envvar=f"DRAFTBRIDGE_CLIENT_{variable}", rich_help_panel=_PANEL, metavar="FILE")
+    return typer.Option(help=help_, envvar=f"{_PREFIX}{variable}", rich_help_panel=_PANEL, metavar="FILE")
 
 
 _OPTIONS: dict[str, tuple[Any, Any]] = {
@@ -38,6 +42,15 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
+def _refuse_unknown_variables() -> None:
+    """Raises `InvalidConfiguration` for a variable of this prefix that no option has: it is probably misspelt."""
+    known = [f"{_PREFIX}{name.upper()}" for name in ("server", "server_name", *_OPTIONS) if name != "insecure"]
+    for name in os.environ:
+        if name.startswith(_PREFIX) and name not in known:
+            similar = get_close_matches(name, known, 1) or known
+            raise InvalidConfiguration(f"{name} is an unknown variable: use {' or '.join(similar)}, or unset it")
+
+
 def connecting(command: Callable[..., None]) -> Callable[..., None]:
     """Adds the options to a command. Its parameter `connect` becomes a function from an address to a client.
 
@@ -46,6 +59,7 @@ def connecting(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(**given: Any) -> None:
+        _refuse_unknown_variables()
         credentials = Credentials(**{name: given.pop(name) for name in _OPTIONS})
         if "credentials" in own:
             command(credentials=credentials, **given)

@@ -34,8 +34,8 @@ _log = logging.getLogger(__name__)
 _MIN_WEIGHT_BYTES = 64 << 20
 _CACHE_BYTES = 256 << 20
 # Engines are tried in turn this often: the machine may have other work for seconds, and the choice is remembered. What
-# was remembered by an earlier rule is measured anew.
-_ROUNDS, _RULE = 2, 2
+# was remembered by an earlier rule, or of slower engines, is measured anew.
+_ROUNDS, _RULE = 2, 3
 # Four times what a probe of ik_llama may take, which belongs to its trial, and a minute.
 _TIMEOUT_SECONDS = 540
 # How long a refusal is believed: memory may have been short, or a library has been mended elsewhere.

@@ -156,6 +156,8 @@ def test_nobody_there_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nothing answers at" in refused(command("generate", "x", "--server", address))
     monkeypatch.setenv("DRAFTBRIDGE_CLIENT_SERVER", address)
     assert f"nothing answers at {address}" in refused(command("models"))
+    misspelt = refused(command("models", DRAFTBRIDGE_CLIENT_SEVER=address))
+    assert "DRAFTBRIDGE_CLIENT_SEVER is an unknown variable: use DRAFTBRIDGE_CLIENT_SERVER" in misspelt
     message = refused(command("bridge", "--target", address, "--connect-timeout", "0.3", "--listen", "127.0.0.1:0"))
     assert f"no usable service answers at {address}" in message
 
