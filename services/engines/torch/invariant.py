@@ -136,8 +136,8 @@ def is_invariant(model: torch.nn.Module, forward: Callable[[Row], torch.Tensor],
     `forward` runs one row in slot 0 and returns its logits. Each packed layer must get all tokens, so that the sizes
     that are compared are all that occur: experts, for example, get some.
     """
-    matrices = sum(len(one.shape) > 1 for one in model.parameters())
-    if matrices > sum(isinstance(part, torch.nn.Embedding) for part in model.modules()):
+    looked_up = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
+    if any(len(one.shape) > 1 and id(one) not in looked_up for one in model.parameters()):
         return False  # a product with weights that are not packed
     counts: set[int] = set()
 
