@@ -60,7 +60,7 @@ class SelfTest:
         Covers two rows of different lengths in a forward, a text in two parts, a rejected token and a copied slot.
         """
         text, other = self.texts
-        engine.forward([Row(0, 0, (*text[:_READ], other[_READ]), _READ)])
+        engine.forward([Row(0, 0, (*text[:_READ], other[_READ]), _READ + 1)])
         rows = [Row(0, _READ, text[_READ:], 0)]
         if engine.slot_count > 1:
             engine.copy(0, 1, _SHARED)

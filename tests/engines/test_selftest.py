@@ -107,8 +107,8 @@ def _keep(more: int) -> Any:
 def _positions(change: Callable[[int], int]) -> Any:
     own = TorchEngine._tensors
 
-    def changed(self: Any, ids: list[int], positions: list[int], wanted: list[int]) -> list[torch.Tensor]:
-        return own(self, ids, [change(position) for position in positions], wanted)
+    def changed(self: Any, ids: list[int], positions: list[int], *wanted: list[int]) -> list[torch.Tensor]:
+        return own(self, ids, [change(position) for position in positions], *wanted)
 
     return TorchEngine, "_tensors", changed
 
