@@ -52,11 +52,12 @@ class Fleet:
 
 
 def draft_threads() -> int:
-    """Returns the number of threads for a draft on the target's machine: half of the cores.
+    """Returns the number of threads for a draft on the target's machine: half of the cores, but two if there are two.
 
-    The target still uses all cores: cores reserved for a draft are wasted whenever speculation does not help.
+    The target still uses all cores: it waits while the draft computes, and cores reserved for a draft are wasted
+    whenever speculation does not help.
     """
-    return max(1, core_count() // 2)
+    return min(core_count(), max(2, core_count() // 2))
 
 
 class StopSignals:

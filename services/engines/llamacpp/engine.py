@@ -21,7 +21,10 @@ from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row, by_row, check, check_copy, core_count, slot_room
 from services.engines.gguf import file_type
+from services.engines.spinning import limit_spinning
 
+# As for ik_llama: 38 ms for a pass of SmolLM2-135M beside a busy process, about a second by default, 9 ms alone.
+limit_spinning(1000)
 try:
     import llama_cpp
 except (ImportError, OSError, RuntimeError) as error:  # the latter two for a library of another platform
