@@ -192,7 +192,7 @@ def measure(
         given = given if bridge.has_template(setting.target.model) else [_plain(one) for one in given]
         reading = Way("reading", "lockstep", 1) if draft else WAYS[0]
         for index, one in enumerate(given):
-            bridge.run(index, one, reading, 2, 0.0)
+            bridge.run(index, one, reading, 4, 0.0)  # of two tokens, a draft can propose none
             turn = index % len(chosen)
             order = [way for way in (*chosen[turn:], *chosen[:turn]) if not (fresh and way.name == AUTO)]
             runs = [bridge.run(index, one, way, tokens, temperature) for way in order]
