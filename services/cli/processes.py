@@ -135,21 +135,23 @@ def fleet(
     processes: dict[str, subprocess.Popen[str]] = {}
     with contextlib.ExitStack() as stack:
 
-        def start(name: str, *arguments: str) -> None:
-            process = _start(*arguments)
-            processes[name] = process
+        def start(name: str, *arguments: str) -> str:
+            processes[name] = process = _start(*arguments, "--until-stdin-closes")
             stack.callback(stop, process)
+            return _ready(name, process)
 
-        common = ("--until-stdin-closes", "--listen", "127.0.0.1:0")
-        with pinned(target_cores):
-            start("target", "serve", target, "--role", "target", *common, *target_options)
+        addresses = {}
+        common = ("--listen", "127.0.0.1:0")
+        # One after the other: a server measures its passes at its start. While another model is loaded on the same cores,
+        # they can take thirty times as long, and the bridge would not use that draft.
         if draft is not None:
             with pinned(draft_cores):
-                start("draft", "serve", draft, "--role", "draft", *common, *draft_options)
-        addresses = {name: _ready(name, process) for name, process in processes.items()}
+                addresses["draft"] = start("draft", "serve", draft, "--role", "draft", *common, *draft_options)
+        with pinned(target_cores):
+            addresses["target"] = start("target", "serve", target, "--role", "target", *common, *target_options)
         models = [word for name, address in addresses.items() for word in (f"--{name}", address)]
-        start("bridge", "bridge", *models, "--listen", listen, "--until-stdin-closes", *bridge_options)
-        address, _, http = _ready("bridge", processes["bridge"]).partition(" and ")
+        bridge = start("bridge", "bridge", *models, "--listen", listen, *bridge_options)
+        address, _, http = bridge.partition(" and ")
         yield Fleet(address, processes=processes, http=http, **addresses)
 
 
