@@ -142,8 +142,8 @@ def fleet(
 
         addresses = {}
         common = ("--listen", "127.0.0.1:0")
-        # One after the other: a server measures its passes at its start. While another model is loaded on the same cores,
-        # they can take thirty times as long, and the bridge would not use that draft.
+        # One after the other: a server measures its passes at its start. While another model is loaded on the same
+        # cores, they can take thirty times as long, and the bridge would not use that draft.
         if draft is not None:
             with pinned(draft_cores):
                 addresses["draft"] = start("draft", "serve", draft, "--role", "draft", *common, *draft_options)
