@@ -4,6 +4,8 @@ A matrix product over one row rounds in another order than one over eight, so a 
 tokens are in its forward. Here, each position is always computed in the same way: alone in the batch, in the block of
 `WIDTH` tokens that begins at a multiple of `WIDTH`, with the cache ending where the block does. Cached positions of a
 block are computed again, and a short block is padded; causal attention hides the padding from the positions before it.
+Experts do not keep to that shape: each computes those tokens of a block that are routed to it. Where that shows, blocks
+are single tokens.
 """
 
 from collections.abc import Sequence
@@ -12,9 +14,12 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from bridge.sampling.sampler import Logits
-from services.engines.engine import Engine, Row
+from services.engines.engine import Engine, Row, check, sample_ids
 
 WIDTH = 16
+# How many blocks are compared to find out whether their later tokens matter. With experts in float32 they did in nine
+# of ten blocks, in bfloat16 in none of 538.
+_TRIALS = 8
 
 
 @runtime_checkable
@@ -41,11 +46,13 @@ class FixedWidthEngine:
         self._held: list[list[int]] = [[] for _ in range(engine.slot_count)]
         self.name, self.device, self.dtype = engine.name, engine.device, engine.dtype
         self.vocabulary_size, self.slot_count = engine.vocabulary_size, engine.slot_count
+        self._width = WIDTH if _follows_earlier_tokens_alone(engine) else 1
         self.context_length = engine.context_length // WIDTH * WIDTH
         self.cache_byte_count = engine.cache_byte_count
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
+        check(self, rows)
         return [self._run(row) for row in rows]
 
     def copy(self, source: int, target: int, token_count: int) -> None:
@@ -58,12 +65,25 @@ class FixedWidthEngine:
         ids[row.keep :] = row.token_ids
         first = row.keep + row.logits_from
         found = [np.empty((0, self.vocabulary_size), np.float32)]
-        for start in range(row.keep // WIDTH * WIDTH, len(ids), WIDTH):
-            block = ids[start : start + WIDTH]
-            filled = (*block, *[block[-1]] * (WIDTH - len(block)))
+        for start in range(row.keep // self._width * self._width, len(ids), self._width):
+            block = ids[start : start + self._width]
+            filled = (*block, *[block[-1]] * (self._width - len(block)))
             # All of a block's logits or none, because the shape of the output's matrix product matters as well.
             wanted = first < start + len(block)
-            logits = self._engine.forward([Row(row.slot, start, filled, 0 if wanted else WIDTH)])[0]
+            logits = self._engine.forward([Row(row.slot, start, filled, 0 if wanted else self._width)])[0]
             if wanted:
                 found.append(logits[max(first - start, 0) : len(block)].copy())
         return np.concatenate(found)
+
+
+def _follows_earlier_tokens_alone(engine: Engine) -> bool:
+    """Returns whether the logits of a block's first tokens are the same, bit for bit, whatever its last ones are."""
+    ids = sample_ids(WIDTH * (_TRIALS + 1), engine.vocabulary_size)
+    for trial in range(_TRIALS):
+        start, kept = trial * WIDTH, 1 + trial * (WIDTH - 2) // (_TRIALS - 1)
+        block = ids[start : start + WIDTH]
+        other = block[:kept] + ids[start + WIDTH + kept : start + 2 * WIDTH]
+        one, two = (engine.forward([Row(0, 0, tuple(each), 0)])[0][:kept].copy() for each in (block, other))
+        if not np.array_equal(one, two):
+            return False
+    return True

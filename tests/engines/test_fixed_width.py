@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from tests.support.alone import in_order
 from tests.support.engine_contract import IDS, expected, saved
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3", "gemma2", "gpt2", "opt"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "gemma2", "gpt2", "opt", "gpt_bigcode"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp(request.param)
     saved(FAMILIES[request.param], path)
@@ -67,6 +68,21 @@ def test_a_position_has_the_same_logits_to_the_last_bit(engines: tuple[Engine, E
         logits = engine.forward(rows)[0]
         whole = reader.forward([Row(0, 0, tuple(held[slot]), 0)])[0]
         assert logits.tobytes() == whole[keep + first :].tobytes()
+
+
+@pytest.mark.parametrize("name", ["phimoe", "gpt_oss"])
+def test_experts_do_not_see_later_tokens(name: str, tmp_path: Path) -> None:
+    """What a block's later tokens are decides how many rows the experts of its first tokens get."""
+    config = deepcopy(FAMILIES[name])
+    config.hidden_size, config.intermediate_size = 256, 512
+    saved(config, tmp_path)
+    engine, reader = (deterministic(TorchEngine(tmp_path, dtype="float32", slot_count=2)) for _ in range(2))
+    ids = [int(id_) for id_ in np.random.default_rng(0).integers(0, 120, 60)]
+    whole = reader.forward([Row(0, 0, tuple(ids), 0)])[0]
+    for at in range(0, 60, 4):
+        wrong = [119 - id_ for id_ in ids[at + 4 : at + 8]]
+        found = engine.forward([Row(1, at, (*ids[at : at + 4], *wrong), 0)])[0][:4]
+        assert found.tobytes() == whole[at : at + 4].tobytes()
 
 
 def test_the_same_engine_without_it_differs_by_how_a_text_came_in(tmp_path: Path) -> None:

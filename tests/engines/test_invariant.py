@@ -3,7 +3,9 @@
 `test_fixed_width` tests that their logits are the same bit for bit.
 """
 
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from services.engines.engine import Row
 from services.engines.fixed_width import made_invariant
+from services.engines.torch.cache import attention
 from services.engines.torch.engine import TorchEngine
 from services.engines.torch.invariant import SIZES, pieces
 from services.engines.torch.packed import PackedLinear
@@ -43,20 +46,22 @@ def test_products_that_are_not_packed_and_experts_are_not_invariant(name: str, t
     assert engine.logit_tolerance > 0
 
 
+@pytest.mark.parametrize("place", [0, -1])
 @pytest.mark.parametrize("odd", SIZES)
 def test_a_product_that_rounds_differently_at_one_size_is_found(
-    odd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    odd: int, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The smallest change of one layer's output for one token counts."""
     saved(FAMILIES["llama"], tmp_path)
     engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
-    layer = next(part for part in engine._model.modules() if isinstance(part, PackedLinear))
+    layer = engine._model.get_output_embeddings()  # whose smallest change does not get lost in another layer's rounding
+    assert isinstance(layer, PackedLinear)
     plain = PackedLinear.forward
 
     def forward(self: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
         found = plain(self, rows)
         if self is layer and rows.shape[-2] == odd:
-            found[..., -1, :] = torch.nextafter(found[..., -1, :], torch.tensor(torch.inf))
+            found[..., place, :] = torch.nextafter(found[..., place, :], torch.tensor(torch.inf))
         return found
 
     monkeypatch.setattr(PackedLinear, "forward", forward)
@@ -73,20 +78,34 @@ def test_a_long_text_in_windows_has_the_models_own_logits(tmp_path: Path) -> Non
 
 
 @torch.inference_mode()
-def test_memory_that_was_never_written_does_not_matter(tmp_path: Path) -> None:
+def test_what_a_slot_held_before_does_not_matter(tmp_path: Path) -> None:
     saved(FAMILIES["llama"], tmp_path)
     engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=3))
     first = engine.forward([Row(0, 0, (1, 2, 3, 4, 5), 0)])[0].copy()
     for pair in engine._caches._layers.values():
         for held in pair:
             held[1:] = torch.nan
-    engine._caches.written[1:] = [0, 0]
     assert engine.forward([Row(1, 0, (1, 2, 3), 0)])[0].tobytes() == first[:3].tobytes()
     assert engine.forward([Row(1, 3, (4, 5), 0)])[0].tobytes() == first[3:].tobytes()
     long = tuple(range(1, 71))
     whole = engine.forward([Row(0, 0, long, 0)])[0].copy()
     engine.copy(0, 2, 66)
     assert engine.forward([Row(2, 66, long[66:], 0)])[0].tobytes() == whole[66:].tobytes()
+
+
+def test_attention_after_many_keys_is_found_to_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library may compute attention over more than 512 keys in another way for one block than for several."""
+    config = deepcopy(FAMILIES["llama"])
+    config.max_position_embeddings = 1024
+    saved(config, tmp_path)
+    engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
+
+    def odd(query: torch.Tensor, keys: torch.Tensor, *others: Any) -> torch.Tensor:
+        found = attention(query, keys, *others)
+        return torch.nextafter(found, torch.tensor(torch.inf)) if len(query) == 1 and keys.shape[2] > 512 else found
+
+    monkeypatch.setattr("services.engines.torch.invariant.attention", odd)
+    assert not engine.make_invariant()
 
 
 def test_rows_are_divided_into_forwards_of_at_most_64_tokens() -> None:

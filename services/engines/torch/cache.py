@@ -19,8 +19,6 @@ class SlotCaches:
     def __init__(self, slot_count: int, capacity: int) -> None:
         self._slot_count, self.capacity = slot_count, capacity
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        # For each slot: the first positions, of which all memory has been written to. The rest may contain NaN.
-        self.written = [0] * slot_count
 
     def layer(self, index: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns a layer's keys and values, allocated if needed with the sizes and dtype of the given ones."""
@@ -34,7 +32,13 @@ class SlotCaches:
         """Copies the first `token_count` tokens of a slot to another."""
         for tensor in (tensor for pair in self._layers.values() for tensor in pair):
             tensor[target, :, :token_count] = tensor[source, :, :token_count]
-        self.written[target] = max(self.written[target], token_count)
+
+    def repeat(self, slot: int, token_count: int, end: int) -> None:
+        """Fills a slot up to position `end` with copies of its first `token_count` tokens."""
+        for tensor in (tensor for pair in self._layers.values() for tensor in pair):
+            for start in range(token_count, end, token_count):
+                count = min(token_count, end - start)
+                tensor[slot, :, start : start + count] = tensor[slot, :, :count]
 
 
 class RaggedBatch:
@@ -125,12 +129,14 @@ class ByteCounter:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-def causal_mask(first: int, begin: int, end: int, window: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns what to add to scores [queries from `begin` to `end`, keys from `first` to `end`], as `like` is.
+def causal_mask(
+    first: int, begin: int, end: int, window: int, like: torch.Tensor, last: int | None = None
+) -> torch.Tensor:
+    """Returns what to add to scores [queries from `begin` to `end`, keys from `first` to `last`], as `like` is.
 
-    `window`: size of the sliding window in tokens, 0 for none.
+    `last`: `end` if None. `window`: size of the sliding window in tokens, 0 for none.
     """
-    seen = torch.arange(first, end, device=like.device)[None, :]
+    seen = torch.arange(first, end if last is None else last, device=like.device)[None, :]
     own = torch.arange(begin, end, device=like.device)[:, None]
     hidden = seen > own
     if window:

@@ -18,7 +18,7 @@ from services.engines.selftest import SelfTest
 from services.engines.torch.attention import ATTENTION, Attention, using
 from services.engines.torch.cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engines.torch.compiled import CompiledForwards, FastForwards, GraphForwards
-from services.engines.torch.invariant import SIZES, BlockBatch, is_invariant, padded, pieces, size_of
+from services.engines.torch.invariant import SIZES, SPAN, BlockBatch, is_invariant, padded, pieces, size_of
 from services.engines.torch.model import TokenLogits, context_limit, load_model, quantize
 from services.engines.torch.packed import computes_bfloat16, pack
 
@@ -69,13 +69,13 @@ class TorchEngine:
         self._logits = TokenLogits(self._model)
         self._fast: FastForwards | None = None
         self._invariant = False
-        # In bfloat16, packed weights take longer for one row than for four.
-        self._least = SIZES[0] if self._dtype is torch.bfloat16 and self._device.type == "cpu" else 1
+        self._least = 1
         self.slot_count = slot_count
         try:
-            if not (int8 or compiled):  # the compiler packs by itself
-                pack(self._model)
             self_test = SelfTest.of(self._model)
+            packed = not (int8 or compiled) and pack(self._model)  # the compiler packs by itself
+            if packed and self._dtype is torch.bfloat16:
+                self._least = SIZES[0]  # packed weights take longer for one row than for four
             self._make_room(cache_byte_limit)
             self_test.check(self)
             if compiled:
@@ -100,11 +100,20 @@ class TorchEngine:
 
     def make_invariant(self) -> bool:
         """See `BatchInvariant`."""
+        self._invariant = False
         if self._fast is None and self._device.type == "cpu" and self.context_length >= SIZES[-1]:
             try:
-                self._invariant = is_invariant(self._model, lambda row: self._run_padded([row]), self.vocabulary_size)
+                self._invariant = is_invariant(
+                    self._model,
+                    self._caches,
+                    self.context_length,
+                    lambda row: self._run_padded([row]),
+                    self.vocabulary_size,
+                )
             except Exception:  # the model has passed its self-test, and can be served without
                 _log.exception("the model does not run in batch-invariant passes")
+            else:
+                _log.info("batch-invariant passes: %s", "yes" if self._invariant else "no, logits differ by width")
         return self._invariant
 
     @torch.inference_mode()
@@ -136,10 +145,7 @@ class TorchEngine:
 
     def _run_padded(self, rows: Sequence[Row]) -> torch.Tensor:
         """Returns the concatenated logits of rows of at most 64 tokens, which do not depend on the other rows."""
-        batch = BlockBatch(self._caches, rows)
-        table = self._run(batch, *_flat(rows), size_of)
-        batch.end()
-        return table
+        return self._run(BlockBatch(self._caches, rows), *_flat(rows), size_of)
 
     def _run(
         self,
@@ -164,7 +170,7 @@ class TorchEngine:
         self.context_length = min(limit, slot_room(token_bytes, self.slot_count, cache_byte_limit, limit))
         self.cache_byte_count = self.context_length * self.slot_count * token_bytes
         # Whole blocks of the attention that makes logits invariant.
-        self._caches = SlotCaches(self.slot_count, -(-self.context_length // SIZES[-1]) * SIZES[-1])
+        self._caches = SlotCaches(self.slot_count, -(-self.context_length // SPAN) * SPAN)
 
     @torch.inference_mode()
     def _made_fast(self) -> FastForwards:

@@ -3,9 +3,8 @@
 * Tokens, and those whose logits are wanted, are padded to one of a few numbers. oneDNN's product with packed weights
   rounds each row alike for all of them.
 * Attention runs in blocks of positions that begin at multiples of their size, with the cache ending at a multiple of a
-  larger one: the same shape for a position in every forward. Blocks that end there together are a batch, whose members
-  are computed apart.
-* Everything else in a model treats each token separately.
+  larger one: the same shape for a position in every forward. Blocks that end there together are a batch.
+* Everything else in a model treats each token separately, except experts: models that have some are not run so.
 
 `is_invariant` checks this on the model at start, because libraries differ by processor.
 """
@@ -23,8 +22,14 @@ from services.engines.torch.packed import PackedLinear
 # The numbers of tokens in a forward. One or two tokens take no less time than four; with AVX-512 six do not take more
 # either, and seven or eight take a fifth more.
 SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
-# Positions of a block of attention, whose keys end where its span of blocks does.
-_BLOCK, _SPAN = 4, 64
+# Positions of a block of attention, and of the span of blocks whose end is where a block's keys end. More of either
+# computes more padding, fewer take more calls. A slot holds a multiple of a span.
+_BLOCK, SPAN = 4, 64
+# The position after which logits are compared: behind the first 512 keys, which torch's attention treats as a group.
+_COMPARED_AFTER = 576
+# What is compared with a forward over 64 tokens: first token and number of tokens, so that a part needs none of an
+# earlier line. Together they have all sizes and all tokens, and begin at multiples of a block and between them.
+_PARTS = ((60, 4), (40, 24), (33, 12), (5, 6), (3, 48), (0, 8), (0, 16), (0, 32))
 
 
 def size_of(count: int) -> int:
@@ -56,7 +61,7 @@ def pieces(rows: Sequence[Row]) -> Iterator[list[tuple[int, Row]]]:
 
 
 def _span_end(row: Row) -> int:
-    return -(-(row.keep + len(row.token_ids)) // _SPAN) * _SPAN
+    return -(-(row.keep + len(row.token_ids)) // SPAN) * SPAN
 
 
 class BlockBatch:
@@ -64,7 +69,7 @@ class BlockBatch:
 
     def __init__(self, caches: SlotCaches, rows: Sequence[Row]) -> None:
         self._caches, self._rows = caches, rows
-        self._masks: dict[tuple[int, int, int, int], torch.Tensor] = {}
+        self._masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
@@ -75,24 +80,18 @@ class BlockBatch:
         start = 0
         for row in self._rows:
             end = row.keep + len(row.token_ids)
-            written, last = self._caches.written[row.slot], _span_end(row)
             for held, new in ((keys, key), (values, value)):
-                if written < last:  # the mask hides what lies there, but a NaN would spread even with a weight of 0
-                    held[row.slot, :, written:last] = 0
                 held[row.slot, :, row.keep : end] = new[0, :, start : start + len(row.token_ids)]
-            for span in range(row.keep // _SPAN * _SPAN, end, _SPAN):
-                low, high = max(span, row.keep), min(span + _SPAN, end)
+                # The mask hides what lies there, but a NaN would spread even with a weight of 0.
+                held[row.slot, :, end : _span_end(row)] = 0
+            for span in range(row.keep // SPAN * SPAN, end, SPAN):
+                low, high = max(span, row.keep), min(span + SPAN, end)
                 own = slice(start + low - row.keep, start + high - row.keep)
                 first = max(0, span + 1 - scoring.window) if scoring.window else 0
-                held_keys, held_values = (held[row.slot, :, first : span + _SPAN] for held in (keys, values))
+                held_keys, held_values = (held[row.slot, :, first : span + SPAN] for held in (keys, values))
                 out[0, own] = self._attend(query[0, :, own], held_keys, held_values, span, low, first, scoring)
             start += len(row.token_ids)
         return out
-
-    def end(self) -> None:
-        """Records which parts of the slots have been written to. To be called when all layers have run."""
-        for row in self._rows:
-            self._caches.written[row.slot] = max(self._caches.written[row.slot], _span_end(row))
 
     def _attend(
         self,
@@ -111,31 +110,47 @@ class BlockBatch:
         heads, count, size = query.shape
         begin = low // _BLOCK * _BLOCK
         blocks = -(-(low + count - begin) // _BLOCK)
-        queries = pad(query, (0, 0, low - begin, begin + blocks * _BLOCK - low - count))
-        found = attention(
-            queries.view(heads, blocks, _BLOCK, size).transpose(0, 1),
-            keys.expand(blocks, -1, -1, -1),
-            values.expand(blocks, -1, -1, -1),
-            self._mask(query, heads // keys.shape[0], first, span, scoring.window)[(begin - span) // _BLOCK :][:blocks],
-            scoring,
-        )
-        return found.reshape(blocks * _BLOCK, heads, -1)[low - begin : low - begin + count]
+        filled = pad(query, (0, 0, low - begin, begin + blocks * _BLOCK - low - count))
+        queries = filled.reshape(heads, blocks, _BLOCK, size).transpose(0, 1).contiguous()
+        masks = self._masks_of(query, heads // keys.shape[0], first, begin, blocks, span + SPAN, scoring.window)
+        # A product of matrices, which is what attention with soft caps or sinks consists of, would copy shared keys.
+        at_once = blocks if scoring.softcap is None and scoring.sinks is None else 1
+        found = [
+            attention(
+                queries[at : at + at_once],
+                keys.expand(at_once, -1, -1, -1),
+                values.expand(at_once, -1, -1, -1),
+                masks[at : at + at_once],
+                scoring,
+            )
+            for at in range(0, blocks, at_once)
+        ]
+        return torch.cat(found).reshape(blocks * _BLOCK, heads, -1)[low - begin : low - begin + count]
 
-    def _mask(self, like: torch.Tensor, group: int, first: int, span: int, window: int) -> torch.Tensor:
-        """Returns the masks [blocks, 1, queries of all heads that share keys, keys] of all blocks of a span."""
-        key = (span, first, group, window)
+    def _masks_of(
+        self, like: torch.Tensor, group: int, first: int, begin: int, blocks: int, last: int, window: int
+    ) -> torch.Tensor:
+        """Returns masks [blocks, 1, queries of all heads that share keys, keys from `first` to `last`]."""
+        key = (group, first, begin, blocks, last, window)
         if key not in self._masks:
-            mask = causal_mask(first, span, span + _SPAN, window, like)
-            self._masks[key] = mask.view(_SPAN // _BLOCK, 1, _BLOCK, -1).repeat(1, 1, group, 1)
+            mask = causal_mask(first, begin, begin + blocks * _BLOCK, window, like, last)
+            self._masks[key] = mask.view(blocks, 1, _BLOCK, -1).repeat(1, 1, group, 1)
         return self._masks[key]
 
 
 @torch.inference_mode()
-def is_invariant(model: torch.nn.Module, forward: Callable[[Row], torch.Tensor], vocabulary_size: int) -> bool:
-    """Returns whether the model's logits are the same bit for bit in a forward of each size.
+def is_invariant(
+    model: torch.nn.Module,
+    caches: SlotCaches,
+    context_length: int,
+    forward: Callable[[Row], torch.Tensor],
+    vocabulary_size: int,
+) -> bool:
+    """Returns whether the model's logits are the same bit for bit in a forward of each size. Overwrites slot 0.
 
-    `forward` runs one row in slot 0 and returns its logits. Each packed layer must get all tokens, so that the sizes
-    that are compared are all that occur: experts, for example, get some.
+    `forward` runs one row and returns its logits. Models in which a packed layer gets only some tokens, as experts do,
+    are refused: its numbers of rows would not be those that are compared. What is compared are a few positions after
+    576 others at most, so windows larger than that and longer texts are taken on trust.
     """
     looked_up = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
     if any(len(one.shape) > 1 and id(one) not in looked_up for one in model.parameters()):
@@ -148,11 +163,17 @@ def is_invariant(model: torch.nn.Module, forward: Callable[[Row], torch.Tensor],
     hooks = [part.register_forward_pre_hook(count) for part in model.modules() if isinstance(part, PackedLinear)]
     try:
         ids = sample_ids(SIZES[-1], vocabulary_size)
-        whole = forward(Row(0, 0, ids, 0)).clone()
-        for size in SIZES:
+        keep = min(_COMPARED_AFTER, (context_length - SIZES[-1]) // SPAN * SPAN)
+        forward(Row(0, 0, ids, len(ids)))
+        caches.repeat(0, len(ids), keep)
+        counts.clear()
+        whole = forward(Row(0, keep, ids, 0)).clone()
+        if counts != {SIZES[-1]}:
+            return False
+        for start, size in _PARTS:
             counts.clear()
-            found = forward(Row(0, len(ids) - size, ids[-size:], 0))
-            if counts != {size} or not torch.equal(found, whole[-size:]):
+            found = forward(Row(0, keep + start, ids[start : start + size], 0))
+            if counts != {size} or not torch.equal(found, whole[start : start + size]):
                 return False
     finally:
         for hook in hooks:

@@ -32,15 +32,21 @@ class PackedLinear(torch.nn.Module):
         return product
 
 
-def pack(model: torch.nn.Module) -> None:
-    """Packs the model's linear layers that can be packed, one after another, so that memory holds one of them twice."""
+def pack(model: torch.nn.Module) -> bool:
+    """Packs the model's linear layers that can be packed. Returns whether there are any.
+
+    One after another, so that memory holds only one of them twice.
+    """
+    packed = False
     if not torch._C._has_mkldnn:
-        return
+        return packed
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             # A subclass may compute something else.
             if type(child) is torch.nn.Linear and _is_packable(child.weight):
                 setattr(parent, name, PackedLinear(child))
+                packed = True
+    return packed
 
 
 def computes_bfloat16() -> bool:
