@@ -25,10 +25,10 @@ SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Positions of a block of attention, and of the span of blocks whose end is where a block's keys end. More of either
 # computes more padding, fewer take more calls. A slot holds a multiple of a span.
 _BLOCK, SPAN = 4, 64
-# The position after which logits are compared: behind the first 512 keys, which torch's attention treats as a group.
+# Tokens before those whose logits are compared: more than 512, whose keys torch's attention treats as a group.
 _COMPARED_AFTER = 576
-# What is compared with a forward over 64 tokens: first token and number of tokens, so that a part needs none of an
-# earlier line. Together they have all sizes and all tokens, and begin at multiples of a block and between them.
+# What is compared with a forward over 64 tokens: first token and number of tokens, in an order in which no part needs
+# what an earlier one cleared. Together they have all sizes and all tokens, and begin at multiples of a block and between.
 _PARTS = ((60, 4), (40, 24), (33, 12), (5, 6), (3, 48), (0, 8), (0, 16), (0, 32))
 
 
