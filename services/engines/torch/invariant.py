@@ -28,7 +28,7 @@ _BLOCK, SPAN = 4, 64
 # Tokens before those whose logits are compared: more than 512, whose keys torch's attention treats as a group.
 _COMPARED_AFTER = 576
 # What is compared with a forward over 64 tokens: first token and number of tokens, in an order in which no part needs
-# what an earlier one cleared. Together they have all sizes and all tokens, and begin at multiples of a block and between.
+# what an earlier one cleared. Together they have all sizes and all tokens, and not all begin where a block does.
 _PARTS = ((60, 4), (40, 24), (33, 12), (5, 6), (3, 48), (0, 8), (0, 16), (0, 32))
 
 
