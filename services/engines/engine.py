@@ -10,9 +10,12 @@ import numpy as np
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
+from services.engines.timing import Timing, timed
 
 # `measure` times forwards of these numbers of tokens after this many cached tokens, for about this long in total.
 _MEASURED_WIDTHS, _MEASURED_CONTEXT, _MEASURING_NS = (1, 2, 3, 5, 9, 17, 25), 128, 5_000_000_000
+# It times forwards this often, and those that other work on the machine disturbed again, up to the second number.
+_TIMES, _MOST_TIMES = 2, 6
 # `warm` goes on after this time only if it gains something.
 _WARMING_NS = 5_000_000_000
 # Widths whose first forward is compared with the second; below this ratio, it prepared nothing. It is 1.0 to 1.1 in
@@ -148,24 +151,32 @@ def warm(engine: Engine, widths: Iterable[int], clock_ns: Callable[[], int] = pe
             return
 
 
-def measure(engine: Engine, *, all_logits: bool, widths: Sequence[int] = _MEASURED_WIDTHS) -> list[tuple[int, int]]:
-    """Returns (number of tokens, nanoseconds of a forward of them), by number of tokens, after 128 cached tokens.
+def measure(engine: Engine, *, all_logits: bool, widths: Sequence[int] = _MEASURED_WIDTHS) -> list[tuple[int, Timing]]:
+    """Returns (number of tokens, time of a forward of them), by number of tokens, after 128 cached tokens.
 
     Bridges plan with these until they have measured forwards themselves. `all_logits`: computes the logits of all
-    tokens, as a target does; a draft needs only the last. The time is that of the faster of two forwards. Starts no
-    forward after 5 seconds, once it has two numbers.
+    tokens, as a target does; a draft needs only the last. The time is the best of two forwards, or of up to six if
+    other work disturbed them. Starts no forward after 5 seconds, once it has two numbers.
     """
     context = min(_MEASURED_CONTEXT, engine.context_length // 2)
     ids = sample_ids(context + max(widths), engine.vocabulary_size)
     engine.forward([Row(0, 0, ids[:context], context)])
-    found: dict[int, int] = {}
+    found: dict[int, Timing] = {}
     stop_ns = perf_counter_ns() + _MEASURING_NS
-    for width in (1, 1, *widths, *widths):
-        if context + width <= engine.context_length and (len(found) < 2 or perf_counter_ns() < stop_ns):
-            started = perf_counter_ns()
-            engine.forward([Row(0, context, ids[context : context + width], 0 if all_logits else width - 1)])
-            taken_ns = perf_counter_ns() - started
-            found[width] = min(found.get(width, taken_ns), taken_ns)
+
+    def run(width: int) -> None:
+        late = len(found) >= 2 and perf_counter_ns() >= stop_ns
+        if context + width > engine.context_length or late:
+            return
+        row = Row(0, context, ids[context : context + width], 0 if all_logits else width - 1)
+        timing = timed(lambda: engine.forward([row]))
+        found[width] = min(found.get(width, timing), timing)
+
+    for width in (1, 1, *tuple(widths) * _TIMES):
+        run(width)
+    for _ in range(_MOST_TIMES - _TIMES):
+        for width in [width for width, timing in found.items() if timing.disturbed]:
+            run(width)
     return sorted(found.items())
 
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from filelock import FileLock, Timeout
 
+from services.engines.spinning import unlimited_environment
 from services.store.cache import cache_directory
 
 # Pairs of a number of tokens and the nanoseconds of such a forward.
@@ -66,7 +67,7 @@ def run(module: str, *arguments: str, seconds: float) -> "subprocess.CompletedPr
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=not os.environ.get(_HELD),
-        env=os.environ | {_HELD: "1"},
+        env=unlimited_environment() | {_HELD: "1"},
     ) as process:
         try:
             out, errors = process.communicate(timeout=seconds)

@@ -18,24 +18,29 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from bridge.errors import DraftBridgeError, UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.engine import measure, warm
 from services.engines.fixed_width import FixedWidthEngine, made_invariant
 from services.engines.huge_pages import use_huge_pages
-from services.engines.measuring import Costs, alone, library_facts, run, speed
+from services.engines.measuring import alone, library_facts, run, speed
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
+from services.engines.spinning import limit_spinning
+from services.engines.timing import Timing
 from services.store.cache import NoSpace, Report, cache_directory
 
 _log = logging.getLogger(__name__)
 
+# The times of an engine's forwards by their number of tokens.
+Timings: TypeAlias = list[tuple[int, Timing]]
 # With a smaller model, the difference is not worth the seconds of a trial.
 _MIN_WEIGHT_BYTES = 64 << 20
 _CACHE_BYTES = 256 << 20
 # Engines are tried in turn this often: the machine may have other work for seconds, and the choice is remembered. What
 # was remembered by an earlier rule, or of slower engines, is measured anew.
-_ROUNDS, _RULE = 2, 3
+_ROUNDS, _RULE = 2, 4
 # Four times what a probe of ik_llama may take, which belongs to its trial, and a minute.
 _TIMEOUT_SECONDS = 540
 # How long a refusal is believed: memory may have been short, or a library has been mended elsewhere.
@@ -54,13 +59,14 @@ def fastest(
     report: Report,
     drafts: bool = False,
     deterministic: bool = False,
-    attempt: "Callable[[str, Path, EngineOptions, bool], Costs] | None" = None,
+    attempt: Callable[[str, Path, EngineOptions, bool], Timings] | None = None,
 ) -> EngineSpec | None:
     """Returns the fastest engine for a model, or the first of `rivals` if there is little to gain.
 
-    Returns None if none runs the model. Each engine is tried twice, and the better trial counts. One whose trial ended
-    for want of time or memory counts as the slowest until the next start tries it again; a refusal is believed for a
-    day. `drafts`: the model only drafts. `deterministic`: it is served with that option. `attempt` measures one engine.
+    Returns None if none runs the model. Each engine is tried twice, and the better trial counts. One whose trials were
+    all disturbed by other work is measured again at the next start. One whose trial ended for want of time or memory
+    counts as the slowest until the next start tries it again; a refusal is believed for a day. `drafts`: the model only
+    drafts. `deterministic`: it is served with that option. `attempt` measures one engine.
     """
     chosen = {one.name: replace(options, weights=_weights(one, options)) for one in rivals}
     paths = dict[str, Path]()
@@ -79,21 +85,31 @@ def fastest(
     if not speeds.keys() >= paths.keys():
         with alone(2 * _TIMEOUT_SECONDS):
             speeds = _read(file)  # another process may have measured meanwhile
-            if missing := {name: path for name, path in paths.items() if name not in speeds}:
+            missing = {name: path for name, path in paths.items() if name not in speeds}
+            disturbed = set(missing)
+            if missing:
                 report(f"measuring how fast {model} is here with {', '.join(missing)} (once)")
             for turn in range(_ROUNDS if len(paths) > 1 else 1):
                 for name, path in missing.items():
                     if turn and not speeds.get(name):
                         continue  # it was refused, or its trial takes too long
                     try:
-                        costs = (attempt or _attempt)(name, path, chosen[name], deterministic)
-                        speeds[name] = max(speed(costs, drafts=drafts), speeds.get(name, 0.0))
+                        timings = (attempt or _attempt)(name, path, chosen[name], deterministic)
                     except _TrialFailed as error:
                         report(f"{name} is not used: {error}")
                         if not error.passing:
                             speeds[name] = 0.0
+                            disturbed.discard(name)
+                        continue
+                    found = speed([(width, timing.taken_ns) for width, timing in timings], drafts=drafts)
+                    speeds[name] = max(found, speeds.get(name, 0.0))
+                    if not any(timing.disturbed for _, timing in timings):
+                        disturbed.discard(name)
+            disturbed &= speeds.keys()
+            if disturbed:
+                report(f"other work slowed down {', '.join(sorted(disturbed))}: the next start measures again")
             if missing:
-                _write(file, speeds)
+                _write(file, {name: value for name, value in speeds.items() if name not in disturbed})
     if all(speeds.get(name) == 0.0 for name in paths):
         report(f"{model} does not run here with {', '.join(paths)}")
         return None
@@ -115,7 +131,7 @@ def _weights(spec: EngineSpec, options: EngineOptions) -> Weights:
     return spec.auto_weights if options.weights is Weights.AUTO else options.weights
 
 
-def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> Costs:
+def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> Timings:
     """Measures an engine in another process. Raises `_TrialFailed`."""
     try:
         done = run(__name__, name, str(path), _encoded(options, deterministic), seconds=_TIMEOUT_SECONDS)
@@ -128,7 +144,7 @@ def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool)
         how = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
         reason = (done.stderr.strip().splitlines() or [""])[-1][:300]
         raise _TrialFailed(f"its trial ended with {how} ({reason})", passing=done.returncode == -signal.SIGKILL)
-    return [(width, taken_ns) for width, taken_ns in json.loads(last)]
+    return [(width, Timing(**timing)) for width, timing in json.loads(last)]
 
 
 def _encoded(options: EngineOptions, deterministic: bool) -> str:
@@ -199,6 +215,7 @@ def main() -> None:
 
     name, path = sys.argv[1], Path(sys.argv[2])
     options, deterministic = _decoded(sys.argv[3])
+    limit_spinning()  # as a server does
     try:
         engine = engine_spec(name).open(path, replace(options, slot_count=1, cache_byte_limit=_CACHE_BYTES))
     except DraftBridgeError as error:
@@ -209,7 +226,7 @@ def main() -> None:
         engine = FixedWidthEngine(engine)
     else:
         warm(engine, (1, 2, 3, 5, 9))
-    print(json.dumps(measure(engine, all_logits=True)))
+    print(json.dumps([(width, asdict(timing)) for width, timing in measure(engine, all_logits=True)]))
 
 
 if __name__ == "__main__":

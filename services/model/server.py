@@ -1,8 +1,9 @@
 """A model server: loads one model and serves it until stopped."""
 
 import asyncio
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from services.engines.observer import SchedulerObserver
 from services.engines.registry import AUTO, choose_engine
 from services.engines.spec import EngineOptions, EngineSpec
 from services.engines.spinning import limit_spinning
+from services.engines.timing import Timing
 from services.engines.trial import fastest
 from services.grammars.store import TokenGrammars
 from services.metrics import ModelMetrics
@@ -39,13 +41,12 @@ from services.store.resolve import SUFFIX, default_name, resolve
 from services.traces import NO_TRACES, Traces
 from services.version import VERSION
 
+_log = logging.getLogger(__name__)
+
 # How long the present forward may take to end after the last call has ended.
 _CLOSE_SECONDS = 10.0
 # Widths of passes that a target runs once before it serves: as many candidates as a bridge sends, and one more.
 _WARMED_WIDTHS = range(1, 26)
-# torch's threads also wait while Python prepares the next step: on an EPYC, passes of Gemma-3-270M take a tenth longer
-# with 1,000 attempts and no longer with 10,000. Beside a busy process: 127 ms, by default 1.2 s.
-_SPIN_COUNT = 10_000
 
 
 def run(
@@ -57,7 +58,7 @@ def run(
     traces: Traces = NO_TRACES,
 ) -> None:
     """Loads a model and serves it until stopped. `report` receives each step, `on_start` the address."""
-    limit_spinning(_SPIN_COUNT)  # before anything loads torch
+    limit_spinning()  # before anything loads torch
     metrics = metrics or ModelMetrics()
     insight = Insight(metrics, traces, config.channelz)
     if config.model == SUFFIX:
@@ -113,28 +114,44 @@ def _load(
     report: Report,
     observer: SchedulerObserver,
 ) -> LoadedModel:
-    costs: list[tuple[int, int]] = []
+    timings: list[tuple[int, Timing]] = []
 
     def open_engine() -> Engine:
-        plain_ns = 0
+        plain: Timing | None = None
         engine = spec.open(spec.prepare(config.model, options.weights, report), options)
         if engine.device == "cpu":
             use_huge_pages()
         invariant = (config.deterministic or config.role is not Role.DRAFT) and made_invariant(engine)
         if config.deterministic and not invariant:
-            (_, plain_ns), *_ = measure(engine, all_logits=True, widths=(1,))
+            ((_, plain),) = measure(engine, all_logits=True, widths=(1,))
             engine = FixedWidthEngine(engine)
         elif config.role is not Role.DRAFT:
             warm(engine, _WARMED_WIDTHS)
-        costs.extend(measure(engine, all_logits=config.role is not Role.DRAFT))
-        if plain_ns:
-            report(f"with --deterministic, a pass over one token takes {costs[0][1] / plain_ns:.2f} times as long")
+        timings.extend(measure(engine, all_logits=config.role is not Role.DRAFT))
+        single = timings[0][1]
+        if plain and not (plain.disturbed or single.disturbed):
+            ratio = single.taken_ns / plain.taken_ns
+            report(f"with --deterministic, a pass over one token takes {ratio:.2f} times as long")
         return engine
 
     loaded = load(directory, config.name or default_name(config.model), open_engine, config.queue, observer)
     units, unit_count = compute_units(loaded.engine.device, config.threads)
-    model = replace(loaded.model, forward_costs=tuple(costs), compute_units=units, compute_unit_count=unit_count)
+    model = replace(
+        loaded.model, forward_costs=_undisturbed(timings), compute_units=units, compute_unit_count=unit_count
+    )
     return replace(loaded, model=model)
+
+
+def _undisturbed(timings: Sequence[tuple[int, Timing]]) -> tuple[tuple[int, int], ...]:
+    """Returns the costs that were measured without other work; none without that of one token."""
+    costs = tuple((width, timing.taken_ns) for width, timing in timings if not timing.disturbed)
+    if costs and costs[0][0] == timings[0][0]:
+        return costs
+    _log.warning(
+        "other work kept the cores busy while the times of forwards were measured: bridges will find them out from the "
+        "first requests"
+    )
+    return ()
 
 
 def _run_suffix_server(

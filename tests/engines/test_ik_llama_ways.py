@@ -70,6 +70,19 @@ def test_other_work_on_the_machine_during_one_probe_does_not_decide(tmp_path: Pa
     assert choose_way(path, 2, probe) == REPACKED
 
 
+@pytest.mark.parametrize("probes", [1, 2])
+def test_a_choice_is_remembered_if_each_way_had_an_undisturbed_probe(tmp_path: Path, probes: int) -> None:
+    path, disturbed, tried = tmp_path / "model.gguf", iter([True] * 2 * probes), list[bool]()
+    path.write_bytes(b"GGUF")
+
+    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+        tried.append(repacked)
+        return replace(REPACKED if repacked else PLAIN, disturbed=next(disturbed, False))
+
+    assert [choose_way(path, 2, probe).repacked for _ in range(2)] == [True, True]
+    assert len(tried) == (4 if probes == 1 else 8)
+
+
 @pytest.mark.parametrize(
     ("plain", "repacked", "chosen"),
     [

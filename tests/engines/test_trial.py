@@ -18,6 +18,7 @@ from services.engines.llamacpp.spec import LLAMACPP
 from services.engines.measuring import Costs, speed
 from services.engines.registry import choose_engine
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
+from services.engines.timing import Timing
 from services.engines.torch.spec import TORCH
 from services.engines.trial import fastest
 from services.store.cache import NoSpace
@@ -41,12 +42,16 @@ class Attempts:
     def __init__(self, **costs: Costs | str) -> None:
         self.costs, self.names = costs, list[str]()
 
-    def __call__(self, name: str, path: Path, options: EngineOptions, deterministic: bool) -> Costs:
+    def __call__(self, name: str, path: Path, options: EngineOptions, deterministic: bool) -> trial.Timings:
         self.names.append(name)
         found = self.costs[name]
         if isinstance(found, str):
             raise trial._TrialFailed(found, passing=found == "took too long")
-        return found
+        return undisturbed(found)
+
+
+def undisturbed(costs: Costs) -> trial.Timings:
+    return [(width, Timing(False, taken_ns)) for width, taken_ns in costs]
 
 
 def name(spec: EngineSpec | None) -> str:
@@ -90,21 +95,40 @@ def test_one_disturbed_trial_does_not_decide(big: Path, disturbed: int) -> None:
     """Other work makes one of the four trials ten times as slow."""
     rivals, costs, trials = [engine("a", big), engine("b", big)], {"a": NARROW, "b": WIDE}, list[str]()
 
-    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> Costs:
+    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> trial.Timings:
         trials.append(name)
         slower = 10 if len(trials) == disturbed + 1 else 1
-        return [(width, slower * taken_ns) for width, taken_ns in costs[name]]
+        return undisturbed([(width, slower * taken_ns) for width, taken_ns in costs[name]])
 
     assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempt)) == "b" and len(trials) == 4
+
+
+def test_what_other_work_disturbed_is_used_but_not_remembered(big: Path) -> None:
+    """Other work goes on during both trials of one engine; the next start measures that one again."""
+    rivals, costs, trials, busy = [engine("a", big), engine("b", big)], {"a": NARROW, "b": WIDE}, list[str](), {"b"}
+
+    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> trial.Timings:
+        trials.append(name)
+        slower = 10 if name in busy else 1
+        return [(width, Timing(name in busy, slower * taken_ns)) for width, taken_ns in costs[name]]
+
+    def chosen() -> str:
+        return name(fastest(rivals, "model", OPTIONS, report=lines.append, attempt=attempt))
+
+    lines = list[str]()
+    assert chosen() == "a" and any("other work slowed down b: the next start" in line for line in lines)
+    busy.clear()
+    assert chosen() == "b" and trials == ["a", "b", "a", "b", "b", "b"]
+    assert chosen() == "b" and len(trials) == 6
 
 
 def test_an_engine_that_crashes_in_one_of_its_trials_is_not_taken(big: Path) -> None:
     rivals, costs = [engine("a", big), engine("b", big)], iter([NARROW, WIDE, NARROW])
 
-    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> Costs:
+    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> trial.Timings:
         if (found := next(costs, None)) is None:
             raise trial._TrialFailed("its trial ended with SIGSEGV")
-        return found
+        return undisturbed(found)
 
     assert name(fastest(rivals, "model", OPTIONS, report=str, attempt=attempt)) == "a"
 
@@ -254,7 +278,7 @@ def test_a_trial_in_a_process_of_its_own(
     """The torch engine is measured; a library that cannot be loaded, as of another platform, is refused."""
     options = replace(OPTIONS, threads=1)
     costs = trial._attempt("torch", tiny_models[0], options, False)
-    assert [width for width, _ in costs][:4] == [1, 2, 3, 5] and all(taken_ns > 0 for _, taken_ns in costs)
+    assert [width for width, _ in costs][:4] == [1, 2, 3, 5] and all(timing.taken_ns > 0 for _, timing in costs)
     broken = tmp_path / "ik_llama_cpp"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise OSError('wrong ELF class')")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from draftbridge import Client
 from services.cli import terminal
 from services.cli.app import app
 from services.cli.processes import Fleet
@@ -44,7 +45,12 @@ def test_measure_predicts_runs_resumes_and_reports(tiny_fleet: Fleet, tmp_path: 
     assert (pair["target"], pair["draft"], pair["gain"]["count"]) == ("tiny-target", "tiny-draft", 1)
     assert pair["texts"] == {"count": 4, "equal": 4, "near_ties": 0}
     assert [one["temperature"] for one in figures["predictions"]] == [0.0, 0.5] and figures["failures"] == []
-    assert 0 < pair["vocabulary_overlap"] < 1 and figures["models"]["tiny-target"]["costs"]
+    assert 0 < pair["vocabulary_overlap"] < 1
+    with Client(tiny_fleet.bridge) as client:
+        models = {one.model.name: one.model for one in client.services()}
+    # None if other tests kept the cores busy when the servers started.
+    reported = [[cost.token_count, cost.forward_ns] for cost in models["tiny-target"].forward_costs]
+    assert figures["models"]["tiny-target"]["costs"] == reported
     samples = (output / "samples.jsonl").read_text().splitlines()
     found = [one["sample"] for one in map(json.loads, samples) if "sample" in one]
     assert len(found) == 2 * 3, "alone, auto and turns at two temperatures"

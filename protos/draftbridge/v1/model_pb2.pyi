@@ -154,7 +154,8 @@ class Model(_message.Message):
     @_builtins.property
     def forward_costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForwardCost]:
         """Times of forwards of one sequence, measured when the server started, in ascending order of tokens. A bridge plans
-        with them until it has measured its own. Empty if the server did not measure.
+        with them until it has measured its own. Empty if the server did not measure, or could not because other processes
+        had its cores.
         """
 
     @_builtins.property

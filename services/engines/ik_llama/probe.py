@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from random import Random
-from time import perf_counter_ns
 
 from bridge.errors import UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.measuring import alone, library_facts, run, speed
+from services.engines.timing import Timing, timed
 from services.store.cache import cache_directory
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ _TIMED_WIDTHS, _REPETITIONS, _CONTEXT = (1, 2, 4, 8), 5, 62
 # Tokens whose logits are compared between widths, and with those of one and of two tokens.
 _COMPARED, _COMPARED_SINGLY = 31, 8
 # The number of the rule by which a way is chosen: what was remembered by an earlier rule is measured anew.
-_RULE = 2
+_RULE = 3
 # Both ways are tried in turn this often, because the machine may have other work for seconds, and what is remembered
 # counts for good.
 _ROUNDS = 2
@@ -50,7 +50,8 @@ class Way:
 
     `max_width`: tokens of a pass at most. `min_width`: single tokens are filled up to it. `drift`: how far a logit
     moved between widths from `min_width` to `max_width`, and with one thread, 0.0 if all were the same bit for bit.
-    `pass_ns`: time of a pass of 1, 2, 4 and 8 tokens, with what is filled up.
+    `pass_ns`: time of a pass of 1, 2, 4 and 8 tokens, with what is filled up. `disturbed`: other work was going on
+    whenever one of them was measured.
     """
 
     repacked: bool
@@ -58,6 +59,7 @@ class Way:
     min_width: int
     drift: float
     pass_ns: tuple[int, ...]
+    disturbed: bool = False
 
 
 def choose_way(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way | None] | None" = None) -> Way:
@@ -77,7 +79,7 @@ class _Unfinished(Exception):
 
 
 def _measured(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way | None]", file: Path) -> Way:
-    """Tries both ways, and remembers the better one if both probes came to an end."""
+    """Tries both ways, and remembers the better one if both probes came to an end undisturbed."""
     found, unfinished = dict[bool, Way | None](), ""
     for repacked in (False, True) * _ROUNDS:
         before = found.get(repacked)
@@ -93,7 +95,7 @@ def _measured(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way 
         how = unfinished or "ik_llama.cpp crashes"
         raise UnusableModel(f"{how} with {gguf.name} here: use --engine llamacpp or torch", model=gguf)
     way = _better(plain, repacked_way)
-    if not unfinished:
+    if not (unfinished or any(one and one.disturbed for one in found.values())):
         _write(file, way)
     return way
 
@@ -101,7 +103,8 @@ def _measured(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way 
 def _combined(one: Way, other: Way) -> Way:
     """Returns what two probes of the same way have found: the shortest times, the largest drift."""
     times = map(min, one.pass_ns, other.pass_ns)
-    return replace(other, drift=max(one.drift, other.drift), pass_ns=tuple(times))
+    disturbed = one.disturbed and other.disturbed
+    return replace(other, drift=max(one.drift, other.drift), pass_ns=tuple(times), disturbed=disturbed)
 
 
 def _better(plain: Way | None, repacked: Way | None) -> Way:
@@ -193,11 +196,9 @@ def _measure(gguf: Path, threads: int, repacked: bool) -> Way:
         found = logits(width)
         return float(np.abs(found - reference[: len(found)]).max())
 
-    def timed(width: int) -> int:
+    def time_pass(width: int) -> Timing:
         context.cut(_CONTEXT)
-        started = perf_counter_ns()
-        context.decode(ids[_CONTEXT : _CONTEXT + width], _CONTEXT, 0)
-        return perf_counter_ns() - started
+        return timed(lambda: context.decode(ids[_CONTEXT : _CONTEXT + width], _CONTEXT, 0))
 
     reference = logits(4)
     if not np.isfinite(reference).all():
@@ -212,9 +213,10 @@ def _measure(gguf: Path, threads: int, repacked: bool) -> Way:
     context.cut(0)
     for at in range(0, _CONTEXT, max_width):
         context.decode(ids[at : min(at + max_width, _CONTEXT)], at, min(max_width, _CONTEXT - at))
-    rounds = [[timed(max(width, min_width)) for width in _TIMED_WIDTHS] for _ in range(_REPETITIONS)]
-    pass_ns = tuple(map(min, zip(*rounds, strict=True)))
-    return Way(repacked, max_width, min_width, max(wide, single if min_width == 1 else 0.0), pass_ns)
+    rounds = [[time_pass(max(width, min_width)) for width in _TIMED_WIDTHS] for _ in range(_REPETITIONS)]
+    best = list(map(min, zip(*rounds, strict=True)))
+    pass_ns, disturbed = tuple(one.taken_ns for one in best), any(one.disturbed for one in best)
+    return Way(repacked, max_width, min_width, max(wide, 0.0 if min_width == 2 else single), pass_ns, disturbed)
 
 
 def main() -> None:

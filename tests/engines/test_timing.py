@@ -1,0 +1,109 @@
+"""Times of work, and whether other work on the machine disturbed it."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from services.engines import engine as engines
+from services.engines.engine import measure
+from services.engines.timing import Timing, timed
+from services.model.server import _undisturbed
+from tests.support.tiny import HashEngine, model
+
+counted = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count how long threads wait")
+
+_BUSY = "import os, sys, time; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+
+
+def compute(seconds: float = 0.2) -> None:
+    """Computes until this thread has had a core for some time."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@contextmanager
+def on_a_core_with_others(count: int) -> Iterator[None]:
+    """Keeps this thread to one core, which `count` other processes keep busy."""
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    others = [subprocess.Popen([sys.executable, "-c", _BUSY, str(core)]) for _ in range(count)]
+    os.sched_setaffinity(0, {core})
+    try:
+        time.sleep(0.3)
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@counted
+def test_work_on_a_core_that_others_use_is_disturbed() -> None:
+    with on_a_core_with_others(2):
+        found = timed(compute)
+    assert found.disturbed and found.taken_ns > 0.2e9
+
+
+def test_a_thread_that_waits_for_something_else_is_undisturbed() -> None:
+    """Other tests may be running: of several tries, one has a core at once."""
+    assert not min(timed(lambda: time.sleep(0.1)) for _ in range(5)).disturbed
+
+
+def test_undisturbed_times_are_better_than_shorter_ones() -> None:
+    assert min(Timing(True, 1), Timing(False, 3), Timing(False, 2)) == Timing(False, 2)
+
+
+class Machine:
+    """Stands in for `timed`. `busy` tells whether other work goes on during the forward of this number."""
+
+    def __init__(self, busy: Callable[[int], bool]) -> None:
+        self._busy, self.count = busy, 0
+
+    def __call__(self, work: Callable[[], object]) -> Timing:
+        self.count += 1
+        work()
+        disturbed = self._busy(self.count)
+        return Timing(disturbed, 100 if disturbed else 10)
+
+
+@pytest.mark.parametrize(
+    ("busy", "disturbed", "forwards"),
+    [
+        (lambda number: False, [], 8),
+        (lambda number: number <= 8, [], 11),
+        (lambda number: number == 4, [], 8),
+        (lambda number: True, [1, 2, 3], 20),
+    ],
+    ids=["never", "at first", "once", "always"],
+)
+def test_disturbed_forwards_are_measured_again(
+    monkeypatch: pytest.MonkeyPatch, busy: Callable[[int], bool], disturbed: list[int], forwards: int
+) -> None:
+    machine = Machine(busy)
+    monkeypatch.setattr(engines, "timed", machine)
+    found = measure(HashEngine(model("byte_level")), all_logits=True, widths=(1, 2, 3))
+    assert found == [(width, Timing(width in disturbed, 100 if width in disturbed else 10)) for width in (1, 2, 3)]
+    assert machine.count == forwards
+
+
+def test_a_slow_engine_is_measured_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest forwards are left out, and so are further times of those that were disturbed."""
+    now = iter(range(0, 10**12, 10**9))
+    monkeypatch.setattr(engines, "timed", Machine(lambda number: True))
+    monkeypatch.setattr(engines, "perf_counter_ns", lambda: next(now))
+    assert [width for width, _ in measure(HashEngine(model("byte_level")), all_logits=True)] == [1, 2, 3, 5, 9, 17]
+
+
+def test_a_server_reports_only_undisturbed_costs(caplog: pytest.LogCaptureFixture) -> None:
+    good, bad = Timing(False, 10), Timing(True, 90)
+    assert _undisturbed([(1, good), (2, bad), (3, good)]) == ((1, 10), (3, 10))
+    assert not caplog.records
+    assert _undisturbed([(1, bad), (2, good)]) == ()
+    assert "other work kept the cores busy" in caplog.text
