@@ -65,7 +65,30 @@ def test_a_product_that_rounds_differently_at_one_size_is_found(
         return found
 
     monkeypatch.setattr(PackedLinear, "forward", forward)
-    assert not engine.make_invariant()
+    assert engine.make_invariant() is (odd > 32), "then forwards are smaller"
+    assert engine.logit_tolerance == 0.0 or odd <= 32
+
+
+def test_a_product_that_rounds_differently_above_32_rows_gets_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As AMX does in bfloat16."""
+    model = saved(FAMILIES["llama"], tmp_path)
+    engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
+    plain, counts = PackedLinear.forward, set[int]()
+
+    def forward(self: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+        counts.add(rows.shape[-2])
+        return plain(self, rows) * (1 + (rows.shape[-2] > 32) * torch.finfo(torch.float32).eps)
+
+    monkeypatch.setattr(PackedLinear, "forward", forward)
+    assert engine.make_invariant() and max(counts) == 64
+    counts.clear()
+    ids = [int(id_) for id_ in np.random.default_rng(1).integers(0, 120, 100)]
+    (whole,) = engine.forward([Row(0, 0, tuple(ids), 0)])
+    np.testing.assert_allclose(whole, expected(model, ids), atol=1e-4)
+    parts = [engine.forward([Row(1, start, tuple(ids[start : start + 7]), 0)])[0] for start in range(0, 100, 7)]
+    assert np.concatenate(parts).tobytes() == whole.tobytes() and max(counts) == 32
 
 
 def test_a_long_text_in_windows_has_the_models_own_logits(tmp_path: Path) -> None:
@@ -108,10 +131,11 @@ def test_attention_after_many_keys_is_found_to_differ(tmp_path: Path, monkeypatc
     assert not engine.make_invariant()
 
 
-def test_rows_are_divided_into_forwards_of_at_most_64_tokens() -> None:
+@pytest.mark.parametrize(("limit", "sizes"), [(64, [64, 64, 13]), (32, [32, 32, 32, 32, 13])])
+def test_rows_are_divided_into_forwards(limit: int, sizes: list[int]) -> None:
     rows = [Row(0, 3, tuple(range(10)), 2), Row(1, 0, tuple(range(130)), 129), Row(2, 5, (7,), 1)]
-    found = list(pieces(rows))
-    assert [sum(len(part.token_ids) for _, part in piece) for piece in found] == [64, 64, 13]
+    found = list(pieces(rows, limit))
+    assert [sum(len(part.token_ids) for _, part in piece) for piece in found] == sizes
     for number, row in enumerate(rows):
         parts = [part for piece in found for index, part in piece if index == number]
         assert tuple(id_ for part in parts for id_ in part.token_ids) == row.token_ids
@@ -120,3 +144,20 @@ def test_rows_are_divided_into_forwards_of_at_most_64_tokens() -> None:
         ]
         wanted = [id_ for part in parts for id_ in part.token_ids[part.logits_from :]]
         assert tuple(wanted) == row.token_ids[row.logits_from :]
+
+
+@pytest.mark.parametrize("name", [*DENSE, "gpt2", "phimoe", "gpt_oss"])
+def test_an_engine_knows_whether_its_model_has_experts(name: str, tmp_path: Path) -> None:
+    saved(FAMILIES[name], tmp_path)
+    engine = TorchEngine(tmp_path, dtype="float32", slot_count=2)
+    assert engine.routes_tokens() is (name in ("phimoe", "gpt_oss"))
+
+
+def test_layers_that_get_only_some_tokens_are_experts(tmp_path: Path) -> None:
+    """As in the models' own code, where each expert is a module."""
+    saved(FAMILIES["llama"], tmp_path)
+    engine = TorchEngine(tmp_path, dtype="float32", slot_count=2)
+    layer = engine._model.model.layers[1].mlp
+    plain = layer.forward
+    layer.forward = lambda rows: torch.cat([plain(rows[:, :1]), plain(rows[:, 1:])], dim=1)
+    assert engine.routes_tokens()

@@ -13,12 +13,21 @@ import torch
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
-from services.engines.engine import Row, by_row, check, check_copy, slot_room
+from services.engines.engine import Row, by_row, check, check_copy, sample_ids, slot_room
 from services.engines.selftest import SelfTest
 from services.engines.torch.attention import ATTENTION, Attention, using
 from services.engines.torch.cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engines.torch.compiled import CompiledForwards, FastForwards, GraphForwards
-from services.engines.torch.invariant import SIZES, SPAN, BlockBatch, is_invariant, padded, pieces, size_of
+from services.engines.torch.invariant import (
+    SIZES,
+    SPAN,
+    BlockBatch,
+    invariant_limit,
+    padded,
+    pieces,
+    routes_tokens,
+    size_of,
+)
 from services.engines.torch.model import TokenLogits, context_limit, load_model, quantize
 from services.engines.torch.packed import computes_bfloat16, pack
 
@@ -68,7 +77,8 @@ class TorchEngine:
         self._config = self._model.config.get_text_config()
         self._logits = TokenLogits(self._model)
         self._fast: FastForwards | None = None
-        self._invariant = False
+        # The most tokens of a batch-invariant forward; 0: forwards are not.
+        self._invariant_limit = 0
         self._least = 1
         self.slot_count = slot_count
         try:
@@ -96,14 +106,14 @@ class TorchEngine:
 
     @property
     def logit_tolerance(self) -> float:
-        return 0.0 if self._invariant else _TOLERANCES[self._dtype]
+        return 0.0 if self._invariant_limit else _TOLERANCES[self._dtype]
 
     def make_invariant(self) -> bool:
         """See `BatchInvariant`."""
-        self._invariant = False
+        self._invariant_limit = 0
         if self._fast is None and self._device.type == "cpu" and self.context_length >= SIZES[-1]:
             try:
-                self._invariant = is_invariant(
+                limit = invariant_limit(
                     self._model,
                     self._caches,
                     self.context_length,
@@ -113,14 +123,23 @@ class TorchEngine:
             except Exception:  # the model has passed its self-test, and can be served without
                 _log.exception("the model does not run in batch-invariant passes")
             else:
-                _log.info("batch-invariant passes: %s", "yes" if self._invariant else "no, logits differ by width")
-        return self._invariant
+                self._invariant_limit = limit
+                how = f"yes, of up to {limit} tokens" if limit else "no, logits differ by width"
+                _log.info("batch-invariant passes: %s", how)
+        return self._invariant_limit > 0
+
+    @torch.inference_mode()
+    def routes_tokens(self) -> bool:
+        """See `BatchInvariant`. Overwrites slot 0."""
+        rows = [Row(0, 0, sample_ids(SIZES[0], self.vocabulary_size), 0)]
+        batch = RaggedBatch(self._caches, rows)
+        return routes_tokens(self._model, SIZES[0], lambda: self._run(batch, *_flat(rows), lambda count: count))
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
         check(self, rows)
-        if self._invariant:
+        if self._invariant_limit:
             return self._run_in_pieces(rows)
         ids, positions, wanted = _flat(rows)
         table = self._fast.run(rows, ids, positions, wanted) if self._fast else None
@@ -136,7 +155,7 @@ class TorchEngine:
 
     def _run_in_pieces(self, rows: Sequence[Row]) -> list[Logits]:
         found: list[list[Logits]] = [[np.empty((0, self.vocabulary_size), np.float32)] for _ in rows]
-        for piece in pieces(rows):
+        for piece in pieces(rows, self._invariant_limit):
             table = self._run_padded([part for _, part in piece]).float().numpy()
             for (number, part), logits in zip(piece, by_row(table, [part for _, part in piece]), strict=True):
                 if part.logits_from < len(part.token_ids):

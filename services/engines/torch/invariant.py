@@ -1,15 +1,16 @@
 """Batch-invariant forwards: logits depend on the text alone, bit for bit, not on what else is in the forward.
 
 * Tokens, and those whose logits are wanted, are padded to one of a few numbers. oneDNN's product with packed weights
-  rounds each row alike for all of them.
+  rounds each row alike for all of them up to 64, or up to 32 (bfloat16 with AMX).
 * Attention runs in blocks of positions that begin at multiples of their size, with the cache ending at a multiple of a
   larger one: the same shape for a position in every forward. Blocks that end there together are a batch.
 * Everything else in a model treats each token separately, except experts: models that have some are not run so.
 
-`is_invariant` checks this on the model at start, because libraries differ by processor.
+`invariant_limit` checks this on the model at start, because libraries differ by processor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.nn.functional import pad
@@ -22,14 +23,17 @@ from services.engines.torch.packed import PackedLinear
 # The numbers of tokens in a forward. One or two tokens take no less time than four; with AVX-512 six do not take more
 # either, and seven or eight take a fifth more.
 SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
+# The most tokens of a forward: the first number with which all smaller ones agree.
+_LIMITS = (SIZES[-1], 32)
 # Positions of a block of attention, and of the span of blocks whose end is where a block's keys end. More of either
 # computes more padding, fewer take more calls. A slot holds a multiple of a span.
 _BLOCK, SPAN = 4, 64
 # Tokens before those whose logits are compared: more than 512, whose keys torch's attention treats as a group.
 _COMPARED_AFTER = 576
-# What is compared with a forward over 64 tokens: first token and number of tokens, in an order in which no part needs
-# what an earlier one cleared. Together they have all sizes and all tokens, and not all begin where a block does.
-_PARTS = ((60, 4), (40, 24), (33, 12), (5, 6), (3, 48), (0, 8), (0, 16), (0, 32))
+# What is compared with forwards of the most tokens, 64 together: first token and number of tokens, in an order in which
+# no part needs what an earlier one cleared. Also without those that are larger than 32, they have all sizes and all
+# tokens, and not all begin where a block does.
+_PARTS = ((60, 4), (40, 24), (31, 12), (5, 6), (3, 48), (0, 8), (0, 16), (0, 32))
 
 
 def size_of(count: int) -> int:
@@ -42,10 +46,10 @@ def padded(indices: Sequence[int], size: int) -> list[int]:
     return [*indices, *[indices[-1]] * (size - len(indices))]
 
 
-def pieces(rows: Sequence[Row]) -> Iterator[list[tuple[int, Row]]]:
-    """Divides rows into forwards of at most 64 tokens. Yields the parts of a forward, each with its row's number."""
+def pieces(rows: Sequence[Row], limit: int) -> Iterator[list[tuple[int, Row]]]:
+    """Divides rows into forwards of at most `limit` tokens. Yields a forward's parts, each with its row's number."""
     piece: list[tuple[int, Row]] = []
-    room = SIZES[-1]
+    room = limit
     for number, row in enumerate(rows):
         start = 0
         while start < len(row.token_ids):
@@ -55,7 +59,7 @@ def pieces(rows: Sequence[Row]) -> Iterator[list[tuple[int, Row]]]:
             room -= len(ids)
             if not room:
                 yield piece
-                piece, room = [], SIZES[-1]
+                piece, room = [], limit
     if piece:
         yield piece
 
@@ -138,44 +142,71 @@ class BlockBatch:
         return self._masks[key]
 
 
+def routes_tokens(model: torch.nn.Module, token_count: int, forward: Callable[[], object]) -> bool:
+    """Returns whether some of the model's layers get only some tokens of a forward, as experts do.
+
+    `forward` runs the model on `token_count` tokens. Weights with three dimensions are those of several experts.
+    """
+    if any(len(one.shape) > 2 for one in model.parameters()):
+        return True
+    counts = set[int]()
+    with _row_counts(model, counts):
+        forward()
+    return bool(counts - {token_count})
+
+
+@contextmanager
+def _row_counts(model: torch.nn.Module, counts: set[int]) -> Iterator[None]:
+    """Adds the numbers of rows that the model's products with weights get to `counts`."""
+
+    def count(layer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        counts.add(given[0].numel() // given[0].shape[-1])
+
+    kinds = (PackedLinear, torch.nn.Linear)
+    hooks = [part.register_forward_pre_hook(count) for part in model.modules() if isinstance(part, kinds)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @torch.inference_mode()
-def is_invariant(
+def invariant_limit(
     model: torch.nn.Module,
     caches: SlotCaches,
     context_length: int,
     forward: Callable[[Row], torch.Tensor],
     vocabulary_size: int,
-) -> bool:
-    """Returns whether the model's logits are the same bit for bit in a forward of each size. Overwrites slot 0.
+) -> int:
+    """Returns up to how many tokens of a forward the model's logits are the same bit for bit. Overwrites slot 0.
 
-    `forward` runs one row and returns its logits. Models in which a packed layer gets only some tokens, as experts do,
-    are refused: its numbers of rows would not be those that are compared. What is compared are a few positions after
-    576 others at most, so windows larger than that and longer texts are taken on trust.
+    That is 64 or 32, or 0 if they differ more often. `forward` runs one row and returns its logits. Models in which a
+    packed layer gets only some tokens, as experts do, are refused: its numbers of rows would not be those that are
+    compared. What is compared are a few positions after 576 others at most, so windows larger than that and longer
+    texts are taken on trust.
     """
     looked_up = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
     if any(len(one.shape) > 1 and id(one) not in looked_up for one in model.parameters()):
-        return False  # a product with weights that are not packed
-    counts: set[int] = set()
+        return 0  # a product with weights that are not packed
+    counts = set[int]()
+    ids = sample_ids(SIZES[-1], vocabulary_size)
+    keep = min(_COMPARED_AFTER, (context_length - SIZES[-1]) // SPAN * SPAN)
 
-    def count(layer: torch.nn.Module, given: tuple[torch.Tensor, ...]) -> None:
-        counts.add(given[0].numel() // given[0].shape[-1])
-
-    hooks = [part.register_forward_pre_hook(count) for part in model.modules() if isinstance(part, PackedLinear)]
-    try:
-        ids = sample_ids(SIZES[-1], vocabulary_size)
-        keep = min(_COMPARED_AFTER, (context_length - SIZES[-1]) // SPAN * SPAN)
-        forward(Row(0, 0, ids, len(ids)))
-        caches.repeat(0, len(ids), keep)
+    def logits(start: int, size: int) -> torch.Tensor:
+        """Returns the logits of some tokens, empty if a product got another number of rows."""
         counts.clear()
-        whole = forward(Row(0, keep, ids, 0)).clone()
-        if counts != {SIZES[-1]}:
-            return False
-        for start, size in _PARTS:
-            counts.clear()
-            found = forward(Row(0, keep + start, ids[start : start + size], 0))
-            if counts != {size} or not torch.equal(found, whole[start : start + size]):
-                return False
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return True
+        found = forward(Row(0, keep + start, ids[start : start + size], 0)).clone()
+        return found if counts == {size} else found[:0]
+
+    def agree(limit: int) -> bool:
+        whole = torch.cat([logits(start, limit) for start in range(0, SIZES[-1], limit)])
+        parts = [(start, size) for start, size in _PARTS if size <= limit]
+        return len(whole) == SIZES[-1] and all(
+            torch.equal(logits(start, size), whole[start : start + size]) for start, size in parts
+        )
+
+    with _row_counts(model, counts):
+        forward(Row(0, 0, ids[: _LIMITS[-1]], _LIMITS[-1]))
+        caches.repeat(0, _LIMITS[-1], keep)
+        return next((limit for limit in _LIMITS if agree(limit)), 0)
