@@ -15,7 +15,7 @@ from services.engines.engine import Row
 from services.engines.fixed_width import made_invariant
 from services.engines.torch.cache import attention
 from services.engines.torch.engine import TorchEngine
-from services.engines.torch.invariant import SIZES, pieces
+from services.engines.torch.invariant import SIZES, size_of
 from services.engines.torch.packed import PackedLinear
 from tests.support.engine_contract import FAMILIES, EngineContract, expected, family, saved
 
@@ -56,15 +56,15 @@ def test_a_product_that_rounds_differently_at_one_size_is_found(
     engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
     layer = engine._model.get_output_embeddings()  # whose smallest change does not get lost in another layer's rounding
     assert isinstance(layer, PackedLinear)
-    plain = PackedLinear.forward
+    plain = PackedLinear.product
 
-    def forward(self: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+    def product(self: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
         found = plain(self, rows)
         if self is layer and rows.shape[-2] == odd:
             found[..., place, :] = torch.nextafter(found[..., place, :], torch.tensor(torch.inf))
         return found
 
-    monkeypatch.setattr(PackedLinear, "forward", forward)
+    monkeypatch.setattr(PackedLinear, "product", product)
     assert engine.make_invariant() is (odd > 32), "then forwards are smaller"
     assert engine.logit_tolerance == 0.0 or odd <= 32
 
@@ -75,13 +75,13 @@ def test_a_product_that_rounds_differently_above_32_rows_gets_no_more(
     """As AMX does in bfloat16."""
     model = saved(FAMILIES["llama"], tmp_path)
     engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
-    plain, counts = PackedLinear.forward, set[int]()
+    plain, counts = PackedLinear.product, set[int]()
 
-    def forward(self: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
+    def product(self: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
         counts.add(rows.shape[-2])
         return plain(self, rows) * (1 + (rows.shape[-2] > 32) * torch.finfo(torch.float32).eps)
 
-    monkeypatch.setattr(PackedLinear, "forward", forward)
+    monkeypatch.setattr(PackedLinear, "product", product)
     assert engine.make_invariant() and max(counts) == 64
     counts.clear()
     ids = [int(id_) for id_ in np.random.default_rng(1).integers(0, 120, 100)]
@@ -131,19 +131,11 @@ def test_attention_after_many_keys_is_found_to_differ(tmp_path: Path, monkeypatc
     assert not engine.make_invariant()
 
 
-@pytest.mark.parametrize(("limit", "sizes"), [(64, [64, 64, 13]), (32, [32, 32, 32, 32, 13])])
-def test_rows_are_divided_into_forwards(limit: int, sizes: list[int]) -> None:
-    rows = [Row(0, 3, tuple(range(10)), 2), Row(1, 0, tuple(range(130)), 129), Row(2, 5, (7,), 1)]
-    found = list(pieces(rows, limit))
-    assert [sum(len(part.token_ids) for _, part in piece) for piece in found] == sizes
-    for number, row in enumerate(rows):
-        parts = [part for piece in found for index, part in piece if index == number]
-        assert tuple(id_ for part in parts for id_ in part.token_ids) == row.token_ids
-        assert [part.keep for part in parts] == [
-            row.keep + sum(len(one.token_ids) for one in parts[:index]) for index in range(len(parts))
-        ]
-        wanted = [id_ for part in parts for id_ in part.token_ids[part.logits_from :]]
-        assert tuple(wanted) == row.token_ids[row.logits_from :]
+@pytest.mark.parametrize(
+    ("count", "limit", "size"), [(1, 64, 4), (5, 32, 6), (33, 64, 48), (33, 32, 36), (64, 32, 64), (130, 64, 132)]
+)
+def test_tokens_are_padded_to_whole_products_and_a_size(count: int, limit: int, size: int) -> None:
+    assert size_of(count, limit) == size
 
 
 @pytest.mark.parametrize("name", [*DENSE, "gpt2", "phimoe", "gpt_oss"])

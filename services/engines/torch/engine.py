@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from bridge.errors import UnusableModel
@@ -18,16 +17,7 @@ from services.engines.selftest import SelfTest
 from services.engines.torch.attention import ATTENTION, Attention, using
 from services.engines.torch.cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engines.torch.compiled import CompiledForwards, FastForwards, GraphForwards
-from services.engines.torch.invariant import (
-    SIZES,
-    SPAN,
-    BlockBatch,
-    invariant_limit,
-    padded,
-    pieces,
-    routes_tokens,
-    size_of,
-)
+from services.engines.torch.invariant import SIZES, SPAN, BlockBatch, make_invariant, padded, routes_tokens, size_of
 from services.engines.torch.model import TokenLogits, context_limit, load_model, quantize
 from services.engines.torch.packed import computes_bfloat16, pack
 
@@ -77,8 +67,8 @@ class TorchEngine:
         self._config = self._model.config.get_text_config()
         self._logits = TokenLogits(self._model)
         self._fast: FastForwards | None = None
-        # The most tokens of a batch-invariant forward; 0: forwards are not.
-        self._invariant_limit = 0
+        # The most rows of a product in batch-invariant forwards; 0: forwards are not.
+        self._row_limit = 0
         self._least = 1
         self.slot_count = slot_count
         try:
@@ -106,27 +96,26 @@ class TorchEngine:
 
     @property
     def logit_tolerance(self) -> float:
-        return 0.0 if self._invariant_limit else _TOLERANCES[self._dtype]
+        return 0.0 if self._row_limit else _TOLERANCES[self._dtype]
 
     def make_invariant(self) -> bool:
         """See `BatchInvariant`."""
-        self._invariant_limit = 0
+        self._row_limit = 0
         if self._fast is None and self._device.type == "cpu" and self.context_length >= SIZES[-1]:
             try:
-                limit = invariant_limit(
+                self._row_limit = make_invariant(
                     self._model,
                     self._caches,
                     self.context_length,
-                    lambda row: self._run_padded([row]),
+                    lambda row, limit: self._run_invariant([row], limit),
                     self.vocabulary_size,
                 )
             except Exception:  # the model has passed its self-test, and can be served without
                 _log.exception("the model does not run in batch-invariant passes")
             else:
-                self._invariant_limit = limit
-                how = f"yes, of up to {limit} tokens" if limit else "no, logits differ by width"
+                how = f"yes, up to {self._row_limit} rows at once" if self._row_limit else "no, logits differ by width"
                 _log.info("batch-invariant passes: %s", how)
-        return self._invariant_limit > 0
+        return self._row_limit > 0
 
     @torch.inference_mode()
     def routes_tokens(self) -> bool:
@@ -139,8 +128,8 @@ class TorchEngine:
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         """See `Engine.forward`."""
         check(self, rows)
-        if self._invariant_limit:
-            return self._run_in_pieces(rows)
+        if self._row_limit:
+            return by_row(self._run_invariant(rows, self._row_limit).float().numpy(), rows)
         ids, positions, wanted = _flat(rows)
         table = self._fast.run(rows, ids, positions, wanted) if self._fast else None
         if table is None:
@@ -153,18 +142,9 @@ class TorchEngine:
         check_copy(self, source, target, token_count)
         self._caches.copy(source, target, token_count)
 
-    def _run_in_pieces(self, rows: Sequence[Row]) -> list[Logits]:
-        found: list[list[Logits]] = [[np.empty((0, self.vocabulary_size), np.float32)] for _ in rows]
-        for piece in pieces(rows, self._invariant_limit):
-            table = self._run_padded([part for _, part in piece]).float().numpy()
-            for (number, part), logits in zip(piece, by_row(table, [part for _, part in piece]), strict=True):
-                if part.logits_from < len(part.token_ids):
-                    found[number].append(logits)
-        return [np.concatenate(parts) for parts in found]
-
-    def _run_padded(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Returns the concatenated logits of rows of at most 64 tokens, which do not depend on the other rows."""
-        return self._run(BlockBatch(self._caches, rows), *_flat(rows), size_of)
+    def _run_invariant(self, rows: Sequence[Row], limit: int) -> torch.Tensor:
+        """Returns the concatenated logits of rows, each of which does not depend on the others."""
+        return self._run(BlockBatch(self._caches, rows), *_flat(rows), lambda count: size_of(count, limit))
 
     def _run(
         self,

@@ -1,7 +1,8 @@
 """Batch-invariant forwards: logits depend on the text alone, bit for bit, not on what else is in the forward.
 
-* Tokens, and those whose logits are wanted, are padded to one of a few numbers. oneDNN's product with packed weights
-  rounds each row alike for all of them up to 64, or up to 32 (bfloat16 with AMX).
+* Products with packed weights have one of a few numbers of rows: tokens, and those whose logits are wanted, are padded
+  to it, and more are divided among several products. oneDNN rounds each row alike up to 64 rows, or up to 32 (bfloat16
+  with AMX).
 * Attention runs in blocks of positions that begin at multiples of their size, with the cache ending at a multiple of a
   larger one: the same shape for a position in every forward. Blocks that end there together are a batch.
 * Everything else in a model treats each token separately, except experts: models that have some are not run so.
@@ -20,48 +21,32 @@ from services.engines.torch.attention import Scoring
 from services.engines.torch.cache import SlotCaches, attention, causal_mask
 from services.engines.torch.packed import PackedLinear
 
-# The numbers of tokens in a forward. One or two tokens take no less time than four; with AVX-512 six do not take more
+# The numbers of rows of a product. One or two tokens take no less time than four; with AVX-512 six do not take more
 # either, and seven or eight take a fifth more.
 SIZES = (4, 6, 8, 12, 16, 24, 32, 48, 64)
-# The most tokens of a forward: the first number with which all smaller ones agree.
+# The most rows of a product: the first number with which all smaller ones agree.
 _LIMITS = (SIZES[-1], 32)
 # Positions of a block of attention, and of the span of blocks whose end is where a block's keys end. More of either
 # computes more padding, fewer take more calls. A slot holds a multiple of a span.
 _BLOCK, SPAN = 4, 64
 # Tokens before those whose logits are compared: more than 512, whose keys torch's attention treats as a group.
 _COMPARED_AFTER = 576
-# What is compared with forwards of the most tokens, 64 together: first token and number of tokens, in an order in which
-# no part needs what an earlier one cleared. Also without those that are larger than 32, they have all sizes and all
-# tokens, and not all begin where a block does.
-_PARTS = ((60, 4), (40, 24), (31, 12), (5, 6), (3, 48), (0, 8), (0, 16), (0, 32))
+# What is compared with 64 tokens: first token and number of tokens, in an order in which no part needs what an earlier
+# one cleared. Also without those of more than 32, they have all sizes and all tokens, and not all begin where a block
+# does.
+_COMPARED = SIZES[-1]
+_PARTS = ((60, 4), (40, 24), (31, 12), (5, 6), (3, 48), (0, 8), (0, 16), (0, 32), (0, 64))
 
 
-def size_of(count: int) -> int:
-    """Returns the number of tokens that `count` of them, 1 to 64, are padded to."""
-    return next(size for size in SIZES if size >= count)
+def size_of(count: int, limit: int) -> int:
+    """Returns the number of tokens that `count` of them are padded to, if a product has at most `limit` rows."""
+    rest = count % limit
+    return count - rest + next(size for size in (0, *SIZES) if size >= rest)
 
 
 def padded(indices: Sequence[int], size: int) -> list[int]:
     """Returns the indices, with the last one repeated up to `size` of them."""
     return [*indices, *[indices[-1]] * (size - len(indices))]
-
-
-def pieces(rows: Sequence[Row], limit: int) -> Iterator[list[tuple[int, Row]]]:
-    """Divides rows into forwards of at most `limit` tokens. Yields a forward's parts, each with its row's number."""
-    piece: list[tuple[int, Row]] = []
-    room = limit
-    for number, row in enumerate(rows):
-        start = 0
-        while start < len(row.token_ids):
-            ids = row.token_ids[start : start + room]
-            piece.append((number, Row(row.slot, row.keep + start, ids, min(max(row.logits_from - start, 0), len(ids)))))
-            start += len(ids)
-            room -= len(ids)
-            if not room:
-                yield piece
-                piece, room = [], limit
-    if piece:
-        yield piece
 
 
 def _span_end(row: Row) -> int:
@@ -172,41 +157,53 @@ def _row_counts(model: torch.nn.Module, counts: set[int]) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def invariant_limit(
+def make_invariant(
     model: torch.nn.Module,
     caches: SlotCaches,
     context_length: int,
-    forward: Callable[[Row], torch.Tensor],
+    forward: Callable[[Row, int], torch.Tensor],
     vocabulary_size: int,
 ) -> int:
-    """Returns up to how many tokens of a forward the model's logits are the same bit for bit. Overwrites slot 0.
+    """Limits the rows of products so that a position's logits are the same bit for bit in each forward.
 
-    That is 64 or 32, or 0 if they differ more often. `forward` runs one row and returns its logits. Models in which a
-    packed layer gets only some tokens, as experts do, are refused: its numbers of rows would not be those that are
-    compared. What is compared are a few positions after 576 others at most, so windows larger than that and longer
-    texts are taken on trust.
+    Returns that limit, 64 or 32, or 0 if they would differ nevertheless. `forward` runs one row with the given limit
+    and returns its logits. Overwrites slot 0. Models in which a packed layer gets only some tokens, as experts do, are
+    refused: its numbers of rows would not be those that are compared. What is compared are a few positions after 576
+    others at most, so windows larger than that and longer texts are taken on trust.
     """
+    _limit_rows(model, None)
     looked_up = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
     if any(len(one.shape) > 1 and id(one) not in looked_up for one in model.parameters()):
         return 0  # a product with weights that are not packed
     counts = set[int]()
-    ids = sample_ids(SIZES[-1], vocabulary_size)
-    keep = min(_COMPARED_AFTER, (context_length - SIZES[-1]) // SPAN * SPAN)
-
-    def logits(start: int, size: int) -> torch.Tensor:
-        """Returns the logits of some tokens, empty if a product got another number of rows."""
-        counts.clear()
-        found = forward(Row(0, keep + start, ids[start : start + size], 0)).clone()
-        return found if counts == {size} else found[:0]
+    ids = sample_ids(_COMPARED, vocabulary_size)
+    keep = min(_COMPARED_AFTER, (context_length - _COMPARED) // SPAN * SPAN)
 
     def agree(limit: int) -> bool:
-        whole = torch.cat([logits(start, limit) for start in range(0, SIZES[-1], limit)])
-        parts = [(start, size) for start, size in _PARTS if size <= limit]
-        return len(whole) == SIZES[-1] and all(
+        _limit_rows(model, limit)
+
+        def logits(start: int, size: int) -> torch.Tensor:
+            """Returns the logits of some tokens, empty if a product got another number of rows."""
+            counts.clear()
+            found = forward(Row(0, keep + start, ids[start : start + size], 0), limit).clone()
+            return found if counts == {size} else found[:0]
+
+        forward(Row(0, 0, ids, len(ids)), limit)
+        caches.repeat(0, len(ids), keep)
+        whole = torch.cat([logits(start, limit) for start in range(0, _COMPARED, limit)])
+        parts = [(start, size) for start, size in _PARTS if size <= limit or size == _COMPARED]
+        return len(whole) == _COMPARED and all(
             torch.equal(logits(start, size), whole[start : start + size]) for start, size in parts
         )
 
     with _row_counts(model, counts):
-        forward(Row(0, 0, ids[: _LIMITS[-1]], _LIMITS[-1]))
-        caches.repeat(0, _LIMITS[-1], keep)
-        return next((limit for limit in _LIMITS if agree(limit)), 0)
+        found = next((limit for limit in _LIMITS if agree(limit)), 0)
+    if not found:
+        _limit_rows(model, None)
+    return found
+
+
+def _limit_rows(model: torch.nn.Module, limit: int | None) -> None:
+    for part in model.modules():
+        if isinstance(part, PackedLinear):
+            part.row_limit = limit

@@ -12,10 +12,14 @@ _ROWS = 8
 
 
 class PackedLinear(torch.nn.Module):
-    """Replaces a `torch.nn.Linear` on a CPU, and keeps no other copy of its weights."""
+    """Replaces a `torch.nn.Linear` on a CPU, and keeps no other copy of its weights.
+
+    `row_limit`: more rows than this are divided into several products, because a larger one may round differently.
+    """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
+        self.row_limit: int | None = None
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
@@ -28,6 +32,12 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns [..., out_features] for rows [..., in_features]."""
+        if not self.row_limit or rows.shape[-2] <= self.row_limit:
+            return self.product(rows)
+        return torch.cat([self.product(some) for some in torch.split(rows, self.row_limit, -2)], -2)
+
+    def product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns [..., out_features] for rows [..., in_features], from a single product."""
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
         return product
 
