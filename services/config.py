@@ -144,10 +144,10 @@ class ModelServerConfig(ServerConfig):
     forward_limit: float = Field(
         120.0, ge=1, description="Seconds after which a forward counts as hung; later if the model is slow."
     )
-    deterministic: bool = Field(
-        False,
-        description="Generate the same text in every speculation mode, bit for bit, in any dtype. Engines that can do "
-        "so at little cost always do (ik_llama; torch on CPUs); others become slower.",
+    deterministic: bool | None = Field(
+        None,
+        description="Generate the same text in every speculation mode, bit for bit, in any dtype. Unset: targets do if "
+        "it costs little (ik_llama; torch on CPUs, where prompts take up to twice as long).",
     )
     # More than two million ids. Parsing blocks all other calls for up to 20 ms per MiB.
     message_limit: int = Field(8, ge=1, le=1024, description="MiB of the largest message accepted.")
@@ -170,6 +170,11 @@ class ModelServerConfig(ServerConfig):
     quant_config: Path | None = Field(
         None, description="JSON file of Intel Neural Compressor: measure a model for FP8, or run it in FP8."
     )
+
+    @property
+    def determinism(self) -> bool | None:
+        """Whether logits must depend on the text alone, bit for bit; None: if that costs little."""
+        return False if self.deterministic is None and self.role is Role.DRAFT else self.deterministic
 
     @property
     def options(self) -> EngineOptions:

@@ -67,7 +67,7 @@ def _annotation(kind: type[C], name: str, field: FieldInfo) -> Any:
     default = "" if field.is_required() or field.default in (None, "", (), False) else rf" \[default: {field.default}]"
     help_ = f"{field.description}{default}"
     panel = _panel(name)
-    if field.annotation is bool:
+    if field.annotation in (bool, bool | None):
         # `--no-...` overrides a value of the file or the environment.
         names = f"{flag}/--no-{flag.removeprefix('--')}"
         return Annotated[bool | None, typer.Option(names, help=help_, show_default=False, rich_help_panel=panel)]

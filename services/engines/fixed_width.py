@@ -40,6 +40,16 @@ def made_invariant(engine: Engine) -> bool:
     return engine.logit_tolerance == 0.0 or (isinstance(engine, BatchInvariant) and engine.make_invariant())
 
 
+def as_served(engine: Engine, deterministic: bool | None) -> Engine:
+    """Returns the engine, or one around it, with logits that depend on the text alone if `deterministic` is true.
+
+    None: only if that costs little; false: not, unless they do so by themselves.
+    """
+    if deterministic is False or made_invariant(engine) or deterministic is None:
+        return engine
+    return FixedWidthEngine(engine)
+
+
 class FixedWidthEngine:
     """Wraps an engine. Rows run one after another, because a batch of several would be another shape."""
 

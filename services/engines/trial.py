@@ -23,7 +23,7 @@ from typing import TypeAlias
 from bridge.errors import DraftBridgeError, UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.engine import measure, warm
-from services.engines.fixed_width import FixedWidthEngine, made_invariant
+from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
 from services.engines.measuring import alone, library_facts, run, speed
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
@@ -58,15 +58,15 @@ def fastest(
     *,
     report: Report,
     drafts: bool = False,
-    deterministic: bool = False,
-    attempt: Callable[[str, Path, EngineOptions, bool], Timings] | None = None,
+    deterministic: bool | None = False,
+    attempt: Callable[[str, Path, EngineOptions, bool | None], Timings] | None = None,
 ) -> EngineSpec | None:
     """Returns the fastest engine for a model, or the first of `rivals` if there is little to gain.
 
     Returns None if none runs the model. Each engine is tried twice, and the better trial counts. One whose trials were
     all disturbed by other work is measured again at the next start. One whose trial ended for want of time or memory
     counts as the slowest until the next start tries it again; a refusal is believed for a day. `drafts`: the model only
-    drafts. `deterministic`: it is served with that option. `attempt` measures one engine.
+    drafts. `deterministic`: as for `as_served`. `attempt` measures one engine.
     """
     chosen = {one.name: replace(options, weights=_weights(one, options)) for one in rivals}
     paths = dict[str, Path]()
@@ -131,7 +131,7 @@ def _weights(spec: EngineSpec, options: EngineOptions) -> Weights:
     return spec.auto_weights if options.weights is Weights.AUTO else options.weights
 
 
-def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> Timings:
+def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool | None) -> Timings:
     """Measures an engine in another process. Raises `_TrialFailed`."""
     try:
         done = run(__name__, name, str(path), _encoded(options, deterministic), seconds=_TIMEOUT_SECONDS)
@@ -147,11 +147,11 @@ def _attempt(name: str, path: Path, options: EngineOptions, deterministic: bool)
     return [(width, Timing(**timing)) for width, timing in json.loads(last)]
 
 
-def _encoded(options: EngineOptions, deterministic: bool) -> str:
+def _encoded(options: EngineOptions, deterministic: bool | None) -> str:
     return json.dumps(asdict(options) | {"deterministic": deterministic}, default=str)
 
 
-def _decoded(text: str) -> tuple[EngineOptions, bool]:
+def _decoded(text: str) -> tuple[EngineOptions, bool | None]:
     given = json.loads(text)
     deterministic = given.pop("deterministic")
     gaudi = given["gaudi"]
@@ -176,7 +176,11 @@ def _files(path: Path) -> list[Path]:
 
 
 def _key(
-    rivals: Sequence[EngineSpec], paths: dict[str, Path], options: EngineOptions, drafts: bool, deterministic: bool
+    rivals: Sequence[EngineSpec],
+    paths: dict[str, Path],
+    options: EngineOptions,
+    drafts: bool,
+    deterministic: bool | None,
 ) -> str:
     """Names the files, the machine, the options and the installed libraries."""
     files = [
@@ -217,14 +221,13 @@ def main() -> None:
     options, deterministic = _decoded(sys.argv[3])
     limit_spinning()  # as a server does
     try:
-        engine = engine_spec(name).open(path, replace(options, slot_count=1, cache_byte_limit=_CACHE_BYTES))
+        opened = engine_spec(name).open(path, replace(options, slot_count=1, cache_byte_limit=_CACHE_BYTES))
     except DraftBridgeError as error:
         print(" ".join(str(error).split()))
         sys.exit(_REFUSED)
     use_huge_pages()
-    if deterministic and not made_invariant(engine):
-        engine = FixedWidthEngine(engine)
-    else:
+    engine = as_served(opened, deterministic)
+    if engine is opened:
         warm(engine, (1, 2, 3, 5, 9))
     print(json.dumps([(width, asdict(timing)) for width, timing in measure(engine, all_logits=True)]))
 

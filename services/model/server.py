@@ -15,7 +15,7 @@ from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc,
 from services.config import ModelServerConfig, Role
 from services.engines.affinity import pin
 from services.engines.engine import Engine, measure, warm
-from services.engines.fixed_width import FixedWidthEngine, made_invariant
+from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
 from services.engines.observer import SchedulerObserver
 from services.engines.registry import AUTO, choose_engine
@@ -65,7 +65,7 @@ def run(
         _run_suffix_server(config, on_start, until_stdin_closes, insight)
         return
     drafts = config.role is Role.DRAFT
-    selection = partial(fastest, report=report, drafts=drafts, deterministic=config.deterministic)
+    selection = partial(fastest, report=report, drafts=drafts, deterministic=config.determinism)
     spec, options = choose_engine(config.engine, config.model, pinned_options(config), selection)
     directory = resolve(config.model, report, weights=spec.reads != "gguf")
     if config.engine == AUTO:
@@ -118,13 +118,12 @@ def _load(
 
     def open_engine() -> Engine:
         plain: Timing | None = None
-        engine = spec.open(spec.prepare(config.model, options.weights, report), options)
-        if engine.device == "cpu":
+        opened = spec.open(spec.prepare(config.model, options.weights, report), options)
+        if opened.device == "cpu":
             use_huge_pages()
-        invariant = (config.deterministic or config.role is not Role.DRAFT) and made_invariant(engine)
-        if config.deterministic and not invariant:
-            ((_, plain),) = measure(engine, all_logits=True, widths=(1,))
-            engine = FixedWidthEngine(engine)
+        engine = as_served(opened, config.determinism)
+        if engine is not opened:
+            ((_, plain),) = measure(opened, all_logits=True, widths=(1,))
         elif config.role is not Role.DRAFT:
             warm(engine, _WARMED_WIDTHS)
         timings.extend(measure(engine, all_logits=config.role is not Role.DRAFT))

@@ -17,7 +17,7 @@ from bridge.sampling.sampler import SamplingParameters
 from draftbridge import Client
 from services.cli.processes import fleet
 from services.engines.engine import Engine, Row
-from services.engines.fixed_width import WIDTH, FixedWidthEngine, made_invariant
+from services.engines.fixed_width import WIDTH, FixedWidthEngine, as_served
 from services.engines.torch.engine import TorchEngine
 from services.model.draft.session import DraftSession
 from services.model.host import load
@@ -37,7 +37,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def deterministic(engine: Engine) -> Engine:
     """Makes an engine's logits depend on the text alone, as a server with `--deterministic` does."""
-    return engine if made_invariant(engine) else FixedWidthEngine(engine)
+    return as_served(engine, True)
 
 
 @pytest.fixture(
@@ -164,3 +164,17 @@ async def test_near_ties_are_counted(tmp_path: Path) -> None:
     close = int(((best[:, 1] - best[:, 0]) < reader.logit_tolerance).sum())
     assert close > 0
     assert events[-1].statistics.near_ties == pytest.approx(close, abs=max(2, close // 5))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("wanted", [None, False, True])
+def test_whether_logits_depend_on_the_text_alone_is_a_choice(wanted: bool | None, tmp_path: Path) -> None:
+    """GPT-2's products are not packed, so that determinism costs a lot."""
+    for name, costly in (("llama", False), ("gpt2", True)):
+        saved(FAMILIES[name], tmp_path / name)
+        engine = TorchEngine(tmp_path / name, dtype="float32", slot_count=2)
+        served = as_served(engine, wanted)
+        if costly or wanted is False:
+            assert isinstance(served, FixedWidthEngine) is (wanted is True)
+            assert (served.logit_tolerance == 0.0) is (wanted is True)
+        else:
+            assert served is engine

@@ -42,7 +42,7 @@ class Attempts:
     def __init__(self, **costs: Costs | str) -> None:
         self.costs, self.names = costs, list[str]()
 
-    def __call__(self, name: str, path: Path, options: EngineOptions, deterministic: bool) -> trial.Timings:
+    def __call__(self, name: str, path: Path, options: EngineOptions, deterministic: bool | None) -> trial.Timings:
         self.names.append(name)
         found = self.costs[name]
         if isinstance(found, str):
@@ -95,7 +95,7 @@ def test_one_disturbed_trial_does_not_decide(big: Path, disturbed: int) -> None:
     """Other work makes one of the four trials ten times as slow."""
     rivals, costs, trials = [engine("a", big), engine("b", big)], {"a": NARROW, "b": WIDE}, list[str]()
 
-    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> trial.Timings:
+    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool | None) -> trial.Timings:
         trials.append(name)
         slower = 10 if len(trials) == disturbed + 1 else 1
         return undisturbed([(width, slower * taken_ns) for width, taken_ns in costs[name]])
@@ -107,7 +107,7 @@ def test_what_other_work_disturbed_is_used_but_not_remembered(big: Path) -> None
     """Other work goes on during both trials of one engine; the next start measures that one again."""
     rivals, costs, trials, busy = [engine("a", big), engine("b", big)], {"a": NARROW, "b": WIDE}, list[str](), {"b"}
 
-    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> trial.Timings:
+    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool | None) -> trial.Timings:
         trials.append(name)
         slower = 10 if name in busy else 1
         return [(width, Timing(name in busy, slower * taken_ns)) for width, taken_ns in costs[name]]
@@ -125,7 +125,7 @@ def test_what_other_work_disturbed_is_used_but_not_remembered(big: Path) -> None
 def test_an_engine_that_crashes_in_one_of_its_trials_is_not_taken(big: Path) -> None:
     rivals, costs = [engine("a", big), engine("b", big)], iter([NARROW, WIDE, NARROW])
 
-    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool) -> trial.Timings:
+    def attempt(name: str, path: Path, options: EngineOptions, deterministic: bool | None) -> trial.Timings:
         if (found := next(costs, None)) is None:
             raise trial._TrialFailed("its trial ended with SIGSEGV")
         return undisturbed(found)
