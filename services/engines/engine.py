@@ -15,7 +15,7 @@ from services.engines.timing import Timing, timed
 # `measure` times forwards of these numbers of tokens after this many cached tokens, for about this long in total.
 _MEASURED_WIDTHS, _MEASURED_CONTEXT, _MEASURING_NS = (1, 2, 3, 5, 9, 17, 25), 128, 5_000_000_000
 # It times forwards this often, and those that other work on the machine disturbed again, up to the second number.
-_TIMES, _MOST_TIMES = 2, 6
+_TIMES, _MOST_TIMES = 2, 4
 # `warm` goes on after this time only if it gains something.
 _WARMING_NS = 5_000_000_000
 # Widths whose first forward is compared with the second; below this ratio, it prepared nothing. It is 1.0 to 1.1 in
@@ -155,7 +155,7 @@ def measure(engine: Engine, *, all_logits: bool, widths: Sequence[int] = _MEASUR
     """Returns (number of tokens, time of a forward of them), by number of tokens, after 128 cached tokens.
 
     Bridges plan with these until they have measured forwards themselves. `all_logits`: computes the logits of all
-    tokens, as a target does; a draft needs only the last. The time is the best of two forwards, or of up to six if
+    tokens, as a target does; a draft needs only the last. The time is the best of two forwards, or of up to four if
     other work disturbed them. Starts no forward after 5 seconds, once it has two numbers.
     """
     context = min(_MEASURED_CONTEXT, engine.context_length // 2)

@@ -272,7 +272,7 @@ def test_real_models_give_the_same_logits_at_every_width(name: str, monkeypatch:
     monkeypatch.setattr(probing, "cache_directory", cache_directory)  # what is measured is remembered
     engine = IkLlamaEngine(resolve_gguf(name), threads=1, slot_count=3, cache_byte_limit=200 << 20)
     assert engine.logit_tolerance == 0.0
-    start = 600 if name.startswith("gemma") or DEEP else 60
+    start = 530 if name.startswith("gemma") or DEEP else 60
     end = start + (40 if DEEP else 27)
     ids = [7 * at % 1000 + 10 for at in range(end)]
     engine.forward([Row(0, 0, tuple(ids[:start]), start)])

@@ -79,7 +79,7 @@ class Machine:
         (lambda number: False, [], 8),
         (lambda number: number <= 8, [], 11),
         (lambda number: number == 4, [], 8),
-        (lambda number: True, [1, 2, 3], 20),
+        (lambda number: True, [1, 2, 3], 14),
     ],
     ids=["never", "at first", "once", "always"],
 )
