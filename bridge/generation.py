@@ -22,9 +22,9 @@ from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner
 from bridge.ports import Drafter, FinishReason, Logprob, TextGrammar, Verifier
 from bridge.request import Request, check, render, token_room
-from bridge.sources import SOURCES
+from bridge.sources import open_sources
 from bridge.sources.draft import DraftSource
-from bridge.sources.source import CandidateSource, Draft, Opening, Outcome
+from bridge.sources.source import DRAFT, Draft, Opening, Outcome
 from bridge.sources.source_set import Opened, SourceSet, Substitute
 from bridge.sources.suffix_memory import SuffixMemory
 from bridge.statistics import Statistics
@@ -114,14 +114,14 @@ async def generate(
         grammar=grammar,
         clock=clock,
     )
-    sources = await asyncio.to_thread(_open_sources, request, opening)
+    sources = await asyncio.to_thread(open_sources, opening, request.speculation.allows)
     own_estimates = RequestEstimates(estimates, sources)
     open_draft: Substitute | None = None
-    if next_draft and request.speculation.allows(DraftSource.name, takes_time=True):
+    draft: DraftSource | None = None
+    if next_draft and request.speculation.allows(DRAFT):
         open_draft = partial(_open_draft, next_draft, opening, own_estimates, model, statistics)
         if found := await open_draft(None):
-            source, take_over = found
-            sources.insert(0, source)
+            draft, take_over = found
             take_over()
         else:
             open_draft = None
@@ -130,7 +130,7 @@ async def generate(
     end_id = next(iter(model.special_ids.eos), None)
     if isinstance(request.input, Chat):
         end_id = await asyncio.to_thread(end_of_turn, model) or end_id
-    chain = SourceSet(sources, model, end_id, open_draft, grammar)
+    chain = SourceSet(sources, model, end_id, draft, open_draft, grammar)
     link = TargetLink(target, model, tape, max_tokens, clock, request.logprobs)
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = reported_ns = 0
@@ -176,13 +176,6 @@ async def generate(
     )
 
 
-def _open_sources(request: Request, opening: Opening) -> list[CandidateSource]:
-    """Returns the sources that the request allows, without a draft."""
-    allows = request.speculation.allows
-    found = [one.open(opening) for one in SOURCES.values() if allows(one.name, takes_time=one.takes_time)]
-    return [source for source in found if source]
-
-
 async def _open_draft(
     next_draft: NextDraft,
     opening: Opening,
@@ -197,7 +190,7 @@ async def _open_draft(
         model, drafter = found
         times = estimates.shared.draft(model.name, model.forward_costs, competes=model.competes_with(target))
         try:
-            source = await asyncio.to_thread(DraftSource.open, replace(opening, draft=Draft(model, drafter, times)))
+            source = await asyncio.to_thread(DraftSource, Draft(model, drafter, times), opening)
         except DraftBridgeError as refusal:  # its template may refuse what the target's accepts
             drafter.close()
             error, refused = refusal, refused or f"the draft could not take the request ({refusal})"
@@ -205,19 +198,16 @@ async def _open_draft(
         except BaseException:  # cancelled, or a bug
             drafter.close()
             raise
-        assert source, "it has a draft"
         if is_first and refused:
             statistics.note = f"{refused}; another draft replaced it"
-        return source, partial(_take_over, estimates, statistics, source, times, model.name)
+        return source, partial(_take_over, estimates, statistics, times, model.name)
     if is_first and refused:
         statistics.note = f"{refused}; the target went on without it"
     return None
 
 
-def _take_over(
-    estimates: RequestEstimates, statistics: Statistics, source: CandidateSource, times: DraftEstimates, name: str
-) -> None:
-    estimates.replace_draft(source, times)
+def _take_over(estimates: RequestEstimates, statistics: Statistics, times: DraftEstimates, name: str) -> None:
+    estimates.use_draft(times)
     statistics.drafts.append(name)
 
 

@@ -14,9 +14,9 @@ from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan
 from bridge.ports import Pass
-from bridge.sources import SOURCES
+from bridge.sources import SOURCES, open_sources
 from bridge.sources.draft import DraftSource
-from bridge.sources.source import CandidateSource, Draft, Offer, Opening, Outcome
+from bridge.sources.source import Draft, Offer, Opening, Outcome
 from bridge.sources.source_set import Opened, SourceSet
 from bridge.speculation import Speculation
 from bridge.statistics import Statistics
@@ -60,14 +60,14 @@ def open_sequence(
     split = len(ids) - generated_token_count
     prompt, tape = ids[:split], Tape(model.vocabulary, ids[:split])
     tape.commit(ids[split:])
-    opening = Opening(tape, partial(_render, ids=prompt, source=model), draft, alone=shared.alone)
-    found = [source.open(opening) for name, source in SOURCES.items() if not shared.sources or name in shared.sources]
-    sources: list[CandidateSource] = [source for source in found if source]
+    opening = Opening(tape, partial(_render, ids=prompt, source=model), alone=shared.alone)
+    sources = open_sources(opening, (shared.sources or SOURCES).__contains__)
+    drafting = DraftSource(draft, opening) if draft else None
     end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
     estimates = RequestEstimates(shared.estimates, sources, draft.times if draft else None)
     # Without drafts only tokens are indexed.
     byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, prompt)))
-    return GuestSequence(model, tape, SourceSet(sources, model, end_id), estimates, byte_count)
+    return GuestSequence(model, tape, SourceSet(sources, model, end_id, drafting), estimates, byte_count)
 
 
 def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
@@ -121,7 +121,7 @@ class GuestSequence:
     @property
     def has_draft(self) -> bool:
         """Returns whether a draft proposes for it."""
-        return self._speculation.sources.state is not None
+        return self._speculation.sources.draft is not None
 
     @property
     def awaits_draft(self) -> bool:
@@ -151,27 +151,26 @@ class GuestSequence:
     def add_draft(self, draft: Draft) -> None:
         """Lets a draft take part from now on, when it is open. Must be called in the event loop."""
         self._late_draft, self._forwards_to_draft = draft, None
-        self._speculation.sources.add_slow(self._open(draft))
+        self._speculation.sources.open_draft(self._open(draft))
 
     def release_draft(self) -> None:
         """Goes on without its draft, which another sequence needs."""
-        self._speculation.sources.remove_slow()
+        self._speculation.sources.remove_draft()
         if self._late_draft:
             self._late_draft.drafter.close()
         self.await_draft()
 
     async def _open(self, draft: Draft) -> Opened:
         ids = self.tape.ids[: len(self.tape.ids) - self.tape.generated_token_count]
-        opening = Opening(self.tape, partial(_render, ids=ids, source=self._model), draft)
+        opening = Opening(self.tape, partial(_render, ids=ids, source=self._model))
         try:
-            source = await asyncio.to_thread(DraftSource.open, opening)
+            source = await asyncio.to_thread(DraftSource, draft, opening)
         except BaseException as error:
             draft.drafter.close()
             if isinstance(error, DraftBridgeError):  # the prompt cannot be given to it
                 return None
             raise
-        assert source, "it has a draft"
-        return source, partial(self._estimates.replace_draft, source, draft.times)
+        return source, partial(self._estimates.use_draft, draft.times)
 
     def limit_room(self, room: int | None) -> None:
         """Sets how many candidates the engine can verify; the context must have place for them."""
@@ -281,7 +280,7 @@ class GuestSequence:
         """Notes that it can use another draft some time after its own has failed."""
         if self._forwards_to_draft:
             self._forwards_to_draft -= 1
-        elif self._speculation.sources.lost_slow and self._forwards_to_draft is None:
+        elif self._speculation.sources.lost_draft and self._forwards_to_draft is None:
             self._forwards_to_draft = self._paused_forwards
             self._paused_forwards = min(2 * self._paused_forwards, _MAX_PAUSED_FORWARDS)
 

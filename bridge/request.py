@@ -69,7 +69,7 @@ def check(request: Request) -> None:
         raise InvalidField("speculation.assistant_confidence_threshold", "between 0 and 1", threshold)
     if unknown := set(named) - set(SOURCES):
         raise InvalidField("speculation.sources", f"a selection of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
-    used = any(speculation.allows(name, takes_time=SOURCES[name].takes_time) for name in named)
+    used = any(map(speculation.allows, named))
     if named and not used and speculation.mode is not Mode.OFF:
         allowed = f"names of sources that mode {speculation.mode.value} uses"
         raise InvalidField("speculation.sources", allowed, ", ".join(named))

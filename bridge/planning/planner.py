@@ -19,14 +19,14 @@ from bridge.planning.prediction import (
     plain,
     with_candidates,
 )
-from bridge.sources.source import DraftPace, Offer, Outcome, SourceState
+from bridge.sources.source import DRAFT, DraftPace, DraftState, Offer, Outcome
 
 # The most candidates that are planned for one forward, and the lengths of a draft's turn in tokens.
 MAX_CANDIDATES = MAX_WIDTH - 1
 _LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 # The smallest lead of a draft that runs ahead, and the tokens that are added to the lead that it needs.
 _MIN_LEAD, _SPARE_LEAD = 8, 4
-# Candidates of sources that take no time are offered for this many passes, so that the target need not wait for more.
+# Candidates of sources that propose at once are offered for this many passes, so that the target need not wait.
 _OFFERED_PASSES = 6
 # The factor of the patience over the predicted wait, the same for a draft that runs ahead, and the minimum. The target
 # waits less for a draft that runs ahead, because only its first candidates may be late.
@@ -77,11 +77,11 @@ class SpeculationParameters:
     draft_temperature: float | None = None
     sources: tuple[str, ...] = ()
 
-    def allows(self, source: str, *, takes_time: bool) -> bool:
-        """Returns whether a source may propose. LOCKSTEP and OPPORTUNISTIC use only sources that take time."""
+    def allows(self, source: str) -> bool:
+        """Returns whether a source may propose. LOCKSTEP and OPPORTUNISTIC use only a draft."""
         if self.mode is Mode.OFF or (self.sources and source not in self.sources):
             return False
-        return takes_time or self.mode is Mode.AUTO
+        return source == DRAFT or self.mode is Mode.AUTO
 
 
 class Planner:
@@ -96,7 +96,7 @@ class Planner:
         self._number = parameters.num_assistant_tokens
         self._estimates = estimates
 
-    def plan(self, offers: Sequence[Offer], state: SourceState | None, room: int = _LEADS[-1]) -> Plan:
+    def plan(self, offers: Sequence[Offer], state: DraftState | None, room: int = _LEADS[-1]) -> Plan:
         """Returns the plan for the next pass, given the present offers and the state of the draft, if there is one.
 
         `room` is the number of candidates that are still useful.
@@ -133,7 +133,7 @@ class Planner:
         best, width = max(found, key=lambda one: with_candidates(self._estimates.chances_of(*one), costs).tokens_per_ns)
         if plan.holds_back:
             return best.part(0, width), width
-        drafted = best.sources.count(self._estimates.drafting_source)
+        drafted = best.sources.count(DRAFT)
         # The draft proposes more in time. Candidates of other sources are offered for several passes.
         return best.part(0, max(width, drafted) if drafted else _OFFERED_PASSES * width), width
 
@@ -146,7 +146,7 @@ class Planner:
         """Records a pass that was made under a plan."""
         self._estimates.observe(outcome, plan)
 
-    def summary(self, state: SourceState | None) -> str:
+    def summary(self, state: DraftState | None) -> str:
         """Describes the speed that the planner now predicts for each way to get candidates."""
         if self.mode is not Mode.AUTO or not self._estimates.forward.known:
             return ""
@@ -174,7 +174,7 @@ class Planner:
         self,
         alone: Plan,
         offers: Sequence[Offer],
-        state: SourceState | None,
+        state: DraftState | None,
         draft: DraftCosts | None,
         costs: TargetCosts,
         room: int,
@@ -184,7 +184,7 @@ class Planner:
         load, idle = estimates.shared.load, estimates.shared.idle_pass_counts
         if idle[""] >= _IDLE_PLAIN_PASSES * load:
             return replace(alone, is_trial=True)
-        at_hand = [offer for offer in offers if offer.sources[0] != estimates.drafting_source]
+        at_hand = [offer for offer in offers if offer.sources[0] != DRAFT]
         for offer in at_hand:
             if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load and estimates.is_promising(offer):
                 # The number of candidates that are all right with a chance of one half.
@@ -208,7 +208,7 @@ class Planner:
                 and estimates.pass_count < _TRIAL_PASSES
             ):
                 return replace(drafts[0], is_trial=True, trial_width=drafts[0].pace.lead)
-        kept = f"{estimates.drafting_source} {_AHEAD if state and state.runs_ahead else _TURNS}"
+        kept = f"{DRAFT} {_AHEAD if state and state.runs_ahead else _TURNS}"
         best = max(
             (*ways, *drafts),
             key=lambda plan: _speed(plan) * (_MIN_GAIN if plan is alone else _MIN_CHANGE if plan.name == kept else 1.0),
@@ -235,8 +235,7 @@ class Planner:
             if self.max_wait_ns == inf:  # otherwise the room is that of one forward
                 left = min(left, room)
             best = replace(best, ns=best.ns + draft.prompt_ns / max(left / best.tokens, 1.0))
-        source = self._estimates.drafting_source
-        return Plan(f"{source} {_TURNS}", best, DraftPace(lead, turns=True), patience_ns, source=source)
+        return Plan(f"{DRAFT} {_TURNS}", best, DraftPace(lead, turns=True), patience_ns, source=DRAFT)
 
     def _ahead(self, draft: DraftCosts, costs: TargetCosts, *, may_wait: bool = True) -> Plan:
         """Returns the best plan in which the draft computes while the target does.
@@ -247,12 +246,11 @@ class Planner:
         lead = self._number or int(min(max(reach + _SPARE_LEAD, _MIN_LEAD), _LEADS[-1]))
         found = [ahead(costs, draft, lead, waits=waits) for waits in ((False, True) if may_wait else (False,))]
         best = max((one for one in found if one.waited_ns <= self.max_wait_ns), key=lambda one: one.tokens_per_ns)
-        source = self._estimates.drafting_source
         patience_ns = _AHEAD_PATIENCE_FACTOR * best.waited_ns
-        return Plan(f"{source} {_AHEAD}", best, DraftPace(lead), patience_ns, source=source)
+        return Plan(f"{DRAFT} {_AHEAD}", best, DraftPace(lead), patience_ns, source=DRAFT)
 
     def _at_hand(self, offer: Offer, width: int, costs: TargetCosts, patience_ns: float) -> Plan:
-        """Returns the plan to send an offer of a source that takes no time."""
+        """Returns the plan to send an offer of a source that proposes at once."""
         chance = self._estimates.chances_of(offer, 1)[0]
         # If the first candidate is right, waiting for it saves a 1-token pass; if not, it costs the wider pass's extra.
         gain_ns = chance * costs.of(1) - (1 - chance) * (costs.of(width + 1) - costs.of(1))
@@ -280,9 +278,9 @@ class Planner:
         single_ns = forward.single_ns or _PRIOR_PASS_NS
         return TargetCosts(single_ns, forward.widths.table, shared.costs.hop.value, shared.load)
 
-    def _draft_costs(self, state: SourceState) -> DraftCosts:
+    def _draft_costs(self, state: DraftState) -> DraftCosts:
         draft, estimates = self._estimates.draft, self._estimates
-        assert draft is not None, "a source that takes time has estimates"
+        assert draft is not None, "a draft has estimates"
         # Until it is measured, a draft is assumed to be several times as fast as the target.
         token_ns = draft.forward.single_ns or _PRIOR_DRAFT_SPEED * (estimates.forward.single_ns or _PRIOR_PASS_NS)
         lag = state.lag_token_count

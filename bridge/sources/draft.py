@@ -8,19 +8,18 @@ from typing import ClassVar
 from bridge.errors import ProtocolViolation, Unreachable
 from bridge.ports import MAX_MEASURED_NS, Proposal, Sync
 from bridge.sources.source import (
+    DRAFT,
     MAX_OFFERED_BYTES,
     CandidateSource,
     Continuation,
     Draft,
     DraftPace,
+    DraftState,
     Opening,
     Outcome,
-    SourceState,
 )
-from bridge.tape import Tape
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.translation import DraftContext
-from bridge.text.vocabulary import Rendering
 
 # The assumed average bytes of a draft token, until the draft has proposed some.
 _TOKEN_BYTES = 4.0
@@ -97,14 +96,14 @@ class DraftEpoch:
         """Returns the number of proposed tokens that end within the length of the committed text."""
         return bisect_right(self._offsets, self._confirmed_byte_count + len(self.unread)) - 1
 
-    def ahead(self, source: str) -> Continuation | None:
+    def ahead(self) -> Continuation | None:
         """Returns the proposal beyond the committed text; None if there is none or the two disagree."""
         if self.unread or not (self.unconfirmed or self.ended):
             return None
         start = self._confirmed_byte_count
         first = bisect_left(self._offsets, start)
         return Continuation(
-            source,
+            DRAFT,
             bytes(self.unconfirmed),
             starts=tuple(offset - start for offset in self._offsets[first : len(self._confidences)]),
             confidences=tuple(self._confidences[first:]),
@@ -116,19 +115,18 @@ class DraftSource(CandidateSource):
     """Proposes the bytes that a draft model proposes; `offer_of` turns them into candidates.
 
     The draft's context always spells committed bytes. While the target commits what the draft proposed, the draft
-    continues; where they differ, a sync resets it to the last committed byte.
+    continues; where they differ, a sync resets it to the last committed byte. It works in `advance`. `propose` raises
+    the error that made the draft unusable.
+
+    Creating one takes time, because it encodes the prompt. Raises a `DraftBridgeError` if that cannot be rendered.
     """
 
-    name: ClassVar[str] = "draft"
-    takes_time: ClassVar[bool] = True
-    evidence_edges: ClassVar[tuple[float, ...]] = (0.3, 0.5, 0.7, 0.9, 0.97)
-    prior_chances: ClassVar[tuple[float, ...]] = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95)
+    name: ClassVar[str] = DRAFT
 
-    def __init__(self, draft: Draft, tape: Tape, prompt: Rendering, threshold: float, clock: Callable[[], int]) -> None:
-        self._tape = tape
-        self._drafter, self._model, self._times, self._clock = draft.drafter, draft.model, draft.times, clock
-        self._context = DraftContext(draft.model.vocabulary, prompt)
-        self._threshold = threshold
+    def __init__(self, draft: Draft, opening: Opening) -> None:
+        self._tape, self._clock, self._threshold = opening.tape, opening.clock, opening.confidence_threshold
+        self._drafter, self._model, self._times = draft.drafter, draft.model, draft.times
+        self._context = DraftContext(draft.model.vocabulary, opening.render(draft.model))
         ids = self._context.ids
         self._prompt_lag = max(len(ids) - self._times.cached_token_count(ids), 1)
         self._epoch: DraftEpoch | None = None
@@ -145,19 +143,13 @@ class DraftSource(CandidateSource):
         self._reader: asyncio.Task[None] | None = None
         self._error: Exception | None = None
 
-    @classmethod
-    def open(cls, opening: Opening) -> "DraftSource | None":
-        """Returns the source, or None without a draft. Raises a `DraftBridgeError` if the prompt cannot be rendered."""
-        if (draft := opening.draft) is None:
-            return None
-        return cls(draft, opening.tape, opening.render(draft.model), opening.confidence_threshold, opening.clock)
-
     @property
-    def state(self) -> SourceState:
+    def state(self) -> DraftState:
+        """Returns how far its proposals are."""
         epoch = self._epoch
         if epoch is None:
-            return SourceState(lag_token_count=self._prompt_lag)
-        return SourceState(
+            return DraftState(lag_token_count=self._prompt_lag)
+        return DraftState(
             lag_token_count=max(round(len(epoch.unread) / self._token_bytes), 1),
             token_bytes=self._token_bytes,
             awaited=not (epoch.turn_over or self._overdue or epoch.parted),
@@ -167,6 +159,8 @@ class DraftSource(CandidateSource):
         )
 
     def start(self, notify: Callable[[], None]) -> None:
+        """Starts to receive proposals; `notify` is called when there is news."""
+
         async def read() -> None:
             try:
                 async for proposal in self._drafter.proposals():
@@ -182,7 +176,7 @@ class DraftSource(CandidateSource):
     def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         if self._error:
             raise self._error
-        return None if self._epoch is None or after else self._epoch.ahead(self.name)
+        return None if self._epoch is None or after else self._epoch.ahead()
 
     def observe(self, outcome: Outcome) -> None:
         if self._epoch:
@@ -197,6 +191,7 @@ class DraftSource(CandidateSource):
                 self._error = Unreachable("the draft", f"it has sent nothing for {silent_ns / 1e9:.0f} seconds")
 
     async def advance(self, pace: DraftPace) -> None:
+        """Lets the draft work on what follows the tape."""
         epoch = self._epoch
         if pace.lead == 0 or self._overdue or self._encoding:
             return
@@ -209,6 +204,7 @@ class DraftSource(CandidateSource):
         await self._sync(pace)
 
     def close(self) -> None:
+        """Stops the draft and frees its slot. May be called twice."""
         if self._reader:
             self._reader.cancel()
         self._drafter.close()

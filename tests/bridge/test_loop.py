@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, closing
 from dataclasses import replace
 from random import Random
-from time import perf_counter_ns
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,7 @@ from bridge.ports import FinishReason, Pass, Proposal, Sync
 from bridge.request import Request, render
 from bridge.sampling.sampler import Choice, History, Logits, Sampler, SamplingParameters
 from bridge.sources.draft import DraftSource
-from bridge.sources.source import CandidateSource, Draft, DraftPace, Outcome
+from bridge.sources.source import Draft, DraftPace, Opening, Outcome
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
 from bridge.statistics import Statistics
@@ -195,21 +194,13 @@ def test_output_is_the_targets_own_for_any_proposals(
                 known = PROMPT.encode() + truth + PROMPT.encode() if said_before else b""
                 suffix = OwnText(Tape(target.vocabulary, candidates(target.vocabulary, known)))
                 parameters = SpeculationParameters(mode, draft_length)
-                sources: list[CandidateSource] = [
-                    DraftSource(
-                        Draft(draft, drafter, estimates.draft("draft")),
-                        tape,
-                        render(request, draft, target),
-                        0.0,
-                        perf_counter_ns,
-                    )
-                ]
-                if mode is Mode.AUTO:
-                    sources.append(suffix)
+                opening = Opening(tape, lambda model: render(request, model, target))
+                source = DraftSource(Draft(draft, drafter, estimates.draft("draft")), opening)
+                sources = [suffix] if mode is Mode.AUTO else []
                 planner = Erratic(parameters, RequestEstimates(estimates, sources, estimates.draft("draft")), seed)
                 loop = speculate(
                     TargetLink(session, target, tape, count),
-                    SourceSet(sources, target, target.special_ids.eos[0]),
+                    SourceSet(sources, target, target.special_ids.eos[0], source),
                     planner,
                     Statistics(),
                 )

@@ -13,6 +13,7 @@ from bridge.planning.planner import SpeculationParameters
 from bridge.ports import Proposal
 from bridge.request import Request
 from bridge.sources import SOURCES
+from bridge.sources.draft import DraftSource
 from bridge.sources.source import (
     MAX_OFFERED_BYTES,
     CandidateSource,
@@ -71,7 +72,7 @@ from tests.support.drafted import MODEL, WORDS, draft_source, ids_of, propose
 )
 async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Proposal]) -> None:
     source, drafter, _ = draft_source()
-    chain, news = SourceSet([source], MODEL, None), asyncio.Event()
+    chain, news = SourceSet([], MODEL, None, source), asyncio.Event()
     chain.start(news.set)
     await chain.advance(DraftPace(4))
     for proposal in proposals:
@@ -92,7 +93,7 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
     async def substitute(error: Exception | None) -> None:
         sought.append(error)
 
-    chain = SourceSet([source], MODEL, None, substitute)
+    chain = SourceSet([], MODEL, None, source, substitute)
 
     def broken(*_: object) -> Continuation:
         raise KeyError("a bug")
@@ -110,7 +111,7 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
 async def test_a_bug_in_one_source_does_not_cost_another() -> None:
     source, drafter, _ = draft_source()
     suffix = SuffixSource(Tape(WORDS, ()))
-    chain = SourceSet([source, suffix], MODEL, None)
+    chain = SourceSet([suffix], MODEL, None, source)
     await chain.advance(DraftPace(8))
     await propose(source, drafter, " fox")
 
@@ -126,10 +127,10 @@ async def test_another_draft_that_was_found_too_late_is_closed() -> None:
     source, _, _ = draft_source()
     other, found, _ = draft_source()
 
-    async def substitute(error: Exception | None) -> tuple[CandidateSource, Callable[[], None]]:
+    async def substitute(error: Exception | None) -> tuple[DraftSource, Callable[[], None]]:
         return other, lambda: None
 
-    chain, news = SourceSet([source], MODEL, None, substitute), asyncio.Event()
+    chain, news = SourceSet([], MODEL, None, source, substitute), asyncio.Event()
     chain.start(news.set)
     source._error = Unreachable("host:1", "gone")
     assert chain.offers() == []
@@ -141,7 +142,7 @@ async def test_another_draft_that_was_found_too_late_is_closed() -> None:
 
 async def test_the_first_fault_is_the_one_that_is_noted() -> None:
     source, _, _ = draft_source()
-    chain = SourceSet([source], MODEL, None)
+    chain = SourceSet([], MODEL, None, source)
     source._error = Unreachable("host:1", "gone")
     assert chain.offers() == [] and chain.empty
     later, _, _ = draft_source()
@@ -253,7 +254,7 @@ class Oracle(CandidateSource):
 async def test_a_new_source_is_one_class_and_one_line(with_draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.HashEngine(MODEL)
     expected = oracle(MODEL, engine, 0.0, 60)
-    monkeypatch.setitem(SOURCES, "oracle", Oracle)
+    monkeypatch.setitem(SOURCES, "oracle", Oracle.open)
     monkeypatch.setattr(Oracle, "answer", WORDS.spell(expected))
     scheduler = tiny.scheduler(tiny.HashEngine(MODEL, seed=5))
     names = ("draft", "oracle") if with_draft else ("oracle",)
@@ -279,7 +280,7 @@ async def test_a_delta_names_whoever_proposed_it_and_the_demo_shows_every_byte_o
 
     engine = tiny.HashEngine(MODEL)
     expected = oracle(MODEL, engine, 0.0, 60)
-    monkeypatch.setitem(SOURCES, "oracle", Oracle)
+    monkeypatch.setitem(SOURCES, "oracle", Oracle.open)
     monkeypatch.setattr(Oracle, "answer", WORDS.spell(expected))
     scheduler, text, by_source = tiny.scheduler(engine), "", {"": 0, "oracle": 0}
     with closing(TargetSession(MODEL, scheduler, tiny.sampler(MODEL))) as session:

@@ -6,7 +6,7 @@ from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import MAX_CANDIDATES, Mode, Planner, SpeculationParameters
 from bridge.ports import Pass, Proposal
-from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
+from bridge.sources.source import DraftState, Offer, Outcome
 from bridge.sources.suffix import SuffixSource
 from bridge.sources.token_lookup import confidence
 from bridge.tape import Tape
@@ -21,15 +21,6 @@ HOPELESS = {width: 10.0 * width for width in range(1, 65)}
 
 def measured(times: dict[int, float]) -> list[tuple[int, int]]:
     return [(width, int(times[width] * MS)) for width in (1, 2, 3, 5, 9, 17, 25)]
-
-
-class Draft:
-    """A source that takes time, of which the planner knows only the state."""
-
-    name = "draft"
-    evidence_edges = (0.3, 0.5, 0.7, 0.9, 0.97)
-    prior_chances = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95)
-    takes_time = True
 
 
 class Simulated:
@@ -52,9 +43,7 @@ class Simulated:
         mode: Mode = Mode.AUTO,
         seed: int = 0,
     ) -> None:
-        sources: list[CandidateSource] = [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))]
-        if draft:
-            sources.append(Draft())  # type: ignore[arg-type]
+        sources = [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))]
         self.planner = Planner(SpeculationParameters(mode), RequestEstimates(shared, sources, draft))
         self._times, self._right, self._draft, self._draft_ms = times, right, draft, draft_ms
         self._slowdown, self._match, self._noise = slowdown, match, random.Random(seed)
@@ -74,7 +63,7 @@ class Simulated:
         if self._match:
             evidence = tuple(confidence(self._match + place) for place in range(len(ids)))
             offers.append(Offer(ids, ("suffix",) * len(ids), evidence))
-        state = SourceState(runs_ahead=self._runs_ahead) if self._draft else None
+        state = DraftState(runs_ahead=self._runs_ahead) if self._draft else None
         plan = self.planner.plan(offers, state)
         self._runs_ahead = plan.runs_ahead
         self.names.append(plan.description)
