@@ -166,10 +166,12 @@ async def measure(
             draft = Draft(model, scripted.Distant(session, pair.round_trip_ms), draft_estimates)
             opening = Opening(tape, lambda model: Rendering(list(prompt), 0, text), clock=clock)
             sources = open_sources(opening, parameters.allows)
-            drafting = DraftSource(draft, opening) if parameters.allows(DRAFT) else None
+            chain = SourceSet(sources, model, scripted.END)
+            if parameters.allows(DRAFT):
+                chain.insert(DraftSource(draft, opening))
             loop = speculate(
                 TargetLink(target, model, tape, learning + tokens, clock),
-                SourceSet(sources, model, scripted.END, drafting),
+                chain,
                 Planner(parameters, RequestEstimates(estimates, sources, draft_estimates)),
                 Statistics(),
                 clock,

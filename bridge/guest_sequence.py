@@ -15,9 +15,9 @@ from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan
 from bridge.ports import Pass
 from bridge.sources import SOURCES, open_sources
-from bridge.sources.draft import DraftSource
+from bridge.sources.draft import DraftSource, open_draft
 from bridge.sources.source import Draft, Offer, Opening, Outcome
-from bridge.sources.source_set import Opened, SourceSet
+from bridge.sources.source_set import SourceSet
 from bridge.speculation import Speculation
 from bridge.statistics import Statistics
 from bridge.tape import Tape
@@ -62,12 +62,14 @@ def open_sequence(
     tape.commit(ids[split:])
     opening = Opening(tape, partial(_render, ids=prompt, source=model), alone=shared.alone)
     sources = open_sources(opening, (shared.sources or SOURCES).__contains__)
-    drafting = DraftSource(draft, opening) if draft else None
     end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
-    estimates = RequestEstimates(shared.estimates, sources, draft.times if draft else None)
+    estimates = RequestEstimates(shared.estimates, sources)
     # Without drafts only tokens are indexed.
     byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, prompt)))
-    return GuestSequence(model, tape, SourceSet(sources, model, end_id, drafting), estimates, byte_count)
+    source_set = SourceSet(sources, model, end_id, on_draft=lambda draft: estimates.use_draft(draft.times))
+    if draft:
+        source_set.insert(DraftSource(draft, opening))
+    return GuestSequence(model, tape, source_set, estimates, byte_count)
 
 
 def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
@@ -160,17 +162,13 @@ class GuestSequence:
             self._late_draft.drafter.close()
         self.await_draft()
 
-    async def _open(self, draft: Draft) -> Opened:
+    async def _open(self, draft: Draft) -> DraftSource | None:
         ids = self.tape.ids[: len(self.tape.ids) - self.tape.generated_token_count]
         opening = Opening(self.tape, partial(_render, ids=ids, source=self._model))
         try:
-            source = await asyncio.to_thread(DraftSource, draft, opening)
-        except BaseException as error:
-            draft.drafter.close()
-            if isinstance(error, DraftBridgeError):  # the prompt cannot be given to it
-                return None
-            raise
-        return source, partial(self._estimates.use_draft, draft.times)
+            return await open_draft(draft, opening)
+        except DraftBridgeError:
+            return None
 
     def limit_room(self, room: int | None) -> None:
         """Sets how many candidates the engine can verify; the context must have place for them."""

@@ -111,6 +111,18 @@ class DraftEpoch:
         )
 
 
+async def open_draft(draft: Draft, opening: Opening) -> "DraftSource":
+    """Returns a draft as a source, once a thread has encoded its prompt. The draft is closed if that fails.
+
+    Raises a `DraftBridgeError` if the prompt cannot be rendered: its template may refuse what the target's accepts.
+    """
+    try:
+        return await asyncio.to_thread(DraftSource, draft, opening)
+    except BaseException:  # also if it is cancelled
+        draft.drafter.close()
+        raise
+
+
 class DraftSource(CandidateSource):
     """Proposes the bytes that a draft model proposes; `offer_of` turns them into candidates.
 
@@ -118,17 +130,17 @@ class DraftSource(CandidateSource):
     continues; where they differ, a sync resets it to the last committed byte. It works in `advance`. `propose` raises
     the error that made the draft unusable.
 
-    Creating one takes time, because it encodes the prompt. Raises a `DraftBridgeError` if that cannot be rendered.
+    Creating one encodes its prompt; see `open_draft`.
     """
 
     name: ClassVar[str] = DRAFT
 
     def __init__(self, draft: Draft, opening: Opening) -> None:
         self._tape, self._clock, self._threshold = opening.tape, opening.clock, opening.confidence_threshold
-        self._drafter, self._model, self._times = draft.drafter, draft.model, draft.times
+        self._drafter, self.model, self.times = draft.drafter, draft.model, draft.times
         self._context = DraftContext(draft.model.vocabulary, opening.render(draft.model))
         ids = self._context.ids
-        self._prompt_lag = max(len(ids) - self._times.cached_token_count(ids), 1)
+        self._prompt_lag = max(len(ids) - self.times.cached_token_count(ids), 1)
         self._epoch: DraftEpoch | None = None
         self._overdue = self._encoding = False
         self._vain_pass_count = 0
@@ -186,7 +198,7 @@ class DraftSource(CandidateSource):
                 self._overdue |= self._epoch.turns or self._vain_pass_count >= _VAIN_PASSES
         if self._silent_since_ns is not None:
             silent_ns, reads = self._clock() - self._silent_since_ns, not self.proposed_token_count
-            reading_ns = _READING_FACTOR * self._times.reading_ns(self._prompt_lag) if reads else 0.0
+            reading_ns = _READING_FACTOR * self.times.reading_ns(self._prompt_lag) if reads else 0.0
             if silent_ns > _MAX_SILENCE_NS + reading_ns:
                 self._error = Unreachable("the draft", f"it has sent nothing for {silent_ns / 1e9:.0f} seconds")
 
@@ -209,7 +221,7 @@ class DraftSource(CandidateSource):
             self._reader.cancel()
         self._drafter.close()
         if self._epoch:
-            self._times.observe_context(self._context.ids)
+            self.times.observe_context(self._context.ids)
 
     async def _grant(self, epoch: DraftEpoch, lead: int) -> None:
         # The lead counts from the end of the committed text, which the draft may not have reached.
@@ -251,7 +263,7 @@ class DraftSource(CandidateSource):
         """
         behind = len(epoch.unread) / self._token_bytes
         waited_ns = self._clock() - self._asked_ns
-        return behind == 0 or behind * self._times.token_ns - waited_ns <= self._times.round_trip_ns
+        return behind == 0 or behind * self.times.token_ns - waited_ns <= self.times.round_trip_ns
 
     def _allow(self, token_count: int) -> None:
         # The draft may send each token in its own message, and end an epoch with a message without tokens.
@@ -272,7 +284,7 @@ class DraftSource(CandidateSource):
         if proposal.token_ids:
             answers = not epoch.token_ids
             round_trip_ns = now - self._asked_ns - proposal.queue_ns - proposal.forward_ns
-            self._times.observe_proposal(proposal, max(round_trip_ns, 0) if answers else None, not epoch.turns)
+            self.times.observe_proposal(proposal, max(round_trip_ns, 0) if answers else None, not epoch.turns)
         self._asked_ns = now
         self._vain_pass_count = 0
         for id_, confidence in zip(proposal.token_ids, proposal.confidence or (1.0,) * epoch.credit, strict=False):
@@ -285,7 +297,7 @@ class DraftSource(CandidateSource):
             self._notify()
 
     def _check(self, proposal: Proposal) -> None:
-        count, size = len(proposal.token_ids), self._model.vocabulary_size
+        count, size = len(proposal.token_ids), self.model.vocabulary_size
         self._credited_messages -= 1
         self._credited_tokens -= count
         if self._credited_messages < 0 or self._credited_tokens < 0:
@@ -307,8 +319,8 @@ class DraftSource(CandidateSource):
     def _add(self, epoch: DraftEpoch, id_: int, confidence: float) -> None:
         if epoch.done:
             return
-        data = self._model.vocabulary.token_bytes(id_)
-        epoch.ended = id_ in self._model.special_ids.eos
+        data = self.model.vocabulary.token_bytes(id_)
+        epoch.ended = id_ in self.model.special_ids.eos
         if epoch.ended or not data:
             # Any other control token has no meaning for the target.
             epoch.done = True

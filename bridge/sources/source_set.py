@@ -26,10 +26,9 @@ _log = logging.getLogger(__name__)
 
 # After this many passes without any candidate, another draft is tried.
 _UNUSED_PASSES = 64
-# A draft and a function to call when it takes over, or None if no draft is left to take over.
-Opened: TypeAlias = tuple[DraftSource, Callable[[], None]] | None
-# Opens a draft in place of one that failed with an error, or that gains nothing (None). An error ends all searches.
-Substitute: TypeAlias = Callable[[Exception | None], Awaitable[Opened]]
+# Finds another draft for the rest of a request, given the error of the present one, or None if that gains nothing.
+FindDraft: TypeAlias = Callable[[Exception | None], Awaitable[DraftSource | None]]
+_ALONE = "the target went on without it"
 # The most continuations of one offer, of sources that continue each other.
 _MAX_PARTS = 8
 
@@ -38,8 +37,8 @@ class SourceSet:
     """Combines sources in order of preference, a draft before all others.
 
     A source that fails is dropped, which costs speed, never text. `end_id` is the target's id for a proposed end of the
-    text, or None if the target has no such id. `substitute` opens another draft in place of one, while the sources go
-    on. What the request's `grammar` refuses is not offered.
+    text, or None if the target has no such id. What the request's `grammar` refuses is not offered. `on_draft` is
+    called when a draft takes over, at the start or in place of another one.
     """
 
     def __init__(
@@ -47,21 +46,20 @@ class SourceSet:
         sources: Sequence[CandidateSource],
         model: Model,
         end_id: int | None,
-        draft: DraftSource | None = None,
-        substitute: Substitute | None = None,
         grammar: TextGrammar | None = None,
+        on_draft: Callable[[DraftSource], None] = lambda draft: None,
     ) -> None:
-        self.draft = draft
-        self._sources: list[CandidateSource] = [draft, *sources] if draft else list(sources)
-        self._model, self._end_id, self._grammar = model, end_id, grammar
-        self._substitute = substitute
-        self._seeking: asyncio.Future[Opened] | None = None
+        self.draft: DraftSource | None = None
+        self._sources = list(sources)
+        self._model, self._end_id, self._grammar, self._on_draft = model, end_id, grammar, on_draft
+        self._find_draft: FindDraft | None = None
+        self._seeking: asyncio.Future[DraftSource | None] | None = None
         # Whether the present search is for a replacement of a draft that failed.
         self._unused_pass_count, self._failed = 0, False
-        self._notify: Callable[[], None] = lambda: None
+        self._notify: Callable[[], None] | None = None
         self.note = ""
         # All sources that took part, in order, also those that were dropped or replaced.
-        self.opened = list(self._sources)
+        self.opened = list(sources)
 
     @property
     def empty(self) -> bool:
@@ -84,7 +82,7 @@ class SourceSet:
         return not (self.draft or self.seeking) and any(isinstance(source, DraftSource) for source in self.opened)
 
     def start(self, notify: Callable[[], None]) -> None:
-        """Starts the draft; `notify` is called when it has news."""
+        """Starts the draft, and later ones; `notify` is called when one has news."""
         self._notify = notify
         if self.draft:
             self.draft.start(notify)
@@ -132,15 +130,29 @@ class SourceSet:
             self.draft = None
             source.close()
 
-    def open_draft(self, opening: Awaitable[Opened]) -> None:
+    async def use_drafts(self, find_draft: FindDraft) -> None:
+        """Waits for the first draft. Later, another one takes its place while the other sources go on.
+
+        An unexpected error of a later search ends all searches.
+        """
+        if draft := await find_draft(None):
+            self.insert(draft)
+            self._find_draft = find_draft
+
+    def note_refusal(self, error: DraftBridgeError) -> None:
+        """Notes that a draft could not take the request, unless another one takes part."""
+        if self._find_draft is None:
+            self.note = self.note or f"the draft could not take the request ({error}); {_ALONE}"
+
+    def open_draft(self, opening: Awaitable[DraftSource | None]) -> None:
         """Lets a draft take over when it is open."""
         self._seeking = asyncio.ensure_future(opening)
-        self._seeking.add_done_callback(lambda _: self._notify())
+        self._seeking.add_done_callback(lambda _: self._notify and self._notify())
 
     def _stop_seeking(self) -> None:
         task, self._seeking = self._seeking, None
         if task and not task.cancel() and not task.cancelled() and not task.exception() and (found := task.result()):
-            found[0].close()  # it was opened, and has not taken over
+            found.close()  # it was opened, and has not taken over
 
     def _judge(self, draft: DraftSource, outcome: Outcome) -> None:
         """Looks for another draft if this one has not answered in time, or its candidates are not worth verifying."""
@@ -154,9 +166,9 @@ class SourceSet:
             self._seek(None)
 
     def _seek(self, error: Exception | None) -> None:
-        if self._substitute and not self._seeking:
+        if self._find_draft and not self._seeking:
             self._unused_pass_count, self._failed = 0, error is not None
-            self.open_draft(self._substitute(error))
+            self.open_draft(self._find_draft(error))
 
     def take_over(self) -> None:
         """Puts a draft that was opened in the meantime in place of the one that it replaces."""
@@ -165,18 +177,21 @@ class SourceSet:
         task, self._seeking = self._seeking, None
         if error := task.exception():
             _log.error("a bug in the bridge stopped the search for another draft", exc_info=error)
-        found = None if error else task.result()
-        if found is None:
-            if error or self._failed:  # no draft is left
-                self._substitute = None
-            return
+        if not error and (draft := task.result()):
+            self.insert(draft)
+        elif error or self._failed:  # no draft is left
+            self._find_draft = None
+
+    def insert(self, draft: DraftSource) -> None:
+        """Lets a draft take part from now on, in place of the present one."""
         self.remove_draft()
-        self.draft, on_take_over = found
-        self._sources.insert(0, self.draft)
-        self.opened.append(self.draft)
-        on_take_over()
-        self.note = self.note.replace("the target went on without it", "another draft replaced it")
-        self.draft.start(self._notify)
+        self.draft = draft
+        self._sources.insert(0, draft)
+        self.opened.append(draft)
+        self._on_draft(draft)
+        self.note = self.note.replace(_ALONE, "another draft replaced it")
+        if self._notify:
+            draft.start(self._notify)
 
     @contextmanager
     def _dropping(self, source: CandidateSource) -> Iterator[None]:
@@ -190,7 +205,7 @@ class SourceSet:
             if isinstance(error, DraftBridgeError):
                 if isinstance(source, DraftSource):
                     self._seek(error)
-                self.note = self.note or f"the {source.name} was lost ({error.reason}); the target went on without it"
+                self.note = self.note or f"the {source.name} was lost ({error.reason}); {_ALONE}"
                 return
             _log.error("a bug in the bridge stopped the %s source", source.name, exc_info=error)
             self.note = f"a bug in the bridge stopped the {source.name} (INTERNAL, see its log); the text is unaffected"

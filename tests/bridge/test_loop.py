@@ -197,10 +197,12 @@ def test_output_is_the_targets_own_for_any_proposals(
                 opening = Opening(tape, lambda model: render(request, model, target))
                 source = DraftSource(Draft(draft, drafter, estimates.draft("draft")), opening)
                 sources = [suffix] if mode is Mode.AUTO else []
+                chain = SourceSet(sources, target, target.special_ids.eos[0])
+                chain.insert(source)
                 planner = Erratic(parameters, RequestEstimates(estimates, sources, estimates.draft("draft")), seed)
                 loop = speculate(
                     TargetLink(session, target, tape, count),
-                    SourceSet(sources, target, target.special_ids.eos[0], source),
+                    chain,
                     planner,
                     Statistics(),
                 )
