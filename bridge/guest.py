@@ -86,7 +86,7 @@ class Held:
 
 
 class Guest:
-    """The sequences of one engine. `open_sequence` prepares one, given its ids, the number of generated ones, a draft.
+    """The sequences of one engine. `open_sequence` prepares one, given its ids and the number of generated ones.
 
     `find_draft` returns a draft for a sequence, or None if none is free; it is asked when the sequence begins (True)
     and, until it has one, after later steps (False).
@@ -99,7 +99,7 @@ class Guest:
     def __init__(
         self,
         model: Model,
-        open_sequence: Callable[[Sequence[int], int, Draft | None], Awaitable[GuestSequence]],
+        open_sequence: Callable[[Sequence[int], int], Awaitable[GuestSequence]],
         costs: BatchCosts,
         *,
         find_draft: Callable[[Held, bool], Draft | None] = lambda held, is_new: None,
@@ -246,15 +246,14 @@ class Guest:
             return None
 
         async def open_() -> None:
-            known, draft = len(held.ids), self._find_draft(held, True)
-            sequence = await self._open_sequence(held.ids[:known], known - held.prompt_count, draft)
+            known = len(held.ids)
+            sequence = await self._open_sequence(held.ids[:known], known - held.prompt_count)
             sequence.tape.commit(held.ids[known:])  # the tokens that came while it was opened
             held.sequence, held.ids = sequence, []
-            if draft is None:
-                sequence.await_draft()
-            sequence.start()
+            if draft := self._find_draft(held, True):
+                sequence.add_draft(draft)
             sequence.allow_waiting(self._deadline_ns)
-            if self._alone or sequence.has_draft:  # a shared forward needs no plan
+            if self._alone:  # a shared forward needs no plan
                 await sequence.settle(alone=True)
 
         held.opening = asyncio.create_task(open_())

@@ -1,6 +1,7 @@
 """Holds one sequence of a guest: its tape, its sources and its planner, which are those of our own loop."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,8 @@ from bridge.text.common_prefix import common_prefix_length
 from bridge.text.models import Model
 from bridge.text.vocabulary import Rendering
 
+_log = logging.getLogger(__name__)
+
 # Answers whose candidates a forward may still have verified.
 _REMEMBERED_ANSWERS = 8
 # The most candidates of an answer; the bytes that are translated for one considered candidate, and for a sequence that
@@ -49,29 +52,6 @@ class GuestOpening:
     alone: bool = False
 
 
-def open_sequence(
-    shared: GuestOpening, ids: Sequence[int], generated_token_count: int, draft: Draft | None
-) -> "GuestSequence":
-    """Returns a sequence that is ready to start. Takes time, because it encodes the prompt for the draft.
-
-    Raises a `DraftBridgeError` if the prompt cannot be given to the draft.
-    """
-    model = shared.model
-    split = len(ids) - generated_token_count
-    prompt, tape = ids[:split], Tape(model.vocabulary, ids[:split])
-    tape.commit(ids[split:])
-    opening = Opening(tape, partial(_render, ids=prompt, source=model), alone=shared.alone)
-    sources = open_sources(opening, (shared.sources or SOURCES).__contains__)
-    end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
-    estimates = RequestEstimates(shared.estimates, sources)
-    # Without drafts only tokens are indexed.
-    byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, prompt)))
-    source_set = SourceSet(sources, model, end_id, on_draft=lambda draft: estimates.use_draft(draft.times))
-    if draft:
-        source_set.insert(DraftSource(draft, opening))
-    return GuestSequence(model, tape, source_set, estimates, byte_count)
-
-
 def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
     """Returns an engine's prompt in a draft's tokens: a chat in the draft's own template, other text as it is."""
     if chat := read_chat(source, ids):
@@ -83,21 +63,28 @@ def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
 
 
 class GuestSequence:
-    """Follows one sequence of an engine, and proposes what continues it.
+    """Follows one sequence of an engine, and proposes what continues it. `room`: how many candidates it can verify.
 
-    `room`: how many candidates the engine can verify.
+    Creating one takes time, because it indexes the prompt. A draft may join later.
     """
 
-    def __init__(
-        self, model: Model, tape: Tape, sources: SourceSet, estimates: RequestEstimates, prompt_byte_count: int
-    ) -> None:
-        self._model, self.tape, self._estimates = model, tape, estimates
-        self._prompt_byte_count = prompt_byte_count
-        self.room = _MAX_ROOM
-        planner = Planner(SpeculationParameters(), estimates)
-        planner.max_wait_ns = 0.0
-        self._speculation = Speculation(sources, planner, Statistics(), self.room)
+    def __init__(self, shared: GuestOpening, ids: Sequence[int], generated_token_count: int) -> None:
+        model, split = shared.model, len(ids) - generated_token_count
+        self.tape = Tape(model.vocabulary, ids[:split])
+        self._model, self.room = model, _MAX_ROOM
+        self._opening = Opening(self.tape, partial(_render, ids=ids[:split], source=model), alone=shared.alone)
+        # Without drafts only tokens are indexed.
+        self._prompt_byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, ids[:split])))
+        self.tape.commit(ids[split:])
+        sources = open_sources(self._opening, (shared.sources or SOURCES).__contains__)
+        self._estimates = RequestEstimates(shared.estimates, sources)
+        end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
+        self._sources = SourceSet(sources, model, end_id, on_draft=lambda draft: self._estimates.use_draft(draft.times))
         self._news = asyncio.Event()
+        self._sources.start(self._news.set)
+        planner = Planner(SpeculationParameters(), self._estimates)
+        planner.max_wait_ns = 0.0
+        self._speculation = Speculation(self._sources, planner, Statistics(), self.room)
         self._answers: dict[int, tuple[int, Offer]] = {}
         self._rest = _NOTHING
         self._observed: tuple[Outcome, Plan] | None = None
@@ -106,9 +93,9 @@ class GuestSequence:
         self._planned = self._refreshed = self._timed_out = self.closed = False
         self._waited_ns = 0
         # The forwards until it can use a draft; None if it has one.
-        self._forwards_to_draft: int | None = None
+        self._forwards_to_draft: int | None = 0
         self._paused_forwards = _PAUSED_FORWARDS
-        self._late_draft: Draft | None = None
+        self._draft: Draft | None = None
 
     @property
     def statistics(self) -> Statistics:
@@ -123,51 +110,39 @@ class GuestSequence:
     @property
     def has_draft(self) -> bool:
         """Returns whether a draft proposes for it."""
-        return self._speculation.sources.draft is not None
+        return self._sources.draft is not None
 
     @property
     def awaits_draft(self) -> bool:
         """Returns whether it could use a draft: none was connected, others used them all, or its own failed."""
         return self._forwards_to_draft == 0
 
-    def start(self) -> None:
-        """Starts its sources. Must be called in the event loop."""
-        self._speculation.sources.start(self._news.set)
-
     def close(self) -> None:
-        """Stops its sources. May be called twice."""
-        self.closed = True
-        self._speculation.sources.close()
-        self._forwards_to_draft = None
-        if self._late_draft:
-            self._late_draft.drafter.close()
+        """Closes its draft. May be called twice."""
+        self.release_draft()
+        self.closed, self._forwards_to_draft = True, None
 
     def observe_end(self) -> None:
         """Records the length of its text, which has ended."""
         self._estimates.shared.observe_text(self.tape.generated_token_count)
 
-    def await_draft(self) -> None:
-        """Notes that it can use a draft."""
-        self._forwards_to_draft = 0
-
     def add_draft(self, draft: Draft) -> None:
-        """Lets a draft take part from now on, when it is open. Must be called in the event loop."""
-        self._late_draft, self._forwards_to_draft = draft, None
-        self._speculation.sources.open_draft(self._open(draft))
+        """Lets a draft take part once it has its prompt. Must be called in the event loop."""
+        self._draft, self._forwards_to_draft = draft, None
+        self._sources.open_draft(self._open(draft))
 
     def release_draft(self) -> None:
         """Goes on without its draft, which another sequence needs."""
-        self._speculation.sources.remove_draft()
-        if self._late_draft:
-            self._late_draft.drafter.close()
-        self.await_draft()
+        self._sources.remove_draft()
+        if self._draft:
+            self._draft.drafter.close()  # also if it is still being opened
+        self._forwards_to_draft = 0
 
     async def _open(self, draft: Draft) -> DraftSource | None:
-        ids = self.tape.ids[: len(self.tape.ids) - self.tape.generated_token_count]
-        opening = Opening(self.tape, partial(_render, ids=ids, source=self._model))
         try:
-            return await open_draft(draft, opening)
-        except DraftBridgeError:
+            return await open_draft(draft, self._opening)
+        except DraftBridgeError as error:
+            _log.info("a sequence of an engine goes without its draft: %s", error.reason)
             return None
 
     def limit_room(self, room: int | None) -> None:
@@ -199,7 +174,7 @@ class GuestSequence:
         self._timed_out, self._waited_ns = False, 0
         rest = self._rest
         self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == result.token_ids else _NOTHING
-        self._speculation.sources.observe(outcome)
+        self._sources.observe(outcome)
         self._planned = self._refreshed = False
         self._observed = outcome, self._plan
         for number in tuple(self._answers)[:-_REMEMBERED_ANSWERS]:
@@ -245,7 +220,7 @@ class GuestSequence:
         """Returns the most promising offer for a shared forward, and the chances of its first candidates."""
         limit = min(considered, self.room)
         if self.has_draft or len(self._rest.token_ids) < limit:
-            offers = self._speculation.sources.offers(_BYTES_PER_CANDIDATE * considered)
+            offers = self._sources.offers(_BYTES_PER_CANDIDATE * considered)
         else:
             offers = [self._rest]  # what was offered before goes on
         found = [(offer, self._estimates.chances_of(offer, limit)) for offer in offers]
@@ -278,7 +253,7 @@ class GuestSequence:
         """Notes that it can use another draft some time after its own has failed."""
         if self._forwards_to_draft:
             self._forwards_to_draft -= 1
-        elif self._speculation.sources.lost_draft and self._forwards_to_draft is None:
+        elif self._sources.lost_draft and self._forwards_to_draft is None:
             self._forwards_to_draft = self._paused_forwards
             self._paused_forwards = min(2 * self._paused_forwards, _MAX_PAUSED_FORWARDS)
 
