@@ -45,8 +45,6 @@ _WAITING_PROMISE = 0.05
 MAX_GAINED_TOKENS = 1 << 12
 # What follows a step lets other work of the event loop run at least this often.
 _SETTLING_NS = 1_000_000
-# The weight of a new value in the average time to share a forward, and the most of a deadline that is kept for it.
-_FRESH, _MAX_SHARING = 0.2, 0.25
 # A forward that ran more tokens than expected, by this factor, also read a prompt, which does not measure its width.
 _PROMPT_FACTOR = 1.5
 
@@ -115,8 +113,6 @@ class Guest:
         # How long the last step took, and when the last one began that named sequences.
         self.elapsed_ns = self.stepped_ns = 0
         self._begun = self._turn = self._deadline_ns = 0
-        # How long it takes to share a forward, once all offers are known.
-        self._sharing_ns = 0.0
         # Shared forwards in a row for which no offer seemed worth verifying.
         self._idle_forward_count, self._idle_limit = 0, _IDLE_FORWARDS
         self._alone = False
@@ -327,10 +323,9 @@ class Guest:
         named = sorted(named, key=lambda pair: pair[1].promise, reverse=True)
         for _, held in named:
             held.promise += _WAITING_PROMISE
-        offered, began = [], self._clock()
-        sharing_ns = min(self._sharing_ns, _MAX_SHARING * (deadline - began))
+        offered = []
         for place, (one, held) in enumerate(named):
-            if self._clock() + sharing_ns > deadline:
+            if self._clock() > deadline:
                 self._uncommitted = named[place:]
                 break
             with self._refusing(held):
@@ -340,11 +335,9 @@ class Guest:
                     held.promise = sum(accumulate(chances, mul))
                     if chances:
                         offered.append((one.id, sequence, offer, chances))
-        began = self._clock()
         widths = self._shared([chances for *_, chances in offered], count)
         for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
             answer.proposed += sequence.propose(id_, update.number, offer, width)
-        self._sharing_ns += _FRESH * (self._clock() - began - self._sharing_ns)
 
     def _shared(self, chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
         """Returns how many candidates of each offer to verify; see `share`."""

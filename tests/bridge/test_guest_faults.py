@@ -111,28 +111,6 @@ async def test_a_sequence_that_goes_back_keeps_its_prompt_and_counts_no_text() -
     assert shared.estimates.text_tokens.count == TargetEstimates().text_tokens.count
 
 
-async def test_one_stall_costs_one_forward_its_candidates() -> None:
-    now = 0
-    guest = guest_of(clock=lambda: now)
-    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[: 150 + id_])) for id_ in range(4)))
-    await asyncio.gather(*(opened(guest, id_) for id_ in range(4)))
-    shared, counts = guest._shared, list[int]()
-
-    def stalls(chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
-        nonlocal now
-        counts.append(len(chances))
-        now += 10**9 if len(counts) == 1 else 100_000
-        return shared(chances, sequence_count)
-
-    guest._shared = stalls  # type: ignore[method-assign]
-    for number in range(3):
-        ends = {id_: 150 + id_ + number for id_ in range(4)}
-        updates = [SequenceUpdate(id_, end, (IDS[end],)) for id_, end in ends.items()]
-        await stepped(guest, number + 2, *updates, deadline_ns=4_000_000)
-    guest.close()
-    assert counts == [4, 4, 4]
-
-
 async def test_what_follows_a_step_of_many_sequences_gives_way_to_others() -> None:
     guest, longest = guest_of(), 0.0
 
