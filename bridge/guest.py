@@ -112,12 +112,12 @@ class Guest:
         self._answered_ns = 0
         # How long the last step took, and when the last one began that named sequences.
         self.elapsed_ns = self.stepped_ns = 0
-        self._begun = self._turn = self._deadline_ns = 0
+        self._turn = self._deadline_ns = 0
         # Shared forwards in a row for which no offer seemed worth verifying.
         self._idle_forward_count, self._idle_limit = 0, _IDLE_FORWARDS
         self._alone = False
-        # Sequences that began in this step and can use candidates.
-        self._opening: list[asyncio.Task[None]] = []
+        # Sequences that began in this step, and those that can use candidates.
+        self._begun: list[tuple[SequenceUpdate, Held]] = []
         self._choosing: list[Held] = []
         self._failed = False
         # Updates that the last step had no time for.
@@ -130,7 +130,7 @@ class Guest:
 
     async def step(self, update: StepUpdate) -> Answer:
         """Takes a step, and returns its answer within the step's deadline. `settle` must be called after it."""
-        began, self._alone = self._clock(), len(update.sequences) == 1
+        began, self._alone, self._begun = self._clock(), len(update.sequences) == 1, []
         answer, self._deadline_ns = Answer(update.number), update.deadline_ns
         self.stepped_ns = began if update.sequences else self.stepped_ns
         for id_ in update.ended:
@@ -207,14 +207,14 @@ class Guest:
                 f"{self._model.context_length} tokens: describe the engine's own model and tokenizer"
             )
             return None
-        if held and held.refused and kept:
-            return None
-        if kept == 0 or held is None or len(held.tokens) < kept:
-            if kept:
-                answer.unknown.append(one.id)
-                self.end(one.id)
-                return None
+        if kept == 0:
             return self._begin(one, one.token_ids, one.generated_token_count, now)
+        if held and held.refused:
+            return None
+        if held is None or len(held.tokens) < kept:
+            answer.unknown.append(one.id)
+            self.end(one.id)
+            return None
         # The tape cannot go back, so a sequence that does begins anew; so does one that gains much at once, because
         # a sequence is opened in a thread.
         if kept < len(held.tokens) or len(one.token_ids) > MAX_GAINED_TOKENS:
@@ -236,38 +236,31 @@ class Guest:
         # A prompt has at least one token.
         generated_count = min(max(generated_count, 0), len(ids) - 1)
         held = self.held[one.id] = Held(list(ids), now, len(ids) - generated_count)
-        self._begun += 1
+        self._begun.append((one, held))
         self._on_held(one.id, len(ids), 0)
         if one.id not in self.held:  # it exceeds the limit alone
             return None
 
         async def open_() -> None:
-            known = len(held.ids)
-            sequence = await self._open_sequence(held.ids[:known], known - held.prompt_count)
-            sequence.tape.commit(held.ids[known:])  # the tokens that came while it was opened
-            held.sequence, held.ids = sequence, []
-            if draft := self._find_draft(held, True):
-                sequence.add_draft(draft)
-            sequence.allow_waiting(self._deadline_ns)
-            if self._alone:  # a shared forward needs no plan
-                await sequence.settle(alone=True)
+            with self._refusing(held):
+                known = len(held.ids)
+                sequence = await self._open_sequence(held.ids[:known], known - held.prompt_count)
+                sequence.tape.commit(held.ids[known:])  # the tokens that came while it was opened
+                held.sequence, held.ids = sequence, []
+                if draft := self._find_draft(held, True):
+                    sequence.add_draft(draft)
+                sequence.allow_waiting(self._deadline_ns)
+                if self._alone:  # a shared forward needs no plan
+                    await sequence.settle(alone=True)
 
         held.opening = asyncio.create_task(open_())
-        if one.room != 0:
-            self._opening.append(held.opening)
-        held.opening.add_done_callback(lambda done: self._on_opened(held, done))
         return replace(one, token_ids=()), held
 
     async def _await_openings(self, named_count: int, deadline: int) -> None:
         """Waits for new sequences, so that they get candidates from their first step on, unless others would wait."""
-        opening, self._opening = self._opening, []
+        opening = [held.opening for one, held in self._begun if held.opening and one.room != 0]
         if len(opening) == named_count > 0 and (left := deadline - self._clock()) > 0:
             await asyncio.wait(opening, timeout=left / 1e9)
-
-    def _on_opened(self, held: Held, done: "asyncio.Task[None]") -> None:
-        if not done.cancelled():
-            with self._refusing(held):
-                done.result()
 
     @contextmanager
     def _refusing(self, held: Held) -> Iterator[None]:
@@ -285,11 +278,10 @@ class Guest:
 
         Returns None for several, and a time that also read a prompt, or is unknown, does not count.
         """
-        begun, self._begun = self._begun, 0
         count = len(update.sequences)
         candidate_count = sum(one.candidate_count for one in update.sequences)
         reads = update.forward_token_count > _PROMPT_FACTOR * (count + candidate_count)
-        if not engine_ns or begun or reads or not named:
+        if not engine_ns or self._begun or reads or not named:
             return None
         if count > 1:
             self._costs.observe(count, candidate_count, float(engine_ns))

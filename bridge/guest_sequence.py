@@ -235,7 +235,7 @@ class GuestSequence:
         """
         speculation = self._speculation
         if self._observed:
-            speculation.planner.observe(*self._observed)
+            self._estimates.observe(*self._observed)
             speculation.statistics.observe(*self._observed)
             self._observed = None
             self._look_after_draft()

@@ -41,6 +41,7 @@ class DraftEstimates:
     def __init__(self, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False) -> None:
         single_ns = dict(forward_costs).get(1, 0)
         self.forward = ForwardTime(WidthCost.measured(forward_costs), float(single_ns))
+        # The nanoseconds of a message to the draft and its answer, without the draft's forwards.
         self.round_trip = Ewma(PRIOR_ROUND_TRIP_NS, count=1)
         self._prior_slowdown = PRIOR_SLOWDOWN if competes else 1.0
         self.slowdown = Ewma(self._prior_slowdown, count=1)
@@ -52,11 +53,6 @@ class DraftEstimates:
         # The passes since the draft was last used, and those after which it is tried.
         self.idle_pass_count, self.trial_interval = 0, _MIN_TRIAL_INTERVAL
         self._contexts: deque[Sequence[int]] = deque(maxlen=_CACHED_CONTEXTS)
-
-    @property
-    def round_trip_ns(self) -> float:
-        """Returns the nanoseconds of a message to the draft and its answer, without the draft's forwards."""
-        return self.round_trip.value
 
     @property
     def token_ns(self) -> float:

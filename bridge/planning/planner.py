@@ -19,7 +19,7 @@ from bridge.planning.prediction import (
     plain,
     with_candidates,
 )
-from bridge.sources.source import DRAFT, DraftPace, DraftState, Offer, Outcome
+from bridge.sources.source import DRAFT, DraftPace, DraftState, Offer
 
 # The most candidates that are planned for one forward, and the lengths of a draft's turn in tokens.
 MAX_CANDIDATES = MAX_WIDTH - 1
@@ -85,7 +85,7 @@ class SpeculationParameters:
 
 
 class Planner:
-    """Plans the passes of one request. Only `begin` and `observe` change state.
+    """Plans the passes of one request, from its `estimates`, which only `begin` changes.
 
     `max_wait_ns`: set for a target that asks for candidates after each pass, and waits no longer than this for them.
     """
@@ -94,7 +94,7 @@ class Planner:
         self.mode = parameters.mode
         self.max_wait_ns = inf
         self._number = parameters.num_assistant_tokens
-        self._estimates = estimates
+        self.estimates = estimates
 
     def plan(self, offers: Sequence[Offer], state: DraftState | None, room: int = _LEADS[-1]) -> Plan:
         """Returns the plan for the next pass, given the present offers and the state of the draft, if there is one.
@@ -108,7 +108,7 @@ class Planner:
             best = self._fixed(draft, costs, room) or replace(alone, patience_ns=0.0)
         else:
             best = self._best(alone, offers, state, draft, costs, room)
-        target_waits = self.max_wait_ns < inf or self._estimates.target_waits
+        target_waits = self.max_wait_ns < inf or self.estimates.target_waits
         if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not target_waits:
             # The target may have begun a pass, which the draft would slow down. So the target is told to wait first.
             best = replace(alone, patience_ns=best.patience_ns, prepares_turn=True)
@@ -130,7 +130,7 @@ class Planner:
         found = self._widths(offers, costs)
         if not found:
             return Offer(), 0
-        best, width = max(found, key=lambda one: with_candidates(self._estimates.chances_of(*one), costs).tokens_per_ns)
+        best, width = max(found, key=lambda one: with_candidates(self.estimates.chances_of(*one), costs).tokens_per_ns)
         if plan.holds_back:
             return best.part(0, width), width
         drafted = best.sources.count(DRAFT)
@@ -140,15 +140,11 @@ class Planner:
     def begin(self, plan: Plan) -> None:
         """Records that a pass has begun under a plan, for a target that is planned for before it reports the pass."""
         if plan.is_trial:
-            self._estimates.shared.idle_pass_counts[plan.source] = 0
-
-    def observe(self, outcome: Outcome, plan: Plan) -> None:
-        """Records a pass that was made under a plan."""
-        self._estimates.observe(outcome, plan)
+            self.estimates.shared.idle_pass_counts[plan.source] = 0
 
     def summary(self, state: DraftState | None) -> str:
         """Describes the speed that the planner now predicts for each way to get candidates."""
-        if self.mode is not Mode.AUTO or not self._estimates.forward.known:
+        if self.mode is not Mode.AUTO or not self.estimates.forward.known:
             return ""
         costs = self._target_costs()
         ways = [Plan("plain", plain(costs))]
@@ -180,7 +176,7 @@ class Planner:
         room: int,
     ) -> Plan:
         """Returns the fastest plan, or one that is to be tried because it was not used for long."""
-        estimates = self._estimates
+        estimates = self.estimates
         load, idle = estimates.shared.load, estimates.shared.idle_pass_counts
         if idle[""] >= _IDLE_PLAIN_PASSES * load:
             return replace(alone, is_trial=True)
@@ -188,7 +184,7 @@ class Planner:
         for offer in at_hand:
             if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load and estimates.is_promising(offer):
                 # The number of candidates that are all right with a chance of one half.
-                width = min(max(int(log(0.5) / log(self._estimates.chances_of(offer, 1)[0])), 1), MAX_CANDIDATES)
+                width = min(max(int(log(0.5) / log(self.estimates.chances_of(offer, 1)[0])), 1), MAX_CANDIDATES)
                 return replace(self._at_hand(offer, width, costs, 0.0), is_trial=True, trial_width=width)
         ways = [alone, *(self._at_hand(*one, costs, alone.patience_ns) for one in self._widths(at_hand, costs))]
         drafts = []
@@ -230,8 +226,8 @@ class Planner:
         lead, best = best_turn(costs, draft, leads, self.max_wait_ns)
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
         # The draft reads its prompt once for all passes; on other hardware, it does so while the target reads its own.
-        if self._estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
-            left = self._estimates.shared.text_tokens.value
+        if self.estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
+            left = self.estimates.shared.text_tokens.value
             if self.max_wait_ns == inf:  # otherwise the room is that of one forward
                 left = min(left, room)
             best = replace(best, ns=best.ns + draft.prompt_ns / max(left / best.tokens, 1.0))
@@ -251,35 +247,35 @@ class Planner:
 
     def _at_hand(self, offer: Offer, width: int, costs: TargetCosts, patience_ns: float) -> Plan:
         """Returns the plan to send an offer of a source that proposes at once."""
-        chance = self._estimates.chances_of(offer, 1)[0]
+        chance = self.estimates.chances_of(offer, 1)[0]
         # If the first candidate is right, waiting for it saves a 1-token pass; if not, it costs the wider pass's extra.
         gain_ns = chance * costs.of(1) - (1 - chance) * (costs.of(width + 1) - costs.of(1))
-        source, found = offer.sources[0], with_candidates(self._estimates.chances_of(offer, width), costs)
-        found = self._estimates.corrected(source, found, costs.of(1))
+        source, found = offer.sources[0], with_candidates(self.estimates.chances_of(offer, width), costs)
+        found = self.estimates.corrected(source, found, costs.of(1))
         return Plan(source, found, DraftPace(), patience_ns, gain_ns, source=source)
 
     def _widths(self, offers: Sequence[Offer], costs: TargetCosts) -> list[tuple[Offer, int]]:
         """Returns each offer that is worth sending, with the number of its candidates that one forward takes."""
-        widths = ((offer, best_width(self._estimates.chances_of(offer, MAX_CANDIDATES), costs)) for offer in offers)
+        widths = ((offer, best_width(self.estimates.chances_of(offer, MAX_CANDIDATES), costs)) for offer in offers)
         return [(offer, width) for offer, width in widths if width]
 
     def _patience_ns(self, costs: TargetCosts) -> float:
         """Returns how long the target may wait for candidates that the bridge already has; 0 if that gained little."""
-        gains = self._estimates.waiting_gain.value > _WAITING_MARGIN * costs.hop_ns
+        gains = self.estimates.waiting_gain.value > _WAITING_MARGIN * costs.hop_ns
         return max(_PATIENCE_FACTOR * costs.hop_ns, _MIN_PATIENCE_NS) if gains else 0.0
 
     @property
     def _slowdown(self) -> float:
-        return self._estimates.draft.slowdown.value if self._estimates.draft else 1.0
+        return self.estimates.draft.slowdown.value if self.estimates.draft else 1.0
 
     def _target_costs(self) -> TargetCosts:
         """Returns the cost of passes for all running requests, each of which waits for this request's candidates."""
-        forward, shared = self._estimates.forward, self._estimates.shared
+        forward, shared = self.estimates.forward, self.estimates.shared
         single_ns = forward.single_ns or _PRIOR_PASS_NS
         return TargetCosts(single_ns, forward.widths.table, shared.costs.hop.value, shared.load)
 
     def _draft_costs(self, state: DraftState) -> DraftCosts:
-        draft, estimates = self._estimates.draft, self._estimates
+        draft, estimates = self.estimates.draft, self.estimates
         assert draft is not None, "a draft has estimates"
         # Until it is measured, a draft is assumed to be several times as fast as the target.
         token_ns = draft.forward.single_ns or _PRIOR_DRAFT_SPEED * (estimates.forward.single_ns or _PRIOR_PASS_NS)
@@ -291,7 +287,7 @@ class Planner:
             ahead_ns=token_ns * draft.ahead_slowdown.value,
             read_ns=token_ns * read_tokens,
             prompt_ns=token_ns * max(draft.read_tokens(lag) - read_tokens, 0.0),
-            round_trip_ns=draft.round_trip_ns,
+            round_trip_ns=draft.round_trip.value,
             slowdown=draft.slowdown.value,
             target_tokens=state.token_bytes / max(estimates.token_bytes.value, _MIN_TOKEN_BYTES),
             survival=tuple(accumulate(chances, mul)),

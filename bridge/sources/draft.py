@@ -263,7 +263,7 @@ class DraftSource(CandidateSource):
         """
         behind = len(epoch.unread) / self._token_bytes
         waited_ns = self._clock() - self._asked_ns
-        return behind == 0 or behind * self.times.token_ns - waited_ns <= self.times.round_trip_ns
+        return behind == 0 or behind * self.times.token_ns - waited_ns <= self.times.round_trip.value
 
     def _allow(self, token_count: int) -> None:
         # The draft may send each token in its own message, and end an epoch with a message without tokens.

@@ -11,6 +11,7 @@ from bridge.errors import DraftBridgeError, Unreachable
 from bridge.ports import TextGrammar
 from bridge.sources.draft import DraftSource
 from bridge.sources.source import (
+    DRAFT,
     MAX_OFFERED_BYTES,
     CandidateSource,
     Continuation,
@@ -53,7 +54,8 @@ class SourceSet:
         self._sources = list(sources)
         self._model, self._end_id, self._grammar, self._on_draft = model, end_id, grammar, on_draft
         self._find_draft: FindDraft | None = None
-        self._seeking: asyncio.Future[DraftSource | None] | None = None
+        # A draft that is being opened, or has not taken over.
+        self.seeking: asyncio.Future[DraftSource | None] | None = None
         # Whether the present search is for a replacement of a draft that failed.
         self._unused_pass_count, self._failed = 0, False
         self._notify: Callable[[], None] | None = None
@@ -67,11 +69,6 @@ class SourceSet:
         return not self._sources
 
     @property
-    def seeking(self) -> bool:
-        """Returns whether a draft is being opened, or has not taken over."""
-        return self._seeking is not None
-
-    @property
     def state(self) -> DraftState | None:
         """Returns how far the draft is; None without one."""
         return self.draft.state if self.draft else None
@@ -79,7 +76,7 @@ class SourceSet:
     @property
     def lost_draft(self) -> bool:
         """Returns whether a draft took part, and none does or is being opened."""
-        return not (self.draft or self.seeking) and any(isinstance(source, DraftSource) for source in self.opened)
+        return not (self.draft or self.seeking) and any(source.name == DRAFT for source in self.opened)
 
     def start(self, notify: Callable[[], None]) -> None:
         """Starts the draft, and later ones; `notify` is called when one has news."""
@@ -103,8 +100,8 @@ class SourceSet:
         for source in tuple(self._sources):
             with self._dropping(source):
                 source.observe(outcome)
-                if isinstance(source, DraftSource):
-                    self._judge(source, outcome)
+        if self.draft:
+            self._judge(self.draft, outcome)
 
     async def advance(self, pace: DraftPace) -> None:
         """Lets the draft work on what follows the tape."""
@@ -126,9 +123,9 @@ class SourceSet:
 
     def _remove(self, source: CandidateSource) -> None:
         self._sources.remove(source)
-        if isinstance(source, DraftSource):
+        if source is self.draft:
+            self.draft.close()
             self.draft = None
-            source.close()
 
     async def use_drafts(self, find_draft: FindDraft) -> None:
         """Waits for the first draft. Later, another one takes its place while the other sources go on.
@@ -146,17 +143,17 @@ class SourceSet:
 
     def open_draft(self, opening: Awaitable[DraftSource | None]) -> None:
         """Lets a draft take over when it is open."""
-        self._seeking = asyncio.ensure_future(opening)
-        self._seeking.add_done_callback(lambda _: self._notify and self._notify())
+        self.seeking = asyncio.ensure_future(opening)
+        self.seeking.add_done_callback(lambda _: self._notify and self._notify())
 
     def _stop_seeking(self) -> None:
-        task, self._seeking = self._seeking, None
+        task, self.seeking = self.seeking, None
         if task and not task.cancel() and not task.cancelled() and not task.exception() and (found := task.result()):
             found.close()  # it was opened, and has not taken over
 
     def _judge(self, draft: DraftSource, outcome: Outcome) -> None:
         """Looks for another draft if this one has not answered in time, or its candidates are not worth verifying."""
-        if draft.name in outcome.tried.sources:
+        if DRAFT in outcome.tried.sources:
             self._unused_pass_count = 0
         elif not outcome.tried.sources:  # a pass that another source served does not count against the draft
             self._unused_pass_count += 1
@@ -166,15 +163,15 @@ class SourceSet:
             self._seek(None)
 
     def _seek(self, error: Exception | None) -> None:
-        if self._find_draft and not self._seeking:
+        if self._find_draft and not self.seeking:
             self._unused_pass_count, self._failed = 0, error is not None
             self.open_draft(self._find_draft(error))
 
     def take_over(self) -> None:
         """Puts a draft that was opened in the meantime in place of the one that it replaces."""
-        if self._seeking is None or not self._seeking.done():
+        if self.seeking is None or not self.seeking.done():
             return
-        task, self._seeking = self._seeking, None
+        task, self.seeking = self.seeking, None
         if error := task.exception():
             _log.error("a bug in the bridge stopped the search for another draft", exc_info=error)
         if not error and (draft := task.result()):
@@ -203,7 +200,7 @@ class SourceSet:
                 return
             self._remove(source)
             if isinstance(error, DraftBridgeError):
-                if isinstance(source, DraftSource):
+                if source.name == DRAFT:
                     self._seek(error)
                 self.note = self.note or f"the {source.name} was lost ({error.reason}); {_ALONE}"
                 return

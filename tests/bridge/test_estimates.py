@@ -87,7 +87,9 @@ def test_times_that_cannot_be_do_no_harm() -> None:
     for forward_ns in (0, 0, 2**40, 0):
         plan = planner.plan((), DraftState())
         assert plan.patience_ns >= 0 and plan.prediction.tokens_per_ns > 0
-        planner.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=forward_ns), Offer(), (b"a",), forward_ns), plan)
+        planner.estimates.observe(
+            Outcome(Pass(0, (1,), 0, 0, forward_ns=forward_ns), Offer(), (b"a",), forward_ns), plan
+        )
 
 
 def test_a_turn_says_what_each_of_its_tokens_costs() -> None:
@@ -97,7 +99,7 @@ def test_a_turn_says_what_each_of_its_tokens_costs() -> None:
     for _ in range(40):
         draft.observe_proposal(turn, 2 * MS, ahead=False)
     assert draft.forward.of(1) == pytest.approx(4 * MS, rel=0.05)
-    assert draft.round_trip_ns == pytest.approx(3 * MS, rel=0.05)
+    assert draft.round_trip.value == pytest.approx(3 * MS, rel=0.05)
 
 
 def test_only_a_token_s_known_time_can_be_read_from_a_forward_of_several() -> None:

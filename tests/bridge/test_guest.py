@@ -75,7 +75,7 @@ async def stepped(guest: Guest, number: int, *sequences: SequenceUpdate, deadlin
 async def joined(guest: Guest, id_: int) -> None:
     """Returns when a sequence's draft, if it has one, has its prompt."""
     sequence = guest.held[id_].sequence
-    if sequence and (opening := sequence._sources._seeking):
+    if sequence and (opening := sequence._sources.seeking):
         await asyncio.wait([opening])
 
 
@@ -201,7 +201,7 @@ async def test_a_bug_costs_one_sequence_its_candidates(
         if method == "allow_waiting":
             patch.setattr(GuestSequence, method, fails)
         await stepped(guest, 2, SequenceUpdate(2, 0, tuple(IDS[:149])))
-        with suppress(RuntimeError):
+        with suppress(asyncio.CancelledError):
             await asyncio.wait_for(asyncio.shield(guest.held[2].opening), 10)  # type: ignore[arg-type]
         if sequence := guest.held[2].sequence:
             patch.setattr(sequence, method, fails)

@@ -164,7 +164,7 @@ def test_it_gives_up_waiting_for_a_bridge_that_is_far_away() -> None:
         waits.append(plan.patience_ns)
         waited_ns = int(plan.patience_ns)
         result = Pass(0, (1,), 0, 0, forward_ns=10 * MS, waited_ns=waited_ns)
-        planner.observe(Outcome(result, Offer(), (b"a",), 10 * MS + waited_ns, waited_ns > 0), plan)
+        planner.estimates.observe(Outcome(result, Offer(), (b"a",), 10 * MS + waited_ns, waited_ns > 0), plan)
     assert 0 < max(waits) < 200 * MS
     assert waits[-1] == 0
 
@@ -218,7 +218,7 @@ def test_to_read_the_prompt_does_not_keep_a_draft_from_being_used() -> None:
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS), (2, 2 * MS), (25, 25 * MS)], competes=True)
     planner = Planner(SpeculationParameters(), RequestEstimates(shared, (), draft))
-    planner.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
+    planner.estimates.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
     state = DraftState(lag_token_count=200)
     assert planner.plan((), state, 500).prepares_turn
     assert not planner.plan((), state, 3).prepares_turn
@@ -238,7 +238,7 @@ def test_the_time_to_read_a_prompt_is_measured() -> None:
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS), (2, 2 * MS), (25, 25 * MS)], competes=True)
     planner = Planner(SpeculationParameters(), RequestEstimates(shared, (), draft))
-    planner.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
+    planner.estimates.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
     state = DraftState(lag_token_count=200)
     assert not planner.plan((), state, 20).prepares_turn
     first = Proposal(1, (1, 2, 3), (), forward_ns=42 * MS, read_token_count=200, read_ns=40 * MS)
@@ -259,7 +259,7 @@ def test_predictions_are_corrected_by_what_came_of_them() -> None:
         accepted = 8 if number % 2 else 0
         tried = offer if accepted else Offer()
         result = Pass(0, (1,) * (accepted + 1), accepted, accepted, forward_ns=10 * MS)
-        planner.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), 10 * MS), plan)
+        planner.estimates.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), 10 * MS), plan)
     after = planner.plan([offer], None)
     assert before.name == after.name == "suffix"
     assert before.prediction.tokens > 6
@@ -302,5 +302,5 @@ def test_a_tape_of_control_tokens_has_no_bytes_to_plan_by() -> None:
     planner = Planner(SpeculationParameters(), RequestEstimates(shared, (), draft))
     for _ in range(200):
         plan = planner.plan((), DraftState())
-        planner.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=MS), Offer(), (b"",), MS), plan)
+        planner.estimates.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=MS), Offer(), (b"",), MS), plan)
     assert planner.plan((), DraftState()).prediction.tokens_per_ns > 0

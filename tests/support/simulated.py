@@ -87,5 +87,5 @@ class Simulated:
         result = Pass(
             0, ids[: accepted + 1], accepted, width, forward_ns=int(taken_ms * MS), waited_ns=int(waited_ms * MS)
         )
-        self.planner.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), elapsed_ns), plan)
+        self.planner.estimates.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), elapsed_ns), plan)
         self.tokens, self.ns = self.tokens + accepted + 1, self.ns + elapsed_ns
