@@ -19,7 +19,7 @@ from bridge.errors import DraftBridgeError, TargetFault
 from bridge.loop import speculate
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner
-from bridge.ports import Drafter, FinishReason, Logprob, TextGrammar, Verifier
+from bridge.ports import FinishReason, Logprob, TextGrammar, Verifier
 from bridge.request import Request, check, render, token_room
 from bridge.sources import open_sources
 from bridge.sources.draft import DraftSource, open_draft
@@ -34,7 +34,7 @@ from bridge.text.models import Model
 from bridge.text.stream import Span, TextStream
 
 # Returns another draft for the rest of a request, or None; see `generate`.
-NextDraft: TypeAlias = Callable[[Exception | None], tuple[Model, Drafter] | None]
+NextDraft: TypeAlias = Callable[[Exception | None], Draft | None]
 # The least time between two reports of a request's progress.
 _PROGRESS_NS = 100_000_000
 _OVERDUE = "the draft did not answer in time; the target no longer waits for it"
@@ -127,7 +127,7 @@ async def generate(
 
     sources = SourceSet(at_once, model, end_id, grammar, on_draft)
     if next_draft and request.speculation.allows(DRAFT):
-        await sources.use_drafts(partial(_find_draft, next_draft, opening, model, estimates, sources))
+        await sources.use_drafts(partial(_find_draft, next_draft, opening, sources))
     link = TargetLink(target, model, tape, max_tokens, clock, request.logprobs)
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = reported_ns = 0
@@ -174,19 +174,12 @@ async def generate(
 
 
 async def _find_draft(
-    next_draft: NextDraft,
-    opening: Opening,
-    target: Model,
-    estimates: TargetEstimates,
-    sources: SourceSet,
-    error: Exception | None,
+    next_draft: NextDraft, opening: Opening, sources: SourceSet, error: Exception | None
 ) -> DraftSource | None:
     """Opens the next draft that takes the request; see `SourceSet`."""
-    while found := next_draft(error):
-        model, drafter = found
-        times = estimates.draft(model.name, model.forward_costs, competes=model.competes_with(target))
+    while draft := next_draft(error):
         try:
-            return await open_draft(Draft(model, drafter, times), opening)
+            return await open_draft(draft, opening)
         except DraftBridgeError as refusal:
             error = refusal
             sources.note_refusal(refusal)
