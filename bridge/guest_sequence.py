@@ -15,7 +15,7 @@ from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan
 from bridge.ports import Pass
-from bridge.sources import SOURCES, open_sources
+from bridge.sources import open_sources
 from bridge.sources.draft import DraftSource, open_draft
 from bridge.sources.source import Draft, Offer, Opening, Outcome
 from bridge.sources.source_set import SourceSet
@@ -76,13 +76,14 @@ class GuestSequence:
         # Without drafts only tokens are indexed.
         self._prompt_byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, ids[:split])))
         self.tape.commit(ids[split:])
-        sources = open_sources(self._opening, (shared.sources or SOURCES).__contains__)
+        parameters = SpeculationParameters(sources=shared.sources)
+        sources = open_sources(self._opening, parameters.allows)
         self._estimates = RequestEstimates(shared.estimates, sources)
         end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
         self._sources = SourceSet(sources, model, end_id, on_draft=lambda draft: self._estimates.use_draft(draft.times))
         self._news = asyncio.Event()
         self._sources.start(self._news.set)
-        planner = Planner(SpeculationParameters(), self._estimates)
+        planner = Planner(parameters, self._estimates)
         planner.max_wait_ns = 0.0
         self._speculation = Speculation(self._sources, planner, Statistics(), self.room)
         self._answers: dict[int, tuple[int, Offer]] = {}
@@ -239,7 +240,7 @@ class GuestSequence:
             speculation.statistics.observe(*self._observed)
             self._observed = None
             self._look_after_draft()
-        if not self._planned and (alone or self.has_draft or speculation.sources.seeking):
+        if not self._planned and (alone or self.has_draft or self._sources.seeking):
             self._planned = True
             if not alone:
                 self.allow_waiting(0)
