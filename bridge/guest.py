@@ -13,13 +13,12 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import mul
 from time import perf_counter_ns
 
 from bridge.guest_sequence import GuestSequence
 from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts, share
+from bridge.planning.prediction import expected_count
 from bridge.ports import MAX_MEASURED_NS
 from bridge.sources.source import Draft, Outcome
 from bridge.statistics import Statistics
@@ -324,7 +323,7 @@ class Guest:
                 sequence = self._commit(one, held, None)
                 if sequence and not plain:
                     offer, chances = sequence.best_offer(considered)
-                    held.promise = sum(accumulate(chances, mul))
+                    held.promise = expected_count(chances)
                     if chances:
                         offered.append((one.id, sequence, offer, chances))
         widths = self._shared([chances for *_, chances in offered], count)

@@ -5,15 +5,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from operator import mul
 from time import perf_counter_ns
 
 from bridge.errors import DraftBridgeError, InvalidRequest, UnusableModel
 from bridge.guest_step import Proposed
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
-from bridge.planning.prediction import Plan
+from bridge.planning.prediction import Plan, expected_count
 from bridge.ports import Pass
 from bridge.sources import open_sources
 from bridge.sources.draft import DraftSource, open_draft
@@ -158,7 +156,7 @@ class GuestSequence:
     def commit(self, ids: Sequence[int], step: int, count: int, engine_ns: int | None) -> Outcome:
         """Appends tokens that the engine produced in a forward with the first `count` candidates of answer `step`.
 
-        An engine may have verified fewer: vLLM does not tell its proposer which candidates it left out.
+        An engine may have verified fewer: vLLM does not report to its proposer which candidates it left out.
         `engine_ns`: what the forward took, if it is known and ran no other sequence.
         """
         base, (start, offer) = len(self.tape.ids), self._answers.get(step, (0, _NOTHING))
@@ -225,7 +223,7 @@ class GuestSequence:
         else:
             offers = [self._rest]  # what was offered before goes on
         found = [(offer, self._estimates.chances_of(offer, limit)) for offer in offers]
-        best, chances = max(found, key=lambda one: sum(accumulate(one[1], mul)), default=(_NOTHING, []))
+        best, chances = max(found, key=lambda one: expected_count(one[1]), default=(_NOTHING, []))
         self._rest = best
         return best, chances
 

@@ -42,7 +42,7 @@ _MIN_GAIN, _MIN_CHANGE = 1.05, 1.03
 # After this many passes for each running request that do not use an available source, or plain decoding, it is tried,
 # because what is never tried is never measured.
 _IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES = 100, 100
-# A draft is tried only in these first passes of a request: the target reads the prompt, is told to wait, and verifies.
+# A draft is tried only in these first passes of a request: the target reads the prompt, is asked to wait, and verifies.
 # Reading the prompt must not cost the draft more than this share of the time since it was last used.
 _TRIAL_PASSES, _TRIAL_SHARE = 3, 0.01
 # A draft that takes turns reads at most about this many tokens at the start of each; it reads more only once.
@@ -104,13 +104,17 @@ class Planner:
         costs = self._target_costs()
         alone = Plan("plain", plain(costs), patience_ns=self._patience_ns(costs))
         draft = None if state is None or state.overdue else self._draft_costs(state)
-        if self.mode is not Mode.AUTO:
-            best = self._fixed(draft, costs, room) or replace(alone, patience_ns=0.0)
-        else:
+        if self.mode is Mode.AUTO:
             best = self._best(alone, offers, state, draft, costs, room)
+        elif draft is None:
+            best = replace(alone, patience_ns=0.0)
+        elif self.mode is Mode.LOCKSTEP:
+            best = replace(self._in_turns(draft, costs, room), patience_ns=_LOCKSTEP_PATIENCE_NS)
+        else:
+            best = self._ahead(draft, costs)
         target_waits = self.max_wait_ns < inf or self.estimates.target_waits
         if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not target_waits:
-            # The target may have begun a pass, which the draft would slow down. So the target is told to wait first.
+            # The target may have begun a pass, which the draft would slow down. So the target is asked to wait first.
             best = replace(alone, patience_ns=best.patience_ns, prepares_turn=True)
         pace = best.pace if best.pace.lead <= room else replace(best.pace, lead=room)
         return replace(best, pace=pace, plain_ns=costs.of(1))
@@ -156,15 +160,6 @@ class Planner:
         if state and self._slowdown > _FREE_SLOWDOWN:
             text += f"; a pass takes {self._slowdown:.1f} times as long while the draft computes"
         return text
-
-    def _fixed(self, draft: DraftCosts | None, costs: TargetCosts, room: int) -> Plan | None:
-        """Returns the plan of a mode that the user chose; None without a draft."""
-        if draft is None:
-            return None
-        if self.mode is Mode.LOCKSTEP:
-            leads = (self._number,) if self._number else _LEADS
-            return replace(self._in_turns(draft, costs, room, leads), patience_ns=_LOCKSTEP_PATIENCE_NS)
-        return self._ahead(draft, costs, may_wait=False)
 
     def _best(
         self,
@@ -220,9 +215,11 @@ class Planner:
             return replace(best, pace=beside.pace)
         return best
 
-    def _in_turns(self, draft: DraftCosts, costs: TargetCosts, room: int, leads: Sequence[int] = _LEADS) -> Plan:
+    def _in_turns(self, draft: DraftCosts, costs: TargetCosts, room: int) -> Plan:
         """Returns the best plan in which the target waits for the draft to propose some tokens, then verifies them."""
-        leads = [lead for lead in leads if lead <= (self._number or lead)]
+        leads = [lead for lead in _LEADS if lead <= (self._number or lead)]
+        if self._number and self.mode is Mode.LOCKSTEP:
+            leads = [self._number]
         lead, best = best_turn(costs, draft, leads, self.max_wait_ns)
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
         # The draft reads its prompt once for all passes; on other hardware, it does so while the target reads its own.
@@ -233,14 +230,15 @@ class Planner:
             best = replace(best, ns=best.ns + draft.prompt_ns / max(left / best.tokens, 1.0))
         return Plan(f"{DRAFT} {_TURNS}", best, DraftPace(lead, turns=True), patience_ns, source=DRAFT)
 
-    def _ahead(self, draft: DraftCosts, costs: TargetCosts, *, may_wait: bool = True) -> Plan:
+    def _ahead(self, draft: DraftCosts, costs: TargetCosts) -> Plan:
         """Returns the best plan in which the draft computes while the target does.
 
-        `may_wait`: the target may wait for the first token of each epoch.
+        In AUTO, the target may wait for the first token of each epoch.
         """
         reach = (draft.round_trip_ns + draft.slowdown * costs.of(1)) / max(draft.ahead_ns, 1.0)
         lead = self._number or int(min(max(reach + _SPARE_LEAD, _MIN_LEAD), _LEADS[-1]))
-        found = [ahead(costs, draft, lead, waits=waits) for waits in ((False, True) if may_wait else (False,))]
+        ways = (False, True) if self.mode is Mode.AUTO else (False,)
+        found = [ahead(costs, draft, lead, waits=waits) for waits in ways]
         best = max((one for one in found if one.waited_ns <= self.max_wait_ns), key=lambda one: one.tokens_per_ns)
         patience_ns = _AHEAD_PATIENCE_FACTOR * best.waited_ns
         return Plan(f"{DRAFT} {_AHEAD}", best, DraftPace(lead), patience_ns, source=DRAFT)

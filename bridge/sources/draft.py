@@ -257,13 +257,13 @@ class DraftSource(CandidateSource):
         await self._drafter.sync(Sync(number, keep, tuple(ids), offset, pace.lead, batch))
 
     def _catches_up(self, epoch: DraftEpoch) -> bool:
-        """Returns whether a draft that is behind the target proposes the next useful token sooner without a new epoch.
+        """Returns whether a draft that lags after the target proposes the next useful token sooner without a new epoch.
 
         A new epoch costs a round trip and one forward, which reads everything committed.
         """
-        behind = len(epoch.unread) / self._token_bytes
+        lag = len(epoch.unread) / self._token_bytes
         waited_ns = self._clock() - self._asked_ns
-        return behind == 0 or behind * self.times.token_ns - waited_ns <= self.times.round_trip.value
+        return lag == 0 or lag * self.times.token_ns - waited_ns <= self.times.round_trip.value
 
     def _allow(self, token_count: int) -> None:
         # The draft may send each token in its own message, and end an epoch with a message without tokens.
