@@ -70,16 +70,17 @@ class Held:
         return self.sequence.tape.ids if self.sequence else self.ids
 
     def close(self) -> None:
-        """Frees its draft. May be called twice."""
+        """Ends its sequence. May be called twice."""
         if self.opening:
             self.opening.cancel()
         if self.sequence:
-            self.sequence.close()
+            self.sequence.release_draft()
+        self.sequence = None
 
     def refuse(self) -> None:
         """Gives it no more candidates, until the engine sends it from the beginning."""
         self.close()
-        self.sequence, self.ids, self.refused = None, [], True
+        self.ids, self.refused = [], True
 
 
 class Guest:
@@ -159,7 +160,7 @@ class Guest:
             until = await self._give_way(until)
         for held in self._choosing:
             with self._refusing(held):
-                if held.sequence and not held.sequence.closed:
+                if held.sequence:
                     await held.sequence.settle(alone=self._alone)
             until = await self._give_way(until)
         self._give_draft()
@@ -175,10 +176,11 @@ class Guest:
     def end(self, id_: int, *, complete: bool = False) -> None:
         """Ends a sequence, if it is known. `complete`: its text has ended, and so has a length to learn."""
         if held := self.held.pop(id_, None):
-            if complete and held.sequence:
-                held.sequence.observe_end()
+            sequence = held.sequence
+            if complete and sequence:
+                sequence.observe_end()
             held.close()
-            self._on_ended(id_, held.sequence.statistics if held.sequence else None)
+            self._on_ended(id_, sequence.statistics if sequence else None)
 
     def end_idle(self, idle_ns: int) -> None:
         """Ends the sequences that no step has named for this time."""

@@ -89,7 +89,7 @@ class GuestSequence:
         self._observed: tuple[Outcome, Plan] | None = None
         # The plan of the last choice, which the next forward follows.
         self._plan = self._speculation.plan
-        self._planned = self._refreshed = self._timed_out = self.closed = False
+        self._planned = self._refreshed = self._timed_out = False
         self._waited_ns = 0
         # The forwards until it can use a draft; None if it has one.
         self._forwards_to_draft: int | None = 0
@@ -116,11 +116,6 @@ class GuestSequence:
         """Returns whether it could use a draft: none was connected, others used them all, or its own failed."""
         return self._forwards_to_draft == 0
 
-    def close(self) -> None:
-        """Closes its draft. May be called twice."""
-        self.release_draft()
-        self.closed, self._forwards_to_draft = True, None
-
     def observe_end(self) -> None:
         """Records the length of its text, which has ended."""
         self._estimates.shared.observe_text(self.tape.generated_token_count)
@@ -131,7 +126,7 @@ class GuestSequence:
         self._sources.open_draft(self._open(draft))
 
     def release_draft(self) -> None:
-        """Goes on without its draft, which another sequence needs."""
+        """Goes on without its draft, if it has one. May be called twice."""
         self._sources.remove_draft()
         if self._draft:
             self._draft.drafter.close()  # also if it is still being opened
