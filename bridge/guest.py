@@ -189,7 +189,6 @@ class Guest:
             self.end(id_, complete=True)
 
     def close(self) -> None:
-        """Ends all sequences."""
         for id_ in tuple(self.held):
             self.end(id_)
 

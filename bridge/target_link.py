@@ -19,12 +19,9 @@ _PATIENCE_CHANGE = 4
 # An offer with the candidates that the target holds already is sent again if the target has candidates left for fewer
 # passes than this, or if the width has changed by more than this factor.
 _HELD_PASSES, _WIDTH_CHANGE = 2, 2
-
-
 # The tokens that a target may be ahead of the client. It gets more when half of them are committed, so that only a
 # client that reads slowly makes its target wait.
 CREDIT_TOKENS = 512
-
 # Rounding may make the logarithm of a probability of 1 positive.
 _MAX_LOGPROB = 1e-3
 
@@ -63,7 +60,6 @@ class TargetLink:
         return max(self.remaining - 1, 0)
 
     async def start(self, patience_ns: float) -> None:
-        """Lets the target begin."""
         self._patience_us = int(patience_ns // 1000)
         await self._target.run(Run(0, tuple(self._tape.ids), 0, 0, self._granted, self._patience_us))
 

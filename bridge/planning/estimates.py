@@ -162,12 +162,10 @@ class RequestEstimates:
         self, shared: TargetEstimates, sources: Sequence[CandidateSource] = (), draft: DraftEstimates | None = None
     ) -> None:
         self.shared = shared
-        self.chances = {
-            one.name: RequestChances(
-                shared.chances.setdefault(one.name, Chances(one.evidence_edges, one.prior_chances))
-            )
-            for one in sources
-        }
+        self.chances: dict[str, RequestChances] = {}
+        for one in sources:
+            known = shared.chances.setdefault(one.name, Chances(one.evidence_edges, one.prior_chances))
+            self.chances[one.name] = RequestChances(known)
         if draft:
             self.use_draft(draft)
         self.forward = ForwardTime(shared.costs.widths, shared.costs.single_ns)

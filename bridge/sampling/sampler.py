@@ -103,7 +103,6 @@ class History:
         self._counts.update(ids)
 
     def copy(self) -> "History":
-        """Returns an independent copy."""
         copied = History(self._prompt)
         copied._counts = self._counts.copy()
         return copied

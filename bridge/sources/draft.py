@@ -55,7 +55,6 @@ class DraftEpoch:
         self._confidences: list[float] = []
 
     def add(self, id_: int, data: bytes, confidence: float) -> None:
-        """Appends a proposed token."""
         self.token_ids.append(id_)
         self.unconfirmed += data
         self._offsets.append(self._confirmed_byte_count + len(self.unconfirmed))
