@@ -166,13 +166,14 @@ async def measure(
             draft = Draft(model, scripted.Distant(session, pair.round_trip_ms), draft_estimates)
             opening = Opening(tape, lambda model: Rendering(list(prompt), 0, text), clock=clock)
             sources = open_sources(opening, parameters.allows)
-            chain = SourceSet(sources, model, scripted.END)
+            own = RequestEstimates(estimates, sources)
+            chain = SourceSet(sources, model, scripted.END, on_draft=lambda draft: own.use_draft(draft.times))
             if parameters.allows(DRAFT):
                 chain.insert(DraftSource(draft, opening))
             loop = speculate(
                 TargetLink(target, model, tape, learning + tokens, clock),
                 chain,
-                Planner(parameters, RequestEstimates(estimates, sources, draft_estimates)),
+                Planner(parameters, own),
                 Statistics(),
                 clock,
             )

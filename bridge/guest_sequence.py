@@ -61,9 +61,9 @@ def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
 
 
 class GuestSequence:
-    """Follows one sequence of an engine, and proposes what continues it. `room`: how many candidates it can verify.
+    """Follows one sequence of an engine, and proposes what continues it. A draft may join it later.
 
-    Creating one takes time, because it indexes the prompt. A draft may join later.
+    `room`: how many candidates the engine can verify. To create a sequence takes time, because its prompt is indexed.
     """
 
     def __init__(self, shared: GuestOpening, ids: Sequence[int], generated_token_count: int) -> None:

@@ -158,16 +158,12 @@ class RequestEstimates:
     draft: DraftEstimates | None = None
     positions: RequestChances
 
-    def __init__(
-        self, shared: TargetEstimates, sources: Sequence[CandidateSource] = (), draft: DraftEstimates | None = None
-    ) -> None:
+    def __init__(self, shared: TargetEstimates, sources: Sequence[CandidateSource] = ()) -> None:
         self.shared = shared
         self.chances: dict[str, RequestChances] = {}
         for one in sources:
             known = shared.chances.setdefault(one.name, Chances(one.evidence_edges, one.prior_chances))
             self.chances[one.name] = RequestChances(known)
-        if draft:
-            self.use_draft(draft)
         self.forward = ForwardTime(shared.costs.widths, shared.costs.single_ns)
         self.waiting_gain = Ewma(0.0)
         self.token_bytes = Ewma(_PRIOR_TOKEN_BYTES)

@@ -8,12 +8,12 @@ import pytest
 from bridge.measuring.chances import Chances, RequestChances
 from bridge.measuring.costs import Ewma, ForwardTime, WidthCost
 from bridge.measuring.draft_estimates import DraftEstimates
-from bridge.planning.estimates import Correction, RequestEstimates, TargetEstimates
+from bridge.planning.estimates import Correction, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import Pass, Proposal
 from bridge.sources.source import DraftState, Offer, Outcome
-from tests.support.simulated import FLAT, MS, STEEP, Simulated, measured
+from tests.support.simulated import FLAT, MS, STEEP, Simulated, estimates_of, measured
 
 
 def test_an_average_begins_with_its_first_value() -> None:
@@ -83,7 +83,7 @@ def test_times_that_cannot_be_do_no_harm() -> None:
     draft = shared.draft("draft", [(3, 1), (3, 2)])
     for forward_ns in (0, 1, 2**40):
         draft.observe_proposal(Proposal(1, (1, 2), (), forward_ns=forward_ns, read_token_count=3), forward_ns, False)
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, (), draft))
+    planner = Planner(SpeculationParameters(), estimates_of(shared, draft))
     for forward_ns in (0, 0, 2**40, 0):
         plan = planner.plan((), DraftState())
         assert plan.patience_ns >= 0 and plan.prediction.tokens_per_ns > 0
@@ -129,7 +129,7 @@ def test_a_slowdown_is_forgotten_slowly(bad: float) -> None:
 def test_a_draft_s_tokens_are_counted_by_their_position() -> None:
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS)])
-    estimates = RequestEstimates(shared, (), draft)
+    estimates = estimates_of(shared, draft)
     offer = Offer((1, 2, 3), ("draft",) * 3, (0.5,) * 3)
     for _ in range(50):
         result = Pass(0, (1, 2, 9), 2, 3, forward_ns=MS)

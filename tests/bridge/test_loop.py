@@ -32,6 +32,7 @@ from services.model.draft.session import DraftSession
 from services.model.target.session import TargetSession
 from tests.support import tiny
 from tests.support.alone import PROMPT, QueuedDrafter, answer, oracle
+from tests.support.simulated import estimates_of
 
 MODES = st.sampled_from([Mode.LOCKSTEP, Mode.OPPORTUNISTIC, Mode.AUTO])
 
@@ -199,7 +200,8 @@ def test_output_is_the_targets_own_for_any_proposals(
                 sources = [suffix] if mode is Mode.AUTO else []
                 chain = SourceSet(sources, target, target.special_ids.eos[0])
                 chain.insert(source)
-                planner = Erratic(parameters, RequestEstimates(estimates, sources, estimates.draft("draft")), seed)
+                own = estimates_of(estimates, estimates.draft("draft"), sources)
+                planner = Erratic(parameters, own, seed)
                 loop = speculate(
                     TargetLink(session, target, tape, count),
                     chain,

@@ -28,7 +28,7 @@ from bridge.sources.source import DraftState, Offer, Outcome
 from bridge.sources.suffix import SuffixSource
 from bridge.tape import Tape
 from tests.support import tiny
-from tests.support.simulated import FLAT, MS, STEEP, Simulated, measured
+from tests.support.simulated import FLAT, MS, STEEP, Simulated, estimates_of, measured
 
 
 def expected(right: float, count: int) -> float:
@@ -174,7 +174,7 @@ def test_fixed_modes_are_constant(turns: int) -> None:
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS)])
     for mode in (Mode.LOCKSTEP, Mode.OPPORTUNISTIC):
-        planner = Planner(SpeculationParameters(mode, turns), RequestEstimates(shared, (), draft))
+        planner = Planner(SpeculationParameters(mode, turns), estimates_of(shared, draft))
         plan = planner.plan((), DraftState())
         assert (plan.pace.lead, plan.pace.turns, plan.patience_ns > 0) == (
             turns,
@@ -217,7 +217,7 @@ def test_to_read_the_prompt_does_not_keep_a_draft_from_being_used() -> None:
     """Reading the prompt costs as much as twenty passes, once; that is not worth it for three tokens."""
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS), (2, 2 * MS), (25, 25 * MS)], competes=True)
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, (), draft))
+    planner = Planner(SpeculationParameters(), estimates_of(shared, draft))
     planner.estimates.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
     state = DraftState(lag_token_count=200)
     assert planner.plan((), state, 500).prepares_turn
@@ -237,7 +237,7 @@ def test_the_time_to_read_a_prompt_is_measured() -> None:
     """It cannot be extrapolated from narrow forwards: a wide one takes a fifth of the time here."""
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS), (2, 2 * MS), (25, 25 * MS)], competes=True)
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, (), draft))
+    planner = Planner(SpeculationParameters(), estimates_of(shared, draft))
     planner.estimates.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
     state = DraftState(lag_token_count=200)
     assert not planner.plan((), state, 20).prepares_turn
@@ -299,7 +299,7 @@ def test_the_summary_names_every_way_with_its_speed() -> None:
 def test_a_tape_of_control_tokens_has_no_bytes_to_plan_by() -> None:
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS)])
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, (), draft))
+    planner = Planner(SpeculationParameters(), estimates_of(shared, draft))
     for _ in range(200):
         plan = planner.plan((), DraftState())
         planner.estimates.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=MS), Offer(), (b"",), MS), plan)

@@ -1,12 +1,13 @@
 """A simulated request with parameters for its target and draft, so that the planner can be tested without either."""
 
 import random
+from collections.abc import Sequence
 
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import MAX_CANDIDATES, Mode, Planner, SpeculationParameters
 from bridge.ports import Pass, Proposal
-from bridge.sources.source import DraftState, Offer, Outcome
+from bridge.sources.source import CandidateSource, DraftState, Offer, Outcome
 from bridge.sources.suffix import SuffixSource
 from bridge.sources.token_lookup import confidence
 from bridge.tape import Tape
@@ -21,6 +22,15 @@ HOPELESS = {width: 10.0 * width for width in range(1, 65)}
 
 def measured(times: dict[int, float]) -> list[tuple[int, int]]:
     return [(width, int(times[width] * MS)) for width in (1, 2, 3, 5, 9, 17, 25)]
+
+
+def estimates_of(
+    shared: TargetEstimates, draft: DraftEstimates | None, sources: Sequence[CandidateSource] = ()
+) -> RequestEstimates:
+    estimates = RequestEstimates(shared, sources)
+    if draft:
+        estimates.use_draft(draft)
+    return estimates
 
 
 class Simulated:
@@ -44,7 +54,7 @@ class Simulated:
         seed: int = 0,
     ) -> None:
         sources = [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))]
-        self.planner = Planner(SpeculationParameters(mode), RequestEstimates(shared, sources, draft))
+        self.planner = Planner(SpeculationParameters(mode), estimates_of(shared, draft, sources))
         self._times, self._right, self._draft, self._draft_ms = times, right, draft, draft_ms
         self._slowdown, self._match, self._noise = slowdown, match, random.Random(seed)
         self._runs_ahead = False
