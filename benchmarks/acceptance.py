@@ -20,9 +20,11 @@ from rich.table import Table
 
 from benchmarks import prompts
 from bridge.generation import Finished, generate
+from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
+from bridge.sources.source import Draft
 from bridge.text.chat import Chat
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET
 from services.engines.torch.engine import TorchEngine
@@ -108,7 +110,7 @@ async def _run(
         closing(TargetSession(target.model, target.scheduler, target.sampler(sampling, SEED))) as verifier,
         closing(DraftSession(draft.model, draft.scheduler, draft.sampler(drafting, seed))) as drafter,
     ):
-        drafts = [(draft.model, drafter)]
+        drafts = [Draft(draft.model, drafter, DraftEstimates(draft.model.forward_costs))]
         find = lambda _: drafts.pop() if drafts else None  # noqa: E731
         events = [event async for event in generate(request, target.model, verifier, find)]
     assert isinstance(events[-1], Finished)

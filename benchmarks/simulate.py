@@ -32,8 +32,9 @@ from benchmarks.scripted import Pair
 from bridge.loop import speculate
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner, SpeculationParameters
-from bridge.sources import SOURCES
-from bridge.sources.source import Draft, Opening
+from bridge.sources import open_sources
+from bridge.sources.draft import DraftSource
+from bridge.sources.source import DRAFT, Draft, Opening
 from bridge.sources.source_set import SourceSet
 from bridge.statistics import Statistics
 from bridge.tape import Tape
@@ -163,13 +164,16 @@ async def measure(
                 assistant_tokens = min(64, int((pair.round_trip_ms + pair.verify_ms) / pair.draft_ms) + 5)
             parameters, text = SpeculationParameters(mode, assistant_tokens), model.vocabulary.spell(prompt)
             draft = Draft(model, scripted.Distant(session, pair.round_trip_ms), draft_estimates)
-            opening = Opening(tape, lambda model: Rendering(list(prompt), 0, text), draft, clock=clock)
-            allowed = (one for one in SOURCES.values() if parameters.allows(one.name, takes_time=one.takes_time))
-            sources = [source for source in (one.open(opening) for one in allowed) if source]
+            opening = Opening(tape, lambda model: Rendering(list(prompt), 0, text), clock=clock)
+            sources = open_sources(opening, parameters.allows)
+            own = RequestEstimates(estimates, sources)
+            chain = SourceSet(sources, model, scripted.END, on_draft=lambda draft: own.use_draft(draft.times))
+            if parameters.allows(DRAFT):
+                chain.insert(DraftSource(draft, opening))
             loop = speculate(
                 TargetLink(target, model, tape, learning + tokens, clock),
-                SourceSet(sources, model, scripted.END),
-                Planner(parameters, RequestEstimates(estimates, sources, draft_estimates)),
+                chain,
+                Planner(parameters, own),
                 Statistics(),
                 clock,
             )

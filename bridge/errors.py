@@ -18,6 +18,7 @@ and is sent over gRPC as `ErrorInfo.reason`; `metadata` is sent as `ErrorInfo.me
 where they are raised.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 
@@ -33,6 +34,12 @@ class DraftBridgeError(Exception):
     def __init__(self, message: str, **metadata: object) -> None:
         super().__init__(message)
         self.metadata = {key: str(value) for key, value in metadata.items()}
+
+
+def require(holds: bool, error: Callable[..., DraftBridgeError], *details: object) -> None:
+    """Raises `error(*details)` unless a check holds."""
+    if not holds:
+        raise error(*details)
 
 
 class InvalidRequest(DraftBridgeError, reason="INVALID_REQUEST"):

@@ -17,15 +17,14 @@ from typing import TypeAlias
 
 from bridge.errors import DraftBridgeError, TargetFault
 from bridge.loop import speculate
-from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner
-from bridge.ports import Drafter, FinishReason, Logprob, TextGrammar, Verifier
+from bridge.ports import FinishReason, Logprob, TextGrammar, Verifier
 from bridge.request import Request, check, render, token_room
-from bridge.sources import SOURCES
-from bridge.sources.draft import DraftSource
-from bridge.sources.source import CandidateSource, Draft, Opening, Outcome
-from bridge.sources.source_set import Opened, SourceSet, Substitute
+from bridge.sources import open_sources
+from bridge.sources.draft import DraftSource, open_draft
+from bridge.sources.source import DRAFT, Draft, Opening, Outcome
+from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix_memory import SuffixMemory
 from bridge.statistics import Statistics
 from bridge.tape import Tape
@@ -35,7 +34,7 @@ from bridge.text.models import Model
 from bridge.text.stream import Span, TextStream
 
 # Returns another draft for the rest of a request, or None; see `generate`.
-NextDraft: TypeAlias = Callable[[Exception | None], tuple[Model, Drafter] | None]
+NextDraft: TypeAlias = Callable[[Exception | None], Draft | None]
 # The least time between two reports of a request's progress.
 _PROGRESS_NS = 100_000_000
 _OVERDUE = "the draft did not answer in time; the target no longer waits for it"
@@ -114,28 +113,26 @@ async def generate(
         grammar=grammar,
         clock=clock,
     )
-    sources = await asyncio.to_thread(_open_sources, request, opening)
-    own_estimates = RequestEstimates(estimates, sources)
-    open_draft: Substitute | None = None
-    if next_draft and request.speculation.allows(DraftSource.name, takes_time=True):
-        open_draft = partial(_open_draft, next_draft, opening, own_estimates, model, statistics)
-        if found := await open_draft(None):
-            source, take_over = found
-            sources.insert(0, source)
-            take_over()
-        else:
-            open_draft = None
+    at_once = await asyncio.to_thread(open_sources, opening, request.speculation.allows)
+    own_estimates = RequestEstimates(estimates, at_once)
     planner = Planner(request.speculation, own_estimates)
     # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
     end_id = next(iter(model.special_ids.eos), None)
     if isinstance(request.input, Chat):
         end_id = await asyncio.to_thread(end_of_turn, model) or end_id
-    chain = SourceSet(sources, model, end_id, open_draft, grammar)
+
+    def on_draft(draft: DraftSource) -> None:
+        own_estimates.use_draft(draft.times)
+        statistics.drafts.append(draft.model.name)
+
+    sources = SourceSet(at_once, model, end_id, grammar, on_draft)
+    if next_draft and request.speculation.allows(DRAFT):
+        await sources.use_drafts(partial(_find_draft, next_draft, opening, sources))
     link = TargetLink(target, model, tape, max_tokens, clock, request.logprobs)
     finish_reason: FinishReason | None = None
     first_token_ns = sent = sent_bytes = reported_ns = 0
-    passes = speculate(link, chain, planner, statistics, clock)
-    with closing(chain), ExitStack() as ended:
+    passes = speculate(link, sources, planner, statistics, clock)
+    with closing(sources), ExitStack() as ended:
         ended.callback(lambda: estimates.observe_text(tape.generated_token_count))
         if memory and request.tenant:
             # For the tenant's next requests, even if this one fails or its client disconnects.
@@ -153,7 +150,7 @@ async def generate(
                 sent_bytes += sum(map(len, outcome.data[: len(delta.token_ids)]))
                 if request.reports_progress and clock() - reported_ns >= _PROGRESS_NS:
                     reported_ns = clock()
-                    statistics.plan_summary = planner.summary(chain.state)
+                    statistics.note, statistics.plan_summary = sources.note, planner.summary(sources.state)
                     delta = replace(delta, progress=statistics)
                 yield delta
                 if text.stopped:
@@ -161,9 +158,9 @@ async def generate(
                     break
     if finish_reason is None:
         raise TargetFault("it ended the text without a finish reason")
-    statistics.finish(chain.opened)
-    statistics.plan_summary = planner.summary(chain.state)
-    statistics.note = statistics.note or chain.note or (_OVERDUE if chain.state and chain.state.overdue else "")
+    statistics.finish(sources.opened)
+    statistics.plan_summary = planner.summary(sources.state)
+    statistics.note = sources.note or (_OVERDUE if sources.state and sources.state.overdue else "")
     yield Finished(
         finish_reason=finish_reason,
         prompt_token_count=len(prompt.ids),
@@ -171,54 +168,22 @@ async def generate(
         generated_byte_count=sent_bytes,
         elapsed_ns=clock() - started,
         first_token_ns=first_token_ns,
-        mode=Mode.OFF if chain.empty else planner.mode,
+        mode=Mode.OFF if sources.empty else planner.mode,
         statistics=statistics,
     )
 
 
-def _open_sources(request: Request, opening: Opening) -> list[CandidateSource]:
-    """Returns the sources that the request allows, without a draft."""
-    allows = request.speculation.allows
-    found = [one.open(opening) for one in SOURCES.values() if allows(one.name, takes_time=one.takes_time)]
-    return [source for source in found if source]
-
-
-async def _open_draft(
-    next_draft: NextDraft,
-    opening: Opening,
-    estimates: RequestEstimates,
-    target: Model,
-    statistics: Statistics,
-    error: Exception | None,
-) -> Opened:
+async def _find_draft(
+    next_draft: NextDraft, opening: Opening, sources: SourceSet, error: Exception | None
+) -> DraftSource | None:
     """Opens the next draft that takes the request; see `SourceSet`."""
-    is_first, refused = not statistics.drafts, ""
-    while found := next_draft(error):
-        model, drafter = found
-        times = estimates.shared.draft(model.name, model.forward_costs, competes=model.competes_with(target))
+    while draft := next_draft(error):
         try:
-            source = await asyncio.to_thread(DraftSource.open, replace(opening, draft=Draft(model, drafter, times)))
-        except DraftBridgeError as refusal:  # its template may refuse what the target's accepts
-            drafter.close()
-            error, refused = refusal, refused or f"the draft could not take the request ({refusal})"
-            continue
-        except BaseException:  # cancelled, or a bug
-            drafter.close()
-            raise
-        assert source, "it has a draft"
-        if is_first and refused:
-            statistics.note = f"{refused}; another draft replaced it"
-        return source, partial(_take_over, estimates, statistics, source, times, model.name)
-    if is_first and refused:
-        statistics.note = f"{refused}; the target went on without it"
+            return await open_draft(draft, opening)
+        except DraftBridgeError as refusal:
+            error = refusal
+            sources.note_refusal(refusal)
     return None
-
-
-def _take_over(
-    estimates: RequestEstimates, statistics: Statistics, source: CandidateSource, times: DraftEstimates, name: str
-) -> None:
-    estimates.replace_draft(source, times)
-    statistics.drafts.append(name)
 
 
 def _delta(stream: TextStream, outcome: Outcome, *, final: bool) -> Delta:

@@ -13,13 +13,12 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import mul
 from time import perf_counter_ns
 
 from bridge.guest_sequence import GuestSequence
 from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts, share
+from bridge.planning.prediction import expected_count
 from bridge.ports import MAX_MEASURED_NS
 from bridge.sources.source import Draft, Outcome
 from bridge.statistics import Statistics
@@ -45,8 +44,6 @@ _WAITING_PROMISE = 0.05
 MAX_GAINED_TOKENS = 1 << 12
 # What follows a step lets other work of the event loop run at least this often.
 _SETTLING_NS = 1_000_000
-# The weight of a new value in the average time to share a forward, and the most of a deadline that is kept for it.
-_FRESH, _MAX_SHARING = 0.2, 0.25
 # A forward that ran more tokens than expected, by this factor, also read a prompt, which does not measure its width.
 _PROMPT_FACTOR = 1.5
 
@@ -73,20 +70,21 @@ class Held:
         return self.sequence.tape.ids if self.sequence else self.ids
 
     def close(self) -> None:
-        """Frees its draft. May be called twice."""
+        """Ends its sequence. May be called twice."""
         if self.opening:
             self.opening.cancel()
         if self.sequence:
-            self.sequence.close()
+            self.sequence.release_draft()
+        self.sequence = None
 
     def refuse(self) -> None:
         """Gives it no more candidates, until the engine sends it from the beginning."""
         self.close()
-        self.sequence, self.ids, self.refused = None, [], True
+        self.ids, self.refused = [], True
 
 
 class Guest:
-    """The sequences of one engine. `open_sequence` prepares one, given its ids, the number of generated ones, a draft.
+    """The sequences of one engine. `open_sequence` prepares one, given its ids and the number of generated ones.
 
     `find_draft` returns a draft for a sequence, or None if none is free; it is asked when the sequence begins (True)
     and, until it has one, after later steps (False).
@@ -99,7 +97,7 @@ class Guest:
     def __init__(
         self,
         model: Model,
-        open_sequence: Callable[[Sequence[int], int, Draft | None], Awaitable[GuestSequence]],
+        open_sequence: Callable[[Sequence[int], int], Awaitable[GuestSequence]],
         costs: BatchCosts,
         *,
         find_draft: Callable[[Held, bool], Draft | None] = lambda held, is_new: None,
@@ -114,14 +112,12 @@ class Guest:
         self._answered_ns = 0
         # How long the last step took, and when the last one began that named sequences.
         self.elapsed_ns = self.stepped_ns = 0
-        self._begun = self._turn = self._deadline_ns = 0
-        # How long it takes to share a forward, once all offers are known.
-        self._sharing_ns = 0.0
+        self._turn = self._deadline_ns = 0
         # Shared forwards in a row for which no offer seemed worth verifying.
         self._idle_forward_count, self._idle_limit = 0, _IDLE_FORWARDS
         self._alone = False
-        # Sequences that began in this step and can use candidates.
-        self._opening: list[asyncio.Task[None]] = []
+        # Sequences that began in this step, and those that can use candidates.
+        self._begun: list[tuple[SequenceUpdate, Held]] = []
         self._choosing: list[Held] = []
         self._failed = False
         # Updates that the last step had no time for.
@@ -134,7 +130,7 @@ class Guest:
 
     async def step(self, update: StepUpdate) -> Answer:
         """Takes a step, and returns its answer within the step's deadline. `settle` must be called after it."""
-        began, self._alone = self._clock(), len(update.sequences) == 1
+        began, self._alone, self._begun = self._clock(), len(update.sequences) == 1, []
         answer, self._deadline_ns = Answer(update.number), update.deadline_ns
         self.stepped_ns = began if update.sequences else self.stepped_ns
         for id_ in update.ended:
@@ -164,7 +160,7 @@ class Guest:
             until = await self._give_way(until)
         for held in self._choosing:
             with self._refusing(held):
-                if held.sequence and not held.sequence.closed:
+                if held.sequence:
                     await held.sequence.settle(alone=self._alone)
             until = await self._give_way(until)
         self._give_draft()
@@ -180,10 +176,11 @@ class Guest:
     def end(self, id_: int, *, complete: bool = False) -> None:
         """Ends a sequence, if it is known. `complete`: its text has ended, and so has a length to learn."""
         if held := self.held.pop(id_, None):
-            if complete and held.sequence:
-                held.sequence.observe_end()
+            sequence = held.sequence
+            if complete and sequence:
+                sequence.observe_end()
             held.close()
-            self._on_ended(id_, held.sequence.statistics if held.sequence else None)
+            self._on_ended(id_, sequence.statistics if sequence else None)
 
     def end_idle(self, idle_ns: int) -> None:
         """Ends the sequences that no step has named for this time."""
@@ -192,7 +189,6 @@ class Guest:
             self.end(id_, complete=True)
 
     def close(self) -> None:
-        """Ends all sequences."""
         for id_ in tuple(self.held):
             self.end(id_)
 
@@ -211,14 +207,14 @@ class Guest:
                 f"{self._model.context_length} tokens: describe the engine's own model and tokenizer"
             )
             return None
-        if held and held.refused and kept:
-            return None
-        if kept == 0 or held is None or len(held.tokens) < kept:
-            if kept:
-                answer.unknown.append(one.id)
-                self.end(one.id)
-                return None
+        if kept == 0:
             return self._begin(one, one.token_ids, one.generated_token_count, now)
+        if held and held.refused:
+            return None
+        if held is None or len(held.tokens) < kept:
+            answer.unknown.append(one.id)
+            self.end(one.id)
+            return None
         # The tape cannot go back, so a sequence that does begins anew; so does one that gains much at once, because
         # a sequence is opened in a thread.
         if kept < len(held.tokens) or len(one.token_ids) > MAX_GAINED_TOKENS:
@@ -240,39 +236,31 @@ class Guest:
         # A prompt has at least one token.
         generated_count = min(max(generated_count, 0), len(ids) - 1)
         held = self.held[one.id] = Held(list(ids), now, len(ids) - generated_count)
-        self._begun += 1
+        self._begun.append((one, held))
         self._on_held(one.id, len(ids), 0)
         if one.id not in self.held:  # it exceeds the limit alone
             return None
 
         async def open_() -> None:
-            known, draft = len(held.ids), self._find_draft(held, True)
-            sequence = await self._open_sequence(held.ids[:known], known - held.prompt_count, draft)
-            sequence.tape.commit(held.ids[known:])  # the tokens that came while it was opened
-            held.sequence, held.ids = sequence, []
-            if draft is None:
-                sequence.await_draft()
-            sequence.start()
-            sequence.allow_waiting(self._deadline_ns)
-            if self._alone or sequence.has_draft:  # a shared forward needs no plan
-                await sequence.settle(alone=True)
+            with self._refusing(held):
+                known = len(held.ids)
+                sequence = await self._open_sequence(held.ids[:known], known - held.prompt_count)
+                sequence.tape.commit(held.ids[known:])  # the tokens that came while it was opened
+                held.sequence, held.ids = sequence, []
+                if draft := self._find_draft(held, True):
+                    sequence.add_draft(draft)
+                sequence.allow_waiting(self._deadline_ns)
+                if self._alone:  # a shared forward needs no plan
+                    await sequence.settle(alone=True)
 
         held.opening = asyncio.create_task(open_())
-        if one.room != 0:
-            self._opening.append(held.opening)
-        held.opening.add_done_callback(lambda done: self._on_opened(held, done))
         return replace(one, token_ids=()), held
 
     async def _await_openings(self, named_count: int, deadline: int) -> None:
         """Waits for new sequences, so that they get candidates from their first step on, unless others would wait."""
-        opening, self._opening = self._opening, []
+        opening = [held.opening for one, held in self._begun if held.opening and one.room != 0]
         if len(opening) == named_count > 0 and (left := deadline - self._clock()) > 0:
             await asyncio.wait(opening, timeout=left / 1e9)
-
-    def _on_opened(self, held: Held, done: "asyncio.Task[None]") -> None:
-        if not done.cancelled():
-            with self._refusing(held):
-                done.result()
 
     @contextmanager
     def _refusing(self, held: Held) -> Iterator[None]:
@@ -290,11 +278,10 @@ class Guest:
 
         Returns None for several, and a time that also read a prompt, or is unknown, does not count.
         """
-        begun, self._begun = self._begun, 0
         count = len(update.sequences)
         candidate_count = sum(one.candidate_count for one in update.sequences)
         reads = update.forward_token_count > _PROMPT_FACTOR * (count + candidate_count)
-        if not engine_ns or begun or reads or not named:
+        if not engine_ns or self._begun or reads or not named:
             return None
         if count > 1:
             self._costs.observe(count, candidate_count, float(engine_ns))
@@ -328,24 +315,21 @@ class Guest:
         named = sorted(named, key=lambda pair: pair[1].promise, reverse=True)
         for _, held in named:
             held.promise += _WAITING_PROMISE
-        offered, began = [], self._clock()
-        sharing_ns = min(self._sharing_ns, _MAX_SHARING * (deadline - began))
+        offered = []
         for place, (one, held) in enumerate(named):
-            if self._clock() + sharing_ns > deadline:
+            if self._clock() > deadline:
                 self._uncommitted = named[place:]
                 break
             with self._refusing(held):
                 sequence = self._commit(one, held, None)
                 if sequence and not plain:
                     offer, chances = sequence.best_offer(considered)
-                    held.promise = sum(accumulate(chances, mul))
+                    held.promise = expected_count(chances)
                     if chances:
                         offered.append((one.id, sequence, offer, chances))
-        began = self._clock()
         widths = self._shared([chances for *_, chances in offered], count)
         for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
             answer.proposed += sequence.propose(id_, update.number, offer, width)
-        self._sharing_ns += _FRESH * (self._clock() - began - self._sharing_ns)
 
     def _shared(self, chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
         """Returns how many candidates of each offer to verify; see `share`."""

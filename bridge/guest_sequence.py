@@ -1,23 +1,22 @@
 """Holds one sequence of a guest: its tape, its sources and its planner, which are those of our own loop."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from operator import mul
 from time import perf_counter_ns
 
 from bridge.errors import DraftBridgeError, InvalidRequest, UnusableModel
 from bridge.guest_step import Proposed
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
-from bridge.planning.prediction import Plan
+from bridge.planning.prediction import Plan, expected_count
 from bridge.ports import Pass
-from bridge.sources import SOURCES
-from bridge.sources.draft import DraftSource
-from bridge.sources.source import CandidateSource, Draft, Offer, Opening, Outcome
-from bridge.sources.source_set import Opened, SourceSet
+from bridge.sources import open_sources
+from bridge.sources.draft import DraftSource, open_draft
+from bridge.sources.source import Draft, Offer, Opening, Outcome
+from bridge.sources.source_set import SourceSet
 from bridge.speculation import Speculation
 from bridge.statistics import Statistics
 from bridge.tape import Tape
@@ -26,6 +25,8 @@ from bridge.text.chat_reading import read_chat
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.models import Model
 from bridge.text.vocabulary import Rendering
+
+_log = logging.getLogger(__name__)
 
 # Answers whose candidates a forward may still have verified.
 _REMEMBERED_ANSWERS = 8
@@ -49,27 +50,6 @@ class GuestOpening:
     alone: bool = False
 
 
-def open_sequence(
-    shared: GuestOpening, ids: Sequence[int], generated_token_count: int, draft: Draft | None
-) -> "GuestSequence":
-    """Returns a sequence that is ready to start. Takes time, because it encodes the prompt for the draft.
-
-    Raises a `DraftBridgeError` if the prompt cannot be given to the draft.
-    """
-    model = shared.model
-    split = len(ids) - generated_token_count
-    prompt, tape = ids[:split], Tape(model.vocabulary, ids[:split])
-    tape.commit(ids[split:])
-    opening = Opening(tape, partial(_render, ids=prompt, source=model), draft, alone=shared.alone)
-    found = [source.open(opening) for name, source in SOURCES.items() if not shared.sources or name in shared.sources]
-    sources: list[CandidateSource] = [source for source in found if source]
-    end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
-    estimates = RequestEstimates(shared.estimates, sources, draft.times if draft else None)
-    # Without drafts only tokens are indexed.
-    byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, prompt)))
-    return GuestSequence(model, tape, SourceSet(sources, model, end_id), estimates, byte_count)
-
-
 def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
     """Returns an engine's prompt in a draft's tokens: a chat in the draft's own template, other text as it is."""
     if chat := read_chat(source, ids):
@@ -81,32 +61,40 @@ def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
 
 
 class GuestSequence:
-    """Follows one sequence of an engine, and proposes what continues it.
+    """Follows one sequence of an engine, and proposes what continues it. A draft may join it later.
 
-    `room`: how many candidates the engine can verify.
+    `room`: how many candidates the engine can verify. To create a sequence takes time, because its prompt is indexed.
     """
 
-    def __init__(
-        self, model: Model, tape: Tape, sources: SourceSet, estimates: RequestEstimates, prompt_byte_count: int
-    ) -> None:
-        self._model, self.tape, self._estimates = model, tape, estimates
-        self._prompt_byte_count = prompt_byte_count
-        self.room = _MAX_ROOM
-        planner = Planner(SpeculationParameters(), estimates)
-        planner.max_wait_ns = 0.0
-        self._speculation = Speculation(sources, planner, Statistics(), self.room)
+    def __init__(self, shared: GuestOpening, ids: Sequence[int], generated_token_count: int) -> None:
+        model, split = shared.model, len(ids) - generated_token_count
+        self.tape = Tape(model.vocabulary, ids[:split])
+        self._model, self.room = model, _MAX_ROOM
+        self._opening = Opening(self.tape, partial(_render, ids=ids[:split], source=model), alone=shared.alone)
+        # Without drafts only tokens are indexed.
+        self._prompt_byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, ids[:split])))
+        self.tape.commit(ids[split:])
+        parameters = SpeculationParameters(sources=shared.sources)
+        sources = open_sources(self._opening, parameters.allows)
+        self._estimates = RequestEstimates(shared.estimates, sources)
+        end_id = (end_of_turn(model) if model.run_template else None) or next(iter(model.special_ids.eos), None)
+        self._sources = SourceSet(sources, model, end_id, on_draft=lambda draft: self._estimates.use_draft(draft.times))
         self._news = asyncio.Event()
+        self._sources.start(self._news.set)
+        planner = Planner(parameters, self._estimates)
+        planner.max_wait_ns = 0.0
+        self._speculation = Speculation(self._sources, planner, Statistics(), self.room)
         self._answers: dict[int, tuple[int, Offer]] = {}
         self._rest = _NOTHING
         self._observed: tuple[Outcome, Plan] | None = None
         # The plan of the last choice, which the next forward follows.
         self._plan = self._speculation.plan
-        self._planned = self._refreshed = self._timed_out = self.closed = False
+        self._planned = self._refreshed = self._timed_out = False
         self._waited_ns = 0
         # The forwards until it can use a draft; None if it has one.
-        self._forwards_to_draft: int | None = None
+        self._forwards_to_draft: int | None = 0
         self._paused_forwards = _PAUSED_FORWARDS
-        self._late_draft: Draft | None = None
+        self._draft: Draft | None = None
 
     @property
     def statistics(self) -> Statistics:
@@ -121,57 +109,35 @@ class GuestSequence:
     @property
     def has_draft(self) -> bool:
         """Returns whether a draft proposes for it."""
-        return self._speculation.sources.state is not None
+        return self._sources.draft is not None
 
     @property
     def awaits_draft(self) -> bool:
         """Returns whether it could use a draft: none was connected, others used them all, or its own failed."""
         return self._forwards_to_draft == 0
 
-    def start(self) -> None:
-        """Starts its sources. Must be called in the event loop."""
-        self._speculation.sources.start(self._news.set)
-
-    def close(self) -> None:
-        """Stops its sources. May be called twice."""
-        self.closed = True
-        self._speculation.sources.close()
-        self._forwards_to_draft = None
-        if self._late_draft:
-            self._late_draft.drafter.close()
-
     def observe_end(self) -> None:
         """Records the length of its text, which has ended."""
         self._estimates.shared.observe_text(self.tape.generated_token_count)
 
-    def await_draft(self) -> None:
-        """Notes that it can use a draft."""
-        self._forwards_to_draft = 0
-
     def add_draft(self, draft: Draft) -> None:
-        """Lets a draft take part from now on, when it is open. Must be called in the event loop."""
-        self._late_draft, self._forwards_to_draft = draft, None
-        self._speculation.sources.add_slow(self._open(draft))
+        """Lets a draft take part once it has its prompt. Must be called in the event loop."""
+        self._draft, self._forwards_to_draft = draft, None
+        self._sources.open_draft(self._open(draft))
 
     def release_draft(self) -> None:
-        """Goes on without its draft, which another sequence needs."""
-        self._speculation.sources.remove_slow()
-        if self._late_draft:
-            self._late_draft.drafter.close()
-        self.await_draft()
+        """Goes on without its draft, if it has one. May be called twice."""
+        self._sources.remove_draft()
+        if self._draft:
+            self._draft.drafter.close()  # also if it is still being opened
+        self._forwards_to_draft = 0
 
-    async def _open(self, draft: Draft) -> Opened:
-        ids = self.tape.ids[: len(self.tape.ids) - self.tape.generated_token_count]
-        opening = Opening(self.tape, partial(_render, ids=ids, source=self._model), draft)
+    async def _open(self, draft: Draft) -> DraftSource | None:
         try:
-            source = await asyncio.to_thread(DraftSource.open, opening)
-        except BaseException as error:
-            draft.drafter.close()
-            if isinstance(error, DraftBridgeError):  # the prompt cannot be given to it
-                return None
-            raise
-        assert source, "it has a draft"
-        return source, partial(self._estimates.replace_draft, source, draft.times)
+            return await open_draft(draft, self._opening)
+        except DraftBridgeError as error:
+            _log.info("a sequence of an engine goes without its draft: %s", error.reason)
+            return None
 
     def limit_room(self, room: int | None) -> None:
         """Sets how many candidates the engine can verify; the context must have place for them."""
@@ -185,7 +151,7 @@ class GuestSequence:
     def commit(self, ids: Sequence[int], step: int, count: int, engine_ns: int | None) -> Outcome:
         """Appends tokens that the engine produced in a forward with the first `count` candidates of answer `step`.
 
-        An engine may have verified fewer: vLLM does not tell its proposer which candidates it left out.
+        An engine may have verified fewer: vLLM does not report to its proposer which candidates it left out.
         `engine_ns`: what the forward took, if it is known and ran no other sequence.
         """
         base, (start, offer) = len(self.tape.ids), self._answers.get(step, (0, _NOTHING))
@@ -202,7 +168,7 @@ class GuestSequence:
         self._timed_out, self._waited_ns = False, 0
         rest = self._rest
         self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == result.token_ids else _NOTHING
-        self._speculation.sources.observe(outcome)
+        self._sources.observe(outcome)
         self._planned = self._refreshed = False
         self._observed = outcome, self._plan
         for number in tuple(self._answers)[:-_REMEMBERED_ANSWERS]:
@@ -248,11 +214,11 @@ class GuestSequence:
         """Returns the most promising offer for a shared forward, and the chances of its first candidates."""
         limit = min(considered, self.room)
         if self.has_draft or len(self._rest.token_ids) < limit:
-            offers = self._speculation.sources.offers(_BYTES_PER_CANDIDATE * considered)
+            offers = self._sources.offers(_BYTES_PER_CANDIDATE * considered)
         else:
             offers = [self._rest]  # what was offered before goes on
         found = [(offer, self._estimates.chances_of(offer, limit)) for offer in offers]
-        best, chances = max(found, key=lambda one: sum(accumulate(one[1], mul)), default=(_NOTHING, []))
+        best, chances = max(found, key=lambda one: expected_count(one[1]), default=(_NOTHING, []))
         self._rest = best
         return best, chances
 
@@ -263,11 +229,11 @@ class GuestSequence:
         """
         speculation = self._speculation
         if self._observed:
-            speculation.planner.observe(*self._observed)
+            self._estimates.observe(*self._observed)
             speculation.statistics.observe(*self._observed)
             self._observed = None
             self._look_after_draft()
-        if not self._planned and (alone or self.has_draft or speculation.sources.seeking):
+        if not self._planned and (alone or self.has_draft or self._sources.seeking):
             self._planned = True
             if not alone:
                 self.allow_waiting(0)
@@ -281,7 +247,7 @@ class GuestSequence:
         """Notes that it can use another draft some time after its own has failed."""
         if self._forwards_to_draft:
             self._forwards_to_draft -= 1
-        elif self._speculation.sources.lost_slow and self._forwards_to_draft is None:
+        elif self._sources.lost_draft and self._forwards_to_draft is None:
             self._forwards_to_draft = self._paused_forwards
             self._paused_forwards = min(2 * self._paused_forwards, _MAX_PAUSED_FORWARDS)
 

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTooLong, TokenOutOfRange
+from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTooLong, TokenOutOfRange, require
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources import SOURCES
@@ -48,33 +48,25 @@ def check(request: Request) -> None:
             text.encode()
     except UnicodeEncodeError:
         raise InvalidField("the prompt", "Unicode text", "a lone surrogate") from None
-    max_tokens, min_tokens = request.max_tokens, request.sampling.min_tokens
-    if max_tokens is not None and max_tokens < 1:
-        raise InvalidField("max_tokens", "at least 1", max_tokens)
-    if max_tokens is not None and min_tokens > max_tokens:
-        raise InvalidField("sampling.min_tokens", f"at most max_tokens, {max_tokens}", min_tokens)
-    if len(request.stop) > MAX_STOP_STRINGS:
-        raise InvalidField("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(request.stop)} strings")
-    if "" in request.stop:
-        raise InvalidField("stop", "made of non-empty strings", "an empty one")
-    if request.logprobs is not None and request.logprobs > 100:
-        raise InvalidField("logprobs", "at most 100", request.logprobs)
-    speculation, named = request.speculation, request.speculation.sources
-    count, temperature = speculation.num_assistant_tokens, speculation.draft_temperature
-    if count is not None and not 1 <= count <= 64:
-        raise InvalidField("speculation.num_assistant_tokens", "between 1 and 64", count)
-    if temperature is not None and not 0.0 <= temperature <= 100.0:
-        raise InvalidField("speculation.draft_temperature", "between 0 and 100", temperature)
-    if not 0.0 <= (threshold := speculation.assistant_confidence_threshold) <= 1.0:
-        raise InvalidField("speculation.assistant_confidence_threshold", "between 0 and 1", threshold)
-    if unknown := set(named) - set(SOURCES):
-        raise InvalidField("speculation.sources", f"a selection of {', '.join(SOURCES)}", ", ".join(sorted(unknown)))
-    used = any(speculation.allows(name, takes_time=SOURCES[name].takes_time) for name in named)
-    if named and not used and speculation.mode is not Mode.OFF:
-        allowed = f"names of sources that mode {speculation.mode.value} uses"
-        raise InvalidField("speculation.sources", allowed, ", ".join(named))
-    if len(request.tenant) > MAX_TENANT_LENGTH:
-        raise InvalidField("tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(request.tenant))
+    most, least, stop, tenant = request.max_tokens, request.sampling.min_tokens, request.stop, request.tenant
+    given, named = request.speculation, request.speculation.sources
+    count, temperature = given.num_assistant_tokens, given.draft_temperature
+    threshold, unknown = given.assistant_confidence_threshold, sorted(set(named) - set(SOURCES))
+    used = not named or given.mode is Mode.OFF or any(map(given.allows, named))
+    for holds, name, allowed, got in (
+        (most is None or most >= 1, "max_tokens", "at least 1", most),
+        (most is None or least <= most, "sampling.min_tokens", f"at most max_tokens, {most}", least),
+        (len(stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(stop)} strings"),
+        ("" not in stop, "stop", "made of non-empty strings", "an empty one"),
+        ((request.logprobs or 0) <= 100, "logprobs", "at most 100", request.logprobs),
+        (count is None or 1 <= count <= 64, "speculation.num_assistant_tokens", "between 1 and 64", count),
+        (0.0 <= (temperature or 0.0) <= 100.0, "speculation.draft_temperature", "between 0 and 100", temperature),
+        (0.0 <= threshold <= 1.0, "speculation.assistant_confidence_threshold", "between 0 and 1", threshold),
+        (not unknown, "speculation.sources", f"a selection of {', '.join(SOURCES)}", ", ".join(unknown)),
+        (used, "speculation.sources", f"names of sources that mode {given.mode.value} uses", ", ".join(named)),
+        (len(tenant) <= MAX_TENANT_LENGTH, "tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(tenant)),
+    ):
+        require(holds, InvalidField, name, allowed, got)
 
 
 def check_size(request: Request, limit_bytes: int) -> None:
@@ -87,8 +79,8 @@ def check_size(request: Request, limit_bytes: int) -> None:
             size += len(json.dumps([dict(variables), *(dict(one.fields) for one in messages)]))
         case ids:
             size = 4 * len(ids)
-    if size > limit_bytes:
-        raise InvalidField("the prompt", f"at most {limit_bytes} bytes long on this bridge (--prompt-limit)", size)
+    allowed = f"at most {limit_bytes} bytes long on this bridge (--prompt-limit)"
+    require(size <= limit_bytes, InvalidField, "the prompt", allowed, size)
 
 
 def render(request: Request, model: Model, source: Model) -> Rendering:
@@ -108,13 +100,11 @@ def render(request: Request, model: Model, source: Model) -> Rendering:
 def token_room(request: Request, model: Model, prompt_ids: Sequence[int]) -> int:
     """Returns the limit on generated tokens. Raises `InvalidRequest` if prompt and limit exceed the model's context."""
     count, context = len(prompt_ids), model.context_length
-    for id_ in prompt_ids:
-        if not model.has(id_):
-            raise TokenOutOfRange(id_, model.vocabulary.size, model.name)
-    if count == 0:
-        raise EmptyPrompt
-    if count >= context:
-        raise PromptTooLong(count, context, model.name)
-    if request.max_tokens is not None and request.max_tokens > context - count:
-        raise MaxTokensTooLarge(request.max_tokens, count, context, model.name)
-    return request.max_tokens or context - count
+    if not model.has_all(prompt_ids):
+        unknown = next(id_ for id_ in prompt_ids if not model.has(id_))
+        raise TokenOutOfRange(unknown, model.vocabulary.size, model.name)
+    require(count > 0, EmptyPrompt)
+    require(count < context, PromptTooLong, count, context, model.name)
+    max_tokens = request.max_tokens or context - count
+    require(max_tokens <= context - count, MaxTokensTooLarge, max_tokens, count, context, model.name)
+    return max_tokens

@@ -42,7 +42,7 @@ class Speculation:
     def observe(self, outcome: Outcome) -> None:
         """Reports which candidates of a pass were accepted."""
         self.sources.observe(outcome)
-        self.planner.observe(outcome, self.plan)
+        self.planner.estimates.observe(outcome, self.plan)
         self.statistics.observe(outcome, self.plan)
 
     def refresh(self, limit_bytes: int = MAX_OFFERED_BYTES) -> None:

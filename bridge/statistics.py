@@ -65,21 +65,21 @@ class Statistics:
     @property
     def predicted_tokens_per_second(self) -> float:
         """Returns the predicted speed over all passes after the first, or 0 without such passes."""
-        plans = self.plans.values()
-        predicted_ns = sum(one.predicted_ns for one in plans)
-        return 1e9 * sum(one.predicted_token_count for one in plans) / predicted_ns if predicted_ns else 0.0
+        return self._per_second("predicted_token_count", "predicted_ns")
 
     @property
     def plain_tokens_per_second(self) -> float:
         """Returns the speed that the planner predicted for the same passes without candidates."""
-        plain_ns = sum(one.plain_ns for one in self.plans.values())
-        return 1e9 * sum(one.token_count for one in self.plans.values()) / plain_ns if plain_ns else 0.0
+        return self._per_second("token_count", "plain_ns")
 
     @property
     def measured_tokens_per_second(self) -> float:
         """Returns the measured speed over the same passes."""
-        elapsed_ns = sum(one.elapsed_ns for one in self.plans.values())
-        return 1e9 * sum(one.token_count for one in self.plans.values()) / elapsed_ns if elapsed_ns else 0.0
+        return self._per_second("token_count", "elapsed_ns")
+
+    def _per_second(self, count: str, ns: str) -> float:
+        counted, total_ns = (sum(getattr(one, name) for one in self.plans.values()) for name in (count, ns))
+        return 1e9 * counted / total_ns if total_ns else 0.0
 
     def observe(self, outcome: Outcome, plan: Plan) -> None:
         """Counts a pass that was made under a plan."""

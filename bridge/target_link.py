@@ -19,12 +19,9 @@ _PATIENCE_CHANGE = 4
 # An offer with the candidates that the target holds already is sent again if the target has candidates left for fewer
 # passes than this, or if the width has changed by more than this factor.
 _HELD_PASSES, _WIDTH_CHANGE = 2, 2
-
-
 # The tokens that a target may be ahead of the client. It gets more when half of them are committed, so that only a
 # client that reads slowly makes its target wait.
 CREDIT_TOKENS = 512
-
 # Rounding may make the logarithm of a probability of 1 positive.
 _MAX_LOGPROB = 1e-3
 
@@ -63,7 +60,6 @@ class TargetLink:
         return max(self.remaining - 1, 0)
 
     async def start(self, patience_ns: float) -> None:
-        """Lets the target begin."""
         self._patience_us = int(patience_ns // 1000)
         await self._target.run(Run(0, tuple(self._tape.ids), 0, 0, self._granted, self._patience_us))
 
@@ -140,8 +136,7 @@ class TargetLink:
             raise TargetFault(f"a pass starts at token {result.base_token_count}, not at {len(self._tape.ids)}")
         if not 1 <= len(ids) <= self.remaining:
             raise TargetFault(f"a pass has {len(ids)} tokens, and the credit is {self.remaining}")
-        chosen = [*ids, *(id_ for one in result.logprobs for id_, _ in one.top)]
-        if not all(self._model.has(id_) for id_ in chosen):
+        if not self._model.has_all([*ids, *(id_ for one in result.logprobs for id_, _ in one.top)]):
             raise TargetFault(f"a pass has a token id that {self._model.name} cannot produce")
         if len(result.logprobs) != (0 if self._logprobs is None else len(ids)):
             raise TargetFault(f"a pass has {len(result.logprobs)} log probabilities for {len(ids)} tokens")
@@ -158,16 +153,13 @@ class TargetLink:
             raise TargetFault("a pass reports a time of more than an hour")
         if result.near_tie_count > len(ids):
             raise TargetFault(f"a pass reports {result.near_tie_count} near ties among {len(ids)} tokens")
-        if result.offer_id not in self._offers:
-            if result.offer_id or count or accepted:
-                raise TargetFault(f"a pass has candidates of offer {result.offer_id}, which is unknown or outdated")
-            tried = Offer()
-        else:
-            base, offer = self._offers[result.offer_id]
-            start = result.base_token_count - base
-            tried = offer.part(start, start + count)
-            if len(tried.token_ids) != count or accepted > min(count, len(ids)):
-                raise TargetFault(f"a pass has {accepted} accepted of {count} candidates, more than were offered")
+        if result.offer_id not in self._offers and (result.offer_id or count or accepted):
+            raise TargetFault(f"a pass has candidates of offer {result.offer_id}, which is unknown or outdated")
+        base, offer = self._offers.get(result.offer_id, (0, Offer()))
+        start = result.base_token_count - base
+        tried = offer.part(start, start + count)
+        if len(tried.token_ids) != count or accepted > min(count, len(ids)):
+            raise TargetFault(f"a pass has {accepted} accepted of {count} candidates, more than were offered")
         if tried.token_ids[:accepted] != tuple(ids[:accepted]):
             raise TargetFault("the accepted tokens of a pass are not the candidates that were offered")
         return tried

@@ -94,21 +94,22 @@ class TemplateLimitExceeded(UnusableModel, reason="TEMPLATE_LIMIT_EXCEEDED"):
 
 
 class Exhausted(DraftBridgeError, reason="EXHAUSTED"):
-    """The same request may succeed a moment later. `retry_seconds` is the delay before the next attempt."""
+    """The same request may succeed a moment later, after `retry_seconds`. `remedy`: what else helps."""
 
     retry_seconds: ClassVar[float] = 1.0
+
+    def __init__(self, problem: str, remedy: str, retry_seconds: float = retry_seconds, **metadata: object) -> None:
+        text = f"{problem}: try again in {retry_seconds:.1f} s, {remedy}"
+        super().__init__(text, **metadata, retry_seconds=retry_seconds)
 
 
 class SlotsExhausted(Exhausted, reason="SLOTS_EXHAUSTED"):
     """A model server is full."""
 
     def __init__(self, count: int, waiting: int) -> None:
+        problem = f"all {count} slots of this model server are in use, and its queue of {waiting} requests is full"
         super().__init__(
-            f"all {count} slots of this model server are in use, and its queue of {waiting} requests is full: "
-            f"try again in {self.retry_seconds} s, or start it with more --slots or a longer --queue",
-            slot_count=count,
-            queue_limit=waiting,
-            retry_seconds=self.retry_seconds,
+            problem, "or start it with more --slots or a longer --queue", slot_count=count, queue_limit=waiting
         )
 
 
@@ -117,10 +118,7 @@ class BridgeBusy(Exhausted, reason="BRIDGE_BUSY"):
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"this bridge runs {limit} requests already: try again in {self.retry_seconds} s, or start it with more "
-            "--max-requests",
-            limit=limit,
-            retry_seconds=self.retry_seconds,
+            f"this bridge runs {limit} requests already", "or start it with more --max-requests", limit=limit
         )
 
 
@@ -128,43 +126,27 @@ class SandboxBusy(Exhausted, reason="SANDBOX_BUSY"):
     """The sandbox cannot run the model's chat template, or try a grammar, now."""
 
     def __init__(self, detail: str, task: str = "run the model's chat template", instead: str = "a prompt") -> None:
-        super().__init__(
-            f"the sandbox cannot {task} now ({detail}): try again in {self.retry_seconds} s, or send {instead} instead",
-            retry_seconds=self.retry_seconds,
-        )
+        super().__init__(f"the sandbox cannot {task} now ({detail})", f"or send {instead} instead")
 
 
 class TokenizersFull(Exhausted, reason="TOKENIZERS_FULL"):
     """The tokenizers of connected engines leave no room for another one."""
 
     def __init__(self, limit_bytes: int) -> None:
-        super().__init__(
-            f"the tokenizers of the connected engines fill the {limit_bytes} bytes for them: try again in "
-            f"{self.retry_seconds} s, or start the bridge with a larger --guest-memory",
-            limit_bytes=limit_bytes,
-            retry_seconds=self.retry_seconds,
-        )
+        problem = f"the tokenizers of the connected engines fill the {limit_bytes} bytes for them"
+        super().__init__(problem, "or start the bridge with a larger --guest-memory", limit_bytes=limit_bytes)
 
 
 class Overloaded(Exhausted, reason="OVERLOADED"):
     def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"this server already runs {limit} calls: try again in {self.retry_seconds} s, or start it with a higher "
-            "--call-limit",
-            call_limit=limit,
-            retry_seconds=self.retry_seconds,
-        )
+        problem = f"this server already runs {limit} calls"
+        super().__init__(problem, "or start it with a higher --call-limit", call_limit=limit)
 
 
 class KeyLimitReached(Exhausted, reason="KEY_LIMIT_REACHED"):
     def __init__(self, key: str, limit: str, retry_seconds: float) -> None:
-        super().__init__(
-            f"the key {key} has reached its limit of {limit}: try again in {retry_seconds:.1f} s, or ask the operator "
-            "of this server for a higher limit",
-            key=key,
-            limit=limit,
-            retry_seconds=retry_seconds,
-        )
+        problem, remedy = f"the key {key} has reached its limit of {limit}", "or ask the operator of this server"
+        super().__init__(problem, f"{remedy} for a higher limit", retry_seconds, key=key, limit=limit)
 
 
 class Unauthenticated(DraftBridgeError, reason="UNAUTHENTICATED"):

@@ -18,6 +18,9 @@ _CACHED_CONTEXTS = 4
 # than most drafts reach, because a draft that is never tried is never measured.
 _POSITIONS = (2, 3, 4, 5, 7, 9, 13)
 _POSITION_PRIORS = (0.75, 0.8, 0.8, 0.8, 0.85, 0.85, 0.85, 0.85)
+# Groups of the probability that the draft reports for a candidate, and the assumed chance that it is right.
+_CONFIDENCES = (0.3, 0.5, 0.7, 0.9, 0.97)
+_CONFIDENCE_PRIORS = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95)
 # The passes with a draft that runs ahead after which its slowdown of the target counts as known, and the weight of
 # each further pass.
 _SLOWDOWN_PASSES, _FRESH_SLOWDOWN = 8, 0.02
@@ -38,6 +41,7 @@ class DraftEstimates:
     def __init__(self, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False) -> None:
         single_ns = dict(forward_costs).get(1, 0)
         self.forward = ForwardTime(WidthCost.measured(forward_costs), float(single_ns))
+        # The nanoseconds of a message to the draft and its answer, without the draft's forwards.
         self.round_trip = Ewma(PRIOR_ROUND_TRIP_NS, count=1)
         self._prior_slowdown = PRIOR_SLOWDOWN if competes else 1.0
         self.slowdown = Ewma(self._prior_slowdown, count=1)
@@ -45,16 +49,10 @@ class DraftEstimates:
         # The time to read a prompt, relative to that extrapolated from narrow forwards.
         self.reading = Ewma(1.0)
         self.positions = Chances(_POSITIONS, _POSITION_PRIORS)
+        self.chances = Chances(_CONFIDENCES, _CONFIDENCE_PRIORS)
         # The passes since the draft was last used, and those after which it is tried.
         self.idle_pass_count, self.trial_interval = 0, _MIN_TRIAL_INTERVAL
-        # By name of the source that proposes the draft's tokens.
-        self.chances: dict[str, Chances] = {}
         self._contexts: deque[Sequence[int]] = deque(maxlen=_CACHED_CONTEXTS)
-
-    @property
-    def round_trip_ns(self) -> float:
-        """Returns the nanoseconds of a message to the draft and its answer, without the draft's forwards."""
-        return self.round_trip.value
 
     @property
     def token_ns(self) -> float:

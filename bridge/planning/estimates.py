@@ -14,7 +14,7 @@ from bridge.measuring.chances import Chances, RequestChances
 from bridge.measuring.costs import MAX_DELAY_RATIO, PRIOR_HOP_NS, Ewma, ForwardTime, WidthCost
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.prediction import Plan, Prediction
-from bridge.sources.source import CandidateSource, Offer, Outcome
+from bridge.sources.source import DRAFT, CandidateSource, Offer, Outcome
 
 # Average bytes of a target token until some were seen, and the weight of each new token.
 _PRIOR_TOKEN_BYTES, _TOKEN_BYTES_FRESH = 4.0, 0.02
@@ -107,7 +107,7 @@ class TargetEstimates:
         single_ns = float(dict(forward_costs).get(1, 0))
         self._loads = [_Load(WidthCost.measured(forward_costs), single_ns)]
         self._running = 0
-        # By source that takes no time.
+        # By source that proposes at once.
         self.chances: dict[str, Chances] = {}
         self.corrections: dict[str, Correction] = {}
         self.drafts: dict[str, DraftEstimates] = {}
@@ -150,18 +150,20 @@ class TargetEstimates:
 
 
 class RequestEstimates:
-    """Estimates for one request, which also updates `shared` and `draft`.
+    """Estimates for one request, which also updates `shared` and those of its `draft`.
 
-    `draft` holds the estimates of the source that takes time to propose, named `drafting_source`; None without one.
+    `sources`: those that propose at once.
     """
 
-    def __init__(
-        self, shared: TargetEstimates, sources: Sequence[CandidateSource] = (), draft: DraftEstimates | None = None
-    ) -> None:
-        self.shared, self.draft = shared, draft
-        self.drafting_source = next((source.name for source in sources if source.takes_time), "")
-        self.chances = {source.name: self._chances_of(source) for source in sources}
-        self.positions = RequestChances((draft or DraftEstimates()).positions, _HOPE)
+    draft: DraftEstimates | None = None
+    positions: RequestChances
+
+    def __init__(self, shared: TargetEstimates, sources: Sequence[CandidateSource] = ()) -> None:
+        self.shared = shared
+        self.chances: dict[str, RequestChances] = {}
+        for one in sources:
+            known = shared.chances.setdefault(one.name, Chances(one.evidence_edges, one.prior_chances))
+            self.chances[one.name] = RequestChances(known)
         self.forward = ForwardTime(shared.costs.widths, shared.costs.single_ns)
         self.waiting_gain = Ewma(0.0)
         self.token_bytes = Ewma(_PRIOR_TOKEN_BYTES)
@@ -169,18 +171,14 @@ class RequestEstimates:
         self.pass_count, self.target_waits = 0, False
         self._tried_draft = False
 
-    def replace_draft(self, source: CandidateSource, draft: DraftEstimates) -> None:
-        """Goes on with another draft, whose source has taken the place of the one before."""
-        self.draft, self.drafting_source = draft, source.name
-        self.chances[source.name] = self._chances_of(source)
+    def use_draft(self, draft: DraftEstimates) -> None:
+        """Goes on with a draft, perhaps in place of another one."""
+        self.draft = draft
+        self.chances[DRAFT] = RequestChances(draft.chances)
         self.positions = RequestChances(draft.positions, _HOPE)
 
-    def _chances_of(self, source: CandidateSource) -> RequestChances:
-        known = self.draft.chances if source.takes_time and self.draft else self.shared.chances
-        return RequestChances(known.setdefault(source.name, Chances(source.evidence_edges, source.prior_chances)))
-
     def corrected(self, source: str, found: Prediction, plain_ns: float) -> Prediction:
-        """Returns a prediction for candidates of a source that takes no time; see `Correction.applied`."""
+        """Returns a prediction for candidates of a source that proposes at once; see `Correction.applied`."""
         correction = self.shared.corrections.get(source)
         return correction.applied(found, plain_ns) if correction else found
 
@@ -205,7 +203,7 @@ class RequestEstimates:
         if self.draft:
             for data in outcome.data:
                 self.token_bytes.observe(len(data), _TOKEN_BYTES_FRESH)
-            drafted = self.drafting_source in used
+            drafted = DRAFT in used
             self.draft.idle_pass_count = 0 if drafted else self.draft.idle_pass_count + 1
             if drafted and not self._tried_draft:
                 self._tried_draft = plan.is_trial
@@ -248,7 +246,6 @@ class RequestEstimates:
         for name, chances in self.chances.items():
             chances.observe([(evidence, right) for source, evidence, right in verified if source == name])
         if self.draft:
-            drafted = self.drafting_source
             self.positions.observe(
-                [(place + 1, right) for place, (source, _, right) in enumerate(verified) if source == drafted]
+                [(place + 1, right) for place, (source, _, right) in enumerate(verified) if source == DRAFT]
             )

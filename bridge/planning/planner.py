@@ -19,14 +19,14 @@ from bridge.planning.prediction import (
     plain,
     with_candidates,
 )
-from bridge.sources.source import DraftPace, Offer, Outcome, SourceState
+from bridge.sources.source import DRAFT, DraftPace, DraftState, Offer
 
 # The most candidates that are planned for one forward, and the lengths of a draft's turn in tokens.
 MAX_CANDIDATES = MAX_WIDTH - 1
 _LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 # The smallest lead of a draft that runs ahead, and the tokens that are added to the lead that it needs.
 _MIN_LEAD, _SPARE_LEAD = 8, 4
-# Candidates of sources that take no time are offered for this many passes, so that the target need not wait for more.
+# Candidates of sources that propose at once are offered for this many passes, so that the target need not wait.
 _OFFERED_PASSES = 6
 # The factor of the patience over the predicted wait, the same for a draft that runs ahead, and the minimum. The target
 # waits less for a draft that runs ahead, because only its first candidates may be late.
@@ -42,7 +42,7 @@ _MIN_GAIN, _MIN_CHANGE = 1.05, 1.03
 # After this many passes for each running request that do not use an available source, or plain decoding, it is tried,
 # because what is never tried is never measured.
 _IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES = 100, 100
-# A draft is tried only in these first passes of a request: the target reads the prompt, is told to wait, and verifies.
+# A draft is tried only in these first passes of a request: the target reads the prompt, is asked to wait, and verifies.
 # Reading the prompt must not cost the draft more than this share of the time since it was last used.
 _TRIAL_PASSES, _TRIAL_SHARE = 3, 0.01
 # A draft that takes turns reads at most about this many tokens at the start of each; it reads more only once.
@@ -77,15 +77,15 @@ class SpeculationParameters:
     draft_temperature: float | None = None
     sources: tuple[str, ...] = ()
 
-    def allows(self, source: str, *, takes_time: bool) -> bool:
-        """Returns whether a source may propose. LOCKSTEP and OPPORTUNISTIC use only sources that take time."""
+    def allows(self, source: str) -> bool:
+        """Returns whether a source may propose. LOCKSTEP and OPPORTUNISTIC use only a draft."""
         if self.mode is Mode.OFF or (self.sources and source not in self.sources):
             return False
-        return takes_time or self.mode is Mode.AUTO
+        return source == DRAFT or self.mode is Mode.AUTO
 
 
 class Planner:
-    """Plans the passes of one request. Only `begin` and `observe` change state.
+    """Plans the passes of one request, from its `estimates`, which only `begin` changes.
 
     `max_wait_ns`: set for a target that asks for candidates after each pass, and waits no longer than this for them.
     """
@@ -94,9 +94,9 @@ class Planner:
         self.mode = parameters.mode
         self.max_wait_ns = inf
         self._number = parameters.num_assistant_tokens
-        self._estimates = estimates
+        self.estimates = estimates
 
-    def plan(self, offers: Sequence[Offer], state: SourceState | None, room: int = _LEADS[-1]) -> Plan:
+    def plan(self, offers: Sequence[Offer], state: DraftState | None, room: int = _LEADS[-1]) -> Plan:
         """Returns the plan for the next pass, given the present offers and the state of the draft, if there is one.
 
         `room` is the number of candidates that are still useful.
@@ -104,13 +104,17 @@ class Planner:
         costs = self._target_costs()
         alone = Plan("plain", plain(costs), patience_ns=self._patience_ns(costs))
         draft = None if state is None or state.overdue else self._draft_costs(state)
-        if self.mode is not Mode.AUTO:
-            best = self._fixed(draft, costs, room) or replace(alone, patience_ns=0.0)
-        else:
+        if self.mode is Mode.AUTO:
             best = self._best(alone, offers, state, draft, costs, room)
-        target_waits = self.max_wait_ns < inf or self._estimates.target_waits
+        elif draft is None:
+            best = replace(alone, patience_ns=0.0)
+        elif self.mode is Mode.LOCKSTEP:
+            best = replace(self._in_turns(draft, costs, room), patience_ns=_LOCKSTEP_PATIENCE_NS)
+        else:
+            best = self._ahead(draft, costs)
+        target_waits = self.max_wait_ns < inf or self.estimates.target_waits
         if best.pace.turns and self._slowdown > _FREE_SLOWDOWN and not target_waits:
-            # The target may have begun a pass, which the draft would slow down. So the target is told to wait first.
+            # The target may have begun a pass, which the draft would slow down. So the target is asked to wait first.
             best = replace(alone, patience_ns=best.patience_ns, prepares_turn=True)
         pace = best.pace if best.pace.lead <= room else replace(best.pace, lead=room)
         return replace(best, pace=pace, plain_ns=costs.of(1))
@@ -130,25 +134,21 @@ class Planner:
         found = self._widths(offers, costs)
         if not found:
             return Offer(), 0
-        best, width = max(found, key=lambda one: with_candidates(self._estimates.chances_of(*one), costs).tokens_per_ns)
+        best, width = max(found, key=lambda one: with_candidates(self.estimates.chances_of(*one), costs).tokens_per_ns)
         if plan.holds_back:
             return best.part(0, width), width
-        drafted = best.sources.count(self._estimates.drafting_source)
+        drafted = best.sources.count(DRAFT)
         # The draft proposes more in time. Candidates of other sources are offered for several passes.
         return best.part(0, max(width, drafted) if drafted else _OFFERED_PASSES * width), width
 
     def begin(self, plan: Plan) -> None:
         """Records that a pass has begun under a plan, for a target that is planned for before it reports the pass."""
         if plan.is_trial:
-            self._estimates.shared.idle_pass_counts[plan.source] = 0
+            self.estimates.shared.idle_pass_counts[plan.source] = 0
 
-    def observe(self, outcome: Outcome, plan: Plan) -> None:
-        """Records a pass that was made under a plan."""
-        self._estimates.observe(outcome, plan)
-
-    def summary(self, state: SourceState | None) -> str:
+    def summary(self, state: DraftState | None) -> str:
         """Describes the speed that the planner now predicts for each way to get candidates."""
-        if self.mode is not Mode.AUTO or not self._estimates.forward.known:
+        if self.mode is not Mode.AUTO or not self.estimates.forward.known:
             return ""
         costs = self._target_costs()
         ways = [Plan("plain", plain(costs))]
@@ -161,34 +161,25 @@ class Planner:
             text += f"; a pass takes {self._slowdown:.1f} times as long while the draft computes"
         return text
 
-    def _fixed(self, draft: DraftCosts | None, costs: TargetCosts, room: int) -> Plan | None:
-        """Returns the plan of a mode that the user chose; None without a draft."""
-        if draft is None:
-            return None
-        if self.mode is Mode.LOCKSTEP:
-            leads = (self._number,) if self._number else _LEADS
-            return replace(self._in_turns(draft, costs, room, leads), patience_ns=_LOCKSTEP_PATIENCE_NS)
-        return self._ahead(draft, costs, may_wait=False)
-
     def _best(
         self,
         alone: Plan,
         offers: Sequence[Offer],
-        state: SourceState | None,
+        state: DraftState | None,
         draft: DraftCosts | None,
         costs: TargetCosts,
         room: int,
     ) -> Plan:
         """Returns the fastest plan, or one that is to be tried because it was not used for long."""
-        estimates = self._estimates
+        estimates = self.estimates
         load, idle = estimates.shared.load, estimates.shared.idle_pass_counts
         if idle[""] >= _IDLE_PLAIN_PASSES * load:
             return replace(alone, is_trial=True)
-        at_hand = [offer for offer in offers if offer.sources[0] != estimates.drafting_source]
+        at_hand = [offer for offer in offers if offer.sources[0] != DRAFT]
         for offer in at_hand:
             if idle[offer.sources[0]] >= _IDLE_SOURCE_PASSES * load and estimates.is_promising(offer):
                 # The number of candidates that are all right with a chance of one half.
-                width = min(max(int(log(0.5) / log(self._estimates.chances_of(offer, 1)[0])), 1), MAX_CANDIDATES)
+                width = min(max(int(log(0.5) / log(self.estimates.chances_of(offer, 1)[0])), 1), MAX_CANDIDATES)
                 return replace(self._at_hand(offer, width, costs, 0.0), is_trial=True, trial_width=width)
         ways = [alone, *(self._at_hand(*one, costs, alone.patience_ns) for one in self._widths(at_hand, costs))]
         drafts = []
@@ -208,7 +199,7 @@ class Planner:
                 and estimates.pass_count < _TRIAL_PASSES
             ):
                 return replace(drafts[0], is_trial=True, trial_width=drafts[0].pace.lead)
-        kept = f"{estimates.drafting_source} {_AHEAD if state and state.runs_ahead else _TURNS}"
+        kept = f"{DRAFT} {_AHEAD if state and state.runs_ahead else _TURNS}"
         best = max(
             (*ways, *drafts),
             key=lambda plan: _speed(plan) * (_MIN_GAIN if plan is alone else _MIN_CHANGE if plan.name == kept else 1.0),
@@ -224,65 +215,66 @@ class Planner:
             return replace(best, pace=beside.pace)
         return best
 
-    def _in_turns(self, draft: DraftCosts, costs: TargetCosts, room: int, leads: Sequence[int] = _LEADS) -> Plan:
+    def _in_turns(self, draft: DraftCosts, costs: TargetCosts, room: int) -> Plan:
         """Returns the best plan in which the target waits for the draft to propose some tokens, then verifies them."""
-        leads = [lead for lead in leads if lead <= (self._number or lead)]
+        leads = [lead for lead in _LEADS if lead <= (self._number or lead)]
+        if self._number and self.mode is Mode.LOCKSTEP:
+            leads = [self._number]
         lead, best = best_turn(costs, draft, leads, self.max_wait_ns)
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
         # The draft reads its prompt once for all passes; on other hardware, it does so while the target reads its own.
-        if self._estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
-            left = self._estimates.shared.text_tokens.value
+        if self.estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
+            left = self.estimates.shared.text_tokens.value
             if self.max_wait_ns == inf:  # otherwise the room is that of one forward
                 left = min(left, room)
             best = replace(best, ns=best.ns + draft.prompt_ns / max(left / best.tokens, 1.0))
-        source = self._estimates.drafting_source
-        return Plan(f"{source} {_TURNS}", best, DraftPace(lead, turns=True), patience_ns, source=source)
+        return Plan(f"{DRAFT} {_TURNS}", best, DraftPace(lead, turns=True), patience_ns, source=DRAFT)
 
-    def _ahead(self, draft: DraftCosts, costs: TargetCosts, *, may_wait: bool = True) -> Plan:
+    def _ahead(self, draft: DraftCosts, costs: TargetCosts) -> Plan:
         """Returns the best plan in which the draft computes while the target does.
 
-        `may_wait`: the target may wait for the first token of each epoch.
+        In AUTO, the target may wait for the first token of each epoch.
         """
         reach = (draft.round_trip_ns + draft.slowdown * costs.of(1)) / max(draft.ahead_ns, 1.0)
         lead = self._number or int(min(max(reach + _SPARE_LEAD, _MIN_LEAD), _LEADS[-1]))
-        found = [ahead(costs, draft, lead, waits=waits) for waits in ((False, True) if may_wait else (False,))]
+        ways = (False, True) if self.mode is Mode.AUTO else (False,)
+        found = [ahead(costs, draft, lead, waits=waits) for waits in ways]
         best = max((one for one in found if one.waited_ns <= self.max_wait_ns), key=lambda one: one.tokens_per_ns)
-        source = self._estimates.drafting_source
         patience_ns = _AHEAD_PATIENCE_FACTOR * best.waited_ns
-        return Plan(f"{source} {_AHEAD}", best, DraftPace(lead), patience_ns, source=source)
+        return Plan(f"{DRAFT} {_AHEAD}", best, DraftPace(lead), patience_ns, source=DRAFT)
 
     def _at_hand(self, offer: Offer, width: int, costs: TargetCosts, patience_ns: float) -> Plan:
-        """Returns the plan to send an offer of a source that takes no time."""
-        chance = self._estimates.chances_of(offer, 1)[0]
+        """Returns the plan to send an offer of a source that proposes at once."""
+        chance = self.estimates.chances_of(offer, 1)[0]
         # If the first candidate is right, waiting for it saves a 1-token pass; if not, it costs the wider pass's extra.
         gain_ns = chance * costs.of(1) - (1 - chance) * (costs.of(width + 1) - costs.of(1))
-        source, found = offer.sources[0], with_candidates(self._estimates.chances_of(offer, width), costs)
-        found = self._estimates.corrected(source, found, costs.of(1))
+        source, found = offer.sources[0], with_candidates(self.estimates.chances_of(offer, width), costs)
+        found = self.estimates.corrected(source, found, costs.of(1))
         return Plan(source, found, DraftPace(), patience_ns, gain_ns, source=source)
 
     def _widths(self, offers: Sequence[Offer], costs: TargetCosts) -> list[tuple[Offer, int]]:
         """Returns each offer that is worth sending, with the number of its candidates that one forward takes."""
-        widths = ((offer, best_width(self._estimates.chances_of(offer, MAX_CANDIDATES), costs)) for offer in offers)
+        widths = ((offer, best_width(self.estimates.chances_of(offer, MAX_CANDIDATES), costs)) for offer in offers)
         return [(offer, width) for offer, width in widths if width]
 
     def _patience_ns(self, costs: TargetCosts) -> float:
         """Returns how long the target may wait for candidates that the bridge already has; 0 if that gained little."""
-        gains = self._estimates.waiting_gain.value > _WAITING_MARGIN * costs.hop_ns
+        gains = self.estimates.waiting_gain.value > _WAITING_MARGIN * costs.hop_ns
         return max(_PATIENCE_FACTOR * costs.hop_ns, _MIN_PATIENCE_NS) if gains else 0.0
 
     @property
     def _slowdown(self) -> float:
-        return self._estimates.draft.slowdown.value if self._estimates.draft else 1.0
+        return self.estimates.draft.slowdown.value if self.estimates.draft else 1.0
 
     def _target_costs(self) -> TargetCosts:
         """Returns the cost of passes for all running requests, each of which waits for this request's candidates."""
-        forward, shared = self._estimates.forward, self._estimates.shared
+        forward, shared = self.estimates.forward, self.estimates.shared
         single_ns = forward.single_ns or _PRIOR_PASS_NS
         return TargetCosts(single_ns, forward.widths.table, shared.costs.hop.value, shared.load)
 
-    def _draft_costs(self, state: SourceState) -> DraftCosts:
-        draft, estimates = self._estimates.draft, self._estimates
-        assert draft is not None, "a source that takes time has estimates"
+    def _draft_costs(self, state: DraftState) -> DraftCosts:
+        draft, estimates = self.estimates.draft, self.estimates
+        assert draft is not None, "a draft has estimates"
         # Until it is measured, a draft is assumed to be several times as fast as the target.
         token_ns = draft.forward.single_ns or _PRIOR_DRAFT_SPEED * (estimates.forward.single_ns or _PRIOR_PASS_NS)
         lag = state.lag_token_count
@@ -293,7 +285,7 @@ class Planner:
             ahead_ns=token_ns * draft.ahead_slowdown.value,
             read_ns=token_ns * read_tokens,
             prompt_ns=token_ns * max(draft.read_tokens(lag) - read_tokens, 0.0),
-            round_trip_ns=draft.round_trip_ns,
+            round_trip_ns=draft.round_trip.value,
             slowdown=draft.slowdown.value,
             target_tokens=state.token_bytes / max(estimates.token_bytes.value, _MIN_TOKEN_BYTES),
             survival=tuple(accumulate(chances, mul)),

@@ -129,9 +129,14 @@ def plain(costs: TargetCosts) -> Prediction:
     return Prediction(1.0, costs.of(1))
 
 
+def expected_count(chances: Sequence[float]) -> float:
+    """Returns how many candidates are right on average, given the chance of each if all before it are right."""
+    return float(sum(accumulate(chances, mul)))
+
+
 def with_candidates(chances: Sequence[float], costs: TargetCosts) -> Prediction:
     """Predicts a pass with available candidates, given the chance of each if all before it are right."""
-    return Prediction(1.0 + sum(accumulate(chances, mul)), costs.of(len(chances) + 1))
+    return Prediction(1.0 + expected_count(chances), costs.of(len(chances) + 1))
 
 
 def best_width(chances: Sequence[float], costs: TargetCosts) -> int:

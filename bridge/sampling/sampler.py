@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bridge.errors import EngineFailure, InvalidField
+from bridge.errors import EngineFailure, InvalidField, require
 from bridge.sampling.grammar import Grammar
 from bridge.sampling.noise import GUMBEL_RANGE, Float64, Int64, gumbel, reaching
 
@@ -57,15 +57,17 @@ class SamplingParameters:
         """Returns itself, or raises `InvalidField`. `has_token` returns whether the model has an id, if it is known."""
         for name, (low, high, allowed) in _RANGES.items():
             value = getattr(self, name)
-            _check(name, value, value is None or low <= value <= high, allowed)
+            require(value is None or low <= value <= high, InvalidField, f"sampling.{name}", allowed, value)
         for id_, bias in self.logit_bias.items():
-            _check(f"logit_bias[{id_}]", bias, -1e9 <= bias <= 1e9, "between -1e9 and 1e9")
+            name, allowed = f"sampling.logit_bias[{id_}]", "between -1e9 and 1e9"
+            require(-1e9 <= bias <= 1e9, InvalidField, name, allowed, bias)
         for name in ("logit_bias", "stop_token_ids"):
             for id_ in getattr(self, name):
-                _check(name, id_, has_token(id_), "ids that the target has a token for")
+                require(has_token(id_), InvalidField, f"sampling.{name}", "ids that the target has a token for", id_)
         if self.grammar:
             self.grammar.checked()
-            _check("ignore_eos", self.ignore_eos, not self.ignore_eos, "false with a grammar, which ends the text")
+            allowed = "false with a grammar, which ends the text"
+            require(not self.ignore_eos, InvalidField, "sampling.ignore_eos", allowed, self.ignore_eos)
         return self
 
     @property
@@ -86,11 +88,6 @@ class SamplingParameters:
         return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos)
 
 
-def _check(name: str, value: object, holds: bool, allowed: str) -> None:
-    if not holds:
-        raise InvalidField(f"sampling.{name}", allowed, value)
-
-
 class History:
     """Holds what penalties and `min_tokens` depend on: the ids of the prompt, and the count of each generated id."""
 
@@ -106,7 +103,6 @@ class History:
         self._counts.update(ids)
 
     def copy(self) -> "History":
-        """Returns an independent copy."""
         copied = History(self._prompt)
         copied._counts = self._counts.copy()
         return copied

@@ -8,19 +8,18 @@ from typing import ClassVar
 from bridge.errors import ProtocolViolation, Unreachable
 from bridge.ports import MAX_MEASURED_NS, Proposal, Sync
 from bridge.sources.source import (
+    DRAFT,
     MAX_OFFERED_BYTES,
     CandidateSource,
     Continuation,
     Draft,
     DraftPace,
+    DraftState,
     Opening,
     Outcome,
-    SourceState,
 )
-from bridge.tape import Tape
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.translation import DraftContext
-from bridge.text.vocabulary import Rendering
 
 # The assumed average bytes of a draft token, until the draft has proposed some.
 _TOKEN_BYTES = 4.0
@@ -56,7 +55,6 @@ class DraftEpoch:
         self._confidences: list[float] = []
 
     def add(self, id_: int, data: bytes, confidence: float) -> None:
-        """Appends a proposed token."""
         self.token_ids.append(id_)
         self.unconfirmed += data
         self._offsets.append(self._confirmed_byte_count + len(self.unconfirmed))
@@ -97,14 +95,14 @@ class DraftEpoch:
         """Returns the number of proposed tokens that end within the length of the committed text."""
         return bisect_right(self._offsets, self._confirmed_byte_count + len(self.unread)) - 1
 
-    def ahead(self, source: str) -> Continuation | None:
+    def ahead(self) -> Continuation | None:
         """Returns the proposal beyond the committed text; None if there is none or the two disagree."""
         if self.unread or not (self.unconfirmed or self.ended):
             return None
         start = self._confirmed_byte_count
         first = bisect_left(self._offsets, start)
         return Continuation(
-            source,
+            DRAFT,
             bytes(self.unconfirmed),
             starts=tuple(offset - start for offset in self._offsets[first : len(self._confidences)]),
             confidences=tuple(self._confidences[first:]),
@@ -112,25 +110,36 @@ class DraftEpoch:
         )
 
 
+async def open_draft(draft: Draft, opening: Opening) -> "DraftSource":
+    """Returns a draft as a source, once a thread has encoded its prompt. The draft is closed if that fails.
+
+    Raises a `DraftBridgeError` if the prompt cannot be rendered: its template may refuse what the target's accepts.
+    """
+    try:
+        return await asyncio.to_thread(DraftSource, draft, opening)
+    except BaseException:  # also if it is cancelled
+        draft.drafter.close()
+        raise
+
+
 class DraftSource(CandidateSource):
     """Proposes the bytes that a draft model proposes; `offer_of` turns them into candidates.
 
     The draft's context always spells committed bytes. While the target commits what the draft proposed, the draft
-    continues; where they differ, a sync resets it to the last committed byte.
+    continues; where they differ, a sync resets it to the last committed byte. It works in `advance`. `propose` raises
+    the error that made the draft unusable.
+
+    Creating one encodes its prompt; see `open_draft`.
     """
 
-    name: ClassVar[str] = "draft"
-    takes_time: ClassVar[bool] = True
-    evidence_edges: ClassVar[tuple[float, ...]] = (0.3, 0.5, 0.7, 0.9, 0.97)
-    prior_chances: ClassVar[tuple[float, ...]] = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95)
+    name: ClassVar[str] = DRAFT
 
-    def __init__(self, draft: Draft, tape: Tape, prompt: Rendering, threshold: float, clock: Callable[[], int]) -> None:
-        self._tape = tape
-        self._drafter, self._model, self._times, self._clock = draft.drafter, draft.model, draft.times, clock
-        self._context = DraftContext(draft.model.vocabulary, prompt)
-        self._threshold = threshold
+    def __init__(self, draft: Draft, opening: Opening) -> None:
+        self._tape, self._clock, self._threshold = opening.tape, opening.clock, opening.confidence_threshold
+        self._drafter, self.model, self.times = draft.drafter, draft.model, draft.times
+        self._context = DraftContext(draft.model.vocabulary, opening.render(draft.model))
         ids = self._context.ids
-        self._prompt_lag = max(len(ids) - self._times.cached_token_count(ids), 1)
+        self._prompt_lag = max(len(ids) - self.times.cached_token_count(ids), 1)
         self._epoch: DraftEpoch | None = None
         self._overdue = self._encoding = False
         self._vain_pass_count = 0
@@ -145,19 +154,13 @@ class DraftSource(CandidateSource):
         self._reader: asyncio.Task[None] | None = None
         self._error: Exception | None = None
 
-    @classmethod
-    def open(cls, opening: Opening) -> "DraftSource | None":
-        """Returns the source, or None without a draft. Raises a `DraftBridgeError` if the prompt cannot be rendered."""
-        if (draft := opening.draft) is None:
-            return None
-        return cls(draft, opening.tape, opening.render(draft.model), opening.confidence_threshold, opening.clock)
-
     @property
-    def state(self) -> SourceState:
+    def state(self) -> DraftState:
+        """Returns how far its proposals are."""
         epoch = self._epoch
         if epoch is None:
-            return SourceState(lag_token_count=self._prompt_lag)
-        return SourceState(
+            return DraftState(lag_token_count=self._prompt_lag)
+        return DraftState(
             lag_token_count=max(round(len(epoch.unread) / self._token_bytes), 1),
             token_bytes=self._token_bytes,
             awaited=not (epoch.turn_over or self._overdue or epoch.parted),
@@ -167,6 +170,8 @@ class DraftSource(CandidateSource):
         )
 
     def start(self, notify: Callable[[], None]) -> None:
+        """Starts to receive proposals; `notify` is called when there is news."""
+
         async def read() -> None:
             try:
                 async for proposal in self._drafter.proposals():
@@ -182,7 +187,7 @@ class DraftSource(CandidateSource):
     def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         if self._error:
             raise self._error
-        return None if self._epoch is None or after else self._epoch.ahead(self.name)
+        return None if self._epoch is None or after else self._epoch.ahead()
 
     def observe(self, outcome: Outcome) -> None:
         if self._epoch:
@@ -192,11 +197,12 @@ class DraftSource(CandidateSource):
                 self._overdue |= self._epoch.turns or self._vain_pass_count >= _VAIN_PASSES
         if self._silent_since_ns is not None:
             silent_ns, reads = self._clock() - self._silent_since_ns, not self.proposed_token_count
-            reading_ns = _READING_FACTOR * self._times.reading_ns(self._prompt_lag) if reads else 0.0
+            reading_ns = _READING_FACTOR * self.times.reading_ns(self._prompt_lag) if reads else 0.0
             if silent_ns > _MAX_SILENCE_NS + reading_ns:
                 self._error = Unreachable("the draft", f"it has sent nothing for {silent_ns / 1e9:.0f} seconds")
 
     async def advance(self, pace: DraftPace) -> None:
+        """Lets the draft work on what follows the tape."""
         epoch = self._epoch
         if pace.lead == 0 or self._overdue or self._encoding:
             return
@@ -209,11 +215,12 @@ class DraftSource(CandidateSource):
         await self._sync(pace)
 
     def close(self) -> None:
+        """Stops the draft and frees its slot. May be called twice."""
         if self._reader:
             self._reader.cancel()
         self._drafter.close()
         if self._epoch:
-            self._times.observe_context(self._context.ids)
+            self.times.observe_context(self._context.ids)
 
     async def _grant(self, epoch: DraftEpoch, lead: int) -> None:
         # The lead counts from the end of the committed text, which the draft may not have reached.
@@ -249,13 +256,13 @@ class DraftSource(CandidateSource):
         await self._drafter.sync(Sync(number, keep, tuple(ids), offset, pace.lead, batch))
 
     def _catches_up(self, epoch: DraftEpoch) -> bool:
-        """Returns whether a draft that is behind the target proposes the next useful token sooner without a new epoch.
+        """Returns whether a draft that lags after the target proposes the next useful token sooner without a new epoch.
 
         A new epoch costs a round trip and one forward, which reads everything committed.
         """
-        behind = len(epoch.unread) / self._token_bytes
+        lag = len(epoch.unread) / self._token_bytes
         waited_ns = self._clock() - self._asked_ns
-        return behind == 0 or behind * self._times.token_ns - waited_ns <= self._times.round_trip_ns
+        return lag == 0 or lag * self.times.token_ns - waited_ns <= self.times.round_trip.value
 
     def _allow(self, token_count: int) -> None:
         # The draft may send each token in its own message, and end an epoch with a message without tokens.
@@ -276,7 +283,7 @@ class DraftSource(CandidateSource):
         if proposal.token_ids:
             answers = not epoch.token_ids
             round_trip_ns = now - self._asked_ns - proposal.queue_ns - proposal.forward_ns
-            self._times.observe_proposal(proposal, max(round_trip_ns, 0) if answers else None, not epoch.turns)
+            self.times.observe_proposal(proposal, max(round_trip_ns, 0) if answers else None, not epoch.turns)
         self._asked_ns = now
         self._vain_pass_count = 0
         for id_, confidence in zip(proposal.token_ids, proposal.confidence or (1.0,) * epoch.credit, strict=False):
@@ -289,7 +296,7 @@ class DraftSource(CandidateSource):
             self._notify()
 
     def _check(self, proposal: Proposal) -> None:
-        count, size = len(proposal.token_ids), self._model.vocabulary_size
+        count, size = len(proposal.token_ids), self.model.vocabulary_size
         self._credited_messages -= 1
         self._credited_tokens -= count
         if self._credited_messages < 0 or self._credited_tokens < 0:
@@ -311,8 +318,8 @@ class DraftSource(CandidateSource):
     def _add(self, epoch: DraftEpoch, id_: int, confidence: float) -> None:
         if epoch.done:
             return
-        data = self._model.vocabulary.token_bytes(id_)
-        epoch.ended = id_ in self._model.special_ids.eos
+        data = self.model.vocabulary.token_bytes(id_)
+        epoch.ended = id_ in self.model.special_ids.eos
         if epoch.ended or not data:
             # Any other control token has no meaning for the target.
             epoch.done = True

@@ -20,6 +20,8 @@ from bridge.text.models import Model
 from bridge.text.translation import candidates
 from bridge.text.vocabulary import Rendering, Vocabulary
 
+# The name of the source that is a draft model. The others propose at once.
+DRAFT = "draft"
 # The most bytes of a proposal that are translated for one offer: enough candidates for several forwards.
 MAX_OFFERED_BYTES = 512
 
@@ -80,8 +82,8 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class SourceState:
-    """The state of a source that takes time to propose, such as a model.
+class DraftState:
+    """How far a draft is with its proposals.
 
     `lag_token_count`: committed tokens, in its own vocabulary, that it must read before it can propose, without those
     that it has probably cached. `token_bytes`: average bytes of its tokens. `awaited`: a proposal is due. `overdue`:
@@ -99,7 +101,7 @@ class SourceState:
 
 @dataclass(frozen=True)
 class DraftPace:
-    """The way in which a source that takes time is to work.
+    """The way in which a draft is to work.
 
     `lead`: the most tokens that it may be ahead of the tape; 0 pauses it. `turns`: it sends them all in one message,
     and then waits for the target; otherwise each token has its own message.
@@ -124,12 +126,11 @@ class Opening:
 
     `tape` holds the prompt and, later, what the target commits. `render` returns the prompt in another model's tokens,
     or raises a `DraftBridgeError`. `elsewhere` finds a match of a text's end in earlier outputs. `grammar`: what the
-    text must satisfy. `alone`: no source that takes time will ever take part.
+    text must satisfy. `alone`: no draft will ever take part.
     """
 
     tape: Tape
     render: Callable[[Model], Rendering]
-    draft: Draft | None = None
     confidence_threshold: float = 0.0
     elsewhere: Callable[[bytes], Match | None] | None = None
     grammar: TextGrammar | None = None
@@ -138,24 +139,18 @@ class Opening:
 
 
 class CandidateSource(ABC):
-    """Proposes how a text continues, which it reads from the tape. Only `observe` and `advance` change its state.
+    """Proposes how a text continues, which it reads from the tape. `propose` does not change its state.
 
-    A source that takes time, such as a model, works in `advance` and reports its `state`. `propose` or `observe` raises
-    the error that made it unusable. `evidence_edges` divide its evidence into groups; for each group the bridge learns
-    how often candidates are right, and starts from the group's item in `prior_chances`.
+    For one that proposes at once, `evidence_edges` divide its evidence into groups; for each group the bridge learns
+    how often candidates are right, and starts from the group's item in `prior_chances`. A draft has these in its
+    `DraftEstimates`.
     """
 
     name: ClassVar[str]
-    takes_time: ClassVar[bool] = False
     evidence_edges: ClassVar[tuple[float, ...]]
     prior_chances: ClassVar[tuple[float, ...]]
     proposed_token_count: int = 0
     compute_ns: int = 0
-
-    @classmethod
-    @abstractmethod
-    def open(cls, opening: Opening) -> "CandidateSource | None":
-        """Returns the source for a request, or None if the request cannot use it."""
 
     @abstractmethod
     def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
@@ -166,20 +161,6 @@ class CandidateSource(ABC):
 
     def observe(self, outcome: Outcome) -> None:  # noqa: B027
         """Records what the target committed, which the tape already holds."""
-
-    @property
-    def state(self) -> SourceState | None:
-        """Returns the state of a source that takes time; None if it proposes at once."""
-        return None
-
-    def start(self, notify: Callable[[], None]) -> None:  # noqa: B027
-        """Starts to receive proposals; `notify` is called when there is news."""
-
-    async def advance(self, pace: DraftPace) -> None:  # noqa: B027
-        """Lets the source work on what follows the tape."""
-
-    def close(self) -> None:  # noqa: B027
-        """Stops the source and frees its resources. May be called twice."""
 
 
 def offer_of(

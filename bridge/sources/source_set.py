@@ -9,14 +9,16 @@ from typing import TypeAlias
 
 from bridge.errors import DraftBridgeError, Unreachable
 from bridge.ports import TextGrammar
+from bridge.sources.draft import DraftSource
 from bridge.sources.source import (
+    DRAFT,
     MAX_OFFERED_BYTES,
     CandidateSource,
     Continuation,
     DraftPace,
+    DraftState,
     Offer,
     Outcome,
-    SourceState,
     offer_of,
 )
 from bridge.text.models import Model
@@ -25,20 +27,19 @@ _log = logging.getLogger(__name__)
 
 # After this many passes without any candidate, another draft is tried.
 _UNUSED_PASSES = 64
-# A source and a function to call when it takes over, or None if no source is left to take over.
-Opened: TypeAlias = tuple[CandidateSource, Callable[[], None]] | None
-# Opens a source in place of one that failed with an error, or that does not pay (None). An error ends all searches.
-Substitute: TypeAlias = Callable[[Exception | None], Awaitable[Opened]]
+# Finds another draft for the rest of a request, given the error of the present one, or None if that gains nothing.
+FindDraft: TypeAlias = Callable[[Exception | None], Awaitable[DraftSource | None]]
+_ALONE = "the target went on without it"
 # The most continuations of one offer, of sources that continue each other.
 _MAX_PARTS = 8
 
 
 class SourceSet:
-    """Combines sources in order of preference. A source that fails is dropped, which costs speed, never text.
+    """Combines sources in order of preference, a draft before all others.
 
-    `end_id` is the target's id for a proposed end of the text, or None if the target has no such id. `substitute`
-    opens another source in place of one that takes time, while the others go on. What the request's
-    `grammar` refuses is not offered.
+    A source that fails is dropped, which costs speed, never text. `end_id` is the target's id for a proposed end of the
+    text, or None if the target has no such id. What the request's `grammar` refuses is not offered. `on_draft` is
+    called when a draft takes over, at the start or in place of another one.
     """
 
     def __init__(
@@ -46,16 +47,18 @@ class SourceSet:
         sources: Sequence[CandidateSource],
         model: Model,
         end_id: int | None,
-        substitute: Substitute | None = None,
         grammar: TextGrammar | None = None,
+        on_draft: Callable[[DraftSource], None] = lambda draft: None,
     ) -> None:
+        self.draft: DraftSource | None = None
         self._sources = list(sources)
-        self._model, self._end_id, self._grammar = model, end_id, grammar
-        self._substitute = substitute
-        self._seeking: asyncio.Future[Opened] | None = None
+        self._model, self._end_id, self._grammar, self._on_draft = model, end_id, grammar, on_draft
+        self._find_draft: FindDraft | None = None
+        # A draft that is being opened, or has not taken over.
+        self.seeking: asyncio.Future[DraftSource | None] | None = None
         # Whether the present search is for a replacement of a draft that failed.
         self._unused_pass_count, self._failed = 0, False
-        self._notify: Callable[[], None] = lambda: None
+        self._notify: Callable[[], None] | None = None
         self.note = ""
         # All sources that took part, in order, also those that were dropped or replaced.
         self.opened = list(sources)
@@ -66,25 +69,20 @@ class SourceSet:
         return not self._sources
 
     @property
-    def seeking(self) -> bool:
-        """Returns whether a source that takes time is being opened, or has not taken over."""
-        return self._seeking is not None
+    def state(self) -> DraftState | None:
+        """Returns how far the draft is; None without one."""
+        return self.draft.state if self.draft else None
 
     @property
-    def state(self) -> SourceState | None:
-        """Returns the state of the source that takes time to propose; None without one."""
-        return next((source.state for source in self._sources if source.takes_time), None)
-
-    @property
-    def lost_slow(self) -> bool:
-        """Returns whether such a source took part, and none does or is being opened."""
-        return self.state is None and not self.seeking and any(source.takes_time for source in self.opened)
+    def lost_draft(self) -> bool:
+        """Returns whether a draft took part, and none does or is being opened."""
+        return not (self.draft or self.seeking) and any(source.name == DRAFT for source in self.opened)
 
     def start(self, notify: Callable[[], None]) -> None:
-        """Starts all sources; they call `notify` when they have news."""
+        """Starts the draft, and later ones; `notify` is called when one has news."""
         self._notify = notify
-        for source in self._sources:
-            source.start(notify)
+        if self.draft:
+            self.draft.start(notify)
 
     def offers(self, limit_bytes: int = MAX_OFFERED_BYTES) -> list[Offer]:
         """Returns one offer for each source that proposes, continued by the other sources that can continue it."""
@@ -102,72 +100,95 @@ class SourceSet:
         for source in tuple(self._sources):
             with self._dropping(source):
                 source.observe(outcome)
-                if source.takes_time:
-                    self._judge(source, outcome)
+        if self.draft:
+            self._judge(self.draft, outcome)
 
     async def advance(self, pace: DraftPace) -> None:
-        """Lets all sources work on what follows the tape."""
-        for source in tuple(self._sources):
-            with self._dropping(source):
-                await source.advance(pace)
+        """Lets the draft work on what follows the tape."""
+        if draft := self.draft:
+            with self._dropping(draft):
+                await draft.advance(pace)
 
     def close(self) -> None:
+        """Closes the draft, also one that is being opened. May be called twice."""
         self._stop_seeking()
-        for source in self._sources:
-            source.close()
+        if self.draft:
+            self.draft.close()
 
-    def remove_slow(self) -> None:
-        """Removes the source that takes time, also one that is being opened."""
+    def remove_draft(self) -> None:
+        """Removes the draft, also one that is being opened."""
         self._stop_seeking()
-        for source in [one for one in self._sources if one.takes_time]:
-            self._sources.remove(source)
-            source.close()
+        if self.draft:
+            self._remove(self.draft)
 
-    def add_slow(self, opening: Awaitable[Opened]) -> None:
-        """Lets a source that takes time take over when it is open."""
-        self._seeking = asyncio.ensure_future(opening)
-        self._seeking.add_done_callback(lambda _: self._notify())
+    def _remove(self, source: CandidateSource) -> None:
+        self._sources.remove(source)
+        if source is self.draft:
+            self.draft.close()
+            self.draft = None
+
+    async def use_drafts(self, find_draft: FindDraft) -> None:
+        """Waits for the first draft. Later, another one takes its place while the other sources go on.
+
+        An unexpected error of a later search ends all searches.
+        """
+        if draft := await find_draft(None):
+            self.insert(draft)
+            self._find_draft = find_draft
+
+    def note_refusal(self, error: DraftBridgeError) -> None:
+        """Notes that a draft could not take the request, unless another one takes part."""
+        if self._find_draft is None:
+            self.note = self.note or f"the draft could not take the request ({error}); {_ALONE}"
+
+    def open_draft(self, opening: Awaitable[DraftSource | None]) -> None:
+        """Lets a draft take over when it is open."""
+        self.seeking = asyncio.ensure_future(opening)
+        self.seeking.add_done_callback(lambda _: self._notify and self._notify())
 
     def _stop_seeking(self) -> None:
-        task, self._seeking = self._seeking, None
+        task, self.seeking = self.seeking, None
         if task and not task.cancel() and not task.cancelled() and not task.exception() and (found := task.result()):
-            found[0].close()  # it was opened, and has not taken over
+            found.close()  # it was opened, and has not taken over
 
-    def _judge(self, source: CandidateSource, outcome: Outcome) -> None:
-        """Looks for another source if this one has not answered in time, or its candidates are not worth verifying."""
-        if source.name in outcome.tried.sources:
+    def _judge(self, draft: DraftSource, outcome: Outcome) -> None:
+        """Looks for another draft if this one has not answered in time, or its candidates are not worth verifying."""
+        if DRAFT in outcome.tried.sources:
             self._unused_pass_count = 0
         elif not outcome.tried.sources:  # a pass that another source served does not count against the draft
             self._unused_pass_count += 1
-        if source.state and source.state.overdue:
+        if draft.state.overdue:
             self._seek(Unreachable("the draft", "it did not answer in time"))
         elif self._unused_pass_count >= _UNUSED_PASSES:
             self._seek(None)
 
     def _seek(self, error: Exception | None) -> None:
-        if self._substitute and not self._seeking:
+        if self._find_draft and not self.seeking:
             self._unused_pass_count, self._failed = 0, error is not None
-            self.add_slow(self._substitute(error))
+            self.open_draft(self._find_draft(error))
 
     def take_over(self) -> None:
-        """Puts a source that was opened in the meantime in place of the one that it replaces."""
-        if self._seeking is None or not self._seeking.done():
+        """Puts a draft that was opened in the meantime in place of the one that it replaces."""
+        if self.seeking is None or not self.seeking.done():
             return
-        task, self._seeking = self._seeking, None
+        task, self.seeking = self.seeking, None
         if error := task.exception():
             _log.error("a bug in the bridge stopped the search for another draft", exc_info=error)
-        found = None if error else task.result()
-        if found is None:
-            if error or self._failed:  # no draft is left
-                self._substitute = None
-            return
-        source, on_take_over = found
-        self.remove_slow()
-        self._sources.insert(0, source)
-        self.opened.append(source)
-        on_take_over()
-        self.note = self.note.replace("the target went on without it", "another draft replaced it")
-        source.start(self._notify)
+        if not error and (draft := task.result()):
+            self.insert(draft)
+        elif error or self._failed:  # no draft is left
+            self._find_draft = None
+
+    def insert(self, draft: DraftSource) -> None:
+        """Lets a draft take part from now on, in place of the present one."""
+        self.remove_draft()
+        self.draft = draft
+        self._sources.insert(0, draft)
+        self.opened.append(draft)
+        self._on_draft(draft)
+        self.note = self.note.replace(_ALONE, "another draft replaced it")
+        if self._notify:
+            draft.start(self._notify)
 
     @contextmanager
     def _dropping(self, source: CandidateSource) -> Iterator[None]:
@@ -177,12 +198,11 @@ class SourceSet:
         except Exception as error:
             if source not in self._sources:
                 return
-            self._sources.remove(source)
-            source.close()
+            self._remove(source)
             if isinstance(error, DraftBridgeError):
-                if source.takes_time:
+                if source.name == DRAFT:
                     self._seek(error)
-                self.note = self.note or f"the {source.name} was lost ({error.reason}); the target went on without it"
+                self.note = self.note or f"the {source.name} was lost ({error.reason}); {_ALONE}"
                 return
             _log.error("a bug in the bridge stopped the %s source", source.name, exc_info=error)
             self.note = f"a bug in the bridge stopped the {source.name} (INTERNAL, see its log); the text is unaffected"

@@ -45,7 +45,8 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
     for name in chat.variables:
         if name in _RESERVED:
             raise InvalidField("chat.template_variables", f"without the reserved name {name!r}", "it")
-    text, marks = rendered(model, chat, add_generation_prompt=True)
+    adapted = replace(chat, messages=_adapted(model, chat.messages))
+    text, marks = rendered(model, adapted, add_generation_prompt=True)
     # A template writes the initial control tokens itself; for a plain transcript the tokenizer adds them.
     return model.vocabulary.prompt(text, marks, framed=not model.chat_template)
 
@@ -145,12 +146,10 @@ def _render_parts(model: Model, parts: Sequence[str | int], source: Model) -> Re
 
 
 def rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[str, Marks]:
-    """Returns the template's text, and the marks in it that keep the user's values from becoming markup."""
-    return _written(model, replace(chat, messages=_adapted(model, chat.messages)), add_generation_prompt)
+    """Returns the template's text, and the marks in it that keep the user's values from becoming markup.
 
-
-def _written(model: Model, chat: Chat, add_generation_prompt: bool) -> tuple[str, Marks]:
-    """Implements `_rendered` for a chat in the form that the template knows."""
+    The chat is in the form that the template knows; see `_adapted`.
+    """
     given = [{**one.fields, "role": one.role, "content": one.content} for one in chat.messages]
     marks = _unused_marks([json.dumps([given, dict(chat.variables)], ensure_ascii=False)])
 
@@ -215,7 +214,7 @@ def _needs_objects(model: Model) -> bool:
 def _contains(model: Model, messages: tuple[Message, ...], text: str) -> bool | None:
     """Returns whether the template's text of the messages contains `text`, or None if the template fails."""
     try:
-        written, marks = _written(model, Chat(messages), add_generation_prompt=True)
+        written, marks = rendered(model, Chat(messages), add_generation_prompt=True)
     except (InvalidRequest, UnusableModel):
         return None
     return text in written.replace(marks.split, "").replace(marks.literal, "")

@@ -30,7 +30,6 @@ class TemplateRunner(Protocol):
         `shield` to its result, which may insert new ones. Raises `InvalidField` for a template that refuses the chat,
         `UnusableModel` for one that fails.
         """
-        ...
 
 
 @dataclass(frozen=True)

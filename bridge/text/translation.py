@@ -35,7 +35,6 @@ class DraftContext:
 
     @property
     def ids(self) -> list[int]:
-        """Returns all ids."""
         return [*self._head, *self._tokens.ids]
 
     @property

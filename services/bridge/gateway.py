@@ -14,6 +14,7 @@ from bridge.planning.choice import DraftChooser
 from bridge.ports import Proposal, TextGrammar
 from bridge.request import Request, check, check_size
 from bridge.sampling.sampler import SamplingParameters
+from bridge.sources.source import Draft
 from bridge.sources.suffix_memory import SuffixMemory
 from bridge.statistics import Statistics
 from bridge.text.models import Model
@@ -242,16 +243,18 @@ class Gateway:
             running.statistics.draft_choice = assignment.choice
             first = [assignment.draft]
 
-            def connect(draft: Endpoint) -> tuple[Model, ZooDrafter]:
+            def connect(draft: Endpoint) -> Draft:
                 balancer, one = self._draft_balancer, object()
                 draft = assignment.serving = balancer.choose(assignment.replicas(draft), prompt, one)
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)
                 if not draft.description.grammars:
                     sampling = replace(sampling, grammar=None)
                 drafter = _BalancedDrafter(self.zoo, draft, sampling, request.seed, balancer, prompt, one)
-                return draft.model, stack.enter_context(closing(drafter))
+                competes = draft.model.competes_with(target.model)
+                times = target.estimates.draft(draft.model.name, draft.model.forward_costs, competes=competes)
+                return Draft(draft.model, stack.enter_context(closing(drafter)), times)
 
-            def next_draft(error: Exception | None) -> tuple[Model, ZooDrafter] | None:
+            def next_draft(error: Exception | None) -> Draft | None:
                 other = first.pop() if first else assignment.next(error)
                 while other and not assignment.replicas(other):  # lost while the prompt was encoded
                     error = Unreachable(other.address, "its connection was lost")

@@ -8,7 +8,7 @@ from bridge.errors import DraftBridgeError
 from bridge.guest import Guest, Held
 from bridge.guest_sequence import GuestOpening
 from bridge.sampling.sampler import SamplingParameters
-from bridge.sources.source import Draft
+from bridge.sources.source import DRAFT, Draft
 from draftbridge.v1 import candidate_pb2
 from services.bridge.endpoint import Endpoint
 from services.bridge.gateway import ZooDrafter
@@ -41,7 +41,7 @@ class GuestDrafts:
 
     def endpoint(self, opening: candidate_pb2.ProposeOpen) -> Endpoint | None:
         """Returns the draft that an engine has asked for, if it is connected."""
-        if opening.sources and "draft" not in opening.sources:
+        if opening.sources and DRAFT not in opening.sources:
             return None
         with suppress(DraftBridgeError):  # a draft that is away may return
             return self._zoo.draft(opening.draft)

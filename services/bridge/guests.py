@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,13 +11,13 @@ from typing import Any
 from cachetools import LRUCache
 from grpc import aio
 
-from bridge.errors import DraftBridgeError, InvalidField, ProtocolViolation
+from bridge.errors import InvalidField, ProtocolViolation
 from bridge.guest import Guest
-from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
+from bridge.guest_sequence import GuestOpening, GuestSequence
 from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
-from bridge.sources.source import Draft, Outcome
+from bridge.sources.source import Outcome
 from bridge.statistics import Statistics
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
@@ -168,18 +168,6 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         estimates, costs = self._estimates[key]
         shared, name = GuestOpening(model, estimates, tuple(opening.sources)), loggable(opening.engine)
 
-        async def open_(ids: Sequence[int], generated_token_count: int, draft: Draft | None) -> GuestSequence:
-            if draft:
-                try:
-                    return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, draft)
-                except DraftBridgeError as error:
-                    _log.info("a sequence of engine %s goes without its draft: %s", name, error.reason)
-                    draft.drafter.close()
-                except BaseException:
-                    draft.drafter.close()
-                    raise
-            return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, None)
-
         def on_ended(id_: int, statistics: Statistics | None) -> None:
             self._budget.drop(guest, id_)
             if statistics and _log.isEnabledFor(logging.INFO):
@@ -187,7 +175,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
 
         guest = Guest(
             model,
-            open_,
+            lambda ids, generated_token_count: asyncio.to_thread(GuestSequence, shared, ids, generated_token_count),
             costs,
             find_draft=lambda held, is_new: self._drafts.find(guest, held, is_new, shared, opening),
             on_held=lambda id_, count, byte_count: self._budget.hold(guest, id_, count, byte_count),

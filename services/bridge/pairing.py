@@ -13,6 +13,7 @@ from bridge.measuring.costs import Ewma
 from bridge.planning.choice import Candidate, DraftChoice, DraftChooser, Expectation, PairRecord, predicted_gain
 from bridge.planning.planner import Mode
 from bridge.request import Request
+from bridge.sources.source import DRAFT
 from bridge.statistics import SourceStatistics, Statistics
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2
@@ -137,7 +138,7 @@ class Assignment:
 
 def _shown(statistics: Statistics) -> PairRecord:
     """Returns what a request has shown about its drafts so far."""
-    drafted = statistics.sources.get("draft") or SourceStatistics("draft")
+    drafted = statistics.sources.get(DRAFT) or SourceStatistics(DRAFT)
     # The planner knows the load of each pass; passes of prompt lookup show nothing about a draft.
     plans = [one for one in statistics.plans.values() if one.plain_ns and _concerns_draft(one.plan)]
     return PairRecord(
@@ -151,7 +152,7 @@ def _shown(statistics: Statistics) -> PairRecord:
 
 
 def _concerns_draft(plan: str) -> bool:
-    return plan.split(" ")[0] in ("plain", "draft")  # the first word names the source
+    return plan.split(" ")[0] in ("plain", DRAFT)  # the first word names the source
 
 
 class Pauses:
@@ -216,7 +217,7 @@ class Pairing:
 
     @staticmethod
     def _drafts_allowed(request: Request) -> bool:
-        return request.speculation.allows("draft", takes_time=True)
+        return request.speculation.allows(DRAFT)
 
     def _named(self, target: Endpoint, wish: Wish) -> Assignment:
         found: list[Endpoint] = []

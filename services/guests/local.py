@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 
 from bridge.errors import DraftBridgeError
 from bridge.guest import MAX_GAINED_TOKENS, Guest
-from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
+from bridge.guest_sequence import GuestOpening, GuestSequence
 from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
-from bridge.sources.source import Draft
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.candidate_stream import CandidateCounts, Candidates, SequenceStep
@@ -228,11 +227,11 @@ class LocalCandidates:
         model = self._model = self._model or self._read_model()
         shared = GuestOpening(model, TargetEstimates(model.forward_costs), self._sources, alone=True)
 
-        async def open_(ids: Sequence[int], generated_token_count: int, _: Draft | None) -> GuestSequence:
+        async def open_(ids: Sequence[int], generated_token_count: int) -> GuestSequence:
             if len(ids) > _MAX_TOKENS_AT_ONCE:
-                return await asyncio.to_thread(open_sequence, shared, ids, generated_token_count, None)
+                return await asyncio.to_thread(GuestSequence, shared, ids, generated_token_count)
             began = time.monotonic()
-            sequence = open_sequence(shared, ids, generated_token_count, None)
+            sequence = GuestSequence(shared, ids, generated_token_count)
             seconds = (time.monotonic() - began) / (len(ids) + _MORE_TOKENS)
             self._token_seconds += _FRESH * (seconds - self._token_seconds)
             return sequence

@@ -80,12 +80,8 @@ class TooManySequences(Exhausted, reason="TOO_MANY_SEQUENCES"):
     """The HTTP door generates as many choices as it may."""
 
     def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"this server generates at most {limit} choices at once: try again in {self.retry_seconds} s, ask for a "
-            "smaller n, or start it with a larger --http-sequences",
-            limit=limit,
-            retry_seconds=self.retry_seconds,
-        )
+        remedy = "ask for a smaller n, or start it with a larger --http-sequences"
+        super().__init__(f"this server generates at most {limit} choices at once", remedy, limit=limit)
 
 
 def invalid_body(error: ValidationError) -> InvalidBody:

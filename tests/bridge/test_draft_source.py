@@ -184,7 +184,7 @@ def test_an_epoch_that_agrees_for_long_costs_no_more() -> None:
         epoch.add(1, b"ab", 0.9)
     epoch.observe(b"ab" * 4990)
     assert epoch.reached_token_count == 4990
-    ahead = epoch.ahead("draft")
+    ahead = epoch.ahead()
     assert ahead is not None and ahead.starts == tuple(range(0, 20, 2)) and len(ahead.confidences) == 10
     assert Counted.read < 50
 
@@ -228,12 +228,12 @@ def test_a_control_token_other_than_an_end_closes_an_epoch() -> None:
 def test_half_a_character_is_proposed_before_what_follows() -> None:
     """The prompt ended inside a character: the draft first adds its other half, which is committed already."""
     epoch = DraftEpoch(1, 8, False, "é".encode()[1:])
-    assert epoch.ahead("draft") is None
+    assert epoch.ahead() is None
     epoch.add(1, "é".encode()[1:] + b"t", 0.9)
-    ahead = epoch.ahead("draft")
+    ahead = epoch.ahead()
     assert ahead is not None and ahead.data == b"t"
     assert (ahead.starts, ahead.confidences) == ((), ()), "the token starts before the text's end"
     other = DraftEpoch(1, 1, True, "é".encode()[1:])
     other.add(1, b"x", 0.9)
-    assert other.parted and other.ahead("draft") is None
+    assert other.parted and other.ahead() is None
     assert not other.stale, "another sync would give the same"

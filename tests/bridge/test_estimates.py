@@ -8,12 +8,12 @@ import pytest
 from bridge.measuring.chances import Chances, RequestChances
 from bridge.measuring.costs import Ewma, ForwardTime, WidthCost
 from bridge.measuring.draft_estimates import DraftEstimates
-from bridge.planning.estimates import Correction, RequestEstimates, TargetEstimates
+from bridge.planning.estimates import Correction, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import Pass, Proposal
-from bridge.sources.source import Offer, Outcome, SourceState
-from tests.support.simulated import FLAT, MS, STEEP, Draft, Simulated, measured
+from bridge.sources.source import DraftState, Offer, Outcome
+from tests.support.simulated import FLAT, MS, STEEP, Simulated, estimates_of, measured
 
 
 def test_an_average_begins_with_its_first_value() -> None:
@@ -83,11 +83,13 @@ def test_times_that_cannot_be_do_no_harm() -> None:
     draft = shared.draft("draft", [(3, 1), (3, 2)])
     for forward_ns in (0, 1, 2**40):
         draft.observe_proposal(Proposal(1, (1, 2), (), forward_ns=forward_ns, read_token_count=3), forward_ns, False)
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [Draft()], draft))  # type: ignore[list-item]
+    planner = Planner(SpeculationParameters(), estimates_of(shared, draft))
     for forward_ns in (0, 0, 2**40, 0):
-        plan = planner.plan((), SourceState())
+        plan = planner.plan((), DraftState())
         assert plan.patience_ns >= 0 and plan.prediction.tokens_per_ns > 0
-        planner.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=forward_ns), Offer(), (b"a",), forward_ns), plan)
+        planner.estimates.observe(
+            Outcome(Pass(0, (1,), 0, 0, forward_ns=forward_ns), Offer(), (b"a",), forward_ns), plan
+        )
 
 
 def test_a_turn_says_what_each_of_its_tokens_costs() -> None:
@@ -97,7 +99,7 @@ def test_a_turn_says_what_each_of_its_tokens_costs() -> None:
     for _ in range(40):
         draft.observe_proposal(turn, 2 * MS, ahead=False)
     assert draft.forward.of(1) == pytest.approx(4 * MS, rel=0.05)
-    assert draft.round_trip_ns == pytest.approx(3 * MS, rel=0.05)
+    assert draft.round_trip.value == pytest.approx(3 * MS, rel=0.05)
 
 
 def test_only_a_token_s_known_time_can_be_read_from_a_forward_of_several() -> None:
@@ -127,7 +129,7 @@ def test_a_slowdown_is_forgotten_slowly(bad: float) -> None:
 def test_a_draft_s_tokens_are_counted_by_their_position() -> None:
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS)])
-    estimates = RequestEstimates(shared, [Draft()], draft)  # type: ignore[list-item]
+    estimates = estimates_of(shared, draft)
     offer = Offer((1, 2, 3), ("draft",) * 3, (0.5,) * 3)
     for _ in range(50):
         result = Pass(0, (1, 2, 9), 2, 3, forward_ns=MS)
@@ -154,8 +156,8 @@ def test_drafts_are_told_apart() -> None:
     for request in range(4):
         Simulated(shared, FLAT, 0.9, draft=good, seed=request).run(80)
         Simulated(shared, FLAT, 0.05, draft=bad, seed=request).run(80)
-    assert good.chances["draft"].of(0.8) > 0.8
-    assert bad.chances["draft"].of(0.8) < 0.2
+    assert good.chances.of(0.8) > 0.8
+    assert bad.chances.of(0.8) < 0.2
     again = Simulated(shared, FLAT, 0.9, draft=good)
     again.run(1)
     assert again.names[0].startswith("draft")

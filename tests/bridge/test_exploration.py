@@ -83,7 +83,7 @@ def test_requests_without_sources_do_not_put_off_a_plain_pass() -> None:
         alone = Planner(SpeculationParameters(Mode.OFF), RequestEstimates(shared))
         for _ in range(5):
             one = Outcome(Pass(0, (1,), 0, 0, forward_ns=10 * MS), Offer(), (b"abcd",), 10 * MS)
-            alone.observe(one, alone.plan((), None))
+            alone.estimates.observe(one, alone.plan((), None))
     assert 2 <= names.count("plain") < 10, names
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bridge.guest import Guest, Held
-from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
+from bridge.guest_sequence import GuestOpening, GuestSequence
 from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
@@ -54,8 +54,8 @@ def guest_of(
     """Returns a guest whose sequences have this draft, those of a `late` one only after their first step."""
     shared = GuestOpening(MODEL, TargetEstimates())
 
-    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
-        return open_sequence(shared, ids, generated, draft)
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        return GuestSequence(shared, ids, generated)
 
     def find_draft(held: Held, is_new: bool) -> Draft | None:
         model = tiny.model("byte_level")
@@ -72,6 +72,13 @@ async def stepped(guest: Guest, number: int, *sequences: SequenceUpdate, deadlin
     return answer
 
 
+async def joined(guest: Guest, id_: int) -> None:
+    """Returns when a sequence's draft, if it has one, has its prompt."""
+    sequence = guest.held[id_].sequence
+    if sequence and (opening := sequence._sources.seeking):
+        await asyncio.wait([opening])
+
+
 async def recited(guest: Guest, ids: list[int], start: int, deadline_ns: int) -> tuple[int, dict[str, int]]:
     """Returns the number of forwards that recite `ids` from `start` on, and the accepted candidates by source."""
     forwards, known, end, accepted = 0, 0, start, {"draft": 0, "suffix": 0}
@@ -80,6 +87,7 @@ async def recited(guest: Guest, ids: list[int], start: int, deadline_ns: int) ->
         forwards += 1
         update = SequenceUpdate(1, known, tuple(ids[known:end]), 0, None, *tried)
         answer = await stepped(guest, forwards, update, deadline_ns=deadline_ns)
+        await joined(guest, 1)
         known, tried = end, (0, 0)
         for one in answer.proposed:
             assert one.base == end
@@ -177,7 +185,7 @@ async def opened(guest: Guest, id_: int) -> GuestSequence:
     return sequence
 
 
-@pytest.mark.parametrize("method", ["commit", "start", "choose", "best_offer", "settle"])
+@pytest.mark.parametrize("method", ["commit", "allow_waiting", "choose", "best_offer", "settle"])
 async def test_a_bug_costs_one_sequence_its_candidates(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,10 +198,10 @@ async def test_a_bug_costs_one_sequence_its_candidates(
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patch:
-        if method == "start":
+        if method == "allow_waiting":
             patch.setattr(GuestSequence, method, fails)
         await stepped(guest, 2, SequenceUpdate(2, 0, tuple(IDS[:149])))
-        with suppress(RuntimeError):
+        with suppress(asyncio.CancelledError):
             await asyncio.wait_for(asyncio.shield(guest.held[2].opening), 10)  # type: ignore[arg-type]
         if sequence := guest.held[2].sequence:
             patch.setattr(sequence, method, fails)
@@ -255,9 +263,9 @@ async def test_a_sequence_that_gains_much_at_once_is_opened_in_a_thread() -> Non
     model = tiny.model("sentencepiece", context_length=1 << 17)
     shared, opened_lengths = GuestOpening(model, TargetEstimates()), list[int]()
 
-    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
         opened_lengths.append(len(ids))
-        return await asyncio.to_thread(open_sequence, shared, ids, generated, draft)
+        return await asyncio.to_thread(GuestSequence, shared, ids, generated)
 
     guest, ids = Guest(model, open_, BatchCosts()), (IDS * 400)[:100_000]
     await stepped(guest, 1, SequenceUpdate(7, 0, tuple(ids[:100])))
@@ -288,9 +296,9 @@ async def test_an_opening_that_ends_while_another_is_awaited_counts_no_token_twi
     release = asyncio.Event()
     shared = GuestOpening(MODEL, TargetEstimates())
 
-    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
         await release.wait()
-        return open_sequence(shared, ids, generated, draft)
+        return GuestSequence(shared, ids, generated)
 
     guest = Guest(MODEL, open_, BatchCosts())
     await stepped(guest, 1, SequenceUpdate(7, 0, tuple(IDS[:40])), deadline_ns=0)
@@ -304,8 +312,8 @@ async def test_an_opening_that_ends_while_another_is_awaited_counts_no_token_twi
 async def test_the_lengths_of_texts_are_learned() -> None:
     shared = GuestOpening(MODEL, TargetEstimates())
 
-    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
-        return open_sequence(shared, ids, generated, draft)
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        return GuestSequence(shared, ids, generated)
 
     guest, before = Guest(MODEL, open_, BatchCosts()), shared.estimates.text_tokens.count
     await stepped(guest, 1, SequenceUpdate(7, 0, tuple(IDS[:100])))

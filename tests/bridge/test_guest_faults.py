@@ -6,15 +6,17 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
+import pytest
+
 from bridge.errors import Unreachable
 from bridge.guest import Guest, Held
-from bridge.guest_sequence import GuestOpening, GuestSequence, open_sequence
+from bridge.guest_sequence import GuestOpening, GuestSequence
 from bridge.guest_step import SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.ports import Sync
 from bridge.sources.source import Draft
-from tests.bridge.test_guest import IDS, MODEL, TEXT, Reciting, guest_of, opened, stepped
+from tests.bridge.test_guest import IDS, MODEL, TEXT, Reciting, guest_of, joined, opened, stepped
 from tests.support import tiny
 
 
@@ -29,8 +31,8 @@ async def test_a_sequence_whose_draft_failed_gets_another_after_a_while() -> Non
     drafters: list[Reciting] = [Failing(TEXT), Failing(TEXT), Reciting(TEXT)]
     shared, found = GuestOpening(MODEL, TargetEstimates()), list[int]()
 
-    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
-        return open_sequence(shared, ids, generated, draft)
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        return GuestSequence(shared, ids, generated)
 
     def find_draft(held: Held, is_new: bool) -> Draft | None:
         found.append(number)
@@ -51,6 +53,24 @@ async def test_a_sequence_whose_draft_failed_gets_another_after_a_while() -> Non
     assert 32 <= found[1] <= 36 and 96 <= found[2] <= 104, "each pause is twice as long as the one before"
     guest.close()
     assert drafters[2].closed
+
+
+async def test_a_bug_that_meets_a_draft_s_prompt_costs_only_the_draft(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("bridge.guest_sequence.render_ids_for", fails)
+    drafter = Reciting(TEXT)
+    guest = guest_of(drafter)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:150])))
+    await opened(guest, 1)
+    await joined(guest, 1)
+    answer = await stepped(guest, 2, SequenceUpdate(1, 150, (IDS[150],)))
+    assert answer.proposed and set(answer.proposed[0].offer.sources) == {"suffix"}
+    assert drafter.closed and "Traceback" in caplog.text and "a bug" in caplog.text
+    guest.close()
 
 
 async def test_a_trial_is_one_forward() -> None:
@@ -75,9 +95,9 @@ async def test_a_sequence_that_goes_back_keeps_its_prompt_and_counts_no_text() -
     openings: list[tuple[int, int]] = []
     shared = GuestOpening(MODEL, TargetEstimates())
 
-    async def open_(ids: Sequence[int], generated: int, draft: Draft | None) -> GuestSequence:
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
         openings.append((len(ids), generated))
-        return open_sequence(shared, ids, generated, draft)
+        return GuestSequence(shared, ids, generated)
 
     guest = Guest(MODEL, open_, BatchCosts())
     await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:60]), 40))
@@ -89,28 +109,6 @@ async def test_a_sequence_that_goes_back_keeps_its_prompt_and_counts_no_text() -
     assert openings == [(60, 40), (54, 34), (14, 0)]
     guest.close()
     assert shared.estimates.text_tokens.count == TargetEstimates().text_tokens.count
-
-
-async def test_one_stall_costs_one_forward_its_candidates() -> None:
-    now = 0
-    guest = guest_of(clock=lambda: now)
-    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[: 150 + id_])) for id_ in range(4)))
-    await asyncio.gather(*(opened(guest, id_) for id_ in range(4)))
-    shared, counts = guest._shared, list[int]()
-
-    def stalls(chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
-        nonlocal now
-        counts.append(len(chances))
-        now += 10**9 if len(counts) == 1 else 100_000
-        return shared(chances, sequence_count)
-
-    guest._shared = stalls  # type: ignore[method-assign]
-    for number in range(3):
-        ends = {id_: 150 + id_ + number for id_ in range(4)}
-        updates = [SequenceUpdate(id_, end, (IDS[end],)) for id_, end in ends.items()]
-        await stepped(guest, number + 2, *updates, deadline_ns=4_000_000)
-    guest.close()
-    assert counts == [4, 4, 4]
 
 
 async def test_what_follows_a_step_of_many_sequences_gives_way_to_others() -> None:

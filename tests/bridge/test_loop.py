@@ -5,7 +5,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, closing
 from dataclasses import replace
 from random import Random
-from time import perf_counter_ns
 
 import pytest
 from hypothesis import given, settings
@@ -21,7 +20,7 @@ from bridge.ports import FinishReason, Pass, Proposal, Sync
 from bridge.request import Request, render
 from bridge.sampling.sampler import Choice, History, Logits, Sampler, SamplingParameters
 from bridge.sources.draft import DraftSource
-from bridge.sources.source import CandidateSource, Draft, DraftPace, Outcome
+from bridge.sources.source import Draft, DraftPace, Opening, Outcome
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
 from bridge.statistics import Statistics
@@ -33,6 +32,7 @@ from services.model.draft.session import DraftSession
 from services.model.target.session import TargetSession
 from tests.support import tiny
 from tests.support.alone import PROMPT, QueuedDrafter, answer, oracle
+from tests.support.simulated import estimates_of
 
 MODES = st.sampled_from([Mode.LOCKSTEP, Mode.OPPORTUNISTIC, Mode.AUTO])
 
@@ -195,21 +195,16 @@ def test_output_is_the_targets_own_for_any_proposals(
                 known = PROMPT.encode() + truth + PROMPT.encode() if said_before else b""
                 suffix = OwnText(Tape(target.vocabulary, candidates(target.vocabulary, known)))
                 parameters = SpeculationParameters(mode, draft_length)
-                sources: list[CandidateSource] = [
-                    DraftSource(
-                        Draft(draft, drafter, estimates.draft("draft")),
-                        tape,
-                        render(request, draft, target),
-                        0.0,
-                        perf_counter_ns,
-                    )
-                ]
-                if mode is Mode.AUTO:
-                    sources.append(suffix)
-                planner = Erratic(parameters, RequestEstimates(estimates, sources, estimates.draft("draft")), seed)
+                opening = Opening(tape, lambda model: render(request, model, target))
+                source = DraftSource(Draft(draft, drafter, estimates.draft("draft")), opening)
+                sources = [suffix] if mode is Mode.AUTO else []
+                chain = SourceSet(sources, target, target.special_ids.eos[0])
+                chain.insert(source)
+                own = estimates_of(estimates, estimates.draft("draft"), sources)
+                planner = Erratic(parameters, own, seed)
                 loop = speculate(
                     TargetLink(session, target, tape, count),
-                    SourceSet(sources, target, target.special_ids.eos[0]),
+                    chain,
                     planner,
                     Statistics(),
                 )

@@ -24,11 +24,11 @@ from bridge.planning.prediction import (
     with_candidates,
 )
 from bridge.ports import Pass, Proposal
-from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
+from bridge.sources.source import DraftState, Offer, Outcome
 from bridge.sources.suffix import SuffixSource
 from bridge.tape import Tape
 from tests.support import tiny
-from tests.support.simulated import FLAT, MS, STEEP, Draft, Simulated, measured
+from tests.support.simulated import FLAT, MS, STEEP, Simulated, estimates_of, measured
 
 
 def expected(right: float, count: int) -> float:
@@ -119,7 +119,7 @@ def test_the_prediction_is_close_to_what_is_measured(right: float, times: dict[i
         simulated = Simulated(shared, times, right, draft=draft, slowdown=3.0, seed=request)
         simulated.run(40)
         speed = simulated.run(200)
-        plan = simulated.planner.plan((), SourceState())
+        plan = simulated.planner.plan((), DraftState())
         predicted = plan.prediction.tokens_per_ns * MS
     assert predicted == pytest.approx(speed, rel=0.15)
 
@@ -164,7 +164,7 @@ def test_it_gives_up_waiting_for_a_bridge_that_is_far_away() -> None:
         waits.append(plan.patience_ns)
         waited_ns = int(plan.patience_ns)
         result = Pass(0, (1,), 0, 0, forward_ns=10 * MS, waited_ns=waited_ns)
-        planner.observe(Outcome(result, Offer(), (b"a",), 10 * MS + waited_ns, waited_ns > 0), plan)
+        planner.estimates.observe(Outcome(result, Offer(), (b"a",), 10 * MS + waited_ns, waited_ns > 0), plan)
     assert 0 < max(waits) < 200 * MS
     assert waits[-1] == 0
 
@@ -173,10 +173,9 @@ def test_it_gives_up_waiting_for_a_bridge_that_is_far_away() -> None:
 def test_fixed_modes_are_constant(turns: int) -> None:
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS)])
-    sources: list[CandidateSource] = [Draft()]  # type: ignore[list-item]
     for mode in (Mode.LOCKSTEP, Mode.OPPORTUNISTIC):
-        planner = Planner(SpeculationParameters(mode, turns), RequestEstimates(shared, sources, draft))
-        plan = planner.plan((), SourceState())
+        planner = Planner(SpeculationParameters(mode, turns), estimates_of(shared, draft))
+        plan = planner.plan((), DraftState())
         assert (plan.pace.lead, plan.pace.turns, plan.patience_ns > 0) == (
             turns,
             mode is Mode.LOCKSTEP,
@@ -184,7 +183,7 @@ def test_fixed_modes_are_constant(turns: int) -> None:
         )
         offer = Offer((1,) * turns, ("draft",) * turns, (0.01,) * turns)
         assert planner.choose([offer], plan) == (offer, turns)
-        assert planner.plan((), SourceState(overdue=True)).pace.lead == 0
+        assert planner.plan((), DraftState(overdue=True)).pace.lead == 0
     off = Planner(SpeculationParameters(Mode.OFF), RequestEstimates(shared))
     assert off.plan((), None).pace.lead == 0
 
@@ -197,7 +196,7 @@ def test_lockstep_takes_the_planners_number(draft_ms: float, right: float, least
     draft = shared.draft("draft", [(1, int(draft_ms * MS))])
     simulated = Simulated(shared, FLAT, right, draft=draft, draft_ms=draft_ms, mode=Mode.LOCKSTEP)
     simulated.run(150)
-    assert least <= simulated.planner.plan((), SourceState()).pace.lead <= most
+    assert least <= simulated.planner.plan((), DraftState()).pace.lead <= most
 
 
 @pytest.mark.parametrize("mode", [Mode.AUTO, Mode.LOCKSTEP])
@@ -206,7 +205,7 @@ def test_a_draft_on_the_targets_cores_starts_when_the_target_waits(mode: Mode) -
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS)], competes=True)
     simulated = Simulated(shared, FLAT, 0.8, draft=draft, slowdown=9.0, mode=mode)
-    first = simulated.planner.plan((), SourceState(lag_token_count=100))
+    first = simulated.planner.plan((), DraftState(lag_token_count=100))
     assert first.pace.lead == 0 and first.patience_ns > 10 * MS, "the target reads its prompt alone, then waits"
     simulated.run(60)
     assert simulated.names[0] == "plain"
@@ -218,9 +217,9 @@ def test_to_read_the_prompt_does_not_keep_a_draft_from_being_used() -> None:
     """Reading the prompt costs as much as twenty passes, once; that is not worth it for three tokens."""
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS), (2, 2 * MS), (25, 25 * MS)], competes=True)
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [Draft()], draft))  # type: ignore[list-item]
-    planner.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
-    state = SourceState(lag_token_count=200)
+    planner = Planner(SpeculationParameters(), estimates_of(shared, draft))
+    planner.estimates.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
+    state = DraftState(lag_token_count=200)
     assert planner.plan((), state, 500).prepares_turn
     assert not planner.plan((), state, 3).prepares_turn
     for _ in range(50):
@@ -238,9 +237,9 @@ def test_the_time_to_read_a_prompt_is_measured() -> None:
     """It cannot be extrapolated from narrow forwards: a wide one takes a fifth of the time here."""
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS), (2, 2 * MS), (25, 25 * MS)], competes=True)
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [Draft()], draft))  # type: ignore[list-item]
-    planner.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
-    state = SourceState(lag_token_count=200)
+    planner = Planner(SpeculationParameters(), estimates_of(shared, draft))
+    planner.estimates.observe(Outcome(Pass(0, (1,), 0, 0), Offer(), (b"abcd",)), Plan("plain", Prediction(1.0, 1.0)))
+    state = DraftState(lag_token_count=200)
     assert not planner.plan((), state, 20).prepares_turn
     first = Proposal(1, (1, 2, 3), (), forward_ns=42 * MS, read_token_count=200, read_ns=40 * MS)
     draft.observe_proposal(first, MS, ahead=False)
@@ -260,7 +259,7 @@ def test_predictions_are_corrected_by_what_came_of_them() -> None:
         accepted = 8 if number % 2 else 0
         tried = offer if accepted else Offer()
         result = Pass(0, (1,) * (accepted + 1), accepted, accepted, forward_ns=10 * MS)
-        planner.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), 10 * MS), plan)
+        planner.estimates.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), 10 * MS), plan)
     after = planner.plan([offer], None)
     assert before.name == after.name == "suffix"
     assert before.prediction.tokens > 6
@@ -276,11 +275,11 @@ def test_asking_changes_nothing(passes: int) -> None:
         simulated.run(passes)
     offer = Offer((1,) * 24, ("suffix",) * 24, (20.0,) * 24)
     before = pickle.dumps(simulated.planner)
-    first = [simulated.planner.plan([offer], SourceState(lag_token_count=lag)) for lag in (1, 9)]
+    first = [simulated.planner.plan([offer], DraftState(lag_token_count=lag)) for lag in (1, 9)]
     for _ in range(50):
         simulated.planner.choose([offer], first[0])
-        simulated.planner.summary(SourceState())
-    assert [simulated.planner.plan([offer], SourceState(lag_token_count=lag)) for lag in (1, 9)] == first
+        simulated.planner.summary(DraftState())
+    assert [simulated.planner.plan([offer], DraftState(lag_token_count=lag)) for lag in (1, 9)] == first
     assert pickle.dumps(simulated.planner) == before
 
 
@@ -288,9 +287,9 @@ def test_the_summary_names_every_way_with_its_speed() -> None:
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS)])
     simulated = Simulated(shared, FLAT, 0.7, draft=draft, slowdown=2.0)
-    assert simulated.planner.summary(SourceState()) == ""
+    assert simulated.planner.summary(DraftState()) == ""
     simulated.run(60)
-    text = simulated.planner.summary(SourceState())
+    text = simulated.planner.summary(DraftState())
     expected = r"predicted tokens/s: plain (99|100)\.\d, draft in turns of \d \d+\.\d, draft ahead \d+\.\d; "
     assert re.match(expected, text)
     assert "an 8-token pass costs 1.2x a 1-token pass" in text
@@ -300,8 +299,8 @@ def test_the_summary_names_every_way_with_its_speed() -> None:
 def test_a_tape_of_control_tokens_has_no_bytes_to_plan_by() -> None:
     shared = TargetEstimates(measured(FLAT))
     draft = shared.draft("draft", [(1, MS)])
-    planner = Planner(SpeculationParameters(), RequestEstimates(shared, [Draft()], draft))  # type: ignore[list-item]
+    planner = Planner(SpeculationParameters(), estimates_of(shared, draft))
     for _ in range(200):
-        plan = planner.plan((), SourceState())
-        planner.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=MS), Offer(), (b"",), MS), plan)
-    assert planner.plan((), SourceState()).prediction.tokens_per_ns > 0
+        plan = planner.plan((), DraftState())
+        planner.estimates.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=MS), Offer(), (b"",), MS), plan)
+    assert planner.plan((), DraftState()).prediction.tokens_per_ns > 0

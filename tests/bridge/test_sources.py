@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ from bridge.planning.planner import SpeculationParameters
 from bridge.ports import Proposal
 from bridge.request import Request
 from bridge.sources import SOURCES
+from bridge.sources.draft import DraftSource
 from bridge.sources.source import (
     MAX_OFFERED_BYTES,
     CandidateSource,
@@ -71,7 +72,8 @@ from tests.support.drafted import MODEL, WORDS, draft_source, ids_of, propose
 )
 async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Proposal]) -> None:
     source, drafter, _ = draft_source()
-    chain, news = SourceSet([source], MODEL, None), asyncio.Event()
+    chain, news = SourceSet([], MODEL, None), asyncio.Event()
+    chain.insert(source)
     chain.start(news.set)
     await chain.advance(DraftPace(4))
     for proposal in proposals:
@@ -89,10 +91,12 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
     source, drafter, _ = draft_source()
     sought: list[Exception | None] = []
 
-    async def substitute(error: Exception | None) -> None:
+    async def find_draft(error: Exception | None) -> DraftSource:
         sought.append(error)
+        return source
 
-    chain = SourceSet([source], MODEL, None, substitute)
+    chain = SourceSet([], MODEL, None)
+    await chain.use_drafts(find_draft)
 
     def broken(*_: object) -> Continuation:
         raise KeyError("a bug")
@@ -101,7 +105,7 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
     with caplog.at_level(logging.ERROR):
         assert chain.offers() == []
     await asyncio.sleep(0)
-    assert sought == [], "no draft is to blame, and another one would meet the same bug"
+    assert sought == [None], "no draft is to blame, and another one would meet the same bug"
     assert "Traceback" in caplog.text and "KeyError" in caplog.text
     assert "lost" not in chain.note and "INTERNAL" in chain.note
     assert drafter.closed
@@ -110,7 +114,8 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
 async def test_a_bug_in_one_source_does_not_cost_another() -> None:
     source, drafter, _ = draft_source()
     suffix = SuffixSource(Tape(WORDS, ()))
-    chain = SourceSet([source, suffix], MODEL, None)
+    chain = SourceSet([suffix], MODEL, None)
+    chain.insert(source)
     await chain.advance(DraftPace(8))
     await propose(source, drafter, " fox")
 
@@ -126,10 +131,11 @@ async def test_another_draft_that_was_found_too_late_is_closed() -> None:
     source, _, _ = draft_source()
     other, found, _ = draft_source()
 
-    async def substitute(error: Exception | None) -> tuple[CandidateSource, Callable[[], None]]:
-        return other, lambda: None
+    async def find_draft(error: Exception | None) -> DraftSource:
+        return other if error else source
 
-    chain, news = SourceSet([source], MODEL, None, substitute), asyncio.Event()
+    chain, news = SourceSet([], MODEL, None), asyncio.Event()
+    await chain.use_drafts(find_draft)
     chain.start(news.set)
     source._error = Unreachable("host:1", "gone")
     assert chain.offers() == []
@@ -141,14 +147,15 @@ async def test_another_draft_that_was_found_too_late_is_closed() -> None:
 
 async def test_the_first_fault_is_the_one_that_is_noted() -> None:
     source, _, _ = draft_source()
-    chain = SourceSet([source], MODEL, None)
+    chain = SourceSet([], MODEL, None)
+    chain.insert(source)
     source._error = Unreachable("host:1", "gone")
     assert chain.offers() == [] and chain.empty
     later, _, _ = draft_source()
     later._error = ProtocolViolation("later")
-    chain._sources.append(later)
+    chain.insert(later)
     assert chain.offers() == []
-    assert chain.note == "the draft was lost (SERVICE_UNREACHABLE); the target went on without it"
+    assert chain.note == "the draft was lost (SERVICE_UNREACHABLE); another draft replaced it"
 
 
 def test_the_text_goes_on_after_what_the_draft_proposes() -> None:
@@ -211,7 +218,7 @@ async def test_a_draft_is_closed_whatever_happens_to_its_estimates() -> None:
     def broken(ids: Sequence[int]) -> None:
         raise KeyError("a bug")
 
-    source._times.observe_context = broken  # type: ignore[method-assign]
+    source.times.observe_context = broken  # type: ignore[method-assign]
     with suppress(KeyError):
         source.close()
     assert drafter.closed
@@ -253,7 +260,7 @@ class Oracle(CandidateSource):
 async def test_a_new_source_is_one_class_and_one_line(with_draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny.HashEngine(MODEL)
     expected = oracle(MODEL, engine, 0.0, 60)
-    monkeypatch.setitem(SOURCES, "oracle", Oracle)
+    monkeypatch.setitem(SOURCES, "oracle", Oracle.open)
     monkeypatch.setattr(Oracle, "answer", WORDS.spell(expected))
     scheduler = tiny.scheduler(tiny.HashEngine(MODEL, seed=5))
     names = ("draft", "oracle") if with_draft else ("oracle",)
@@ -279,7 +286,7 @@ async def test_a_delta_names_whoever_proposed_it_and_the_demo_shows_every_byte_o
 
     engine = tiny.HashEngine(MODEL)
     expected = oracle(MODEL, engine, 0.0, 60)
-    monkeypatch.setitem(SOURCES, "oracle", Oracle)
+    monkeypatch.setitem(SOURCES, "oracle", Oracle.open)
     monkeypatch.setattr(Oracle, "answer", WORDS.spell(expected))
     scheduler, text, by_source = tiny.scheduler(engine), "", {"": 0, "oracle": 0}
     with closing(TargetSession(MODEL, scheduler, tiny.sampler(MODEL))) as session:

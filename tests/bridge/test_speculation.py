@@ -9,7 +9,7 @@ import pytest
 from bridge.loop import speculate
 from bridge.planning.planner import Planner
 from bridge.planning.prediction import Plan, Prediction
-from bridge.sources.source import DraftPace, Offer, SourceState
+from bridge.sources.source import DraftPace, DraftState, Offer
 from bridge.sources.source_set import SourceSet
 from bridge.speculation import Speculation
 from bridge.statistics import Statistics
@@ -25,7 +25,7 @@ class CountingPlanner(Planner):
     def __init__(self, plan: Plan) -> None:
         self._plan, self.count = plan, 0
 
-    def plan(self, offers: Sequence[Offer], state: SourceState | None, room: int = 64) -> Plan:
+    def plan(self, offers: Sequence[Offer], state: DraftState | None, room: int = 64) -> Plan:
         self.count += 1
         return self._plan
 

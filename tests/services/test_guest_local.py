@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from bridge.guest_sequence import open_sequence
+from bridge.guest_sequence import GuestSequence
 from draftbridge.candidates import SequenceStep
 from draftbridge.guests.client import LOCAL, Client, open_client
 from services.guests import local
@@ -74,9 +74,9 @@ def test_a_step_does_not_wait_for_a_long_prompt(guest: LocalCandidates, monkeypa
 
     def slow(*arguments: object) -> object:
         assert indexed.wait(20)
-        return open_sequence(*arguments)  # type: ignore[arg-type]
+        return GuestSequence(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(local, "open_sequence", slow)
+    monkeypatch.setattr(local, "GuestSequence", slow)
     monkeypatch.setattr(local, "_MAX_TOKENS_AT_ONCE", 79)
     assert not guest.step([SequenceStep(1, IDS[:80])], deadline=0.002, engine_seconds=0.01), "it would wait for ever"
     indexed.set()
@@ -88,9 +88,9 @@ def test_many_new_sequences_begin_over_several_steps(guest: LocalCandidates, mon
 
     def counted(*arguments: object) -> object:
         opened.append(arguments)
-        return open_sequence(*arguments)  # type: ignore[arg-type]
+        return GuestSequence(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(local, "open_sequence", counted)
+    monkeypatch.setattr(local, "GuestSequence", counted)
     monkeypatch.setattr(local, "_FRESH", 0.0)
     steps = [SequenceStep(number, IDS[:80]) for number in range(5)]
     guest._token_seconds = 1.0

@@ -6,8 +6,10 @@ from contextlib import closing
 from typing import Any
 
 from bridge.generation import Delta, Finished, NextDraft, generate
+from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Proposal
 from bridge.request import Request, render
+from bridge.sources.source import Draft
 from bridge.sources.suffix_memory import SuffixMemory
 from bridge.text.models import Model
 from services.model.target.session import TargetSession
@@ -49,8 +51,8 @@ def oracle(target: Model, engine: tiny.HashEngine, temperature: float, count: in
 
 def in_order(*drafts: tuple[Model, object]) -> NextDraft:
     """Returns what gives a request one draft after the other."""
-    left = list(drafts)
-    return lambda _: left.pop(0) if left else None  # type: ignore[return-value]
+    left = [Draft(model, drafter, DraftEstimates(model.forward_costs)) for model, drafter in drafts]  # type: ignore[arg-type]
+    return lambda _: left.pop(0) if left else None
 
 
 async def answer(

@@ -8,7 +8,7 @@ from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Pass, Proposal, Sync
 from bridge.request import Request, render
 from bridge.sources.draft import DraftSource
-from bridge.sources.source import Draft, Offer, Outcome
+from bridge.sources.source import Draft, Offer, Opening, Outcome
 from bridge.tape import Tape
 from tests.support import tiny
 from tests.support.alone import PROMPT, QueuedDrafter
@@ -44,7 +44,8 @@ def draft_source(
 ) -> tuple[DraftSource, RecordingDrafter, Tape]:
     drafter, rendering = RecordingDrafter(), render(Request(prompt), MODEL, MODEL)
     tape = Tape(WORDS, rendering.ids)
-    source = DraftSource(Draft(MODEL, drafter, times or DraftEstimates()), tape, rendering, threshold, clock)
+    opening = Opening(tape, lambda _: rendering, threshold, clock=clock)
+    source = DraftSource(Draft(MODEL, drafter, times or DraftEstimates()), opening)
     return source, drafter, tape
 
 

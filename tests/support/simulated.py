@@ -1,12 +1,13 @@
 """A simulated request with parameters for its target and draft, so that the planner can be tested without either."""
 
 import random
+from collections.abc import Sequence
 
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import MAX_CANDIDATES, Mode, Planner, SpeculationParameters
 from bridge.ports import Pass, Proposal
-from bridge.sources.source import CandidateSource, Offer, Outcome, SourceState
+from bridge.sources.source import CandidateSource, DraftState, Offer, Outcome
 from bridge.sources.suffix import SuffixSource
 from bridge.sources.token_lookup import confidence
 from bridge.tape import Tape
@@ -23,13 +24,13 @@ def measured(times: dict[int, float]) -> list[tuple[int, int]]:
     return [(width, int(times[width] * MS)) for width in (1, 2, 3, 5, 9, 17, 25)]
 
 
-class Draft:
-    """A source that takes time, of which the planner knows only the state."""
-
-    name = "draft"
-    evidence_edges = (0.3, 0.5, 0.7, 0.9, 0.97)
-    prior_chances = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95)
-    takes_time = True
+def estimates_of(
+    shared: TargetEstimates, draft: DraftEstimates | None, sources: Sequence[CandidateSource] = ()
+) -> RequestEstimates:
+    estimates = RequestEstimates(shared, sources)
+    if draft:
+        estimates.use_draft(draft)
+    return estimates
 
 
 class Simulated:
@@ -52,10 +53,8 @@ class Simulated:
         mode: Mode = Mode.AUTO,
         seed: int = 0,
     ) -> None:
-        sources: list[CandidateSource] = [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))]
-        if draft:
-            sources.append(Draft())  # type: ignore[arg-type]
-        self.planner = Planner(SpeculationParameters(mode), RequestEstimates(shared, sources, draft))
+        sources = [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))]
+        self.planner = Planner(SpeculationParameters(mode), estimates_of(shared, draft, sources))
         self._times, self._right, self._draft, self._draft_ms = times, right, draft, draft_ms
         self._slowdown, self._match, self._noise = slowdown, match, random.Random(seed)
         self._runs_ahead = False
@@ -74,7 +73,7 @@ class Simulated:
         if self._match:
             evidence = tuple(confidence(self._match + place) for place in range(len(ids)))
             offers.append(Offer(ids, ("suffix",) * len(ids), evidence))
-        state = SourceState(runs_ahead=self._runs_ahead) if self._draft else None
+        state = DraftState(runs_ahead=self._runs_ahead) if self._draft else None
         plan = self.planner.plan(offers, state)
         self._runs_ahead = plan.runs_ahead
         self.names.append(plan.description)
@@ -98,5 +97,5 @@ class Simulated:
         result = Pass(
             0, ids[: accepted + 1], accepted, width, forward_ns=int(taken_ms * MS), waited_ns=int(waited_ms * MS)
         )
-        self.planner.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), elapsed_ns), plan)
+        self.planner.estimates.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), elapsed_ns), plan)
         self.tokens, self.ns = self.tokens + accepted + 1, self.ns + elapsed_ns
