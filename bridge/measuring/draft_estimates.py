@@ -98,7 +98,8 @@ class DraftEstimates:
         """Records the times of a proposal. `round_trip_ns` is None unless it is the first proposal of an epoch."""
         count = len(proposal.token_ids)
         read_ns = proposal.read_ns or proposal.forward_ns // count
-        if round_trip_ns is not None:
+        # An answer of a draft that competes with the target waits for a core, too.
+        if round_trip_ns is not None and not (ahead and self._prior_slowdown > 1.0):
             self.round_trip.observe(round_trip_ns + proposal.queue_ns, limit=MAX_DELAY_RATIO)
         if ahead and self.forward.single_ns:
             if proposal.read_token_count <= 1:

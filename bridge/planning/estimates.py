@@ -217,9 +217,10 @@ class RequestEstimates:
         costs, width = shared.costs, result.candidate_token_count + 1
         self.forward.widths = costs.widths
         costs.widths.forget(width)
-        if plan.runs_ahead and self.draft and self.forward.known:
-            self.draft.observe_slowdown(taken_ns / self.forward.of(width))
-            if self.draft.slowdown_is_known:  # so a change comes from the growing text
+        if plan.runs_ahead and self.draft:
+            if self.forward.known:
+                self.draft.observe_slowdown(taken_ns / self.forward.of(width))
+            if self.draft.slowdown_is_known or not self.forward.known:  # a change comes from the growing text
                 self.forward.observe(width, taken_ns / self.draft.slowdown.value)
         else:
             self.forward.observe(width, taken_ns)

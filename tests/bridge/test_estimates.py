@@ -12,7 +12,7 @@ from bridge.planning.estimates import Correction, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import Pass, Proposal
-from bridge.sources.source import DraftState, Offer, Outcome
+from bridge.sources.source import DRAFT, DraftPace, DraftState, Offer, Outcome
 from tests.support.simulated import FLAT, MS, STEEP, Simulated, estimates_of, measured
 
 
@@ -176,3 +176,22 @@ def test_extra_time_is_right_on_average_where_times_vary(deviation: float) -> No
     # The prior of 1 has some weight left.
     assert sum(values) / len(values) == pytest.approx(113, abs=1.5)
     assert all(100 < one < 130 for one in values)
+
+
+@pytest.mark.parametrize("competes", [True, False])
+def test_a_request_whose_draft_runs_ahead_does_not_spoil_the_costs_of_others(competes: bool) -> None:
+    """On the same cores, passes take three times as long meanwhile, and an answer of the draft waits for a core."""
+    slow, shared = 3.0 if competes else 1.0, TargetEstimates([(1, 100 * MS)])
+    draft = shared.draft("draft", [(1, 5 * MS)], competes=competes)
+    for _ in range(4):
+        estimates = estimates_of(shared, draft)
+        plan = Plan("draft ahead", Prediction(1.0, 100 * MS), DraftPace(8), source=DRAFT)
+        for _ in range(20):
+            taken_ns = round(slow * 100 * MS)
+            estimates.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=taken_ns), Offer(), (b"a",), taken_ns), plan)
+            draft.observe_proposal(
+                Proposal(1, (1,), (), forward_ns=5 * MS), 60 * MS if competes else 2 * MS, ahead=True
+            )
+    assert shared.costs.single_ns == pytest.approx(100 * MS, rel=0.15)
+    draft.observe_proposal(Proposal(1, (1, 2), (), forward_ns=5 * MS), 2 * MS, ahead=False)
+    assert draft.round_trip.value <= 2.1 * MS
