@@ -7,7 +7,7 @@
   larger one: the same shape for a position in every forward. Blocks that end there together are a batch.
 * Everything else in a model treats each token separately, except experts: models that have some are not run so.
 
-`invariant_limit` checks this on the model at start, because libraries differ by processor.
+`make_invariant` checks this on the model at start, because libraries differ by processor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
