@@ -35,7 +35,7 @@ def on_a_core_with_others(count: int) -> Iterator[None]:
     others = [subprocess.Popen([sys.executable, "-c", _BUSY, str(core)]) for _ in range(count)]
     os.sched_setaffinity(0, {core})
     try:
-        time.sleep(0.3)
+        time.sleep(0.3)  # until they run
         yield
     finally:
         os.sched_setaffinity(0, before)
@@ -61,7 +61,7 @@ def test_undisturbed_times_are_better_than_shorter_ones() -> None:
 
 
 class Machine:
-    """Stands in for `timed`. `busy` tells whether other work goes on during the forward of this number."""
+    """Stands in for `timed`. `busy`: whether other work goes on during the forward of this number."""
 
     def __init__(self, busy: Callable[[int], bool]) -> None:
         self._busy, self.count = busy, 0
