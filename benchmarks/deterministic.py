@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.engines.engine import Engine, Row
-from services.engines.fixed_width import FixedWidthEngine, made_invariant
+from services.engines.fixed_width import as_served
 from services.engines.torch.engine import TorchEngine
 from services.store.resolve import resolve
 
@@ -41,9 +41,9 @@ def main() -> None:
     plain, other = (
         TorchEngine(directory, dtype=arguments.dtype, threads=arguments.threads, slot_count=SEQUENCES) for _ in range(2)
     )
-    invariant = made_invariant(other)
-    print("batch-invariant passes" if invariant else "passes of one shape")
-    ways: dict[str, Engine] = {"plain": plain, "deterministic": other if invariant else FixedWidthEngine(other)}
+    served = as_served(other, True)
+    print("batch-invariant passes" if served is other else "passes of one shape")
+    ways: dict[str, Engine] = {"plain": plain, "deterministic": served}
     ids = np.random.default_rng(0).integers(1000, 10_000, PROMPT + STEPS).tolist()
     times: dict[tuple[str, str], list[float]] = defaultdict(list)
     same: dict[str, list[bool]] = {name: [] for name in ways}

@@ -18,7 +18,7 @@ from services.engines.engine import Engine, Row, check, sample_ids
 
 WIDTH = 16
 # How many blocks are compared to find out whether their later tokens matter, with an engine that cannot tell. With
-# experts in float32, they did in nine of ten blocks on one processor, and in one of eight on another.
+# experts in float32, they did in nine of ten blocks on one processor, and in two of fifteen on another.
 _TRIALS = 8
 
 

@@ -81,34 +81,22 @@ def fastest(
     if max(map(_size, paths.values())) < _MIN_WEIGHT_BYTES:
         return rivals[0]
     file = cache_directory().parent / "engines" / f"{_key(rivals, paths, options, drafts, deterministic)}.json"
+
+    def try_one(name: str) -> tuple[float, bool]:
+        timings = (attempt or _attempt)(name, paths[name], chosen[name], deterministic)
+        costs = [(width, timing.taken_ns) for width, timing in timings]
+        return speed(costs, drafts=drafts), any(timing.disturbed for _, timing in timings)
+
     speeds = _read(file)
     if not speeds.keys() >= paths.keys():
         with alone(2 * _TIMEOUT_SECONDS):
             speeds = _read(file)  # another process may have measured meanwhile
-            missing = {name: path for name, path in paths.items() if name not in speeds}
-            disturbed = set(missing)
-            if missing:
+            if missing := [name for name in paths if name not in speeds]:
                 report(f"measuring how fast {model} is here with {', '.join(missing)} (once)")
-            for turn in range(_ROUNDS if len(paths) > 1 else 1):
-                for name, path in missing.items():
-                    if turn and not speeds.get(name):
-                        continue  # it was refused, or its trial takes too long
-                    try:
-                        timings = (attempt or _attempt)(name, path, chosen[name], deterministic)
-                    except _TrialFailed as error:
-                        report(f"{name} is not used: {error}")
-                        if not error.passing:
-                            speeds[name] = 0.0
-                            disturbed.discard(name)
-                        continue
-                    found = speed([(width, timing.taken_ns) for width, timing in timings], drafts=drafts)
-                    speeds[name] = max(found, speeds.get(name, 0.0))
-                    if not any(timing.disturbed for _, timing in timings):
-                        disturbed.discard(name)
-            disturbed &= speeds.keys()
-            if disturbed:
-                report(f"other work slowed down {', '.join(sorted(disturbed))}: the next start measures again")
-            if missing:
+                found, disturbed = _measured(missing, try_one, report, rounds=_ROUNDS if len(paths) > 1 else 1)
+                speeds |= found
+                if disturbed:
+                    report(f"other work slowed down {', '.join(sorted(disturbed))}: the next start measures again")
                 _write(file, {name: value for name, value in speeds.items() if name not in disturbed})
     if all(speeds.get(name) == 0.0 for name in paths):
         report(f"{model} does not run here with {', '.join(paths)}")
@@ -117,6 +105,33 @@ def fastest(
     figures = ", ".join(f"{name} {value:.0f}" for name, value in speeds.items())
     report(f"the fastest engine for {model} here: {best.name} (expected tokens/s with a good draft: {figures})")
     return best
+
+
+def _measured(
+    names: Sequence[str], try_one: Callable[[str], tuple[float, bool]], report: Report, *, rounds: int
+) -> tuple[dict[str, float], set[str]]:
+    """Tries each engine `rounds` times, in turn. `try_one` returns its speed, and whether other work disturbed it.
+
+    Returns the best speed of each, 0 if it was refused, and the names of those that were disturbed each time. An engine
+    whose trial failed for want of time or memory is in neither.
+    """
+    speeds, settled = dict[str, float](), set[str]()
+    for turn in range(rounds):
+        for name in names:
+            if turn and not speeds.get(name):
+                continue  # it was refused, or its trial takes too long
+            try:
+                found, disturbed = try_one(name)
+            except _TrialFailed as error:
+                report(f"{name} is not used: {error}")
+                if not error.passing:
+                    speeds[name] = 0.0
+                    settled.add(name)
+                continue
+            speeds[name] = max(found, speeds.get(name, 0.0))
+            if not disturbed:
+                settled.add(name)
+    return speeds, speeds.keys() - settled
 
 
 class _TrialFailed(DraftBridgeError):

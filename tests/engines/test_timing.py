@@ -17,7 +17,7 @@ from tests.support.tiny import HashEngine, model
 
 counted = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count how long threads wait")
 
-_BUSY = "import os, sys, time; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
+_BUSY = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
 
 
 def compute(seconds: float = 0.2) -> None:
@@ -32,16 +32,18 @@ def on_a_core_with_others(count: int) -> Iterator[None]:
     """Keeps this thread to one core, which `count` other processes keep busy."""
     before = os.sched_getaffinity(0)
     core = min(before)
-    others = [subprocess.Popen([sys.executable, "-c", _BUSY, str(core)]) for _ in range(count)]
+    command = [sys.executable, "-c", _BUSY, str(core)]
+    others = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
     os.sched_setaffinity(0, {core})
     try:
-        time.sleep(0.3)  # until they run
+        for other in others:
+            assert other.stdout and other.stdout.readline(), "it runs"
         yield
     finally:
         os.sched_setaffinity(0, before)
         for other in others:
             other.kill()
-            other.wait()
+            other.communicate()
 
 
 @counted
@@ -52,7 +54,7 @@ def test_work_on_a_core_that_others_use_is_disturbed() -> None:
 
 
 def test_a_thread_that_waits_for_something_else_is_undisturbed() -> None:
-    """Other tests may be running: of several tries, one has a core at once."""
+    """The sleep is what is timed. Other tests may be running: of several tries, one has a core at once."""
     assert not min(timed(lambda: time.sleep(0.1)) for _ in range(5)).disturbed
 
 
