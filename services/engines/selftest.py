@@ -16,6 +16,8 @@ from services.engines.engine import Engine, Row
 
 # Tokens of each text, of the beginning that both share, and of the first text's part that runs without logits.
 _LENGTH, _SHARED, _READ = 16, 4, 8
+# Tokens of a narrowed attention window: not a multiple of anything that an engine divides a text by.
+_NARROW = 6
 # An engine's logits may differ from the model's own by this factor times the rounding noise: the change of the model's
 # logits if the output of each part is changed by up to one unit in the last place. Differences measured in bfloat16,
 # relative to that noise: 0.3 (SmolLM2-135M, Gemma-3-270M), 0.5 (Qwen2.5-Coder-0.5B) and 0.9 (1.5B).
@@ -29,9 +31,9 @@ _MIN_TOLERANCE, _MAX_TOLERANCE = 1e-3, 0.5
 class SelfTest:
     """Two texts with the same beginning, and the model's own logits for them: [texts, tokens, vocabulary size].
 
-    It says nothing about attention windows longer than the texts, 16 tokens.
+    It sees attention windows of less than 16 tokens, so models with larger ones are tested `narrowed`, too.
 
-    `tolerance`: the largest allowed `_distance` of an engine's logits from them.
+    `tolerance`: the largest allowed `distance` of an engine's logits from them.
     """
 
     texts: tuple[tuple[int, ...], tuple[int, ...]]
@@ -50,7 +52,7 @@ class SelfTest:
         texts = _sampled(model)
         expected = _logits(model, texts)
         with _perturbed(model):
-            noise = _distance(_logits(model, texts), expected)
+            noise = distance(_logits(model, texts), expected)
         one, other = (tuple(text) for text in texts)
         return cls((one, other), expected, min(max(_MIN_TOLERANCE, _NOISE_FACTOR * noise), _MAX_TOLERANCE))
 
@@ -66,9 +68,27 @@ class SelfTest:
             engine.copy(0, 1, _SHARED)
             rows.append(Row(1, _SHARED, other[_SHARED:], 0))
         for row, logits, own in zip(rows, engine.forward(rows), self.expected, strict=False):
-            error = _distance(logits, own[row.keep :])
+            error = distance(logits, own[row.keep :])
             if not error < self.tolerance:
                 raise ValueError(f"logits differ by {error:.1%} from the model's own, allowed is {self.tolerance:.1%}")
+
+
+@contextmanager
+def narrowed(model: Any) -> Iterator[bool]:
+    """Narrows a transformers model's attention windows, so that the texts of a self-test exceed them.
+
+    transformers reads their size in each forward. Yields whether there are any that the texts do not exceed by
+    themselves.
+    """
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    if wide := isinstance(window, int) and window >= _LENGTH:
+        config.sliding_window = _NARROW
+    try:
+        yield wide
+    finally:
+        if wide:
+            config.sliding_window = window
 
 
 def _sampled(model: Any) -> list[list[int]]:
@@ -116,7 +136,7 @@ def _finite(logits: torch.Tensor, model: Any) -> NDArray[np.float32]:
     return found
 
 
-def _distance(logits: NDArray[np.float32], own: NDArray[np.float32]) -> float:
+def distance(logits: NDArray[np.float32], own: NDArray[np.float32]) -> float:
     """Returns the norm of the difference, relative to the norm of the model's own logits.
 
     Subtracts the mean over the vocabulary from both, because it does not affect probabilities.

@@ -17,6 +17,7 @@ from bridge.sampling.sampler import Logits
 from services.engines.engine import Row
 from services.engines.selftest import SelfTest
 from services.engines.torch import cache as torch_cache
+from services.engines.torch import invariant
 from services.engines.torch.engine import TorchEngine
 from services.engines.torch.model import load_model
 from tests.support.depth import DEEP
@@ -147,6 +148,35 @@ def test_a_right_engine_is_far_from_refused(directory: Path, dtype: str) -> None
     """The engine passes even at half the tolerance."""
     self_test = SelfTest.of(load_model(directory, getattr(torch, dtype)).eval())
     replace(self_test, tolerance=self_test.tolerance / 2).check(TorchEngine(directory, dtype=dtype, slot_count=2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mutant", ["no window", "a window of one more"])
+def test_a_window_longer_than_the_texts_is_tested(
+    dtype: str, mutant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(transformers.MistralConfig(**LLAMA_LIKE, initializer_range=0.3, sliding_window=100), tmp_path)
+    TorchEngine(tmp_path, dtype=dtype, slot_count=2)
+    monkeypatch.setattr(*MUTANTS[mutant])
+    with pytest.raises(UnusableModel, match="logits differ"):
+        TorchEngine(tmp_path, dtype=dtype, slot_count=2)
+
+
+@pytest.mark.parametrize("window", [6, 100])
+def test_batch_invariant_passes_with_another_window_are_not_used(
+    window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(transformers.MistralConfig(**LLAMA_LIKE, initializer_range=0.3, sliding_window=window), tmp_path)
+    engine = TorchEngine(tmp_path, dtype="float32", slot_count=2)
+    assert engine.make_invariant()
+    own = invariant.BlockBatch.attend
+
+    def attend(self: Any, layer: int, query: Any, key: Any, value: Any, scoring: Any) -> torch.Tensor:
+        return own(self, layer, query, key, value, replace(scoring, window=scoring.window + 1))
+
+    monkeypatch.setattr(invariant.BlockBatch, "attend", attend)
+    assert not engine.make_invariant()
+    assert engine.logit_tolerance
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), SERVED)

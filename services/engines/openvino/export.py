@@ -16,7 +16,7 @@ from openvino.frontend.pytorch import ConversionExtension
 from bridge.errors import UnusableModel
 from services.engines.openvino.engine import OpenVinoEngine
 from services.engines.openvino.graph import INPUTS, AttentionSpec, placeholder
-from services.engines.selftest import SelfTest
+from services.engines.selftest import SelfTest, narrowed
 from services.engines.torch.attention import ATTENTION, OPERATOR, Scoring, using
 from services.engines.torch.model import TokenLogits, context_limit, load_model
 
@@ -47,14 +47,24 @@ class _Recorder:
 def export(source: Path, destination: Path, weights: str) -> None:
     """Writes the model of `source` into the new directory `destination`. Raises `UnusableModel`."""
     model = load_model(source, torch.float32).eval()
-    self_test = SelfTest.of(model)
-    graph = _traced(model)
-    # The engine inserts its attention into a copy, so that the saved file does not contain it.
-    self_test.check(OpenVinoEngine(graph.clone(), dtype="float32", slot_count=2, cache_byte_limit=1 << 28))
+    with narrowed(model) as wide:
+        if wide:
+            _checked(model)
+    graph = _checked(model)
     destination.mkdir()
     small = _compressed(graph, weights)
     small.set_rt_info(weights, ["draftbridge", "weights"])
     ov.save_model(small, destination / "model.xml", compress_to_fp16=False)
+
+
+def _checked(model: Any) -> ov.Model:
+    """Returns the traced model. Raises ValueError if it fails the self-test."""
+    model.set_attn_implementation("eager")
+    self_test = SelfTest.of(model)
+    graph = _traced(model)
+    # The engine inserts its attention into a copy, so that the saved file does not contain it.
+    self_test.check(OpenVinoEngine(graph.clone(), dtype="float32", slot_count=2, cache_byte_limit=1 << 28))
+    return graph
 
 
 def _traced(model: Any) -> ov.Model:

@@ -13,7 +13,7 @@ import torch
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row, by_row, check, check_copy, sample_ids, slot_room
-from services.engines.selftest import SelfTest
+from services.engines.selftest import SelfTest, distance, narrowed
 from services.engines.torch.attention import ATTENTION, Attention, using
 from services.engines.torch.cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engines.torch.compiled import CompiledForwards, FastForwards, GraphForwards
@@ -73,11 +73,17 @@ class TorchEngine:
         self.slot_count = slot_count
         try:
             self_test = SelfTest.of(self._model)
+            with narrowed(self._model) as wide:
+                narrow_test = SelfTest.of(self._model) if wide else self_test
+            self._sample, self._noise = self_test.texts[0], max(self_test.tolerance, narrow_test.tolerance)
             packed = not (int8 or compiled) and pack(self._model)  # the compiler packs by itself
             if packed and self._dtype is torch.bfloat16:
                 self._least = SIZES[0]  # packed weights take longer for one row than for four
             self._make_room(cache_byte_limit)
             self_test.check(self)
+            with narrowed(self._model) as wide:
+                if wide:
+                    narrow_test.check(self)
             if compiled:
                 self._fast = self._made_fast()
                 self_test.check(self)
@@ -110,7 +116,10 @@ class TorchEngine:
                     lambda row, limit: self._run_invariant([row], limit),
                     self.vocabulary_size,
                 )
+                if self._row_limit and not self._passes_agree():
+                    raise ValueError("logits in batch-invariant passes differ from those in others")
             except Exception:  # the model has passed its self-test, and can be served without
+                self._row_limit = 0
                 _log.exception("the model does not run in batch-invariant passes")
             else:
                 how = f"yes, up to {self._row_limit} rows at once" if self._row_limit else "no, logits differ by width"
@@ -129,11 +138,11 @@ class TorchEngine:
         """See `Engine.forward`."""
         check(self, rows)
         if self._row_limit:
-            return by_row(self._run_invariant(rows, self._row_limit).float().numpy(), rows)
+            return by_row(self._run_invariant(rows).float().numpy(), rows)
         ids, positions, wanted = _flat(rows)
         table = self._fast.run(rows, ids, positions, wanted) if self._fast else None
         if table is None:
-            table = self._run(RaggedBatch(self._caches, rows), ids, positions, wanted, lambda _: self._least)
+            table = self._run_plain(rows)
         return by_row(table[: len(wanted)].float().cpu().numpy(), rows)
 
     @torch.inference_mode()
@@ -142,9 +151,30 @@ class TorchEngine:
         check_copy(self, source, target, token_count)
         self._caches.copy(source, target, token_count)
 
-    def _run_invariant(self, rows: Sequence[Row], limit: int) -> torch.Tensor:
+    def _run_plain(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Returns the concatenated logits of rows."""
+        return self._run(RaggedBatch(self._caches, rows), *_flat(rows), lambda _: self._least)
+
+    def _run_invariant(self, rows: Sequence[Row], limit: int | None = None) -> torch.Tensor:
         """Returns the concatenated logits of rows, each of which does not depend on the others."""
+        limit = limit or self._row_limit
         return self._run(BlockBatch(self._caches, rows), *_flat(rows), lambda count: size_of(count, limit))
+
+    @torch.inference_mode()
+    def _passes_agree(self) -> bool:
+        """Returns whether batch-invariant logits are those of other passes, but for rounding. Overwrites slot 0.
+
+        Compares a text that is longer than a span of positions, with attention windows as they are and narrowed.
+        """
+        rows = [Row(0, 0, (self._sample * SPAN)[: min(SPAN + len(self._sample), self.context_length)], 0)]
+
+        def agree() -> bool:
+            plain, invariant = (run.float().numpy() for run in (self._run_plain(rows), self._run_invariant(rows)))
+            return distance(invariant, plain) < self._noise
+
+        with narrowed(self._model) as wide:
+            narrow = not wide or agree()
+        return narrow and agree()
 
     def _run(
         self,
