@@ -23,9 +23,9 @@ from bridge.ports import FinishReason, Logprob, TextGrammar, Verifier
 from bridge.request import Request, check, render, token_room
 from bridge.sources import open_sources
 from bridge.sources.draft import DraftSource, open_draft
+from bridge.sources.ngrams import NgramMemory
 from bridge.sources.source import DRAFT, Draft, Opening, Outcome
 from bridge.sources.source_set import SourceSet
-from bridge.sources.suffix_memory import SuffixMemory
 from bridge.statistics import Statistics
 from bridge.tape import Tape
 from bridge.target_link import TargetLink
@@ -81,7 +81,7 @@ async def generate(
     target: Verifier,
     next_draft: NextDraft | None = None,
     estimates: TargetEstimates | None = None,
-    memory: SuffixMemory | None = None,
+    memory: NgramMemory | None = None,
     clock: Callable[[], int] = perf_counter_ns,
     statistics: Statistics | None = None,
     grammar: TextGrammar | None = None,
@@ -91,7 +91,7 @@ async def generate(
     `next_draft` returns the request's draft and, later, another one for the rest of the text, given the error of the
     present one, or None if that one gains nothing. A draft is closed once it is of no more use; the caller closes those
     that it opened, which may be done twice. `estimates` holds what other requests have learned about the target, and
-    this request adds to it. `memory` holds earlier outputs of tenants; a request with a tenant uses it and adds to it.
+    this request adds to it. `memory` holds what was learned from outputs of tenants, to which one with a tenant adds.
     `clock` returns nanoseconds. The request counts into `statistics`, which the caller may read at any time. `grammar`
     follows the request's grammar from the start of the text; `target` must obey the same.
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
@@ -109,7 +109,8 @@ async def generate(
         tape=tape,
         render=partial(render, request, source=model),
         confidence_threshold=request.speculation.assistant_confidence_threshold,
-        elsewhere=partial(memory.match, request.tenant) if memory and request.tenant else None,
+        memory=memory,
+        tenant=request.tenant,
         grammar=grammar,
         clock=clock,
     )
@@ -134,9 +135,6 @@ async def generate(
     passes = speculate(link, sources, planner, statistics, clock)
     with closing(sources), ExitStack() as ended:
         ended.callback(lambda: estimates.observe_text(tape.generated_token_count))
-        if memory and request.tenant:
-            # For the tenant's next requests, even if this one fails or its client disconnects.
-            ended.callback(memory.remember, request.tenant, tape.data)
         yield Started(len(prompt.ids))
         async with aclosing(passes):
             async for outcome in passes:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
@@ -15,6 +15,7 @@ from bridge.planning.prediction import Plan, expected_count
 from bridge.ports import Pass
 from bridge.sources import open_sources
 from bridge.sources.draft import DraftSource, open_draft
+from bridge.sources.ngrams import NgramMemory
 from bridge.sources.source import Draft, Offer, Opening, Outcome
 from bridge.sources.source_set import SourceSet
 from bridge.speculation import Speculation
@@ -42,12 +43,17 @@ _NOTHING = Offer()
 
 @dataclass(frozen=True)
 class GuestOpening:
-    """The parts of a sequence that all sequences of an engine share. `alone`: none of them will ever have a draft."""
+    """The parts of a sequence that all sequences of an engine share. `alone`: none of them will ever have a draft.
+
+    `memory`, `tenant`: see `Opening`.
+    """
 
     model: Model
     estimates: TargetEstimates
     sources: tuple[str, ...] = ()
     alone: bool = False
+    memory: NgramMemory | None = None
+    tenant: Hashable = ""
 
 
 def _render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
@@ -70,7 +76,13 @@ class GuestSequence:
         model, split = shared.model, len(ids) - generated_token_count
         self.tape = Tape(model.vocabulary, ids[:split])
         self._model, self.room = model, _MAX_ROOM
-        self._opening = Opening(self.tape, partial(_render, ids=ids[:split], source=model), alone=shared.alone)
+        self._opening = Opening(
+            self.tape,
+            partial(_render, ids=ids[:split], source=model),
+            memory=shared.memory,
+            tenant=shared.tenant,
+            alone=shared.alone,
+        )
         # Without drafts only tokens are indexed.
         self._prompt_byte_count = 0 if shared.alone else sum(map(len, map(model.vocabulary.token_bytes, ids[:split])))
         self.tape.commit(ids[split:])

@@ -235,8 +235,8 @@ class BridgeServerConfig(ServerConfig):
     service_token_file: Path | None = Field(
         None, description="File with the token that the bridge presents to its services."
     )
-    suffix_memory: int = Field(
-        0, ge=0, le=1 << 20, description="MiB for earlier outputs, as candidates for the same tenant only; 0: off."
+    ngram_memory: int = Field(
+        0, ge=0, le=1 << 20, description="MiB to learn from outputs, for the same tenant or engine only; 0: off."
     )
     pair_memory: Path | None = Field(
         None, description="SQLite file that keeps what the bridge learns about pairs. Unset: forgotten at its end."

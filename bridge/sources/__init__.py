@@ -6,6 +6,7 @@ To add a source that proposes at once, write its class in a new file and list it
 from collections.abc import Callable
 
 from bridge.sources.grammar import GrammarSource
+from bridge.sources.learned import LearnedSource
 from bridge.sources.source import DRAFT, CandidateSource, Opening
 from bridge.sources.suffix import SuffixSource
 
@@ -16,6 +17,7 @@ SOURCES: dict[str, Callable[[Opening], CandidateSource | None] | None] = {
     GrammarSource.name: GrammarSource.open,
     DRAFT: None,
     SuffixSource.name: SuffixSource.open,
+    LearnedSource.name: LearnedSource.open,
 }
 
 

@@ -6,7 +6,7 @@ in the middle of a word. `offer_of` translates the bytes of one or several sourc
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 from time import perf_counter_ns
@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Drafter, Pass, TextGrammar
-from bridge.sources.suffix_index import Match
+from bridge.sources.ngrams import NgramMemory
 from bridge.tape import Tape
 from bridge.text.models import Model
 from bridge.text.translation import candidates
@@ -125,14 +125,15 @@ class Opening:
     """The values that a source may need at the start of a request.
 
     `tape` holds the prompt and, later, what the target commits. `render` returns the prompt in another model's tokens,
-    or raises a `DraftBridgeError`. `elsewhere` finds a match of a text's end in earlier outputs. `grammar`: what the
-    text must satisfy. `alone`: no draft will ever take part.
+    or raises a `DraftBridgeError`. `memory` holds what was learned from outputs; `tenant`: whose output this is, empty
+    if nothing may be learned from it. `grammar`: what the text must satisfy. `alone`: no draft will ever take part.
     """
 
     tape: Tape
     render: Callable[[Model], Rendering]
     confidence_threshold: float = 0.0
-    elsewhere: Callable[[bytes], Match | None] | None = None
+    memory: NgramMemory | None = None
+    tenant: Hashable = ""
     grammar: TextGrammar | None = None
     alone: bool = False
     clock: Callable[[], int] = perf_counter_ns

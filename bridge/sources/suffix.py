@@ -1,11 +1,10 @@
-"""Implements prompt lookup: proposes what followed the same tokens in the text, or in a tenant's earlier outputs."""
+"""Implements prompt lookup: proposes what followed the same tokens earlier in the text."""
 
-from collections.abc import Callable
 from itertools import accumulate, takewhile
 from typing import ClassVar
 
 from bridge.sources.source import MAX_OFFERED_BYTES, CandidateSource, Continuation, Opening
-from bridge.sources.suffix_index import MAX_MATCH_BYTES, MAX_PROPOSAL_BYTES, Match, SuffixMatcher
+from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES, Match, SuffixMatcher
 from bridge.sources.token_lookup import TokenLookup, confidence
 from bridge.tape import Tape
 
@@ -21,40 +20,35 @@ _AHEAD_BYTES = 16
 class SuffixSource(CandidateSource):
     """Proposes what followed the longest match of the text's end, and the confidence in each token of it.
 
-    Matches are of the target's tokens. Where it continues another source's bytes, and in a tenant's earlier outputs,
-    they are of bytes. `elsewhere` finds the longest match of a text's end in those outputs.
+    Matches are of the target's tokens. Where it continues another source's bytes, they are of bytes.
     """
 
     name: ClassVar[str] = "suffix"
     evidence_edges: ClassVar[tuple[float, ...]] = (0.15, 0.3, 0.5, 0.7, 0.9, 0.97)
     prior_chances: ClassVar[tuple[float, ...]] = (0.1, 0.22, 0.4, 0.6, 0.8, 0.93, 0.98)
 
-    def __init__(self, tape: Tape, elsewhere: Callable[[bytes], Match | None] | None = None) -> None:
-        self._tape, self._elsewhere = tape, elsewhere
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
         self._lookup = TokenLookup(tape.ids)
         self._bytes: SuffixMatcher | None = None
         self._byte_token_count = 0
 
     @classmethod
     def open(cls, opening: Opening) -> "SuffixSource":
-        """Returns a source for the text and, if there are any, earlier outputs."""
-        found = cls(opening.tape, opening.elsewhere)
-        if opening.elsewhere or not opening.alone:
+        """Returns a source for the text."""
+        found = cls(opening.tape)
+        if not opening.alone:
             found._matcher()  # now, because it takes a while for a long prompt
         return found
 
     def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
         if after:
-            found = self._longest(after)
+            found = self._matcher().match(after)
             return self._of_bytes(found) if found and found.length >= _MIN_BYTES_AFTER else None
-        other = self._elsewhere(self._matcher().end) if self._elsewhere else None
         own = self._lookup.match(max(limit // _TOKEN_BYTES, 1))
         token_bytes = self._tape.vocabulary.token_bytes
         # Control tokens have no bytes.
         tokens = list(takewhile(bool, map(token_bytes, own.token_ids))) if own else []
-        matched = map(token_bytes, self._tape.ids[-min(own.length, MAX_MATCH_BYTES) :]) if own and tokens else ()
-        if other and other.length > sum(map(len, matched)):
-            return self._of_bytes(other)
         if own is None or not tokens:
             return None
         count = len(tokens)
@@ -66,12 +60,6 @@ class SuffixSource(CandidateSource):
             token_ids=tuple(own.token_ids[:count]),
             cut=count == len(own.token_ids),
         )
-
-    def _longest(self, after: bytes) -> Match | None:
-        """Returns the longest match of bytes; a tie goes to the text itself."""
-        own = self._matcher().match(after)
-        other = self._elsewhere(self._matcher().end + after) if self._elsewhere else None
-        return other if other and (own is None or other.length > own.length) else own
 
     def _of_bytes(self, match: Match) -> Continuation:
         evidence, later = (confidence((match.length + ahead) // _TOKEN_BYTES) for ahead in (0, _AHEAD_BYTES))

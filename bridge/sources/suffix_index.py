@@ -6,7 +6,6 @@ Lempel (1977), but works on bytes, so that it needs no tokenizer.
 """
 
 from array import array
-from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,33 +32,16 @@ class Match:
     data: bytes
 
 
-def max_memory_bytes(length: int) -> int:
-    """Returns the most memory that a drafter takes for a text of `length` bytes."""
-    return 15 * length + (20 << 10)
-
-
 class SuffixMatcher:
     """Holds a text and proposes bytes that continue it.
 
-    Time is constant per byte and per proposal; for memory see `max_memory_bytes`. If the text exceeds `limit`, rounded
-    down to a power of two, only its last `limit / 2` bytes are kept.
+    Time is constant per byte and per proposal; memory is 20 KiB, and 15 bytes for each byte of text, at most. If the
+    text exceeds `limit`, rounded down to a power of two, only its last `limit / 2` bytes are kept.
     """
 
     def __init__(self, text: bytes = b"", limit: int = 1 << 20) -> None:
         self._limit = 1 << (limit.bit_length() - 1)
-        # The offsets at which texts begin, see `start_text`.
-        self._starts = array("i", [0])
         self._rebuild(bytearray(text))
-
-    @property
-    def length(self) -> int:
-        """Returns the number of bytes of text held."""
-        return len(self._text)
-
-    @property
-    def end(self) -> bytes:
-        """Returns the last `MAX_MATCH_BYTES` bytes of the text."""
-        return bytes(self._text[-MAX_MATCH_BYTES:])
 
     def append(self, data: bytes | bytearray) -> None:
         """Adds to the end of the text."""
@@ -75,39 +57,30 @@ class SuffixMatcher:
             self._last[self._slot(self._text, end)] = self._before.pop()
         del self._text[length:]
 
-    def start_text(self) -> None:
-        """Starts another text. A match and the bytes that follow it lie within one text."""
-        if len(self._text) > self._starts[-1]:
-            self._starts.append(len(self._text))
-
     def match(self, ahead: bytes = b"") -> Match | None:
         """Returns the longest match of the text's end followed by `ahead`; a tie goes to the latest.
 
         If the text ends soon after the match, the proposal is extended by repetition.
         """
-        found = self.match_of(self.end + ahead)
-        if found is None or len(found.data) == MAX_PROPOSAL_BYTES:
-            return found
-        data = found.data + ahead
-        return Match(found.length, (data * (MAX_PROPOSAL_BYTES // len(data) + 1))[:MAX_PROPOSAL_BYTES])
-
-    def match_of(self, end: bytes) -> Match | None:
-        """Returns the longest match of the bytes `end`, with data up to the end of the text that contains it."""
-        end = end[-MAX_MATCH_BYTES:]
+        end = (bytes(self._text[-MAX_MATCH_BYTES:]) + ahead)[-MAX_MATCH_BYTES:]
         place = self._last[self._slot(end, len(end))] if len(end) >= MIN_MATCH_BYTES else 0
-        length, data = MIN_MATCH_BYTES - 1, slice(0)
+        length, begin = MIN_MATCH_BYTES - 1, 0
         for _ in range(_MAX_COMPARED_PLACES):
             if place < MIN_MATCH_BYTES:
                 break
-            index = bisect_right(self._starts, place)
-            limit = min(place - self._starts[index - 1], len(end))
+            limit = min(place, len(end))
             if limit > length and self._text[place - length - 1 : place] == end[-length - 1 :]:
-                stop = self._starts[index] if index < len(self._starts) else len(self._text)
-                data = slice(place, min(place + MAX_PROPOSAL_BYTES, stop))
+                begin = place
                 while length < limit and self._text[place - length - 1] == end[-length - 1]:
                     length += 1
             place = self._before[place]
-        return Match(length, bytes(self._text[data])) if length >= MIN_MATCH_BYTES else None
+        if not begin:
+            return None
+        data = bytes(self._text[begin : begin + MAX_PROPOSAL_BYTES])
+        if len(data) < MAX_PROPOSAL_BYTES:
+            data += ahead
+            data = (data * (MAX_PROPOSAL_BYTES // len(data) + 1))[:MAX_PROPOSAL_BYTES]
+        return Match(length, data)
 
     def _rebuild(self, text: bytearray) -> None:
         # The old tables are freed first, so that memory never holds both.
@@ -115,7 +88,6 @@ class SuffixMatcher:
         if len(text) > self._limit:
             forgotten = len(text) - self._limit // 2
             text = text[forgotten:]
-            self._starts = array("i", [0, *(start - forgotten for start in self._starts if start > forgotten)])
         self._text = text
         bits = min(max(_MIN_TABLE_ENTRIES, 2 * len(text)), self._limit).bit_length() - 1
         self._shift = 32 - bits

@@ -89,8 +89,8 @@ def generate_request(
     `json_schema`: JSON text or a mapping. At most one of `json_schema`, `json_object`, `regex`, `choice` and `grammar`
     may be given. `stop`, `choice`, `sources`, `drafts`: one string or several. `speculation`: "auto", "off", "lockstep"
     or "opportunistic".
-    `sources`: names of the sources that may propose candidates, "grammar", "draft" and "suffix"; empty for all that the
-    mode uses.
+    `sources`: names of the sources that may propose candidates, "grammar", "draft", "suffix" and "learned"; empty for
+    all that the mode uses.
     Raises `CallError` for a value that does not fit its field.
     """
     modes = bridge_pb2.Speculation.Mode

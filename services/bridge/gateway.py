@@ -14,8 +14,8 @@ from bridge.planning.choice import DraftChooser
 from bridge.ports import Proposal, TextGrammar
 from bridge.request import Request, check, check_size
 from bridge.sampling.sampler import SamplingParameters
+from bridge.sources.ngrams import NgramMemory
 from bridge.sources.source import Draft
-from bridge.sources.suffix_memory import SuffixMemory
 from bridge.statistics import Statistics
 from bridge.text.models import Model
 from bridge.text.translation import segment
@@ -132,12 +132,12 @@ class _BalancedDrafter(ZooDrafter):
 
 
 class Gateway:
-    """Runs requests on a zoo. `memory` keeps earlier outputs of tenants. `observers` receive every `Finished`."""
+    """Runs requests on a zoo. `memory` keeps what tenants' outputs taught. `observers` receive every `Finished`."""
 
     def __init__(
         self,
         zoo: Zoo,
-        memory: SuffixMemory | None = None,
+        memory: NgramMemory | None = None,
         *,
         max_requests: int = 256,
         prompt_limit_bytes: int = 4 << 20,

@@ -17,6 +17,7 @@ from bridge.guest_sequence import GuestOpening, GuestSequence
 from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
+from bridge.sources.ngrams import NgramMemory
 from bridge.sources.source import Outcome
 from bridge.statistics import Statistics
 from bridge.text.vocabulary import Vocabulary
@@ -56,8 +57,10 @@ class _Connection:
 class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
     """Serves engines on the zoo's drafts. gRPC prescribes the method name."""
 
-    def __init__(self, zoo: Zoo, limits: GuestLimits, metrics: BridgeMetrics) -> None:
-        self._zoo, self._limits = zoo, limits
+    def __init__(
+        self, zoo: Zoo, limits: GuestLimits, metrics: BridgeMetrics, memory: NgramMemory | None = None
+    ) -> None:
+        self._zoo, self._limits, self._memory = zoo, limits, memory
         self._metrics, self._budget = metrics, Budget(limits)
         self._tokenizers = GuestTokenizers(zoo.reader, limits.memory_bytes)
         # By the name of the client's key and that of the engine: a key cannot name the engines of another key.
@@ -166,7 +169,10 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         if key not in self._estimates:
             self._estimates[key] = TargetEstimates(model.forward_costs), BatchCosts(model.forward_costs)
         estimates, costs = self._estimates[key]
-        shared, name = GuestOpening(model, estimates, tuple(opening.sources)), loggable(opening.engine)
+        name = loggable(opening.engine)
+        # An engine has a table of its own, which no request can name.
+        tenant = CALLER.get(), opening.engine
+        shared = GuestOpening(model, estimates, tuple(opening.sources), memory=self._memory, tenant=tenant)
 
         def on_ended(id_: int, statistics: Statistics | None) -> None:
             self._budget.drop(guest, id_)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack
 
 from bridge.planning.choice import DraftChooser
-from bridge.sources.suffix_memory import SuffixMemory
+from bridge.sources.ngrams import NgramMemory
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, candidate_pb2, candidate_pb2_grpc
 from services.bridge.gateway import Gateway
 from services.bridge.guests import CandidateServicer
@@ -61,7 +61,7 @@ def run(
                 _log.warning("a bridge without --target serves candidates to guests only: it cannot generate texts")
             if await unless(stop, zoo.connect()) is None:
                 return
-            memory = SuffixMemory(config.suffix_memory << 20) if config.suffix_memory else None
+            memory = NgramMemory(config.ngram_memory << 20) if config.ngram_memory else None
             chooser = _chooser(config, stack)
             gateway = Gateway(
                 zoo,
@@ -79,7 +79,7 @@ def run(
                 # A bridge for guests only has no target.
                 usable=lambda: not config.target or bool(gateway.targets),
             )
-            guests = CandidateServicer(zoo, _guest_limits(config), metrics)
+            guests = CandidateServicer(zoo, _guest_limits(config), metrics, memory)
             server.register(
                 candidate_pb2_grpc.add_CandidateServiceServicer_to_server,
                 guests,

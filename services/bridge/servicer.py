@@ -87,7 +87,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             endpoints=endpoints,
             speculation=self._totals,
             prefix_caches=[codec.write_prefix_cache(vocabulary) for vocabulary in self._zoo.vocabularies()],
-            suffix_memory=codec.write_suffix_memory(self._gateway.memory),
+            ngram_memory=codec.write_ngram_memory(self._gateway.memory),
             generated_token_count=self._generated_token_count,
             running=[
                 bridge_pb2.RunningGeneration(

@@ -60,7 +60,7 @@ def generate(
     ] = None,
     source: Annotated[
         list[str] | None,
-        typer.Option(help="Use only this source: grammar, draft or suffix (prompt lookup). Repeatable."),
+        typer.Option(help="Use only this source: grammar, draft, suffix (prompt lookup) or learned. Repeatable."),
     ] = None,
     target: Annotated[str, typer.Option(help="Name of the target, if the bridge has several.")] = "",
     draft: Annotated[
@@ -68,7 +68,9 @@ def generate(
         typer.Option(help="Name of the draft; unset: the one with the highest expected speed. Repeatable."),
     ] = None,
     workload: Annotated[str, typer.Option(help="Kind of text, such as code: the bridge learns its best draft.")] = "",
-    tenant: Annotated[str, typer.Option(help="Propose from this tenant's earlier outputs, and keep this one.")] = "",
+    tenant: Annotated[
+        str, typer.Option(help="Propose from this tenant's earlier outputs, and learn from this one.")
+    ] = "",
     request_id: Annotated[str, typer.Option(help="The request's id in the logs and traces of all services.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
 ) -> None:

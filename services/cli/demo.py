@@ -19,14 +19,15 @@ from services.errors import ModelNotFound
 from services.store.cache import NoSpace
 from services.store.resolve import SUFFIX, default_name, resolve
 
-# Colours of the sources, by name; any other source gets one of `OTHERS`.
-STYLES = {"": "", "draft": "green", "suffix": "cyan", "grammar": "magenta"}
-OTHERS = ("magenta", "yellow", "blue")
+# Colours of the sources, by name; any other source gets `OTHER`.
+STYLES = {"": "", "draft": "green", "suffix": "cyan", "grammar": "magenta", "learned": "yellow"}
+OTHER = "blue"
 NAMES = {
     "": "the target's own",
     "draft": "proposed by the draft",
     "suffix": "by prompt lookup",
     "grammar": "by the grammar",
+    "learned": "by n-grams of earlier outputs",
 }
 
 
@@ -180,7 +181,7 @@ def _by_source(delta: bridge_pb2.GenerateDelta) -> Iterator[tuple[str, str]]:
 
 
 def _style(source: str) -> str:
-    return STYLES.get(source) or (OTHERS[sum(source.encode()) % len(OTHERS)] if source else "")
+    return STYLES.get(source) or (OTHER if source else "")
 
 
 def _legend(sources: Sequence[str]) -> Text:

@@ -21,6 +21,8 @@ from bridge.guest_sequence import GuestOpening, GuestSequence
 from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
+from bridge.sources.learned import LearnedSource
+from bridge.sources.ngrams import TABLE_BYTES, NgramMemory
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.candidate_stream import CandidateCounts, Candidates, SequenceStep
@@ -62,7 +64,7 @@ class LocalCandidates:
     """Has the methods of `CandidateClient`, and the same promise: `step` never raises.
 
     `model` describes the engine's model, and `tokenizer_json` is the content of that file. `sources`: those that may
-    propose, by default all that need no draft.
+    propose, by default all that need no draft and learn nothing from the engine's outputs.
     """
 
     def __init__(self, model: model_pb2.Model, tokenizer_json: bytes, sources: Sequence[str] = ()) -> None:
@@ -225,7 +227,10 @@ class LocalCandidates:
     def _open(self) -> Guest:
         check_engine(self._description, self._sources)
         model = self._model = self._model or self._read_model()
-        shared = GuestOpening(model, TargetEstimates(model.forward_costs), self._sources, alone=True)
+        memory = NgramMemory(TABLE_BYTES) if LearnedSource.name in self._sources else None
+        shared = GuestOpening(
+            model, TargetEstimates(model.forward_costs), self._sources, alone=True, memory=memory, tenant="engine"
+        )
 
         async def open_(ids: Sequence[int], generated_token_count: int) -> GuestSequence:
             if len(ids) > _MAX_TOKENS_AT_ONCE:

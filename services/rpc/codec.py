@@ -17,7 +17,7 @@ from bridge.planning.planner import Mode
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
-from bridge.sources.suffix_memory import SuffixMemory
+from bridge.sources.ngrams import NgramMemory
 from bridge.statistics import Statistics
 from bridge.text.chat import Chat, Message
 from bridge.text.models import Model, SpecialIds
@@ -143,11 +143,11 @@ def write_prefix_cache(vocabulary: Vocabulary) -> bridge_pb2.PrefixCacheStatus:
     )
 
 
-def write_suffix_memory(memory: SuffixMemory | None) -> bridge_pb2.SuffixMemoryStatus | None:
+def write_ngram_memory(memory: NgramMemory | None) -> bridge_pb2.NgramMemoryStatus | None:
     """Returns how full the memory is, or None without one."""
     if memory is None:
         return None
-    return bridge_pb2.SuffixMemoryStatus(
+    return bridge_pb2.NgramMemoryStatus(
         tenant_count=memory.tenant_count, held_byte_count=memory.byte_count, limit_byte_count=memory.byte_limit
     )
 

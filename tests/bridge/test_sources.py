@@ -306,10 +306,10 @@ async def test_a_delta_names_whoever_proposed_it_and_the_demo_shows_every_byte_o
 
 async def test_a_source_that_nobody_knows_is_refused() -> None:
     request = Request(PROMPT, speculation=SpeculationParameters(sources=("draft", "oracle")))
-    with pytest.raises(InvalidField, match="a selection of grammar, draft, suffix, got oracle"):
+    with pytest.raises(InvalidField, match="a selection of grammar, draft, suffix, learned, got oracle"):
         await answer(MODEL, tiny.HashEngine(MODEL), None, None, request, 0.0)
 
 
 def test_models_are_told_apart_by_name_only() -> None:
     assert isinstance(MODEL, Model)
-    assert list(SOURCES) == ["grammar", "draft", "suffix"]
+    assert list(SOURCES) == ["grammar", "draft", "suffix", "learned"]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from bridge.sources.source import Opening
 from bridge.sources.source_set import SourceSet
 from bridge.sources.suffix import SuffixSource
-from bridge.sources.suffix_memory import SuffixMemory
 from bridge.sources.token_lookup import MAX_PROPOSED_TOKENS, TokenLookup, confidence
 from bridge.tape import Tape
 from bridge.text.translation import candidates
@@ -135,26 +134,6 @@ def test_the_candidates_are_the_tokens_of_the_text_itself() -> None:
     following = WORDS.single_bytes(b" quick fox").ids
     assert list(offer.token_ids[: len(following)]) == list(following)
     assert offer.evidence[0] == pytest.approx(confidence(3))
-
-
-def test_another_output_is_used_where_a_control_token_followed_the_own_match() -> None:
-    memory = SuffixMemory(1 << 20)
-    memory.remember("ann", b"one two three four five")
-    four = ids_of(" four")
-    prompt = [*ids_of("one two three"), *four, MODEL.special_ids.eos[0], *ids_of(" one two three"), *four]
-    found = SuffixSource(Tape(WORDS, prompt), lambda end: memory.match("ann", end)).propose()
-    assert found is not None and found.data == b" five"
-
-
-def test_another_output_is_used_where_it_matches_longer() -> None:
-    memory = SuffixMemory(1 << 20)
-    memory.remember("ann", b"one two three four five")
-    tape = Tape(WORDS, ids_of("four six. one two three four"))
-    alone = SuffixSource(tape).propose()
-    both = SuffixSource(tape, lambda end: memory.match("ann", end)).propose()
-    assert alone is not None and alone.data.startswith(b" six")
-    assert both is not None and both.data == b" five"
-    assert both.evidence_of(4, 5) > both.evidence_of(0, 1), "each right byte makes the match longer"
 
 
 def test_bytes_are_indexed_before_the_event_loop_needs_them() -> None:

@@ -24,7 +24,6 @@ from services.errors import SlotsExhausted
 from services.model.draft.suffix import SuffixModel, SuffixSession
 from tests.services.test_cli import command, refused
 from tests.support import warm
-from tests.support.alone import did
 
 MODEL = SuffixModel("suffix", 2).model
 
@@ -181,9 +180,9 @@ async def test_sessions_hold_at_most_the_given_number_of_slots() -> None:
 
 @contextmanager
 def remembering(target: Path) -> Iterator[Fleet]:
-    """Runs a tiny target, the suffix draft, and a bridge with a suffix memory."""
+    """Runs a tiny target, the suffix draft, and a bridge that learns from outputs."""
     options = ("--dtype", "float32", "--threads", "1")
-    bridge_options = ("--suffix-memory", "1")
+    bridge_options = ("--ngram-memory", "2")
     with fleet(
         str(target), "suffix", target_options=options, draft_options=options, bridge_options=bridge_options
     ) as running:
@@ -310,7 +309,8 @@ def check_what_tenants_are_told(running: Fleet) -> None:
 
         def ask(tenant: str, seed: int) -> tuple[str, int]:
             got = client.generate(prompt, max_tokens=40, seed=seed, temperature=1.0, tenant=tenant)
-            return got.text, did(got.finished.speculation, "suffix").num_accepted_tokens
+            counts = [one.num_accepted_tokens for one in got.finished.speculation.sources if one.name == "learned"]
+            return got.text, sum(counts)
 
         seed = next(seed for seed in range(50) if has_no_repetition(prompt + ask("", seed)[0]))
         text, nothing = ask("", seed)
@@ -324,12 +324,12 @@ def check_what_tenants_are_told(running: Fleet) -> None:
                 break
         assert count
         assert ask("cid", seed) == ask("", seed) == (text, 0)
-        kept = client.status().suffix_memory
+        kept = client.status().ngram_memory
         assert kept.tenant_count == 3
-        assert len(text) < kept.held_byte_count < kept.limit_byte_count == 1 << 20
+        assert len(text) < kept.held_byte_count < kept.limit_byte_count == 2 << 20
         with pytest.raises(CallError, match="at most 256") as caught:
             ask("a" * 257, seed)
         assert caught.value.reason == "INVALID_FIELD"
     done = command("generate", prompt, "--tenant", "ann", "--server", running.bridge, "--max-tokens", "5")
     assert done.returncode == 0, done.stderr
-    assert "--suffix-memory" in refused(command("bridge", "--target", "x:1", "--suffix-memory", "-1"))
+    assert "--ngram-memory" in refused(command("bridge", "--target", "x:1", "--ngram-memory", "-1"))

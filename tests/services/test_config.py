@@ -151,7 +151,7 @@ def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_what_show_prints_is_a_file_with_the_same_values(tmp_path: Path) -> None:
-    path = written(tmp_path, "[bridge]\ntarget = ['a:1', 'b\"x:2']\nsuffix-memory = 7\n")
+    path = written(tmp_path, "[bridge]\ntarget = ['a:1', 'b\"x:2']\nngram-memory = 7\n")
     shown = run("config", "show", "bridge", "--config", str(path))
     assert shown.returncode == 0, shown.stderr
     assert "line 3" in shown.stdout and "default" in shown.stdout

@@ -28,7 +28,7 @@ def test_nothing_that_clients_send_is_logged(tiny_models: tuple[Path, Path], cap
             stack.enter_context(launched(role, "serve", str(path), "--role", role, *options, module=module))[0]
             for role, path in zip(("target", "draft"), tiny_models, strict=True)
         )
-        models = ("--target", target, "--draft", draft, "--suffix-memory", "1")
+        models = ("--target", target, "--draft", draft, "--ngram-memory", "1")
         address, _ = stack.enter_context(launched("bridge", "bridge", *models, *common, module=module))
         client = stack.enter_context(Client(address, Credentials(token=f"{MARKER}-token")))
         marked = {"max_tokens": 8, "stop": [MARKER], "tenant": MARKER}

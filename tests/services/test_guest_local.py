@@ -55,6 +55,18 @@ def test_what_repeats_is_proposed_as_by_a_bridge(guest: LocalCandidates) -> None
     assert all(abs(sum(one) - sum(other)) <= 0.1 * sum(other) for one, other in zip(here, there, strict=True))
 
 
+def test_an_engine_may_learn_from_its_outputs() -> None:
+    """The second text has nothing of itself to repeat, and was generated before."""
+    ids = list(range(20, 120))
+    forwards_taken = []
+    for sources in (["suffix"], ["suffix", "learned"]):
+        learner = open_client(LOCAL, description(KIND), tiny.tokenizer_json(KIND), sources=sources)
+        forwards_taken.append([forwards(learner, Reciter(ids, 10, number))[0] for number in (1, 2)])
+        learner.close()
+    assert forwards_taken[0] == [90, 90]
+    assert forwards_taken[1][1] < 45
+
+
 def test_an_engine_with_an_event_loop_of_its_own(guest: LocalCandidates) -> None:
     async def engine() -> list[int]:
         return forwards(guest, Reciter(IDS, len(IDS) // 4, 1))

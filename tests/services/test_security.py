@@ -56,7 +56,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory, tiny_models: tuple[Path, P
         ) as (target, _),
         launched(
             "bridge", "bridge", "--target", target, *map(str, service), "--service-token-file", str(token), *tls,
-            "--listen", "127.0.0.1:0", "--until-stdin-closes", "--suffix-memory", "1", "--prompt-limit", "8",
+            "--listen", "127.0.0.1:0", "--until-stdin-closes", "--ngram-memory", "1", "--prompt-limit", "8",
         ) as (bridge, _),
     ):  # fmt: skip
         yield Secured(bridge, target, directory, ca)
@@ -318,5 +318,5 @@ def test_keys_do_not_share_tenants(secured: Secured) -> None:
     for token in (ALICE, BOB):
         with secured.client(token) as client:
             client.generate(PROMPT, max_tokens=8, ignore_eos=True, tenant="same")
-            tenants = client.status().suffix_memory.tenant_count
+            tenants = client.status().ngram_memory.tenant_count
     assert tenants == 2

@@ -9,8 +9,8 @@ from bridge.generation import Delta, Finished, NextDraft, generate
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Proposal
 from bridge.request import Request, render
+from bridge.sources.ngrams import NgramMemory
 from bridge.sources.source import Draft
-from bridge.sources.suffix_memory import SuffixMemory
 from bridge.text.models import Model
 from services.model.target.session import TargetSession
 from tests.support import tiny
@@ -62,7 +62,7 @@ async def answer(
     draft: Model | None,
     request: Request,
     temperature: float,
-    memory: SuffixMemory | None = None,
+    memory: NgramMemory | None = None,
     **options: object,
 ) -> tuple[str, list[int], Finished]:
     scheduler = tiny.scheduler(engine)

@@ -27,8 +27,9 @@ class GuestSettings:
 
     `bridge`: HOST:PORT, or "local" for candidates from the engine's own texts, without a bridge. `engine`: a name for
     logs and metrics that no other engine of this bridge has; by default one made of the host and the process. `draft`:
-    one of the bridge's drafts, by default its first. `sources`: those that may propose, by default all. `deadline_ms`:
-    the longest that a step of the engine waits for candidates. The rest are the fields of `draftbridge.Credentials`.
+    one of the bridge's drafts, by default its first. `sources`: those that may propose, by default all, but "learned"
+    with "local" only if it is named. `deadline_ms`: the longest that a step of the engine waits for candidates. The
+    rest are the fields of `draftbridge.Credentials`.
     """
 
     bridge: str = "127.0.0.1:50050"

@@ -236,8 +236,8 @@ class GenerateRequest(_message.Message):
     MODE_OFF ignores the name.
     """
     tenant: _builtins.str
-    """Key under which the bridge keeps this output to find candidates for later requests with the same key, if it was
-    started with --suffix-memory. Empty: nothing is kept or reused. At most 256 characters. Response times can reveal
+    """Key under which the bridge learns from this output, to find candidates for later requests with the same key, if it
+    was started with --ngram-memory. Empty: nothing is kept or reused. At most 256 characters. Response times can reveal
     earlier outputs of a tenant, so share a key only among clients that may see each other's outputs.
     """
     reports_progress: _builtins.bool
@@ -718,7 +718,7 @@ class SourceStatistics(_message.Message):
     COMPUTE_NS_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the source: "grammar", "draft", or "suffix" for prompt lookup."""
+    """Name of the source: "grammar", "draft", "suffix" for prompt lookup, or "learned" for n-grams of earlier outputs."""
     proposed_token_count: _builtins.int
     """Number of tokens that the draft proposed, in its own vocabulary; 0 for a source without a vocabulary."""
     num_draft_tokens: _builtins.int
@@ -764,7 +764,7 @@ class PlanStatistics(_message.Message):
     PREDICTED_NS_FIELD_NUMBER: _builtins.int
     PLAIN_NS_FIELD_NUMBER: _builtins.int
     plan: _builtins.str
-    """The kind of plan: "plain", "grammar", "suffix", "draft in turns" or "draft ahead"."""
+    """The kind of plan: "plain", "grammar", "suffix", "learned", "draft in turns" or "draft ahead"."""
     target_pass_count: _builtins.int
     """Number of passes."""
     token_count: _builtins.int
@@ -828,7 +828,7 @@ class GetStatusResponse(_message.Message):
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     PREFIX_CACHES_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
-    SUFFIX_MEMORY_FIELD_NUMBER: _builtins.int
+    NGRAM_MEMORY_FIELD_NUMBER: _builtins.int
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     REFUSED_COUNT_FIELD_NUMBER: _builtins.int
@@ -861,8 +861,8 @@ class GetStatusResponse(_message.Message):
         """Sums over all generations that succeeded. Mode, `note`, `plan_summary` and the two speeds are not set."""
 
     @_builtins.property
-    def suffix_memory(self) -> Global___SuffixMemoryStatus:
-        """Outputs kept for tenants; not set if the bridge keeps none."""
+    def ngram_memory(self) -> Global___NgramMemoryStatus:
+        """What was learned from outputs of tenants and engines; not set if the bridge learns nothing."""
 
     @_builtins.property
     def running(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunningGeneration]:
@@ -880,14 +880,14 @@ class GetStatusResponse(_message.Message):
         endpoints: _abc.Iterable[Global___Endpoint] | None = ...,
         prefix_caches: _abc.Iterable[Global___PrefixCacheStatus] | None = ...,
         speculation: Global___SpeculationStatistics | None = ...,
-        suffix_memory: Global___SuffixMemoryStatus | None = ...,
+        ngram_memory: Global___NgramMemoryStatus | None = ...,
         generated_token_count: _builtins.int = ...,
         running: _abc.Iterable[Global___RunningGeneration] | None = ...,
         refused_count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "suffix_memory", b"suffix_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ngram_memory", b"ngram_memory", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "generated_token_count", b"generated_token_count", "prefix_caches", b"prefix_caches", "refused_count", b"refused_count", "running", b"running", "speculation", b"speculation", "suffix_memory", b"suffix_memory", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_count", b"active_count", "cancelled_count", b"cancelled_count", "endpoints", b"endpoints", "failed_count", b"failed_count", "finished_count", b"finished_count", "generated_token_count", b"generated_token_count", "ngram_memory", b"ngram_memory", "prefix_caches", b"prefix_caches", "refused_count", b"refused_count", "running", b"running", "speculation", b"speculation", "uptime_ns", b"uptime_ns", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -934,8 +934,8 @@ class RunningGeneration(_message.Message):
 Global___RunningGeneration: _TypeAlias = RunningGeneration  # noqa: Y015
 
 @_typing.final
-class SuffixMemoryStatus(_message.Message):
-    """Outputs kept to find candidates for later requests of the same tenant."""
+class NgramMemoryStatus(_message.Message):
+    """What was learned from outputs, to find candidates for later requests of the same tenant or engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -943,9 +943,9 @@ class SuffixMemoryStatus(_message.Message):
     HELD_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     LIMIT_BYTE_COUNT_FIELD_NUMBER: _builtins.int
     tenant_count: _builtins.int
-    """Number of tenants with at least one output kept."""
+    """Number of tenants and engines from whose outputs something was learned."""
     held_byte_count: _builtins.int
-    """Upper bound of the memory in use, in bytes."""
+    """The memory in use, in bytes."""
     limit_byte_count: _builtins.int
     """Limit of the memory in use, in bytes."""
     def __init__(
@@ -961,7 +961,7 @@ class SuffixMemoryStatus(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SuffixMemoryStatus: _TypeAlias = SuffixMemoryStatus  # noqa: Y015
+Global___NgramMemoryStatus: _TypeAlias = NgramMemoryStatus  # noqa: Y015
 
 @_typing.final
 class PrefixCacheStatus(_message.Message):
