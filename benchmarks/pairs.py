@@ -3,11 +3,11 @@
     python -m benchmarks.pairs [--prompts FILE] [--count 24] [--tokens 128] [--temperature 0]
         [--target NAME] [--engine llamacpp] [--weights full] [--threads 2]
         [--draft NAME|none] [--draft-engine ...] [--draft-threads 1]
-        [--modes off auto lockstep opportunistic] [--rivals NAME[=PYTHON] ...] [--load NAME=PATH ...]
+        [--modes off auto "auto, learning" lockstep opportunistic] [--rivals NAME[=PYTHON] ...] [--load NAME=PATH ...]
         [--json FILE] [--plot FILE.png]
 
-Every prompt runs in all modes, one after the other, so that changes in the machine's speed affect all modes alike. A
-request before these reads the prompt, so that it is cached for every mode. A category's ratio is that of the times of
+Every prompt runs in all modes, one after the other, so that changes in the machine's speed affect all modes alike.
+"auto, learning" is `auto` for a tenant, from whose earlier outputs the bridge learns. A request before these reads the prompt, so that it is cached for every mode. A category's ratio is that of the times of
 all tokens after the first; the range is over prompts; tokens per second, time per token and time to the first token
 are medians over prompts. FILE of prompts: see `benchmarks.prompts`; the default is its own 12. A model without
 a chat template continues the last message of a chat as plain text.
@@ -35,7 +35,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import prompts
-from benchmarks.report import ALONE, BRIDGED, Sample, plot, table
+from benchmarks.report import ALONE, BRIDGED, LEARNING, Sample, plot, table
 from benchmarks.rivals import Entry, Rival, RivalFailed, started
 from draftbridge import Client, Generation
 from draftbridge.v1 import model_pb2
@@ -63,6 +63,7 @@ def main() -> None:
                 str(arguments.threads),
             ),
             draft_options=("--engine", arguments.draft_engine, "--threads", str(arguments.draft_threads)),
+            bridge_options=("--ngram-memory", "1"),
         ) as running,
         Client(running.bridge) as client,
     ):
@@ -191,7 +192,8 @@ def _generated(
     asked = {"prompt": given["prompt"], "messages": given["messages"]}
     client.generate(**asked, max_tokens=2)
     options = {"max_tokens": arguments.tokens, "temperature": arguments.temperature, "seed": 1}
-    return {mode: client.generate(**asked, **options, speculation=mode) for mode in modes}
+    own = {LEARNING: {"speculation": "auto", "tenant": "benchmark"}}
+    return {mode: client.generate(**asked, **options, **own.get(mode, {"speculation": mode})) for mode in modes}
 
 
 def _of_rival(

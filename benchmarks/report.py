@@ -11,7 +11,8 @@ from rich import box
 from rich.table import Table
 
 ALONE = "off"
-BRIDGED = ("lockstep", "opportunistic", "auto")
+LEARNING = "auto, learning"
+BRIDGED = ("lockstep", "opportunistic", "auto", LEARNING)
 _COLOURS = {"the target alone": "0.6", "with the bridge": "tab:blue", "other software": "tab:orange"}
 _COLUMNS = (
     "", "", "tokens/s", "token, ms", "ratio", "range", "accepted", "of the text", "tokens/pass", "first, ms",

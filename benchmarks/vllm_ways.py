@@ -16,11 +16,12 @@ from typing import Any
 from draftbridge.guests.vllm import Proposer
 
 PLAIN, OURS, WAITING = "no candidates", "draftbridge", "draftbridge, 100 ms"
-LOCAL, ALWAYS = "draftbridge, local", "draftbridge, always"
+LOCAL, LEARNING, ALWAYS = "draftbridge, local", "draftbridge, learning", "draftbridge, always"
 # vLLM's own proposers: ngram with vLLM's defaults, ngram with shorter matches, suffix with vLLM's defaults. WAITING is
-# our own with a longer deadline, LOCAL our own without a bridge. ALWAYS, for tests, lets the bridge believe that
-# candidates cost nothing, and has a deadline that it keeps on a busy machine, too.
-WAYS = (PLAIN, "ngram 5", "ngram 2-5", "suffix", OURS, WAITING, LOCAL, ALWAYS)
+# our own with a longer deadline, LOCAL our own without a bridge, LEARNING the same with what earlier outputs taught.
+# ALWAYS, for tests, lets the bridge believe that candidates cost nothing, and has a deadline that it keeps on a busy
+# machine, too.
+WAYS = (PLAIN, "ngram 5", "ngram 2-5", "suffix", OURS, WAITING, LOCAL, LEARNING, ALWAYS)
 RECORD = struct.Struct("<4Q")
 
 
@@ -34,6 +35,7 @@ class Ways:
         self._times = (folder / "times").open("ab", buffering=0)
         self._ours = Proposer(vllm_config)
         self._local = Proposer(_with(vllm_config, bridge="local"))
+        self._learning = Proposer(_with(vllm_config, bridge="local", engine="learning", sources="suffix,learned"))
         self._always = Proposer(_with(vllm_config, engine="always", deadline_ms="200"))
         if client := self._always._client:
             step = client.step
@@ -45,6 +47,7 @@ class Ways:
     def load_model(self, *arguments: Any) -> None:
         self._ours.load_model(*arguments)
         self._local.load_model(*arguments)
+        self._learning.load_model(*arguments)
         self._always.load_model(*arguments)
 
     def propose(self, sampled: list[list[int]], counts: Any, tokens: Any, slot_mappings: Any = None) -> list[list[int]]:
@@ -60,8 +63,8 @@ class Ways:
         elif WAYS[way] in (OURS, WAITING):
             self._ours._deadline = 0.1 if WAYS[way] == WAITING else self._deadline
             found = self._ours.propose(sampled, counts, tokens)
-        elif WAYS[way] in (LOCAL, ALWAYS):
-            proposer = self._local if WAYS[way] == LOCAL else self._always
+        elif WAYS[way] in (LOCAL, LEARNING, ALWAYS):
+            proposer = {LOCAL: self._local, LEARNING: self._learning, ALWAYS: self._always}[WAYS[way]]
             found = proposer.propose(sampled, counts, tokens)
         else:
             found = [[] for _ in sampled]

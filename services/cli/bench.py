@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "draft model": {"sources": ["draft"]},
     AUTO: {},
 }
-_SOURCES = {"draft": "draft model", "suffix": "prompt lookup"}
+_SOURCES = {"draft": "draft model", "suffix": "prompt lookup", "learned": "earlier outputs"}
 # Speculation that gains less is not worth a second model: it is within what two runs differ by.
 _WORTH_IT = 1.05
 

@@ -5,7 +5,7 @@ import * as tokens from "./tokens.js";
 
 const $ = (id) => document.getElementById(id);
 const encoder = new TextEncoder();
-const NAMES = { "": "target", draft: "draft model", suffix: "repeated text" };
+const NAMES = { "": "target", draft: "draft model", suffix: "repeated text", learned: "earlier outputs" };
 let running = null; // the AbortController of the request in progress
 let compared = { key: "", runs: [], alone: 0 }; // `alone`: measured tokens per second of the target without candidates
 let models = [];
