@@ -7,10 +7,11 @@
         [--json FILE] [--plot FILE.png]
 
 Every prompt runs in all modes, one after the other, so that changes in the machine's speed affect all modes alike.
-"auto, learning" is `auto` for a tenant, from whose earlier outputs the bridge learns. A request before these reads the prompt, so that it is cached for every mode. A category's ratio is that of the times of
-all tokens after the first; the range is over prompts; tokens per second, time per token and time to the first token
-are medians over prompts. FILE of prompts: see `benchmarks.prompts`; the default is its own 12. A model without
-a chat template continues the last message of a chat as plain text.
+"auto, learning" is `auto` for a tenant, from whose earlier outputs the bridge learns. A request before these reads the
+prompt, so that it is cached for every mode. A category's ratio is that of the times of all tokens after the first; the
+range is over prompts; tokens per second, time per token and time to the first token are medians over prompts. FILE of
+prompts: see `benchmarks.prompts`; the default is its own 12. A model without a chat template continues the last message
+of a chat as plain text.
 
 Rivals are other software (`benchmarks.rival_process`): transformers, transformers-assisted (with the draft and both
 tokenizers), transformers-prompt-lookup, llamacpp, llamacpp-prompt-lookup, llama-server, llama-server-draft (llama.cpp's
