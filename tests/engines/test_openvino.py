@@ -3,24 +3,28 @@
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from bridge.errors import UnusableModel
 from services.engines.engine import Row
 from services.engines.openvino.engine import OpenVinoEngine
 from services.engines.openvino.export import export
+from services.engines.openvino.graph import AttentionSpec
 from services.engines.openvino.padding import measured_budget
 from services.engines.openvino.spec import convert
 from services.store.cache import NoSpace
 from tests.support.depth import DEEP
 from tests.support.engine_contract import (
     FAMILIES,
+    LLAMA_LIKE,
     EngineContract,
     check_that_every_mode_says_the_same,
     expected,
@@ -118,6 +122,20 @@ def test_a_process_that_may_use_one_core_goes_without_bfloat16_too(llama: Export
     command = [sys.executable, "-c", script, str(llama.path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout.split(maxsplit=2)[-1].strip() == "float32", done.stderr
+
+
+def test_an_export_with_other_windows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if they are longer than the texts of the self-test."""
+    saved(transformers.MistralConfig(**LLAMA_LIKE, initializer_range=0.3, sliding_window=100), tmp_path)
+    export(tmp_path, tmp_path / "right", "full")
+
+    def wider(*values: Any) -> AttentionSpec:
+        spec = AttentionSpec(*values)
+        return replace(spec, window=spec.window + 1)
+
+    monkeypatch.setattr("services.engines.openvino.export.AttentionSpec", wider)
+    with pytest.raises(ValueError, match="logits differ"):
+        export(tmp_path, tmp_path / "wrong", "full")
 
 
 def test_no_usage_data_is_sent() -> None:
