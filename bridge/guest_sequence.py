@@ -183,8 +183,6 @@ class GuestSequence:
         self._sources.observe(outcome)
         self._planned = self._refreshed = False
         self._observed = outcome, self._plan
-        for number in tuple(self._answers)[:-_REMEMBERED_ANSWERS]:
-            del self._answers[number]
         return outcome
 
     def propose(self, id_: int, step: int, offer: Offer, width: int) -> list[Proposed]:
@@ -193,6 +191,8 @@ class GuestSequence:
             return []
         base, sent = len(self.tape.ids), offer.part(0, min(_OFFERED_FORWARDS * width, max(self.room, width)))
         self._answers[step] = base, sent
+        if len(self._answers) > _REMEMBERED_ANSWERS:
+            del self._answers[next(iter(self._answers))]
         return [Proposed(id_, base, sent, width)]
 
     async def choose(self, deadline_ns: int) -> tuple[Offer, int]:

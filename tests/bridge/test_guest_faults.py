@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import time
+import tracemalloc
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -140,3 +141,20 @@ async def test_what_follows_a_step_of_many_sequences_gives_way_to_others() -> No
     guest.close()
     assert longest < taken / 2, "it was divided"
     assert longest < 0.005
+
+
+async def test_an_engine_that_asks_without_new_tokens_takes_no_more_memory() -> None:
+    guest = guest_of()
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:150])))
+    await opened(guest, 1)
+    held, number = list[int](), 1
+    tracemalloc.start()
+    for count in (100, 1000):
+        for _ in range(count):
+            number += 1
+            answer = await stepped(guest, number, SequenceUpdate(1, 150, ()))
+        held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    guest.close()
+    assert answer.proposed
+    assert held[1] - held[0] < 200_000
