@@ -103,7 +103,7 @@ class GuestSequence:
         self._plan = self._speculation.plan
         self._planned = self._refreshed = self._timed_out = False
         self._waited_ns = 0
-        # The forwards until it can use a draft; None if it has one.
+        # The forwards until it can use a draft; None if it was given one.
         self._forwards_to_draft: int | None = 0
         self._paused_forwards = _PAUSED_FORWARDS
         self._draft: Draft | None = None
@@ -256,10 +256,10 @@ class GuestSequence:
             await speculation.replan(max(self.room, 1))
 
     def _look_after_draft(self) -> None:
-        """Notes that it can use another draft some time after its own has failed."""
+        """Notes that it can use another draft some time after its own has failed, or could not be opened."""
         if self._forwards_to_draft:
             self._forwards_to_draft -= 1
-        elif self._sources.lost_draft and self._forwards_to_draft is None:
+        elif self._forwards_to_draft is None and not (self.has_draft or self._sources.seeking):
             self._forwards_to_draft = self._paused_forwards
             self._paused_forwards = min(2 * self._paused_forwards, _MAX_PAUSED_FORWARDS)
 

@@ -17,6 +17,10 @@ from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.ports import Sync
 from bridge.sources.source import Draft
+from bridge.text.chat import render_ids_for
+from bridge.text.models import Model
+from bridge.text.vocabulary import Rendering
+from services.errors import SandboxBusy
 from tests.bridge.test_guest import IDS, MODEL, TEXT, Reciting, guest_of, joined, opened, stepped
 from tests.support import tiny
 
@@ -72,6 +76,34 @@ async def test_a_bug_that_meets_a_draft_s_prompt_costs_only_the_draft(
     assert answer.proposed and set(answer.proposed[0].offer.sources) == {"suffix"}
     assert drafter.closed and "Traceback" in caplog.text and "a bug" in caplog.text
     guest.close()
+
+
+async def test_a_sequence_whose_draft_could_not_be_opened_gets_one_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process that renders chats may be busy for a moment."""
+    rendered = list[int]()
+
+    def render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
+        rendered.append(len(ids))
+        if len(rendered) == 1:
+            raise SandboxBusy("it is running for other chats")
+        return render_ids_for(model, ids, source)
+
+    monkeypatch.setattr("bridge.guest_sequence.render_ids_for", render)
+    drafter = Reciting(TEXT)
+    guest = guest_of(drafter)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:20])))
+    sequence = await opened(guest, 1)
+    await joined(guest, 1)
+    assert drafter.closed and not sequence.has_draft
+    number = 0
+    while not sequence.has_draft and number < 60:
+        await stepped(guest, number + 2, SequenceUpdate(1, 20 + number, (IDS[20 + number],)))
+        await joined(guest, 1)
+        number += 1
+    guest.close()
+    assert 32 <= number <= 36, "as after a draft that failed"
 
 
 async def test_a_trial_is_one_forward() -> None:
