@@ -42,7 +42,7 @@ _MIN_GAIN, _MIN_CHANGE = 1.05, 1.03
 # After this many passes for each running request that do not use an available source, or plain decoding, it is tried,
 # because what is never tried is never measured.
 _IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES = 100, 100
-# A draft is tried only in these first passes of a request: the target reads the prompt, is asked to wait, and verifies.
+# A draft is tried only in its first passes with a request: the target reads the prompt, is asked to wait, and verifies.
 # Reading the prompt must not cost the draft more than this share of the time since it was last used.
 _TRIAL_PASSES, _TRIAL_SHARE = 3, 0.01
 # A draft that takes turns reads at most about this many tokens at the start of each; it reads more only once.
@@ -196,7 +196,7 @@ class Planner:
                 drafts
                 and is_cheap
                 and idle_count >= estimates.draft.trial_interval * load
-                and estimates.pass_count < _TRIAL_PASSES
+                and estimates.draft_pass_count < _TRIAL_PASSES
             ):
                 return replace(drafts[0], is_trial=True, trial_width=drafts[0].pace.lead)
         kept = f"{DRAFT} {_AHEAD if state and state.runs_ahead else _TURNS}"

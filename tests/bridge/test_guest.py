@@ -21,6 +21,7 @@ from tests.support.alone import QueuedDrafter
 MODEL = tiny.model("sentencepiece", context_length=4096)
 TEXT = ("The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore! " * 8).encode()
 IDS = list(MODEL.vocabulary.pieces(TEXT).ids)
+MS = 1_000_000
 FRESH = "Grüße aus Köln: naïve café, señor, 1234 of them, for $56.78!".encode()
 
 
@@ -142,6 +143,36 @@ async def test_a_draft_that_comes_late_proposes_for_the_rest() -> None:
     assert TEXT.startswith(drafter.read[0]) and len(drafter.read[0]) > len(MODEL.vocabulary.spell(IDS[:10]))
     guest.close()
     assert drafter.closed
+
+
+@pytest.mark.parametrize("deadline_ms", [2, 1000])
+@pytest.mark.parametrize("rejected", [False, True])
+async def test_a_draft_that_joins_works_at_once(deadline_ms: int, rejected: bool) -> None:
+    """So does one that was always wrong and has not been tried for long."""
+    shared = GuestOpening(MODEL, TargetEstimates([(1, 20 * MS), (9, 22 * MS)]))
+    model, drafter, forward = tiny.model("byte_level"), Reciting(FRESH), 0
+    times = shared.estimates.draft(model.name, [(1, MS), (17, 2 * MS)])
+    if rejected:
+        times.idle_pass_count = 100_000
+        for place in range(6400):
+            times.positions.observe(place % 16 + 1, 0.0)
+
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        return GuestSequence(shared, ids, generated)
+
+    def find_draft(held: Held, is_new: bool) -> Draft | None:
+        return Draft(model, drafter, times) if forward > 6 else None
+
+    guest, ids = Guest(MODEL, open_, BatchCosts(), find_draft=find_draft), list(MODEL.vocabulary.pieces(FRESH).ids)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(ids[:3])))
+    sequence = await opened(guest, 1)
+    while not sequence.has_draft and forward < 20:
+        forward += 1
+        update = SequenceUpdate(1, forward + 2, (ids[forward + 2],))
+        await stepped(guest, forward + 1, update, deadline_ns=deadline_ms * MS)
+        await joined(guest, 1)
+    assert sequence.has_draft and drafter.read
+    guest.close()
 
 
 @pytest.mark.parametrize("late", [False, True])
