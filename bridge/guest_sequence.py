@@ -237,7 +237,7 @@ class GuestSequence:
     async def settle(self, *, alone: bool) -> None:
         """Learns from the last forward, and lets the draft go on from there; once after each `commit`.
 
-        `alone`: the forward ran no other sequence, so the planner plans it. Otherwise a draft may only run ahead.
+        `alone`: the forward ran no other sequence, so the planner plans it. Otherwise it plans only for a draft.
         """
         speculation = self._speculation
         if self._observed:
@@ -247,6 +247,7 @@ class GuestSequence:
             self._look_after_draft()
         if not self._planned and (alone or self.has_draft or self._sources.seeking):
             self._planned = True
+            speculation.planner.is_shared = not alone
             if not alone:
                 self.allow_waiting(0)
             elif self._plan is speculation.plan:  # the engine's next forward is the trial, if it is one
@@ -254,6 +255,8 @@ class GuestSequence:
             if not self._refreshed:
                 self._refresh()
             await speculation.replan(max(self.room, 1))
+            if not alone:
+                self._plan = speculation.plan
 
     def _look_after_draft(self) -> None:
         """Notes that it can use another draft some time after its own has failed, or could not be opened."""

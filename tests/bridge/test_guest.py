@@ -124,6 +124,34 @@ async def test_a_draft_that_hangs_costs_at_most_deadlines(deadline_ms: int) -> N
     assert time.perf_counter() - started < 2.0 + 6 * deadline_ms / 1000, "the bridge does not wait for it in every step"
 
 
+@pytest.mark.parametrize("competes", [False, True])
+async def test_drafts_run_ahead_of_sequences_that_share_all_forwards(competes: bool) -> None:
+    """But not those on the engine's own cores, which would slow down the forwards of all."""
+    shared, model = GuestOpening(MODEL, TargetEstimates()), tiny.model("byte_level")
+    drafters, offered = [Reciting(FRESH), Reciting(FRESH)], list[str]()
+    free, times = list(drafters), shared.estimates.draft(model.name, [(1, MS)], competes=competes)
+    for place in range(6400):  # it was always right
+        times.positions.observe(place % 16 + 1, 1.0)
+
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        return GuestSequence(shared, ids, generated)
+
+    def find_draft(held: Held, is_new: bool) -> Draft | None:
+        return Draft(model, free.pop(), times)
+
+    guest, ids = Guest(MODEL, open_, BatchCosts(), find_draft=find_draft), list(MODEL.vocabulary.pieces(FRESH).ids)
+    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(ids[:3])) for id_ in (1, 2)))
+    for number in range(3, 20):
+        for id_ in (1, 2):
+            await opened(guest, id_)
+            await joined(guest, id_)
+        answer = await stepped(guest, number, *(SequenceUpdate(id_, number, (ids[number],)) for id_ in (1, 2)))
+        offered += [source for one in answer.proposed for source in one.offer.sources[: one.width]]
+    guest.close()
+    assert not free
+    assert offered.count("draft") >= 10 if not competes else not any(one.read for one in drafters)
+
+
 async def test_a_rejected_draft_starts_again_at_the_engine_s_tokens() -> None:
     """The engine rejects what the draft proposed; the draft then receives the engine's own tokens."""
     drafter = Reciting(TEXT)
