@@ -144,7 +144,9 @@ async def test_a_sequence_that_goes_back_keeps_its_prompt_and_counts_no_text() -
     assert shared.estimates.text_tokens.count == TargetEstimates().text_tokens.count
 
 
-async def test_what_follows_a_step_of_many_sequences_gives_way_to_others() -> None:
+@pytest.mark.parametrize("deadline_ms", [0, 10_000])
+async def test_a_step_of_many_sequences_gives_way_to_others(deadline_ms: int) -> None:
+    """So does what follows it, which with a short deadline is most of the work."""
     guest, longest = guest_of(), 0.0
 
     async def other() -> None:
@@ -159,12 +161,13 @@ async def test_what_follows_a_step_of_many_sequences_gives_way_to_others() -> No
     await guest.settle()
     await asyncio.gather(*(opened(guest, id_) for id_ in range(count)))
     updates = tuple(SequenceUpdate(id_, 50, tuple(IDS[50:90])) for id_ in range(count))
-    await guest.step(StepUpdate(2, updates, deadline_ns=0))
+    update = StepUpdate(2, updates, deadline_ns=deadline_ms * 1_000_000)
     task = asyncio.create_task(other())
     await asyncio.sleep(0)
-    longest = 0.0
     gc.disable()
     began = time.thread_time()
+    await guest.step(update)
+    await asyncio.sleep(0)
     await guest.settle()
     taken = time.thread_time() - began
     await asyncio.sleep(0)
