@@ -42,8 +42,8 @@ _MIN_DEADLINE_NS = 1_000_000
 _WAITING_PROMISE = 0.05
 # A sequence that gains more tokens in a step is opened again, because appending them would take milliseconds.
 MAX_GAINED_TOKENS = 1 << 12
-# What follows a step lets other work of the event loop run at least this often.
-_SETTLING_NS = 1_000_000
+# A step, and what follows it, let other work of the event loop run at least this often.
+_WORKING_NS = 1_000_000
 # A forward that ran more tokens than expected, by this factor, also read a prompt, which does not measure its width.
 _PROMPT_FACTOR = 1.5
 
@@ -136,7 +136,14 @@ class Guest:
         for id_ in update.ended:
             self.end(id_, complete=True)
         engine_ns = update.engine_ns or (began - self._answered_ns if self._answered_ns else 0)
-        named = [taken for one in update.sequences if (taken := self._take(one, answer, began))]
+        for one in update.sequences:  # before other work runs, which may take the drafts of those not named
+            if held := self.held.get(one.id):
+                held.named_ns = began
+        named, until = [], began + _WORKING_NS
+        for one in update.sequences:
+            if taken := self._take(one, answer, began):
+                named.append(taken)
+            until = await self._give_way(until)
         measured = self._measure(update, named, min(engine_ns, MAX_MEASURED_NS))
         await self._await_openings(len(named), began + update.deadline_ns // 2)  # choosing takes time, too
         if self._alone and named:
@@ -146,14 +153,14 @@ class Guest:
                     offer, width = await sequence.choose(began + update.deadline_ns)
                     answer.proposed += sequence.propose(one.id, update.number, offer, width)
         elif not self._alone:
-            self._choose_for_all(update, named, answer, began + max(update.deadline_ns, _MIN_DEADLINE_NS))
+            await self._choose_for_all(update, named, answer, began + max(update.deadline_ns, _MIN_DEADLINE_NS))
         self._answered_ns = self._clock()
         self.elapsed_ns = self._answered_ns - began
         return answer
 
     async def settle(self) -> None:
         """Learns from the step, and lets the drafts go on; called when its answer was sent."""
-        until = self._clock() + _SETTLING_NS
+        until = self._clock() + _WORKING_NS
         for one, held in self._uncommitted:
             with self._refusing(held):
                 self._commit(one, held, None)
@@ -171,7 +178,7 @@ class Guest:
         if self._clock() < until:
             return until
         await asyncio.sleep(0)
-        return self._clock() + _SETTLING_NS
+        return self._clock() + _WORKING_NS
 
     def end(self, id_: int, *, complete: bool = False) -> None:
         """Ends a sequence, if it is known. `complete`: its text has ended, and so has a length to learn."""
@@ -220,7 +227,6 @@ class Guest:
         if kept < len(held.tokens) or len(one.token_ids) > MAX_GAINED_TOKENS:
             ids = [*held.tokens[:kept], *one.token_ids]
             return self._begin(one, ids, len(ids) - held.prompt_count, now)
-        held.named_ns = now
         if held.sequence:
             return one, held
         held.ids += one.token_ids
@@ -304,7 +310,7 @@ class Guest:
         self._choosing.append(held)
         return sequence if sequence.room else None
 
-    def _choose_for_all(
+    async def _choose_for_all(
         self, update: StepUpdate, named: Sequence[tuple[SequenceUpdate, Held]], answer: Answer, deadline: int
     ) -> None:
         """Adds candidates for several sequences, those that the deadline leaves time for."""
@@ -315,7 +321,7 @@ class Guest:
         named = sorted(named, key=lambda pair: pair[1].promise, reverse=True)
         for _, held in named:
             held.promise += _WAITING_PROMISE
-        offered = []
+        offered, until = [], self._clock() + _WORKING_NS
         for place, (one, held) in enumerate(named):
             if self._clock() > deadline:
                 self._uncommitted = named[place:]
@@ -327,9 +333,11 @@ class Guest:
                     held.promise = expected_count(chances)
                     if chances:
                         offered.append((one.id, sequence, offer, chances))
+            until = await self._give_way(until)
         widths = self._shared([chances for *_, chances in offered], count)
         for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
             answer.proposed += sequence.propose(id_, update.number, offer, width)
+            until = await self._give_way(until)
 
     def _shared(self, chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
         """Returns how many candidates of each offer to verify; see `share`."""

@@ -103,7 +103,7 @@ class GuestSequence:
         self._plan = self._speculation.plan
         self._planned = self._refreshed = self._timed_out = False
         self._waited_ns = 0
-        # The forwards until it can use a draft; None if it has one.
+        # The forwards until it can use a draft; None if it was given one.
         self._forwards_to_draft: int | None = 0
         self._paused_forwards = _PAUSED_FORWARDS
         self._draft: Draft | None = None
@@ -183,8 +183,6 @@ class GuestSequence:
         self._sources.observe(outcome)
         self._planned = self._refreshed = False
         self._observed = outcome, self._plan
-        for number in tuple(self._answers)[:-_REMEMBERED_ANSWERS]:
-            del self._answers[number]
         return outcome
 
     def propose(self, id_: int, step: int, offer: Offer, width: int) -> list[Proposed]:
@@ -193,6 +191,8 @@ class GuestSequence:
             return []
         base, sent = len(self.tape.ids), offer.part(0, min(_OFFERED_FORWARDS * width, max(self.room, width)))
         self._answers[step] = base, sent
+        if len(self._answers) > _REMEMBERED_ANSWERS:
+            del self._answers[next(iter(self._answers))]
         return [Proposed(id_, base, sent, width)]
 
     async def choose(self, deadline_ns: int) -> tuple[Offer, int]:
@@ -237,7 +237,7 @@ class GuestSequence:
     async def settle(self, *, alone: bool) -> None:
         """Learns from the last forward, and lets the draft go on from there; once after each `commit`.
 
-        `alone`: the forward ran no other sequence, so the planner plans it. Otherwise a draft may only run ahead.
+        `alone`: the forward ran no other sequence, so the planner plans it. Otherwise it plans only for a draft.
         """
         speculation = self._speculation
         if self._observed:
@@ -247,6 +247,7 @@ class GuestSequence:
             self._look_after_draft()
         if not self._planned and (alone or self.has_draft or self._sources.seeking):
             self._planned = True
+            speculation.planner.is_shared = not alone
             if not alone:
                 self.allow_waiting(0)
             elif self._plan is speculation.plan:  # the engine's next forward is the trial, if it is one
@@ -254,12 +255,14 @@ class GuestSequence:
             if not self._refreshed:
                 self._refresh()
             await speculation.replan(max(self.room, 1))
+            if not alone:
+                self._plan = speculation.plan
 
     def _look_after_draft(self) -> None:
-        """Notes that it can use another draft some time after its own has failed."""
+        """Notes that it can use another draft some time after its own has failed, or could not be opened."""
         if self._forwards_to_draft:
             self._forwards_to_draft -= 1
-        elif self._sources.lost_draft and self._forwards_to_draft is None:
+        elif self._forwards_to_draft is None and not (self.has_draft or self._sources.seeking):
             self._forwards_to_draft = self._paused_forwards
             self._paused_forwards = min(2 * self._paused_forwards, _MAX_PAUSED_FORWARDS)
 

@@ -47,7 +47,10 @@ class Speculation:
 
     def refresh(self, limit_bytes: int = MAX_OFFERED_BYTES) -> None:
         """Lets a new source take over, and asks all for their offers, which translate no more bytes than the limit."""
+        before = self.sources.draft
         self.sources.take_over()
+        if self.sources.draft is not before:  # the present plan was made without it
+            self._kept_pass_count = _KEPT_PASSES
         self.offers = self.sources.offers(limit_bytes)
 
     async def replan(self, room: int) -> None:

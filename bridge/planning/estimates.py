@@ -169,11 +169,12 @@ class RequestEstimates:
         self.token_bytes = Ewma(_PRIOR_TOKEN_BYTES)
         # The passes so far, and whether the target waits for candidates before the next one.
         self.pass_count, self.target_waits = 0, False
-        self._tried_draft = False
+        # The passes since the present draft joined.
+        self.draft_pass_count, self._tried_draft = 0, False
 
     def use_draft(self, draft: DraftEstimates) -> None:
         """Goes on with a draft, perhaps in place of another one."""
-        self.draft = draft
+        self.draft, self.draft_pass_count = draft, 0
         self.chances[DRAFT] = RequestChances(draft.chances)
         self.positions = RequestChances(draft.positions, _HOPE)
 
@@ -201,6 +202,7 @@ class RequestEstimates:
             for way in ("", *self.chances):
                 shared.idle_pass_counts[way] = 0 if way in used else shared.idle_pass_counts[way] + 1
         if self.draft:
+            self.draft_pass_count += 1
             for data in outcome.data:
                 self.token_bytes.observe(len(data), _TOKEN_BYTES_FRESH)
             drafted = DRAFT in used

@@ -42,7 +42,7 @@ _MIN_GAIN, _MIN_CHANGE = 1.05, 1.03
 # After this many passes for each running request that do not use an available source, or plain decoding, it is tried,
 # because what is never tried is never measured.
 _IDLE_SOURCE_PASSES, _IDLE_PLAIN_PASSES = 100, 100
-# A draft is tried only in these first passes of a request: the target reads the prompt, is asked to wait, and verifies.
+# A draft is tried only in its first passes with a request: the target reads the prompt, is asked to wait, and verifies.
 # Reading the prompt must not cost the draft more than this share of the time since it was last used.
 _TRIAL_PASSES, _TRIAL_SHARE = 3, 0.01
 # A draft that takes turns reads at most about this many tokens at the start of each; it reads more only once.
@@ -88,11 +88,13 @@ class Planner:
     """Plans the passes of one request, from its `estimates`, which only `begin` changes.
 
     `max_wait_ns`: set for a target that asks for candidates after each pass, and waits no longer than this for them.
+    `is_shared`: set while its passes run other sequences, too; then only the draft is planned for, and
+    `planning.batch` chooses the candidates.
     """
 
     def __init__(self, parameters: SpeculationParameters, estimates: RequestEstimates) -> None:
         self.mode = parameters.mode
-        self.max_wait_ns = inf
+        self.max_wait_ns, self.is_shared = inf, False
         self._number = parameters.num_assistant_tokens
         self.estimates = estimates
 
@@ -104,7 +106,9 @@ class Planner:
         costs = self._target_costs()
         alone = Plan("plain", plain(costs), patience_ns=self._patience_ns(costs))
         draft = None if state is None or state.overdue else self._draft_costs(state)
-        if self.mode is Mode.AUTO:
+        if self.is_shared:
+            best = self._beside(alone, draft, costs)
+        elif self.mode is Mode.AUTO:
             best = self._best(alone, offers, state, draft, costs, room)
         elif draft is None:
             best = replace(alone, patience_ns=0.0)
@@ -190,14 +194,7 @@ class Planner:
             # The slowdown by a draft that runs ahead can be measured only if the time of a pass without it is known.
             if estimates.forward.known:
                 drafts.append(self._ahead(draft, costs))
-            idle_count = estimates.draft.idle_pass_count
-            is_cheap = draft.prompt_ns < _TRIAL_SHARE * idle_count * costs.of(1)
-            if (
-                drafts
-                and is_cheap
-                and idle_count >= estimates.draft.trial_interval * load
-                and estimates.pass_count < _TRIAL_PASSES
-            ):
+            if drafts and self._is_due(draft, costs):
                 return replace(drafts[0], is_trial=True, trial_width=drafts[0].pace.lead)
         kept = f"{DRAFT} {_AHEAD if state and state.runs_ahead else _TURNS}"
         best = max(
@@ -214,6 +211,24 @@ class Planner:
             # The target loses next to nothing if the draft keeps up with the text meanwhile.
             return replace(best, pace=beside.pace)
         return best
+
+    def _beside(self, alone: Plan, draft: DraftCosts | None, costs: TargetCosts) -> Plan:
+        """Returns the plan for a shared pass: a draft that would slow it down, for all its sequences, rests."""
+        if draft is None or self._slowdown > _FREE_SLOWDOWN:
+            return alone
+        found = self._ahead(draft, costs)
+        if self._is_due(draft, costs):
+            return replace(found, is_trial=True)
+        return found if _speed(found) > _speed(alone) else alone
+
+    def _is_due(self, draft: DraftCosts, costs: TargetCosts) -> bool:
+        """Returns whether the draft is to be tried, because it was not used for long."""
+        estimates, load = self.estimates.draft, self.estimates.shared.load
+        assert estimates is not None, "a draft has estimates"
+        idle = estimates.idle_pass_count
+        is_cheap = draft.prompt_ns < _TRIAL_SHARE * idle * costs.of(1)
+        is_new = self.estimates.draft_pass_count < _TRIAL_PASSES
+        return is_cheap and is_new and idle >= estimates.trial_interval * load
 
     def _in_turns(self, draft: DraftCosts, costs: TargetCosts, room: int) -> Plan:
         """Returns the best plan in which the target waits for the draft to propose some tokens, then verifies them."""

@@ -150,6 +150,7 @@ class DraftSource(CandidateSource):
         # What the draft may still send, in all epochs together.
         self._credited_messages = self._credited_tokens = 0
         self._token_count = self._byte_count = 0
+        self._on_violation = draft.on_violation
         self._notify: Callable[[], None] = lambda: None
         self._reader: asyncio.Task[None] | None = None
         self._error: Exception | None = None
@@ -179,6 +180,8 @@ class DraftSource(CandidateSource):
                 self._error = Unreachable("the draft", "its stream ended in the middle of a generation")
             except Exception as error:  # raised again by `propose`
                 self._error = error
+                if isinstance(error, ProtocolViolation):
+                    self._on_violation(error)
             notify()
 
         self._notify = notify

@@ -12,6 +12,7 @@ from math import prod
 from time import perf_counter_ns
 from typing import ClassVar
 
+from bridge.errors import ProtocolViolation
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Drafter, Pass, TextGrammar
 from bridge.sources.ngrams import NgramMemory
@@ -113,11 +114,15 @@ class DraftPace:
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model, the stream to its server, and its estimates, which all requests share."""
+    """A draft model, the stream to its server, and its estimates, which all requests share.
+
+    `on_violation` receives the error of one that breaks the contract.
+    """
 
     model: Model
     drafter: Drafter
     times: DraftEstimates
+    on_violation: Callable[[ProtocolViolation], object] = lambda error: None
 
 
 @dataclass(frozen=True)

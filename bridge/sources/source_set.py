@@ -73,11 +73,6 @@ class SourceSet:
         """Returns how far the draft is; None without one."""
         return self.draft.state if self.draft else None
 
-    @property
-    def lost_draft(self) -> bool:
-        """Returns whether a draft took part, and none does or is being opened."""
-        return not (self.draft or self.seeking) and any(source.name == DRAFT for source in self.opened)
-
     def start(self, notify: Callable[[], None]) -> None:
         """Starts the draft, and later ones; `notify` is called when one has news."""
         self._notify = notify

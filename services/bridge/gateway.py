@@ -95,7 +95,7 @@ class ZooDrafter(RemoteDrafter):
             raise
 
 
-class _BalancedDrafter(ZooDrafter):
+class BalancedDrafter(ZooDrafter):
     """A draft whose requests, failures and prompts a balancer counts."""
 
     def __init__(
@@ -150,7 +150,7 @@ class Gateway:
         self._max_requests, self.prompt_limit_bytes = max_requests, prompt_limit_bytes
         self.started_ns = perf_counter_ns()
         self.counts = RequestCounts()
-        self._balancer, self._draft_balancer = Balancer(), Balancer()
+        self._balancer = Balancer()
         zoo.on_retired = self._on_retired
         # In the order of their arrival.
         self.running: dict[Running, None] = {}
@@ -165,7 +165,7 @@ class Gateway:
 
     def _on_retired(self, address: str) -> None:
         self._balancer.retire(address)
-        self._draft_balancer.retire(address)
+        self.pairing.balancer.retire(address)
 
     @contextmanager
     def _request(self) -> Iterator[Running]:
@@ -244,12 +244,12 @@ class Gateway:
             first = [assignment.draft]
 
             def connect(draft: Endpoint) -> Draft:
-                balancer, one = self._draft_balancer, object()
+                balancer, one = self.pairing.balancer, object()
                 draft = assignment.serving = balancer.choose(assignment.replicas(draft), prompt, one)
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)
                 if not draft.description.grammars:
                     sampling = replace(sampling, grammar=None)
-                drafter = _BalancedDrafter(self.zoo, draft, sampling, request.seed, balancer, prompt, one)
+                drafter = BalancedDrafter(self.zoo, draft, sampling, request.seed, balancer, prompt, one)
                 competes = draft.model.competes_with(target.model)
                 times = target.estimates.draft(draft.model.name, draft.model.forward_costs, competes=competes)
                 return Draft(draft.model, stack.enter_context(closing(drafter)), times)

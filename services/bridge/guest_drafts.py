@@ -7,18 +7,20 @@ from time import perf_counter_ns
 from bridge.errors import DraftBridgeError
 from bridge.guest import Guest, Held
 from bridge.guest_sequence import GuestOpening
+from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.source import DRAFT, Draft
 from draftbridge.v1 import candidate_pb2
 from services.bridge.endpoint import Endpoint
-from services.bridge.gateway import ZooDrafter
+from services.bridge.gateway import BalancedDrafter
+from services.bridge.replicas import Balancer, blocks_of
 from services.bridge.zoo import Zoo
 
 # A sequence that its engine has not named for this time does not keep its draft from any other.
 _IDLE_NS = 10_000_000_000
 
 
-class _Drafter(ZooDrafter):
+class _Drafter(BalancedDrafter):
     """A draft's stream for one sequence. `on_close` is called when the stream is closed, perhaps twice."""
 
     on_close: Callable[[], object] = staticmethod(lambda: None)
@@ -35,8 +37,8 @@ class GuestDrafts:
     sequence that was named least recently, unless its engine's last step named it.
     """
 
-    def __init__(self, zoo: Zoo, limit: int) -> None:
-        self._zoo, self._limit = zoo, limit
+    def __init__(self, zoo: Zoo, limit: int, balancer: Balancer) -> None:
+        self._zoo, self._limit, self._balancer = zoo, limit, balancer
         self._users: dict[_Drafter, tuple[Guest, Held]] = {}
 
     def endpoint(self, opening: candidate_pb2.ProposeOpen) -> Endpoint | None:
@@ -54,13 +56,20 @@ class GuestDrafts:
         endpoint = self.endpoint(opening)
         if endpoint is None or not self._make_room(is_new):
             return None
+        prompt, request = blocks_of(Request(tuple(held.tokens))), object()
+        replica = self._balancer.choose(self._zoo.replicas(endpoint), prompt, request)
         # The engine's sampling is not known; a greedy draft is right most often.
-        drafter = _Drafter(self._zoo, endpoint, SamplingParameters(), 0)
+        drafter = _Drafter(self._zoo, replica, SamplingParameters(), 0, self._balancer, prompt, request)
         self._users[drafter] = guest, held
         drafter.on_close = lambda: self._users.pop(drafter, None)
-        competes = endpoint.model.competes_with(shared.model)
-        times = shared.estimates.draft(endpoint.model.name, endpoint.model.forward_costs, competes=competes)
-        return Draft(endpoint.model, drafter, times)
+        competes = replica.model.competes_with(shared.model)
+        times = shared.estimates.draft(replica.model.name, replica.model.forward_costs, competes=competes)
+        return Draft(
+            replica.model,
+            drafter,
+            times,
+            on_violation=lambda error: self._zoo.refuse(replica, f"it broke the contract: {error}"),
+        )
 
     def _make_room(self, is_new: bool) -> bool:
         """Returns whether one more sequence may have a draft, after another one has lost it if necessary.

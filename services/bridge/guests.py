@@ -24,6 +24,7 @@ from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
 from services.bridge.guest_drafts import GuestDrafts
 from services.bridge.guest_tokenizers import GuestTokenizers
+from services.bridge.replicas import Balancer
 from services.bridge.zoo import Zoo
 from services.errors import EngineNameTaken
 from services.guests.budget import Budget, GuestLimits
@@ -55,10 +56,15 @@ class _Connection:
 
 
 class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
-    """Serves engines on the zoo's drafts. gRPC prescribes the method name."""
+    """Serves engines on the zoo's drafts, whose requests `balancer` counts. gRPC prescribes the method name."""
 
     def __init__(
-        self, zoo: Zoo, limits: GuestLimits, metrics: BridgeMetrics, memory: NgramMemory | None = None
+        self,
+        zoo: Zoo,
+        limits: GuestLimits,
+        metrics: BridgeMetrics,
+        memory: NgramMemory | None = None,
+        balancer: Balancer | None = None,
     ) -> None:
         self._zoo, self._limits, self._memory = zoo, limits, memory
         self._metrics, self._budget = metrics, Budget(limits)
@@ -68,7 +74,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         metrics.guest_engines.set_function(lambda: len(self._connections))
         metrics.guest_sequences.set_function(lambda: self._budget.count)
         self._estimates: LRUCache[tuple[str, str, str], tuple[TargetEstimates, BatchCosts]] = LRUCache(_MAX_ENGINES)
-        self._drafts = GuestDrafts(zoo, limits.draft_count)
+        self._drafts = GuestDrafts(zoo, limits.draft_count, balancer or Balancer())
         zoo.on_other_draft = self._forget_draft
 
     async def Propose(  # noqa: N802

@@ -18,7 +18,7 @@ from bridge.statistics import SourceStatistics, Statistics
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2
 from services.bridge.endpoint import Endpoint
-from services.bridge.replicas import is_lost
+from services.bridge.replicas import Balancer, is_lost
 from services.bridge.zoo import Zoo
 from services.errors import DraftAway, ModelNotFound, PairRefused
 
@@ -179,11 +179,11 @@ class Pauses:
 
 
 class Pairing:
-    """Knows all pairs of a zoo."""
+    """Knows all pairs of a zoo. `balancer`: that of the drafts' replicas."""
 
     def __init__(self, zoo: Zoo, chooser: DraftChooser | None = None) -> None:
         self.zoo, self.chooser = zoo, chooser or DraftChooser()
-        self.pauses = Pauses()
+        self.pauses, self.balancer = Pauses(), Balancer()
         self._overlaps: dict[tuple[str, str], float] = {}
         self._token_bytes: LRUCache[str, Ewma] = LRUCache(_MAX_TARGETS)
 

@@ -156,7 +156,7 @@ def blocks_of(request: Request) -> list[bytes]:
         case Chat() as chat:
             data = "\0".join(f"{one.role}\0{one.content}" for one in chat.messages).encode(errors="replace")
         case ids:
-            data = b"".join(id_.to_bytes(4) for id_ in ids[: _BLOCK_BYTES * _MAX_BLOCKS])
+            data = b"".join(id_.to_bytes(4) for id_ in ids[: _BLOCK_BYTES * _MAX_BLOCKS // 4])
     digest, found = blake2b(digest_size=16), []
     for start in range(0, min(len(data), _BLOCK_BYTES * _MAX_BLOCKS), _BLOCK_BYTES):
         digest.update(data[start : start + _BLOCK_BYTES])

@@ -79,7 +79,7 @@ def run(
                 # A bridge for guests only has no target.
                 usable=lambda: not config.target or bool(gateway.targets),
             )
-            guests = CandidateServicer(zoo, _guest_limits(config), metrics, memory)
+            guests = CandidateServicer(zoo, _guest_limits(config), metrics, memory, gateway.pairing.balancer)
             server.register(
                 candidate_pb2_grpc.add_CandidateServiceServicer_to_server,
                 guests,

@@ -9,7 +9,7 @@ from bridge.measuring import costs
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Mode, Planner, SpeculationParameters
 from bridge.ports import Pass, Proposal
-from bridge.sources.source import Offer, Outcome
+from bridge.sources.source import DraftState, Offer, Outcome
 from tests.support.simulated import FLAT, HOPELESS, MS, STEEP, Simulated, measured
 
 
@@ -85,6 +85,28 @@ def test_requests_without_sources_do_not_put_off_a_plain_pass() -> None:
             one = Outcome(Pass(0, (1,), 0, 0, forward_ns=10 * MS), Offer(), (b"abcd",), 10 * MS)
             alone.estimates.observe(one, alone.plan((), None))
     assert 2 <= names.count("plain") < 10, names
+
+
+def test_a_pass_that_is_shared_with_other_sequences_tries_nothing_but_the_draft() -> None:
+    """Its candidates are chosen with those of the others, so that a plain pass would only keep the draft waiting."""
+    shared = TargetEstimates(measured(FLAT))
+    draft = shared.draft("draft", [(1, MS)])
+    simulated = Simulated(shared, FLAT, 0.9, draft=draft)
+    simulated.run(20)
+    shared.idle_pass_counts[""] = shared.idle_pass_counts["suffix"] = 1000
+    planner, match = simulated.planner, Offer((1,) * 8, ("suffix",) * 8, (0.9,) * 8)
+    assert planner.plan([match], DraftState()).is_trial
+    planner.is_shared = True
+    plan = planner.plan([match], DraftState())
+    assert plan.runs_ahead and not plan.is_trial
+    for place in range(6400):  # it is always wrong
+        draft.positions.observe(place % 16 + 1, 0.0)
+        planner.estimates.positions.observe([(place % 16 + 1, 0.0)])
+    assert not planner.plan([match], DraftState()).runs_ahead
+    draft.idle_pass_count = 10_000
+    assert not planner.plan([match], DraftState()).runs_ahead
+    planner.estimates.use_draft(draft)
+    assert planner.plan([match], DraftState()).runs_ahead, "a sequence that begins tries it"
 
 
 @pytest.mark.parametrize("right", [0.3, 0.6])

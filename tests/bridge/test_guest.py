@@ -21,6 +21,7 @@ from tests.support.alone import QueuedDrafter
 MODEL = tiny.model("sentencepiece", context_length=4096)
 TEXT = ("The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore! " * 8).encode()
 IDS = list(MODEL.vocabulary.pieces(TEXT).ids)
+MS = 1_000_000
 FRESH = "Grüße aus Köln: naïve café, señor, 1234 of them, for $56.78!".encode()
 
 
@@ -123,6 +124,34 @@ async def test_a_draft_that_hangs_costs_at_most_deadlines(deadline_ms: int) -> N
     assert time.perf_counter() - started < 2.0 + 6 * deadline_ms / 1000, "the bridge does not wait for it in every step"
 
 
+@pytest.mark.parametrize("competes", [False, True])
+async def test_drafts_run_ahead_of_sequences_that_share_all_forwards(competes: bool) -> None:
+    """But not those on the engine's own cores, which would slow down the forwards of all."""
+    shared, model = GuestOpening(MODEL, TargetEstimates()), tiny.model("byte_level")
+    drafters, offered = [Reciting(FRESH), Reciting(FRESH)], list[str]()
+    free, times = list(drafters), shared.estimates.draft(model.name, [(1, MS)], competes=competes)
+    for place in range(6400):  # it was always right
+        times.positions.observe(place % 16 + 1, 1.0)
+
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        return GuestSequence(shared, ids, generated)
+
+    def find_draft(held: Held, is_new: bool) -> Draft | None:
+        return Draft(model, free.pop(), times)
+
+    guest, ids = Guest(MODEL, open_, BatchCosts(), find_draft=find_draft), list(MODEL.vocabulary.pieces(FRESH).ids)
+    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(ids[:3])) for id_ in (1, 2)))
+    for number in range(3, 20):
+        for id_ in (1, 2):
+            await opened(guest, id_)
+            await joined(guest, id_)
+        answer = await stepped(guest, number, *(SequenceUpdate(id_, number, (ids[number],)) for id_ in (1, 2)))
+        offered += [source for one in answer.proposed for source in one.offer.sources[: one.width]]
+    guest.close()
+    assert not free
+    assert offered.count("draft") >= 10 if not competes else not any(one.read for one in drafters)
+
+
 async def test_a_rejected_draft_starts_again_at_the_engine_s_tokens() -> None:
     """The engine rejects what the draft proposed; the draft then receives the engine's own tokens."""
     drafter = Reciting(TEXT)
@@ -142,6 +171,36 @@ async def test_a_draft_that_comes_late_proposes_for_the_rest() -> None:
     assert TEXT.startswith(drafter.read[0]) and len(drafter.read[0]) > len(MODEL.vocabulary.spell(IDS[:10]))
     guest.close()
     assert drafter.closed
+
+
+@pytest.mark.parametrize("deadline_ms", [2, 1000])
+@pytest.mark.parametrize("rejected", [False, True])
+async def test_a_draft_that_joins_works_at_once(deadline_ms: int, rejected: bool) -> None:
+    """So does one that was always wrong and has not been tried for long."""
+    shared = GuestOpening(MODEL, TargetEstimates([(1, 20 * MS), (9, 22 * MS)]))
+    model, drafter, forward = tiny.model("byte_level"), Reciting(FRESH), 0
+    times = shared.estimates.draft(model.name, [(1, MS), (17, 2 * MS)])
+    if rejected:
+        times.idle_pass_count = 100_000
+        for place in range(6400):
+            times.positions.observe(place % 16 + 1, 0.0)
+
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        return GuestSequence(shared, ids, generated)
+
+    def find_draft(held: Held, is_new: bool) -> Draft | None:
+        return Draft(model, drafter, times) if forward > 6 else None
+
+    guest, ids = Guest(MODEL, open_, BatchCosts(), find_draft=find_draft), list(MODEL.vocabulary.pieces(FRESH).ids)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(ids[:3])))
+    sequence = await opened(guest, 1)
+    while not sequence.has_draft and forward < 20:
+        forward += 1
+        update = SequenceUpdate(1, forward + 2, (ids[forward + 2],))
+        await stepped(guest, forward + 1, update, deadline_ns=deadline_ms * MS)
+        await joined(guest, 1)
+    assert sequence.has_draft and drafter.read
+    guest.close()
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import time
+import tracemalloc
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -16,6 +17,10 @@ from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.ports import Sync
 from bridge.sources.source import Draft
+from bridge.text.chat import render_ids_for
+from bridge.text.models import Model
+from bridge.text.vocabulary import Rendering
+from services.errors import SandboxBusy
 from tests.bridge.test_guest import IDS, MODEL, TEXT, Reciting, guest_of, joined, opened, stepped
 from tests.support import tiny
 
@@ -73,6 +78,34 @@ async def test_a_bug_that_meets_a_draft_s_prompt_costs_only_the_draft(
     guest.close()
 
 
+async def test_a_sequence_whose_draft_could_not_be_opened_gets_one_after_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process that renders chats may be busy for a moment."""
+    rendered = list[int]()
+
+    def render(model: Model, ids: Sequence[int], source: Model) -> Rendering:
+        rendered.append(len(ids))
+        if len(rendered) == 1:
+            raise SandboxBusy("it is running for other chats")
+        return render_ids_for(model, ids, source)
+
+    monkeypatch.setattr("bridge.guest_sequence.render_ids_for", render)
+    drafter = Reciting(TEXT)
+    guest = guest_of(drafter)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:20])))
+    sequence = await opened(guest, 1)
+    await joined(guest, 1)
+    assert drafter.closed and not sequence.has_draft
+    number = 0
+    while not sequence.has_draft and number < 60:
+        await stepped(guest, number + 2, SequenceUpdate(1, 20 + number, (IDS[20 + number],)))
+        await joined(guest, 1)
+        number += 1
+    guest.close()
+    assert 32 <= number <= 36, "as after a draft that failed"
+
+
 async def test_a_trial_is_one_forward() -> None:
     """The outcome of a forward is known after the next one was planned."""
     guest, plain = guest_of(), []
@@ -111,7 +144,9 @@ async def test_a_sequence_that_goes_back_keeps_its_prompt_and_counts_no_text() -
     assert shared.estimates.text_tokens.count == TargetEstimates().text_tokens.count
 
 
-async def test_what_follows_a_step_of_many_sequences_gives_way_to_others() -> None:
+@pytest.mark.parametrize("deadline_ms", [0, 10_000])
+async def test_a_step_of_many_sequences_gives_way_to_others(deadline_ms: int) -> None:
+    """So does what follows it, which with a short deadline is most of the work."""
     guest, longest = guest_of(), 0.0
 
     async def other() -> None:
@@ -126,12 +161,13 @@ async def test_what_follows_a_step_of_many_sequences_gives_way_to_others() -> No
     await guest.settle()
     await asyncio.gather(*(opened(guest, id_) for id_ in range(count)))
     updates = tuple(SequenceUpdate(id_, 50, tuple(IDS[50:90])) for id_ in range(count))
-    await guest.step(StepUpdate(2, updates, deadline_ns=0))
+    update = StepUpdate(2, updates, deadline_ns=deadline_ms * 1_000_000)
     task = asyncio.create_task(other())
     await asyncio.sleep(0)
-    longest = 0.0
     gc.disable()
     began = time.thread_time()
+    await guest.step(update)
+    await asyncio.sleep(0)
     await guest.settle()
     taken = time.thread_time() - began
     await asyncio.sleep(0)
@@ -140,3 +176,20 @@ async def test_what_follows_a_step_of_many_sequences_gives_way_to_others() -> No
     guest.close()
     assert longest < taken / 2, "it was divided"
     assert longest < 0.005
+
+
+async def test_an_engine_that_asks_without_new_tokens_takes_no_more_memory() -> None:
+    guest = guest_of()
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:150])))
+    await opened(guest, 1)
+    held, number = list[int](), 1
+    tracemalloc.start()
+    for count in (100, 1000):
+        for _ in range(count):
+            number += 1
+            answer = await stepped(guest, number, SequenceUpdate(1, 150, ()))
+        held.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    guest.close()
+    assert answer.proposed
+    assert held[1] - held[0] < 200_000

@@ -1,5 +1,6 @@
 """Tests when a sequence's next pass is planned anew, and that the loop stays short."""
 
+import asyncio
 import inspect
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,11 +10,12 @@ import pytest
 from bridge.loop import speculate
 from bridge.planning.planner import Planner
 from bridge.planning.prediction import Plan, Prediction
+from bridge.sources.draft import DraftSource
 from bridge.sources.source import DraftPace, DraftState, Offer
 from bridge.sources.source_set import SourceSet
 from bridge.speculation import Speculation
 from bridge.statistics import Statistics
-from tests.support.drafted import MODEL
+from tests.support.drafted import MODEL, draft_source
 
 PLAIN = Plan("plain", Prediction(1.0, 1.0))
 OFFER = Offer((1,), ("suffix",), (1.0,))
@@ -53,6 +55,18 @@ async def test_an_offer_is_planned_for_at_once() -> None:
         found.offers = offers
         await found.replan(64)
     assert planner.count == 3
+
+
+async def test_a_draft_that_joins_is_planned_for_at_once() -> None:
+    found, planner = speculation(PLAIN)
+    await found.replan(64)
+    opened: asyncio.Future[DraftSource | None] = asyncio.get_running_loop().create_future()
+    opened.set_result(draft_source()[0])
+    found.sources.open_draft(opened)
+    for _ in range(3):
+        found.refresh()
+        await found.replan(64)
+    assert planner.count == 2
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,7 @@ def test_blocks_are_of_beginnings() -> None:
     assert blocks("") == []
     assert len(blocks("a" * 10_000_000)) == 128
     assert len(blocks_of(Request((1, 2, 3)))) == 1
+    assert len(blocks_of(Request((1,) * 10_000))) == 128
 
 
 class Refusing:

@@ -1,6 +1,7 @@
 """Tests which draft of a zoo serves a request, and which one replaces a draft that fails or does not pay off."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
@@ -8,16 +9,27 @@ import pytest
 
 from bridge.errors import Unreachable
 from bridge.generation import Delta, Finished
+from bridge.guest import Guest, Held
+from bridge.guest_sequence import GuestOpening, GuestSequence
+from bridge.guest_step import SequenceUpdate
+from bridge.planning.batch import BatchCosts
+from bridge.planning.estimates import TargetEstimates
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
+from bridge.sources.source import Draft
 from bridge.statistics import PlanStatistics
 from bridge.text.chat import Chat, Message
+from draftbridge.v1 import candidate_pb2
 from services.bridge.backend import Opened
 from services.bridge.connection import State
 from services.bridge.endpoint import Endpoint
+from services.bridge.guest_drafts import GuestDrafts
 from services.bridge.pairing import Assignment, Pauses, Wish
+from services.bridge.replicas import Balancer
+from services.bridge.zoo import Zoo
 from services.config import Role
 from services.errors import ModelNotFound
+from tests.bridge.test_guest import IDS, MODEL, opened, stepped
 from tests.support.waiting import eventually
 from tests.support.zoo import SAMPLING, bridge, cheap, hurry, lying, renamed, serving, text_of, trained
 
@@ -176,13 +188,13 @@ async def test_a_draft_with_two_replicas_goes_on_with_the_second_one() -> None:
         text, event = await text_of(gateway, "", Wish(), Mode.OFF, 60)
         first = gateway.zoo.draft("draft")
         assert first and len(gateway.zoo.replicas(first)) == 2, "replicas"
-        choose, asked = gateway._draft_balancer.choose, [liar]
+        choose, asked = gateway.pairing.balancer.choose, [liar]
 
         def prefer(endpoints: list[Endpoint], prompt: list[bytes], request: object) -> Endpoint:
             wanted = asked.pop() if asked else ""
             return next((one for one in endpoints if one.address == wanted), None) or choose(endpoints, prompt, request)
 
-        gateway._draft_balancer.choose = prefer  # type: ignore[method-assign, assignment]
+        gateway.pairing.balancer.choose = prefer  # type: ignore[method-assign, assignment]
         again, event = await text_of(gateway, "", Wish(), max_tokens=60)
         assert again == text
         assert set(event.statistics.drafts) == {"draft"}, "no other model takes its place"
@@ -192,6 +204,44 @@ async def test_a_draft_with_two_replicas_goes_on_with_the_second_one() -> None:
             State.REFUSED,
             State.AVAILABLE,
         ], "the replica that broke the contract is refused, not the first one"
+
+
+async def test_sequences_of_engines_share_the_replicas_of_a_draft_until_one_breaks_the_contract() -> None:
+    async with AsyncExitStack() as stack:
+        liar = await stack.enter_async_context(lying(trained("llama-3", "draft")))
+        honest = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
+        zoo, balancer = await Zoo([], [liar, honest]).connect(), Balancer()
+        drafts, shared, number = GuestDrafts(zoo, 8, balancer), GuestOpening(MODEL, TargetEstimates()), 0
+
+        async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+            return GuestSequence(shared, ids, generated)
+
+        def find_draft(held: Held, is_new: bool) -> Draft | None:
+            return drafts.find(guest, held, is_new, shared, candidate_pb2.ProposeOpen())
+
+        def active() -> list[int]:
+            return [one.active for one in balancer._replicas.values()]
+
+        guest = Guest(MODEL, open_, BatchCosts(), find_draft=find_draft)
+        for id_ in (1, 2):
+            number += 1
+            await stepped(guest, number, SequenceUpdate(id_, 0, (50 * id_, *IDS[:19])))
+            await opened(guest, id_)
+        assert active() == [1, 1]
+        ends, proposed = {1: 20, 2: 20}, 0
+        while zoo.connections[0].state is State.AVAILABLE or not proposed:
+            for id_, end in ends.items():
+                number += 1
+                answer = await stepped(guest, number, SequenceUpdate(id_, end, (IDS[end],)), deadline_ns=50_000_000)
+                proposed += sum(one.offer.sources.count("draft") for one in answer.proposed)
+                ends[id_] = end + 1
+        assert zoo.connections[0].state is State.REFUSED and zoo.connections[1].state is State.AVAILABLE
+        await stepped(guest, number + 1, SequenceUpdate(3, 0, tuple(IDS[:20])))
+        await opened(guest, 3)
+        assert active() == [0, 2], "the honest replica takes new sequences"
+        guest.close()
+        assert active() == [0, 0]
+        await zoo.close()
 
 
 async def test_a_draft_that_serves_the_target_alone_uses_its_other_replica() -> None:
@@ -207,7 +257,7 @@ async def test_a_draft_that_serves_the_target_alone_uses_its_other_replica() -> 
         _, event = await text_of(gateway, "", Wish(draft="m"))
         assert event.statistics.drafts == ["m"]
         assert gateway._balancer._replicas[shared].active == 0
-        assert list(gateway._draft_balancer._replicas) == [second], "its stream went to the other server"
+        assert list(gateway.pairing.balancer._replicas) == [second], "its stream went to the other server"
 
 
 async def test_a_list_whose_drafts_cannot_be_used_costs_the_draft_and_names_the_reasons() -> None:
