@@ -86,8 +86,9 @@ class DraftEstimates:
         return self.forward.single_ns * self.read_tokens(token_count)
 
     def cached_token_count(self, ids: Sequence[int]) -> int:
-        """Returns how many of the first `ids` the draft has probably cached."""
-        return max((common_prefix_length(ids, one) for one in self._contexts), default=0)
+        """Returns how many of the first `ids` the draft has probably cached. A thread may ask."""
+        contexts = tuple(self._contexts)  # the event loop may add one meanwhile
+        return max((common_prefix_length(ids, one) for one in contexts), default=0)
 
     def observe_context(self, ids: Sequence[int]) -> None:
         """Records that the draft has read `ids`."""

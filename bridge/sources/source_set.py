@@ -130,9 +130,14 @@ class SourceSet:
     async def use_drafts(self, find_draft: FindDraft) -> None:
         """Waits for the first draft. Later, another one takes its place while the other sources go on.
 
-        An unexpected error of a later search ends all searches.
+        An unexpected error of a search costs the drafts that it might have found, and ends all searches.
         """
-        if draft := await find_draft(None):
+        try:
+            draft = await find_draft(None)
+        except Exception as error:
+            self._note_bug("search for a draft", error)
+            return
+        if draft:
             self.insert(draft)
             self._find_draft = find_draft
 
@@ -173,7 +178,7 @@ class SourceSet:
             return
         task, self.seeking = self.seeking, None
         if error := task.exception():
-            _log.error("a bug in the bridge stopped the search for another draft", exc_info=error)
+            self._note_bug("search for another draft", error)
         if not error and (draft := task.result()):
             self.insert(draft)
         elif error or self._failed:  # no draft is left
@@ -204,8 +209,11 @@ class SourceSet:
                     self._seek(error)
                 self.note = self.note or f"the {source.name} was lost ({error.reason}); {_ALONE}"
                 return
-            _log.error("a bug in the bridge stopped the %s source", source.name, exc_info=error)
-            self.note = f"a bug in the bridge stopped the {source.name} (INTERNAL, see its log); the text is unaffected"
+            self._note_bug(f"{source.name} source", error)
+
+    def _note_bug(self, stopped: str, error: BaseException) -> None:
+        _log.error("a bug in the bridge stopped the %s", stopped, exc_info=error)
+        self.note = f"a bug in the bridge stopped the {stopped} (INTERNAL, see its log); the text is unaffected"
 
     def _parts(self, source: CandidateSource, limit: int) -> list[Continuation]:
         """Returns what a source proposes, and what others add to it, as long as one of them can continue the bytes."""

@@ -1,6 +1,7 @@
 """Tests the estimates of costs and chances."""
 
 import random
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -195,3 +196,18 @@ def test_a_request_whose_draft_runs_ahead_does_not_spoil_the_costs_of_others(com
     assert shared.costs.single_ns == pytest.approx(100 * MS, rel=0.15)
     draft.observe_proposal(Proposal(1, (1, 2), (), forward_ns=5 * MS), 2 * MS, ahead=False)
     assert draft.round_trip.value <= 2.1 * MS
+
+
+def test_a_thread_may_ask_what_a_draft_has_cached_while_another_context_is_recorded() -> None:
+    draft = DraftEstimates()
+
+    class Compared(tuple[int, ...]):
+        """Records a context while it is compared with the others, as the event loop does meanwhile."""
+
+        def __iter__(self) -> Iterator[int]:
+            draft.observe_context([len(draft._contexts)])
+            return super().__iter__()
+
+    draft.observe_context([1, 2, 3])
+    draft.observe_context([1, 2, 4])
+    assert draft.cached_token_count(Compared((1, 2, 3, 4))) == 3
