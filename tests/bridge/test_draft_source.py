@@ -90,6 +90,25 @@ async def test_a_draft_has_time_to_read_a_long_prompt() -> None:
         source.propose()
 
 
+async def test_a_draft_that_joins_late_has_time_to_read_what_was_generated_before() -> None:
+    second, now = 1_000_000_000, 1000
+    times = DraftEstimates([(1, second), (17, 17 * second)])
+    source, drafter, tape = draft_source(times=times, clock=lambda: now)
+    tape.commit(ids_of(" fox jumps over the lazy dog" * 20))
+    lag = source.state.lag_token_count
+    await source.advance(DraftPace(8))
+    assert lag == pytest.approx(len(drafter.syncs[0].token_ids), rel=0.5), "by the average bytes of a token"
+    reading_ns = times.reading_ns(lag)
+    assert reading_ns > 40 * second
+    now += 30 * second + int(3.9 * reading_ns)
+    commit(tape, source, " a")
+    assert source.propose() is None
+    now += int(0.2 * reading_ns)
+    commit(tape, source, " a")
+    with pytest.raises(Unreachable, match="it has sent nothing"):
+        source.propose()
+
+
 class RecordedTimes(DraftEstimates):
     """Records the round trip of each proposal, and whether the draft ran ahead."""
 
