@@ -220,7 +220,7 @@ class DraftSource(CandidateSource):
         if self._reader:
             self._reader.cancel()
         self._drafter.close()
-        if self._epoch:
+        if self.proposed_token_count and not self._error:  # one that was lost may have lost its cache, too
             self.times.observe_context(self._context.ids)
 
     async def _grant(self, epoch: DraftEpoch, lead: int) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import ClassVar
 
 import pytest
@@ -214,12 +214,13 @@ def test_ids_without_confidences_are_translated_like_bytes() -> None:
 async def test_a_draft_is_closed_whatever_happens_to_its_estimates() -> None:
     source, drafter, _ = draft_source()
     await source.advance(DraftPace(8))
+    await propose(source, drafter, " fox")
 
     def broken(ids: Sequence[int]) -> None:
         raise KeyError("a bug")
 
     source.times.observe_context = broken  # type: ignore[method-assign]
-    with suppress(KeyError):
+    with pytest.raises(KeyError):
         source.close()
     assert drafter.closed
 
