@@ -56,8 +56,9 @@ class SourceSet:
         self._find_draft: FindDraft | None = None
         # A draft that is being opened, or has not taken over.
         self.seeking: asyncio.Future[DraftSource | None] | None = None
-        # Whether the present search is for a replacement of a draft that failed.
+        # Whether the present search is for a replacement of a draft that failed, and an error that came during one.
         self._unused_pass_count, self._failed = 0, False
+        self._missed: Exception | None = None
         self._notify: Callable[[], None] | None = None
         self.note = ""
         # All sources that took part, in order, also those that were dropped or replaced.
@@ -168,7 +169,9 @@ class SourceSet:
             self._seek(None)
 
     def _seek(self, error: Exception | None) -> None:
-        if self._find_draft and not self.seeking:
+        if self.seeking:
+            self._missed = error
+        elif self._find_draft:
             self._unused_pass_count, self._failed = 0, error is not None
             self.open_draft(self._find_draft(error))
 
@@ -177,17 +180,21 @@ class SourceSet:
         if self.seeking is None or not self.seeking.done():
             return
         task, self.seeking = self.seeking, None
+        missed, self._missed = self._missed, None
         if error := task.exception():
             self._note_bug("search for another draft", error)
-        if not error and (draft := task.result()):
-            self.insert(draft)
-        elif error or self._failed:  # no draft is left
             self._find_draft = None
+        elif draft := task.result():
+            self.insert(draft)
+        elif self._failed:  # no draft is left
+            self._find_draft = None
+        elif missed:  # the draft failed while a better one was sought
+            self._seek(missed)
 
     def insert(self, draft: DraftSource) -> None:
         """Lets a draft take part from now on, in place of the present one."""
         self.remove_draft()
-        self.draft = draft
+        self.draft, self._unused_pass_count = draft, 0
         self._sources.insert(0, draft)
         self.opened.append(draft)
         self._on_draft(draft)
