@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _UNUSED_PASSES = 64
 # Finds another draft for the rest of a request, given the error of the present one, or None if that gains nothing.
 FindDraft: TypeAlias = Callable[[Exception | None], Awaitable[DraftSource | None]]
-_ALONE = "the target went on without it"
+_ALONE, _REPLACED = "the target went on without it", "another draft replaced it"
 # The most continuations of one offer, of sources that continue each other.
 _MAX_PARTS = 8
 
@@ -198,7 +198,7 @@ class SourceSet:
         self._sources.insert(0, draft)
         self.opened.append(draft)
         self._on_draft(draft)
-        self.note = self.note.replace(_ALONE, "another draft replaced it")
+        self.note = self.note.replace(_ALONE, _REPLACED)
         if self._notify:
             draft.start(self._notify)
 
@@ -214,6 +214,7 @@ class SourceSet:
             if isinstance(error, DraftBridgeError):
                 if source.name == DRAFT:
                     self._seek(error)
+                    self.note = self.note.replace(_REPLACED, _ALONE)
                 self.note = self.note or f"the {source.name} was lost ({error.reason}); {_ALONE}"
                 return
             self._note_bug(f"{source.name} source", error)

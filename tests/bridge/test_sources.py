@@ -153,10 +153,11 @@ async def test_the_first_fault_is_the_one_that_is_noted() -> None:
     source._error = Unreachable("host:1", "gone")
     assert chain.offers() == [] and chain.empty
     later, _, _ = draft_source()
-    later._error = ProtocolViolation("later")
     chain.insert(later)
-    assert chain.offers() == []
     assert chain.note == "the draft was lost (SERVICE_UNREACHABLE); another draft replaced it"
+    later._error = ProtocolViolation("later")
+    assert chain.offers() == []
+    assert chain.note == "the draft was lost (SERVICE_UNREACHABLE); the target went on without it"
 
 
 def pass_alone(chain: SourceSet, tape: Tape) -> None:
