@@ -136,7 +136,7 @@ class DraftSource(CandidateSource):
 
     def __init__(self, draft: Draft, opening: Opening) -> None:
         self._tape, self._clock, self._threshold = opening.tape, opening.clock, opening.confidence_threshold
-        self._drafter, self.model, self.times = draft.drafter, draft.model, draft.times
+        self._drafter, self.model, self.times, self.on_use = draft.drafter, draft.model, draft.times, draft.on_use
         self._context = DraftContext(draft.model.vocabulary, opening.render(draft.model))
         ids = self._context.ids
         # The tokens that it must read before its first proposal.

@@ -113,11 +113,15 @@ class DraftPace:
 
 @dataclass(frozen=True)
 class Draft:
-    """A draft model, the stream to its server, and its estimates, which all requests share."""
+    """A draft model, the stream to its server, and its estimates, which all requests share.
+
+    `on_use` is called when it takes part in a request.
+    """
 
     model: Model
     drafter: Drafter
     times: DraftEstimates
+    on_use: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)

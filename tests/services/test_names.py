@@ -193,14 +193,14 @@ async def test_drafts_of_a_name_share_the_requests(port: int) -> None:
         most: dict[str, int] = {}
 
         def look(number: int) -> None:
-            for address, one in gateway._draft_balancer._replicas.items():
+            for address, one in gateway.pairing.balancer._replicas.items():
                 most[address] = max(most.get(address, 0), one.active)
 
         # Two of them reuse the cache of the first one's prompt.
         results = await asyncio.gather(*(text_of(gateway, Mode.LOCKSTEP, look) for _ in range(3)))
         assert len({text for text, _ in results}) == 1
         assert sorted(most.values()) == [1, 2], most
-        assert [one.active for one in gateway._draft_balancer._replicas.values()] == [0, 0]
+        assert [one.active for one in gateway.pairing.balancer._replicas.values()] == [0, 0]
 
 
 async def test_a_name_that_is_not_found(port: int) -> None:
