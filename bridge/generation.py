@@ -124,6 +124,7 @@ async def generate(
 
     def on_draft(draft: DraftSource) -> None:
         own_estimates.use_draft(draft.times)
+        draft.on_use()
         statistics.drafts.append(draft.model.name)
 
     sources = SourceSet(at_once, model, end_id, grammar, on_draft)

@@ -35,7 +35,8 @@ class DraftEstimates:
     """Estimates the costs and acceptance of one draft for one target.
 
     `slowdown` is the factor by which a target pass is slower while the draft computes, `ahead_slowdown` the factor by
-    which a draft token is slower while the target computes. Both are learned when the draft runs ahead.
+    which a draft token is slower while the target computes. Both are learned when the draft runs ahead. `competes`:
+    draft and target need more cores than they have.
     """
 
     def __init__(self, forward_costs: Sequence[tuple[int, int]] = (), *, competes: bool = False) -> None:
@@ -43,7 +44,7 @@ class DraftEstimates:
         self.forward = ForwardTime(WidthCost.measured(forward_costs), float(single_ns))
         # The nanoseconds of a message to the draft and its answer, without the draft's forwards.
         self.round_trip = Ewma(PRIOR_ROUND_TRIP_NS, count=1)
-        self._prior_slowdown = PRIOR_SLOWDOWN if competes else 1.0
+        self.competes, self._prior_slowdown = competes, PRIOR_SLOWDOWN if competes else 1.0
         self.slowdown = Ewma(self._prior_slowdown, count=1)
         self.ahead_slowdown = Ewma(self._prior_slowdown, count=1)
         # The time to read a prompt, relative to that extrapolated from narrow forwards.
@@ -86,8 +87,9 @@ class DraftEstimates:
         return self.forward.single_ns * self.read_tokens(token_count)
 
     def cached_token_count(self, ids: Sequence[int]) -> int:
-        """Returns how many of the first `ids` the draft has probably cached."""
-        return max((common_prefix_length(ids, one) for one in self._contexts), default=0)
+        """Returns how many of the first `ids` the draft has probably cached. A thread may ask."""
+        contexts = tuple(self._contexts)  # the event loop may add one meanwhile
+        return max((common_prefix_length(ids, one) for one in contexts), default=0)
 
     def observe_context(self, ids: Sequence[int]) -> None:
         """Records that the draft has read `ids`."""
@@ -99,7 +101,7 @@ class DraftEstimates:
         count = len(proposal.token_ids)
         read_ns = proposal.read_ns or proposal.forward_ns // count
         # An answer of a draft that competes with the target waits for a core, too.
-        if round_trip_ns is not None and not (ahead and self._prior_slowdown > 1.0):
+        if round_trip_ns is not None and not (ahead and self.competes):
             self.round_trip.observe(round_trip_ns + proposal.queue_ns, limit=MAX_DELAY_RATIO)
         if ahead and self.forward.single_ns:
             if proposal.read_token_count <= 1:

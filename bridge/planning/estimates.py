@@ -220,13 +220,16 @@ class RequestEstimates:
         self.forward.widths = costs.widths
         costs.widths.forget(width)
         if plan.runs_ahead and self.draft:
-            if self.forward.known:
+            # Beside a draft on the same cores, a pass measures the slowdown only, if the time of one alone is known.
+            if self.forward.known or (self.draft.competes and self.forward.single_ns):
                 self.draft.observe_slowdown(taken_ns / self.forward.of(width))
-            if self.draft.slowdown_is_known or not self.forward.known:  # a change comes from the growing text
+            # Beside another one, a later change comes from the growing text.
+            if not self.draft.competes and (self.draft.slowdown_is_known or not self.forward.known):
                 self.forward.observe(width, taken_ns / self.draft.slowdown.value)
         else:
             self.forward.observe(width, taken_ns)
-        costs.single_ns = self.forward.single_ns
+        if self.forward.known:
+            costs.single_ns = self.forward.single_ns
         self.waiting_gain.observe(plan.waiting_gain_ns, _GAIN_FRESH)
         if result.waited_ns >= _MIN_WAITED_NS and not plan.pace.lead:
             waited_ns = 2 * result.waited_ns if outcome.timed_out else result.waited_ns

@@ -136,10 +136,11 @@ class DraftSource(CandidateSource):
 
     def __init__(self, draft: Draft, opening: Opening) -> None:
         self._tape, self._clock, self._threshold = opening.tape, opening.clock, opening.confidence_threshold
-        self._drafter, self.model, self.times = draft.drafter, draft.model, draft.times
+        self._drafter, self.model, self.times, self.on_use = draft.drafter, draft.model, draft.times, draft.on_use
         self._context = DraftContext(draft.model.vocabulary, opening.render(draft.model))
         ids = self._context.ids
-        self._prompt_lag = max(len(ids) - self.times.cached_token_count(ids), 1)
+        # The tokens that it must read before its first proposal.
+        self._first_lag = max(len(ids) - self.times.cached_token_count(ids), 1)
         self._epoch: DraftEpoch | None = None
         self._overdue = self._encoding = False
         self._vain_pass_count = 0
@@ -160,7 +161,7 @@ class DraftSource(CandidateSource):
         """Returns how far its proposals are."""
         epoch = self._epoch
         if epoch is None:
-            return DraftState(lag_token_count=self._prompt_lag)
+            return DraftState(lag_token_count=self._first_lag + self._generated_lag)
         return DraftState(
             lag_token_count=max(round(len(epoch.unread) / self._token_bytes), 1),
             token_bytes=self._token_bytes,
@@ -200,7 +201,7 @@ class DraftSource(CandidateSource):
                 self._overdue |= self._epoch.turns or self._vain_pass_count >= _VAIN_PASSES
         if self._silent_since_ns is not None:
             silent_ns, reads = self._clock() - self._silent_since_ns, not self.proposed_token_count
-            reading_ns = _READING_FACTOR * self.times.reading_ns(self._prompt_lag) if reads else 0.0
+            reading_ns = _READING_FACTOR * self.times.reading_ns(self._first_lag) if reads else 0.0
             if silent_ns > _MAX_SILENCE_NS + reading_ns:
                 self._error = Unreachable("the draft", f"it has sent nothing for {silent_ns / 1e9:.0f} seconds")
 
@@ -222,7 +223,7 @@ class DraftSource(CandidateSource):
         if self._reader:
             self._reader.cancel()
         self._drafter.close()
-        if self._epoch:
+        if self.proposed_token_count and not self._error:  # one that was lost may have lost its cache, too
             self.times.observe_context(self._context.ids)
 
     async def _grant(self, epoch: DraftEpoch, lead: int) -> None:
@@ -250,6 +251,7 @@ class DraftSource(CandidateSource):
             return
         if before is None:
             keep, ids = 0, context.ids
+            self._first_lag += self._generated_lag
         unread = context.unspelled + self._tape.data[context.appended_byte_count :]
         self._epoch = DraftEpoch(before.number + 1 if before else 1, pace.lead, pace.turns, unread)
         self._asked_ns = self._clock()
@@ -330,6 +332,11 @@ class DraftSource(CandidateSource):
         epoch.add(id_, data, confidence)
         self._token_count, self._byte_count = self._token_count + 1, self._byte_count + len(data)
         epoch.done = confidence < self._threshold
+
+    @property
+    def _generated_lag(self) -> int:
+        """Returns how many tokens the generated text is for a draft that joins late."""
+        return round(len(self._tape.data) / self._token_bytes)
 
     @property
     def _token_bytes(self) -> float:

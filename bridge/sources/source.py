@@ -116,12 +116,14 @@ class DraftPace:
 class Draft:
     """A draft model, the stream to its server, and its estimates, which all requests share.
 
-    `on_violation` receives the error of one that breaks the contract.
+    `on_use` is called when it takes part in a request, `on_violation` receives the error of one that breaks the
+    contract.
     """
 
     model: Model
     drafter: Drafter
     times: DraftEstimates
+    on_use: Callable[[], object] = lambda: None
     on_violation: Callable[[ProtocolViolation], object] = lambda error: None
 
 

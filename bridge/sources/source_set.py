@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 _UNUSED_PASSES = 64
 # Finds another draft for the rest of a request, given the error of the present one, or None if that gains nothing.
 FindDraft: TypeAlias = Callable[[Exception | None], Awaitable[DraftSource | None]]
-_ALONE = "the target went on without it"
+_ALONE, _REPLACED = "the target went on without it", "another draft replaced it"
 # The most continuations of one offer, of sources that continue each other.
 _MAX_PARTS = 8
 
@@ -56,8 +56,9 @@ class SourceSet:
         self._find_draft: FindDraft | None = None
         # A draft that is being opened, or has not taken over.
         self.seeking: asyncio.Future[DraftSource | None] | None = None
-        # Whether the present search is for a replacement of a draft that failed.
+        # Whether the present search is for a replacement of a draft that failed, and an error that came during one.
         self._unused_pass_count, self._failed = 0, False
+        self._missed: Exception | None = None
         self._notify: Callable[[], None] | None = None
         self.note = ""
         # All sources that took part, in order, also those that were dropped or replaced.
@@ -125,9 +126,14 @@ class SourceSet:
     async def use_drafts(self, find_draft: FindDraft) -> None:
         """Waits for the first draft. Later, another one takes its place while the other sources go on.
 
-        An unexpected error of a later search ends all searches.
+        An unexpected error of a search costs the drafts that it might have found, and ends all searches.
         """
-        if draft := await find_draft(None):
+        try:
+            draft = await find_draft(None)
+        except Exception as error:
+            self._note_bug("search for a draft", error)
+            return
+        if draft:
             self.insert(draft)
             self._find_draft = find_draft
 
@@ -158,7 +164,9 @@ class SourceSet:
             self._seek(None)
 
     def _seek(self, error: Exception | None) -> None:
-        if self._find_draft and not self.seeking:
+        if self.seeking:
+            self._missed = error
+        elif self._find_draft:
             self._unused_pass_count, self._failed = 0, error is not None
             self.open_draft(self._find_draft(error))
 
@@ -167,21 +175,25 @@ class SourceSet:
         if self.seeking is None or not self.seeking.done():
             return
         task, self.seeking = self.seeking, None
+        missed, self._missed = self._missed, None
         if error := task.exception():
-            _log.error("a bug in the bridge stopped the search for another draft", exc_info=error)
-        if not error and (draft := task.result()):
-            self.insert(draft)
-        elif error or self._failed:  # no draft is left
+            self._note_bug("search for another draft", error)
             self._find_draft = None
+        elif draft := task.result():
+            self.insert(draft)
+        elif self._failed:  # no draft is left
+            self._find_draft = None
+        elif missed:  # the draft failed while a better one was sought
+            self._seek(missed)
 
     def insert(self, draft: DraftSource) -> None:
         """Lets a draft take part from now on, in place of the present one."""
         self.remove_draft()
-        self.draft = draft
+        self.draft, self._unused_pass_count = draft, 0
         self._sources.insert(0, draft)
         self.opened.append(draft)
         self._on_draft(draft)
-        self.note = self.note.replace(_ALONE, "another draft replaced it")
+        self.note = self.note.replace(_ALONE, _REPLACED)
         if self._notify:
             draft.start(self._notify)
 
@@ -197,10 +209,14 @@ class SourceSet:
             if isinstance(error, DraftBridgeError):
                 if source.name == DRAFT:
                     self._seek(error)
+                    self.note = self.note.replace(_REPLACED, _ALONE)
                 self.note = self.note or f"the {source.name} was lost ({error.reason}); {_ALONE}"
                 return
-            _log.error("a bug in the bridge stopped the %s source", source.name, exc_info=error)
-            self.note = f"a bug in the bridge stopped the {source.name} (INTERNAL, see its log); the text is unaffected"
+            self._note_bug(f"{source.name} source", error)
+
+    def _note_bug(self, stopped: str, error: BaseException) -> None:
+        _log.error("a bug in the bridge stopped the %s", stopped, exc_info=error)
+        self.note = f"a bug in the bridge stopped the {stopped} (INTERNAL, see its log); the text is unaffected"
 
     def _parts(self, source: CandidateSource, limit: int) -> list[Continuation]:
         """Returns what a source proposes, and what others add to it, as long as one of them can continue the bytes."""

@@ -8,7 +8,7 @@ from time import perf_counter_ns
 
 import grpc
 
-from bridge.errors import DraftBridgeError, InvalidField, Unreachable
+from bridge.errors import DraftBridgeError, InvalidField
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.choice import DraftChooser
 from bridge.ports import Proposal, TextGrammar
@@ -69,13 +69,17 @@ class RequestCounts:
 
 @dataclass(eq=False)
 class Running:
-    """A request in progress. `draft` is empty if it has none; `target` too while the prompt is being encoded."""
+    """A request in progress. `target` is empty while the prompt is being encoded."""
 
     statistics: Statistics
     metrics: RequestMetrics
     started_ns: int
     target: str = ""
-    draft: str = ""
+
+    @property
+    def draft(self) -> str:
+        """Returns the draft that took over last, or ""."""
+        return next(reversed(self.statistics.drafts), "")
 
 
 class ZooDrafter(RemoteDrafter):
@@ -238,38 +242,29 @@ class Gateway:
             stack.enter_context(closing(verifier))
             target = verifier.endpoint
             assignment = self.pairing.assign(target, request, wish or Wish(draft=draft_name))
-            assignment.statistics = running.statistics
+            assignment.statistics, assignment.prompt = running.statistics, prompt
             stack.enter_context(target.estimates.request())
             running.statistics.draft_choice = assignment.choice
-            first = [assignment.draft]
 
-            def connect(draft: Endpoint) -> Draft:
-                balancer, one = self.pairing.balancer, object()
-                draft = assignment.serving = balancer.choose(assignment.replicas(draft), prompt, one)
+            def next_draft(error: Exception | None) -> Draft | None:
+                draft = assignment.next(error)
+                if draft is None:
+                    return None
                 sampling = request.sampling.for_draft(request.speculation.draft_temperature)
                 if not draft.description.grammars:
                     sampling = replace(sampling, grammar=None)
-                drafter = BalancedDrafter(self.zoo, draft, sampling, request.seed, balancer, prompt, one)
+                drafter = BalancedDrafter(
+                    self.zoo, draft, sampling, request.seed, self.pairing.balancer, prompt, assignment
+                )
                 competes = draft.model.competes_with(target.model)
                 times = target.estimates.draft(draft.model.name, draft.model.forward_costs, competes=competes)
-                return Draft(draft.model, stack.enter_context(closing(drafter)), times)
-
-            def next_draft(error: Exception | None) -> Draft | None:
-                other = first.pop() if first else assignment.next(error)
-                while other and not assignment.replicas(other):  # lost while the prompt was encoded
-                    error = Unreachable(other.address, "its connection was lost")
-                    assignment.note = f"the draft {other.model.name} was lost before the text began ({error.reason})"
-                    other = assignment.next(error)
-                if not other:
-                    return None
-                running.draft = other.model.name
-                return connect(other)
+                return Draft(draft.model, stack.enter_context(closing(drafter)), times, assignment.take_over)
 
             events = generate(
                 request,
                 target.model,
                 verifier,
-                next_draft if assignment.draft else None,
+                next_draft,
                 target.estimates,
                 self.memory,
                 statistics=running.statistics,
@@ -281,7 +276,6 @@ class Gateway:
                     match event:
                         case Started(prompt_token_count):
                             running.target = target.model.name
-                            running.draft = next(reversed(running.statistics.drafts), "")
                             stages.begin("prefill", prompt_tokens=prompt_token_count)
                             yield Opened(running.target, running.draft, request.seed, prompt_token_count)
                         case Finished():

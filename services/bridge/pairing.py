@@ -7,7 +7,7 @@ from time import perf_counter_ns
 
 from cachetools import LRUCache
 
-from bridge.errors import DraftBridgeError, InvalidField, ProtocolViolation
+from bridge.errors import DraftBridgeError, InvalidField, ProtocolViolation, Unreachable
 from bridge.generation import Finished
 from bridge.measuring.costs import Ewma
 from bridge.planning.choice import Candidate, DraftChoice, DraftChooser, Expectation, PairRecord, predicted_gain
@@ -18,7 +18,7 @@ from bridge.statistics import SourceStatistics, Statistics
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2
 from services.bridge.endpoint import Endpoint
-from services.bridge.replicas import Balancer, is_lost
+from services.bridge.replicas import Balancer, is_broken, is_lost
 from services.bridge.zoo import Zoo
 from services.errors import DraftAway, ModelNotFound, PairRefused
 
@@ -66,20 +66,22 @@ class PairState:
 class Assignment:
     """The drafts of one request: the present one, and those that may replace it. `note`: why it has no draft.
 
-    `serving`: the replica of the present draft, set when it is connected. `statistics`: those of the request, from
-    which each of its drafts is judged if `learns`.
+    `others`: the drafts that were not tried yet, by preference. `statistics`: those of the request, from which each of
+    its drafts is judged if `learns`. `prompt`: what `blocks_of` returns, by which replicas are chosen.
     """
 
     def __init__(self, pairing: "Pairing", target: Endpoint, drafts: Sequence[Endpoint], wish: Wish) -> None:
         self._pairing, self._target, self._wish = pairing, target, wish
-        self._others = list(drafts)
+        self.others = list(drafts)
         self.choice: DraftChoice | None = None
-        self.draft = self._others.pop(0) if self._others else None
-        self.serving: Endpoint | None = None
         self.statistics, self.learns = Statistics(), False
+        self.prompt: Sequence[bytes] = ()
+        # The draft that takes part, and one that is being opened, each with its replica.
+        self._present: tuple[Endpoint, Endpoint] | None = None
+        self._opening: tuple[Endpoint, Endpoint] | None = None
         self._failed: set[str] = set()
-        # What the request had shown when the present draft took over.
-        self._before = PairRecord()
+        # What the request had shown when the present draft took over, and the drafts that it was counted for.
+        self._before, self._counted = PairRecord(), set[str]()
         self.note = ""
 
     def replicas(self, draft: Endpoint) -> list[Endpoint]:
@@ -87,37 +89,52 @@ class Assignment:
         return [one for one in self._pairing.replicas(self._target, draft) if one.address not in self._failed]
 
     def next(self, error: Exception | None) -> Endpoint | None:
-        """Returns the draft that replaces the present one, which failed with an error or gains nothing (None).
+        """Returns the replica of a draft that is to be opened now, or None.
 
-        A replica that was lost is replaced by another one of the same draft first.
+        `error`: that of the replica that was to be opened before or, if that has taken over, of the present one. It is
+        None for the first draft, and if the present one gains nothing. A replica that was lost is replaced by another
+        one of the same draft first.
         """
-        again = self._on_failure(error) if error else False
-        pairing, target = self._pairing, self._target
-        other = self.draft if again else None
-        for one in () if again else self._others:
-            # A draft that gains nothing is replaced only by one that is expected to gain.
-            if self.replicas(one) and (error or pairing.is_faster(target, one, self._wish.workload)):
-                self._others.remove(one)
-                other = one
-                break
-        if (other or error) and not again:
-            self._learn()
-            self.draft = other
-        return other
+        failed, self._opening = self._opening or self._present, None
+        other = None
+        if error and failed:
+            if failed is self._present:
+                self._learn()
+                self._present = None
+            other = self._on_failure(*failed, error)
+        if other := other or self._other():
+            self._opening = other, self._pairing.balancer.choose(self.replicas(other), self.prompt, self)
+        return self._opening and self._opening[1]
 
-    def _on_failure(self, error: Exception) -> bool:
-        """Avoids the present replica, or the draft for a while. Returns whether the draft has another replica."""
-        if self.draft is None or self.serving is None:
-            return False
-        self._failed.add(self.serving.address)
+    def take_over(self) -> None:
+        """Records that the draft that was opened last takes part from now on, in place of the present one."""
+        self._learn()
+        self._present, self._opening = self._opening, None
+
+    def _other(self) -> Endpoint | None:
+        for one in self.others:
+            if not self.replicas(one):
+                if not self.statistics.drafts:
+                    self.note = f"the draft {one.model.name} was lost before the text began ({Unreachable.reason})"
+            # A draft that gains nothing is replaced only by one that is expected to gain.
+            elif self._present is None or self._pairing.is_faster(self._target, one, self._wish.workload):
+                self.others.remove(one)
+                return one
+        return None
+
+    def _on_failure(self, draft: Endpoint, replica: Endpoint, error: Exception) -> Endpoint | None:
+        """Avoids a replica. Returns its draft if that has another replica; otherwise the draft pauses."""
+        self._failed.add(replica.address)
         broken = isinstance(error, ProtocolViolation)
         if broken:
-            self._pairing.zoo.refuse(self.serving, f"it broke the contract: {error}")
+            self._pairing.zoo.refuse(replica, f"it broke the contract: {error}")
+        if isinstance(error, DraftBridgeError) and is_broken(error):  # the stream of one that hangs reports no error
+            self._pairing.balancer.on_failure(replica, self)
         lost = isinstance(error, DraftBridgeError) and is_lost(error)
-        if (broken or lost) and self.replicas(self.draft):
-            return True
-        self._pairing.pauses.failed(self._target, self.draft)
-        return False
+        if (broken or lost) and self.replicas(draft):
+            return draft
+        self._pairing.pauses.failed(self._target, draft)
+        return None
 
     def finished(self, event: Finished) -> None:
         """Learns from a request that ended."""
@@ -129,11 +146,16 @@ class Assignment:
         total = _shown(self.statistics)
         shown = PairRecord(*(new - old for new, old in zip(astuple(total), astuple(self._before), strict=True)))
         self._before = total
-        if self.draft and shown.candidate_count:
-            self._pairing.pauses.worked(self._target, self.draft)
-        if self.draft and self.learns and shown.plain_passes > 0:
-            key = key_of(self._target), key_of(self.draft)
-            self._pairing.chooser.observe(*key, self._wish.workload, replace(shown, request_count=1.0))
+        if self._present is None:
+            return
+        draft, pairing = self._present[0], self._pairing
+        if shown.candidate_count:
+            pairing.pauses.worked(self._target, draft)
+        if self.learns and shown.plain_passes > 0:
+            key = key_of(draft)
+            shown = replace(shown, request_count=float(key not in self._counted))
+            self._counted.add(key)
+            pairing.chooser.observe(key_of(self._target), key, self._wish.workload, shown)
 
 
 def _shown(statistics: Statistics) -> PairRecord:
@@ -211,7 +233,7 @@ class Pairing:
         if wish.drafts:
             return self._named(target, wish)
         assignment = self._chosen(target, request, wish)
-        if not assignment.draft:
+        if not assignment.others:
             assignment.note = self.zoo.note_on_drafts or self._note_on_refusals(target)
         return assignment
 

@@ -90,6 +90,25 @@ async def test_a_draft_has_time_to_read_a_long_prompt() -> None:
         source.propose()
 
 
+async def test_a_draft_that_joins_late_has_time_to_read_what_was_generated_before() -> None:
+    second, now = 1_000_000_000, 1000
+    times = DraftEstimates([(1, second), (17, 17 * second)])
+    source, drafter, tape = draft_source(times=times, clock=lambda: now)
+    tape.commit(ids_of(" fox jumps over the lazy dog" * 20))
+    lag = source.state.lag_token_count
+    await source.advance(DraftPace(8))
+    assert lag == pytest.approx(len(drafter.syncs[0].token_ids), rel=0.5), "by the average bytes of a token"
+    reading_ns = times.reading_ns(lag)
+    assert reading_ns > 40 * second
+    now += 30 * second + int(3.9 * reading_ns)
+    commit(tape, source, " a")
+    assert source.propose() is None
+    now += int(0.2 * reading_ns)
+    commit(tape, source, " a")
+    with pytest.raises(Unreachable, match="it has sent nothing"):
+        source.propose()
+
+
 class RecordedTimes(DraftEstimates):
     """Records the round trip of each proposal, and whether the draft ran ahead."""
 
@@ -201,19 +220,26 @@ async def test_what_a_draft_reads_next_is_its_lag() -> None:
 
 
 async def test_a_draft_need_not_read_again_what_it_has_read_lately() -> None:
-    """Neither a prompt that came before nor a conversation that goes on. A draft that was not used has read nothing."""
+    """Neither a prompt that came before nor a conversation that goes on.
+
+    A draft that was not used, has not answered or was lost has read nothing.
+    """
     times, prompt = DraftEstimates(), "The quick brown fox jumps over the lazy dog, again and again"
     lags = []
-    for text, used in ((prompt, False), (prompt, True), (prompt, True), (prompt + " once more", True)):
-        source, _, _ = draft_source(text, times=times)
+    for way in ("unused", "unanswered", "lost", "used", "used", "longer"):
+        source, drafter, _ = draft_source(prompt + " once more" * (way == "longer"), times=times)
         lags.append(source.state.lag_token_count)
-        if used:
+        if way != "unused":
             await source.advance(DraftPace(3, turns=True))
+        if way in ("used", "lost"):
+            await propose(source, drafter, " fox", done=True)
+        if way == "lost":
+            source._error = Unreachable("host:1", "gone")
         for _ in range(2):
             source.close()
-    assert lags[0] == lags[1] > 10
-    assert lags[2] == 1
-    assert 1 < lags[3] < lags[0]
+    assert lags[0] == lags[1] == lags[2] == lags[3] > 10
+    assert lags[4] == 1
+    assert 1 < lags[5] < lags[0]
 
 
 def test_a_control_token_other_than_an_end_closes_an_epoch() -> None:

@@ -1,6 +1,7 @@
 """Tests the estimates of costs and chances."""
 
 import random
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -178,20 +179,56 @@ def test_extra_time_is_right_on_average_where_times_vary(deviation: float) -> No
     assert all(100 < one < 130 for one in values)
 
 
-@pytest.mark.parametrize("competes", [True, False])
-def test_a_request_whose_draft_runs_ahead_does_not_spoil_the_costs_of_others(competes: bool) -> None:
-    """On the same cores, passes take three times as long meanwhile, and an answer of the draft waits for a core."""
-    slow, shared = 3.0 if competes else 1.0, TargetEstimates([(1, 100 * MS)])
+AHEAD = Plan("draft ahead", Prediction(1.0, 100 * MS), DraftPace(8), source=DRAFT)
+
+
+def pass_of(milliseconds: float) -> Outcome:
+    ns = round(milliseconds * MS)
+    return Outcome(Pass(0, (1,), 0, 0, forward_ns=ns), Offer(), (b"a",), ns)
+
+
+@pytest.mark.parametrize(("competes", "slow"), [(True, 6.0), (True, 3.0), (True, 1.2), (False, 1.0)])
+def test_a_request_whose_draft_runs_ahead_does_not_spoil_the_costs_of_others(competes: bool, slow: float) -> None:
+    """On the same cores, passes take longer meanwhile, and an answer of the draft waits for a core."""
+    shared = TargetEstimates([(1, 100 * MS)])
     draft = shared.draft("draft", [(1, 5 * MS)], competes=competes)
     for _ in range(4):
         estimates = estimates_of(shared, draft)
-        plan = Plan("draft ahead", Prediction(1.0, 100 * MS), DraftPace(8), source=DRAFT)
         for _ in range(20):
-            taken_ns = round(slow * 100 * MS)
-            estimates.observe(Outcome(Pass(0, (1,), 0, 0, forward_ns=taken_ns), Offer(), (b"a",), taken_ns), plan)
+            estimates.observe(pass_of(slow * 100), AHEAD)
             draft.observe_proposal(
                 Proposal(1, (1,), (), forward_ns=5 * MS), 60 * MS if competes else 2 * MS, ahead=True
             )
-    assert shared.costs.single_ns == pytest.approx(100 * MS, rel=0.15)
+    assert shared.costs.single_ns == pytest.approx(100 * MS, rel=0.01)
+    assert draft.slowdown.value == pytest.approx(slow, rel=0.1)
     draft.observe_proposal(Proposal(1, (1, 2), (), forward_ns=5 * MS), 2 * MS, ahead=False)
     assert draft.round_trip.value <= 2.1 * MS
+
+
+def test_passes_beside_a_draft_on_the_same_cores_do_not_show_what_one_alone_costs() -> None:
+    shared = TargetEstimates()
+    draft = shared.draft("draft", competes=True)
+    estimates = estimates_of(shared, draft)
+    for _ in range(20):
+        estimates.observe(pass_of(130), AHEAD)
+    assert not shared.costs.single_ns, "it is unknown how much of it is the slowdown"
+    estimates.observe(pass_of(100), Plan("plain", Prediction(1.0, 100 * MS)))
+    for _ in range(40):
+        estimates.observe(pass_of(130), AHEAD)
+    assert shared.costs.single_ns == 100 * MS
+    assert draft.slowdown.value == pytest.approx(1.3, rel=0.1)
+
+
+def test_a_thread_may_ask_what_a_draft_has_cached_while_another_context_is_recorded() -> None:
+    draft = DraftEstimates()
+
+    class Compared(tuple[int, ...]):
+        """Records a context while it is compared with the others, as the event loop does meanwhile."""
+
+        def __iter__(self) -> Iterator[int]:
+            draft.observe_context([len(draft._contexts)])
+            return super().__iter__()
+
+    draft.observe_context([1, 2, 3])
+    draft.observe_context([1, 2, 4])
+    assert draft.cached_token_count(Compared((1, 2, 3, 4))) == 3

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from typing import ClassVar
 
 import pytest
 
 from bridge.errors import InvalidField, ProtocolViolation, Unreachable
 from bridge.planning.planner import SpeculationParameters
-from bridge.ports import Proposal
+from bridge.ports import Pass, Proposal
 from bridge.request import Request
 from bridge.sources import SOURCES
 from bridge.sources.draft import DraftSource
@@ -21,6 +21,7 @@ from bridge.sources.source import (
     DraftPace,
     Offer,
     Opening,
+    Outcome,
     offer_of,
 )
 from bridge.sources.source_set import SourceSet
@@ -152,10 +153,72 @@ async def test_the_first_fault_is_the_one_that_is_noted() -> None:
     source._error = Unreachable("host:1", "gone")
     assert chain.offers() == [] and chain.empty
     later, _, _ = draft_source()
-    later._error = ProtocolViolation("later")
     chain.insert(later)
-    assert chain.offers() == []
     assert chain.note == "the draft was lost (SERVICE_UNREACHABLE); another draft replaced it"
+    later._error = ProtocolViolation("later")
+    assert chain.offers() == []
+    assert chain.note == "the draft was lost (SERVICE_UNREACHABLE); the target went on without it"
+
+
+def pass_alone(chain: SourceSet, tape: Tape) -> None:
+    """Lets the target make a pass without candidates."""
+    ids = ids_of(" a")[:1]
+    chain.observe(Outcome(Pass(len(tape.ids), ids, 0, 0), Offer(), tape.commit(ids)))
+
+
+async def test_a_new_draft_gets_as_many_passes_as_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.sources.source_set._UNUSED_PASSES", 8)
+    (first, _, tape), (second, _, _) = draft_source(), draft_source()
+    found, searches = asyncio.Event(), 0
+
+    async def find_draft(error: Exception | None) -> DraftSource | None:
+        nonlocal searches
+        searches += 1
+        if searches == 2:
+            await found.wait()
+        return (first, second, None)[searches - 1]
+
+    chain = SourceSet([], MODEL, None)
+    await chain.use_drafts(find_draft)
+    for _ in range(14):  # six of them while the second draft is opened
+        pass_alone(chain, tape)
+    found.set()
+    while chain.draft is first:
+        await asyncio.sleep(0)
+        chain.take_over()
+    for number in range(8):
+        assert not chain.seeking, f"pass {number}"
+        pass_alone(chain, tape)
+    assert chain.seeking
+    chain.close()
+
+
+@pytest.mark.parametrize("better", [True, False])
+async def test_a_draft_that_is_lost_during_a_search_for_a_better_one_is_replaced(
+    better: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bridge.sources.source_set._UNUSED_PASSES", 1)
+    (first, _, tape), (second, _, _) = draft_source(), draft_source()
+    asked: list[Exception | None] = []
+
+    async def find_draft(error: Exception | None) -> DraftSource | None:
+        asked.append(error)
+        if len(asked) == 1:
+            return first
+        return second if error or better else None
+
+    chain, lost = SourceSet([], MODEL, None), Unreachable("host:1", "gone")
+    await chain.use_drafts(find_draft)
+    pass_alone(chain, tape)
+    first._error = lost
+    assert chain.offers() == []
+    async with asyncio.timeout(5):
+        while chain.draft is not second:
+            await asyncio.sleep(0)
+            chain.take_over()
+    assert asked == ([None, None] if better else [None, None, lost])
+    assert "another draft replaced it" in chain.note
+    chain.close()
 
 
 def test_the_text_goes_on_after_what_the_draft_proposes() -> None:
@@ -214,12 +277,13 @@ def test_ids_without_confidences_are_translated_like_bytes() -> None:
 async def test_a_draft_is_closed_whatever_happens_to_its_estimates() -> None:
     source, drafter, _ = draft_source()
     await source.advance(DraftPace(8))
+    await propose(source, drafter, " fox")
 
     def broken(ids: Sequence[int]) -> None:
         raise KeyError("a bug")
 
     source.times.observe_context = broken  # type: ignore[method-assign]
-    with suppress(KeyError):
+    with pytest.raises(KeyError):
         source.close()
     assert drafter.closed
 

@@ -1,18 +1,22 @@
 """Drafts that die, hang or break the contract do not change the text."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from bridge.errors import Unreachable
-from bridge.generation import Started, generate
+from bridge.generation import Delta, Finished, Started, generate
+from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import Candidates, Grant, Pass, Proposal, Run, Sync
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
+from bridge.sources.source import Draft
 from bridge.text.chat import Chat, Message
+from services.model.target.session import TargetSession
 from tests.support import tiny
 from tests.support.alone import PROMPT, QueuedDrafter, answer, in_order, oracle
 
@@ -68,6 +72,26 @@ async def test_a_draft_that_hangs_is_waited_for_once(mode: Mode, monkeypatch: py
     assert ids == oracle(target, engine, 0.0, 40)
     if mode is not Mode.AUTO:  # whose plans depend on measured times
         assert ("no longer waits" in finished.statistics.note) == (mode is Mode.LOCKSTEP)
+
+
+async def test_a_bug_while_the_first_draft_is_opened_costs_the_draft_only(caplog: pytest.LogCaptureFixture) -> None:
+    class BrokenTimes(DraftEstimates):
+        def cached_token_count(self, ids: Sequence[int]) -> int:
+            raise RuntimeError("a bug of ours")
+
+    model, drafter = tiny.model("byte_level"), ClosedDrafter()
+    engine = tiny.HashEngine(model)
+    scheduler, ids = tiny.scheduler(engine), []
+    draft = Draft(model, drafter, BrokenTimes())
+    with closing(TargetSession(model, scheduler, tiny.sampler(model))) as session:
+        async for event in generate(Request(PROMPT, max_tokens=20), model, session, lambda _: draft):
+            ids += event.token_ids if isinstance(event, Delta) else []
+    scheduler.close()
+    assert ids == oracle(model, engine, 0.0, 20)
+    assert isinstance(event, Finished)
+    assert "a bug in the bridge" in event.statistics.note and "INTERNAL" in event.statistics.note
+    assert "a bug of ours" in caplog.text and "Traceback" in caplog.text
+    assert drafter.closed
 
 
 class ClosedDrafter(HangingDrafter):

@@ -16,7 +16,7 @@ from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
-from bridge.sources.source import Draft
+from bridge.sources.source import DRAFT, Draft
 from bridge.statistics import PlanStatistics
 from bridge.text.chat import Chat, Message
 from draftbridge.v1 import candidate_pb2
@@ -31,7 +31,19 @@ from services.config import Role
 from services.errors import ModelNotFound
 from tests.bridge.test_guest import IDS, MODEL, opened, stepped
 from tests.support.waiting import eventually
-from tests.support.zoo import SAMPLING, bridge, cheap, hurry, lying, renamed, serving, text_of, trained
+from tests.support.zoo import (
+    SAMPLING,
+    HangingDraft,
+    LyingDraft,
+    bridge,
+    cheap,
+    hurry,
+    misbehaving,
+    renamed,
+    serving,
+    text_of,
+    trained,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +55,7 @@ async def test_a_draft_that_proposes_ids_it_does_not_have_is_replaced_and_refuse
     async with AsyncExitStack() as stack:
         target = await stack.enter_async_context(serving(trained("gpt-2")))
         honest = await stack.enter_async_context(serving(trained("gemma", "honest"), role=Role.DRAFT))
-        liar = await stack.enter_async_context(lying(trained("llama-3", "liar")))
+        liar = await stack.enter_async_context(misbehaving(trained("llama-3", "liar"), LyingDraft))
         gateway = await stack.enter_async_context(bridge([target], [liar, honest]))
         expected, _ = await text_of(gateway, "", Wish(), Mode.OFF, 60)
         text, event = await text_of(gateway, "", Wish(("liar", "honest")), max_tokens=60)
@@ -63,6 +75,8 @@ async def test_a_draft_that_dies_in_the_middle_of_a_text_is_replaced() -> None:
         dying = await first.enter_async_context(serving(trained("gemma", "dying"), role=Role.DRAFT))
         second = await stack.enter_async_context(serving(trained("llama-3", "second"), role=Role.DRAFT))
         gateway = await stack.enter_async_context(bridge([target], [dying, second]))
+        gateway.pairing.pauses, lost = Pauses(lambda: 0), gateway.zoo.draft("dying")
+        assert lost
         expected, _ = await text_of(gateway, "", Wish(), Mode.OFF, 300)
         speculation = SpeculationParameters(mode=Mode.LOCKSTEP, num_assistant_tokens=3)
         request = Request("The ", sampling=SAMPLING, seed=1, max_tokens=300, speculation=speculation)
@@ -76,6 +90,7 @@ async def test_a_draft_that_dies_in_the_middle_of_a_text_is_replaced() -> None:
         assert text == expected
         assert isinstance(event, Finished)
         assert event.statistics.drafts == ["dying", "second"]
+        assert gateway.pairing.pauses.holds(gateway.zoo.target(""), lost), "though it had proposed before"
 
 
 async def test_a_draft_that_never_pays_gives_way_to_one_that_may(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +106,39 @@ async def test_a_draft_that_never_pays_gives_way_to_one_that_may(monkeypatch: py
         text, event = await text_of(gateway, "", Wish(("slow", "quick")), Mode.AUTO, 120)
         assert text == expected
         assert event.statistics.drafts == ["slow", "quick"]
+
+
+async def test_a_draft_goes_on_in_the_books_if_the_one_that_was_to_replace_it_refuses_the_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bridge.sources.source_set._UNUSED_PASSES", 8)
+    plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + plain
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2", chat_template=plain)))
+        slow_model = trained("gemma", "slow", chat_template=plain)
+        slow = replace(slow_model, model=replace(slow_model.model, forward_costs=((1, 900_000_000), (8, 900_000_000))))
+        picky = cheap(trained("llama-3", "picky", chat_template=refusing))
+        drafts = [await stack.enter_async_context(serving(one, role=Role.DRAFT)) for one in (slow, picky)]
+        gateway = await stack.enter_async_context(bridge([target], drafts))
+        gateway.pairing.pauses = Pauses(lambda: 0)
+        chat = Chat((Message("system", "Tell."), Message("user", "The ")))
+        speculation = SpeculationParameters(sources=(DRAFT,))
+        request = Request(chat, sampling=SAMPLING, seed=1, max_tokens=120, speculation=speculation)
+        shown = set()
+        wish = Wish(("slow", "picky"), workload="tales")
+        async with aclosing(gateway.generate(request, "", wish=wish)) as events:
+            async for event in events:
+                if isinstance(event, Delta):
+                    shown |= {one.draft for one in gateway.running}
+        assert isinstance(event, Finished) and event.statistics.drafts == ["slow"]
+        assert shown == {"slow"}
+        records = {one.draft.model.name: one.record for one in gateway.pairing.states("tales")}
+        assert (records["slow"].request_count, records["picky"].request_count) == (1, 0)
+        assert records["slow"].pass_count > 100
+        model, slow_draft, picky_draft = gateway.zoo.target(""), gateway.zoo.draft("slow"), gateway.zoo.draft("picky")
+        assert slow_draft and picky_draft
+        assert [gateway.pairing.pauses.holds(model, one) for one in (slow_draft, picky_draft)] == [False, True]
 
 
 async def test_wishes_that_cannot_be_fulfilled_are_refused_by_field() -> None:
@@ -180,7 +228,7 @@ async def test_a_draft_that_refuses_the_prompt_is_replaced_and_not_chosen_next_t
 async def test_a_draft_with_two_replicas_goes_on_with_the_second_one() -> None:
     async with AsyncExitStack() as stack:
         target = await stack.enter_async_context(serving(trained("gpt-2")))
-        liar = await stack.enter_async_context(lying(trained("llama-3", "draft")))
+        liar = await stack.enter_async_context(misbehaving(trained("llama-3", "draft"), LyingDraft))
         honest = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
         other = await stack.enter_async_context(serving(trained("gemma", "other"), role=Role.DRAFT))
         gateway = await stack.enter_async_context(bridge([target], [honest, liar, other]))
@@ -208,7 +256,7 @@ async def test_a_draft_with_two_replicas_goes_on_with_the_second_one() -> None:
 
 async def test_sequences_of_engines_share_the_replicas_of_a_draft_until_one_breaks_the_contract() -> None:
     async with AsyncExitStack() as stack:
-        liar = await stack.enter_async_context(lying(trained("llama-3", "draft")))
+        liar = await stack.enter_async_context(misbehaving(trained("llama-3", "draft"), LyingDraft))
         honest = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
         zoo, balancer = await Zoo([], [liar, honest]).connect(), Balancer()
         drafts, shared, number = GuestDrafts(zoo, 8, balancer), GuestOpening(MODEL, TargetEstimates()), 0
@@ -242,6 +290,22 @@ async def test_sequences_of_engines_share_the_replicas_of_a_draft_until_one_brea
         guest.close()
         assert active() == [0, 0]
         await zoo.close()
+
+
+async def test_a_replica_that_hangs_gets_no_further_requests_while_another_one_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bridge.planning.planner._LOCKSTEP_PATIENCE_NS", 2e8)
+    monkeypatch.setattr("services.bridge.replicas._PAUSE_NS", 60_000_000_000)
+    monkeypatch.setattr(HangingDraft, "stream_count", 0)
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        hanging = await stack.enter_async_context(misbehaving(trained("llama-3", "draft"), HangingDraft))
+        healthy = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
+        gateway = await stack.enter_async_context(bridge([target], [hanging, healthy]))
+        used = [(await text_of(gateway, "", Wish()))[1].statistics.drafts for _ in range(3)]
+        assert used == [["draft", "draft"], ["draft"], ["draft"]]
+        assert HangingDraft.stream_count == 1
 
 
 async def test_a_draft_that_serves_the_target_alone_uses_its_other_replica() -> None:
@@ -288,7 +352,7 @@ async def test_a_draft_that_was_lost_pauses() -> None:
 
         def order() -> list[str]:
             assignment = gateway.pairing.assign(target, request, Wish())
-            return [one.model.name for one in (assignment.draft, *assignment._others) if one]
+            return [one.model.name for one in assignment.others]
 
         assert order() == ["bad", "good"]
         pauses.failed(target, bad)
@@ -310,12 +374,14 @@ async def test_each_draft_of_a_request_is_judged_by_its_own_passes_without_those
         pairing = gateway.pairing
         target = gateway.zoo.target("")
         assignment = pairing.assign(target, Request("The ", max_tokens=8), Wish(workload="tales"))
+        first = assignment.next(None)
+        assignment.take_over()
         plans = assignment.statistics.plans
         plans["plain"] = PlanStatistics("plain", 64, 64, elapsed_ns=64_000, plain_ns=64_000.0)
         plans["suffix"] = PlanStatistics("suffix", 10, 100, elapsed_ns=10_000, plain_ns=100_000.0)
-        first = assignment.draft
         second = assignment.next(Unreachable("x", "it did not answer"))
-        assert first and second and second is assignment.draft is not first
+        assert first and second and second is not first
+        assignment.take_over()
         plans["draft in turns"] = PlanStatistics("draft in turns", 20, 60, elapsed_ns=30_000, plain_ns=60_000.0)
         _, event = await text_of(gateway, "", Wish(), Mode.OFF)
         assignment.finished(event)

@@ -127,15 +127,28 @@ class LyingDraft(DraftServicer):
                 yield draft_pb2.DraftResponse(epoch=request.sync.epoch, token_ids=[10_000_000], done=True)
 
 
+class HangingDraft(DraftServicer):
+    """Accepts streams and never answers. `stream_count`: how many it has got."""
+
+    stream_count = 0
+
+    async def Draft(  # noqa: N802
+        self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: object
+    ) -> AsyncIterator[draft_pb2.DraftResponse]:
+        HangingDraft.stream_count += 1
+        await asyncio.Event().wait()
+        yield draft_pb2.DraftResponse()
+
+
 @asynccontextmanager
-async def lying(model: LoadedModel) -> AsyncIterator[str]:
-    """Serves a draft that proposes ids outside its vocabulary."""
+async def misbehaving(model: LoadedModel, draft: type[DraftServicer]) -> AsyncIterator[str]:
+    """Serves a model as a draft that behaves as a class does."""
     server = Server("127.0.0.1:0")
-    described = codec.write_model(model.model, role=model_pb2.ROLE_DRAFT, engine="liar", revision=model.files.revision)
+    described = codec.write_model(model.model, role=model_pb2.ROLE_DRAFT, engine="none", revision=model.files.revision)
     _register(
         server,
         ModelServicer(described, model.files.tokenizer_json),
-        LyingDraft(model.model, lambda sampling, seed: None),  # type: ignore[arg-type, return-value]
+        draft(model.model, lambda sampling, seed: None),  # type: ignore[arg-type, return-value]
         TargetServicer(model.model, None),
     )
     stop, started = asyncio.Event(), asyncio.Event()
