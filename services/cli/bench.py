@@ -37,6 +37,8 @@ WAYS: dict[str, dict[str, Any]] = {
 _SOURCES = {"draft": "draft model", "suffix": "prompt lookup", "learned": "earlier outputs"}
 # Speculation that gains less is not worth a second model: it is within what two runs differ by.
 _WORTH_IT = 1.05
+# Below this, the loss is more than what two runs differ by.
+_LOST = 1 / _WORTH_IT
 
 
 class InvalidPrompts(DraftBridgeError, reason="INVALID_PROMPTS"):
@@ -210,16 +212,18 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
     ways = [way for way in by(samples, lambda one: one.way) if way != ALONE]
     if not speed(one for one in samples if one.way == ALONE):
         return "No text was longer than one pass: give longer prompts or more --tokens."
-    gain = {way: ratio(samples, way) for way in ways}
+    accepted = {way: _total([one for one in samples if one.way == way], "num_accepted_tokens") for way in ways}
+    # A way none of whose candidates was accepted has gained nothing, whatever the times are.
+    gain = {way: ratio(samples, way) if accepted[way] else min(ratio(samples, way), 1.0) for way in ways}
     has_draft = "draft model" in ways
     with_draft = max((way for way in (AUTO, "draft model") if way in ways), key=gain.__getitem__, default="")
     lookup = max((way for way in ("prompt lookup", AUTO)[: 1 if has_draft else 2] if way in ways), key=gain.__getitem__)
-    # A draft none of whose candidates was accepted has gained nothing, whatever the times are.
     helped = [one for one in samples if one.way == with_draft and _accepted_of(one, "draft")]
     drafts = bool(helped) and gain[with_draft] >= _WORTH_IT * gain[lookup]
     best = with_draft if drafts else lookup
-    if not _total([one for one in samples if one.way == best], "num_accepted_tokens"):
-        return "Use the target alone: no candidate was accepted, so the times differ by chance."
+    if not any(accepted.values()):
+        lost = f", and speculation costs time here ({lowest:.2f}x)" if (lowest := min(gain.values())) < _LOST else ""
+        return f"Use the target alone: no candidate was accepted{lost}."
     if gain[best] < _WORTH_IT:
         return f"Use the target alone: speculation gains nothing here ({gain[best]:.2f}x)."
     categories = by(samples, lambda one: one.category)

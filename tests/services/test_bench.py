@@ -119,15 +119,21 @@ def test_the_verdict(speeds: list[dict[str, float]], words: str) -> None:
 @pytest.mark.parametrize(
     ("accepted", "words"),
     [
-        ({}, "Use the target alone: no candidate was accepted"),
+        ({}, "Use the target alone: no candidate was accepted."),
         ({"prompt lookup": ["suffix"], AUTO: ["suffix"]}, "Use no draft: expect 1.60x from prompt lookup"),
-        ({"draft model": ["draft"], AUTO: ["draft"]}, "Use d as the draft: expect 1.80x"),
+        ({"draft model": ["draft"], AUTO: ["draft"]}, "Use d as the draft: expect 1.80x (1.00x without a draft)"),
     ],
 )
 def test_a_way_without_accepted_candidates_has_gained_nothing(accepted: dict[str, list[str]], words: str) -> None:
     some = samples({ALONE: 10, "prompt lookup": 16, "draft model": 17, AUTO: 18})
     found = [replace(one, speculation=used(*accepted[one.way]) if one.way in accepted else nothing()) for one in some]
     assert words in verdict(found, "d")
+
+
+def test_candidates_that_are_all_wrong_cost_time() -> None:
+    some = samples({ALONE: 10, "prompt lookup": 9.8, "draft model": 4, AUTO: 6.6})
+    found = verdict([replace(one, speculation=nothing()) for one in some], "d")
+    assert found == "Use the target alone: no candidate was accepted, and speculation costs time here (0.40x)."
 
 
 def test_auto_has_a_row_for_each_source() -> None:
