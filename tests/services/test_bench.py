@@ -153,6 +153,15 @@ def test_auto_has_a_row_for_each_source() -> None:
     assert columns[-1] == ["", "", "60% of 10", "0% of 5"]
 
 
+def test_parts_of_the_time_add_up_to_the_whole() -> None:
+    """The bridge's 22% were spent while the target computed."""
+    some = samples({ALONE: 10})
+    did = some[0].speculation
+    did.elapsed_ns, did.verify_ns, did.waited_ns, did.network_ns, did.bridge_ns = 100, 72, 20, 6, 22
+    columns = [list(column.cells) for column in bench.time_table(some).columns]
+    assert columns == [[ALONE], ["72%"], ["20%"], ["8%"]]
+
+
 def test_texts_that_differ_are_explained() -> None:
     """A near tie explains a difference; without one it is a bug."""
     some = samples({ALONE: 10, AUTO: 20}, {ALONE: 10, AUTO: 20})
