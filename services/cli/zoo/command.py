@@ -281,7 +281,7 @@ def _print(result: Report) -> None:
         ]
         table.add_row(
             escape(one.target), escape(one.draft), f"{one.gain.mean:.2f}x",
-            f"{one.gain.low:.2f} to {one.gain.high:.2f}", f"{one.turns.mean:.2f}x", f"{one.acceptance:.0%}",
+            one.gain.interval, f"{one.turns.mean:.2f}x", f"{one.acceptance:.0%}",
             f"{one.tokens_per_second:.1f}", str(one.texts), "\n".join(map(str, own)),
         )  # fmt: skip
     out.print(table)
