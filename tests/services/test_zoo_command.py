@@ -80,8 +80,11 @@ def test_names_that_the_bridge_does_not_have_are_refused(tiny_fleet: Fleet, tmp_
     command = ["zoo", "predict", "--server", tiny_fleet.bridge, "--drafts", "nobody", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 1 and "names that the bridge has (tiny-draft)" in str(result.exception)
-    result = CliRunner().invoke(app, ["zoo", "measure", "--targets", ","])
-    assert result.exit_code == 1 and "--targets must be names" in str(result.exception)
+    for option in ("--targets", "--drafts"):
+        for names in ("", ","):
+            command = ["zoo", "measure", option, names, "--output", str(tmp_path)]
+            result = CliRunner().invoke(app, command)
+            assert result.exit_code == 1 and f"{option} must be names" in str(result.exception)
     result = CliRunner().invoke(app, ["zoo", "measure", "--server", tiny_fleet.bridge, "--temperatures", "warm"])
     assert result.exit_code == 1 and "--temperatures" in str(result.exception)
 

@@ -35,13 +35,13 @@ _MAX_TEMPERATURE = 100.0
 # The largest relative error with which a prediction is accurate enough to choose a draft.
 _CLOSE = 0.15
 _Models = Annotated[
-    str,
+    str | None,
     typer.Option(
         help=f"Models, separated by commas. {MODEL_HELP}", show_default=f"{DEFAULT_MODELS}; with --server: all of them"
     ),
 ]
 _Drafts = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="Models, as for --targets; suffix is prompt lookup.",
         show_default="the targets; with --server: all of them",
@@ -118,8 +118,8 @@ def show(
 @connecting
 def predict_pairs(
     connect: Connect,
-    targets: _Models = "",
-    drafts: _Drafts = "",
+    targets: _Models = None,
+    drafts: _Drafts = None,
     server: _Server = "",
     prompts: _Prompts = None,
     count: _Count = None,
@@ -138,8 +138,8 @@ def predict_pairs(
 @connecting
 def measure_pairs(
     connect: Connect,
-    targets: _Models = "",
-    drafts: _Drafts = "",
+    targets: _Models = None,
+    drafts: _Drafts = None,
     server: _Server = "",
     prompts: _Prompts = None,
     count: _Count = None,
