@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table
 
 from bridge.errors import DraftBridgeError
-from draftbridge import Client, Event
+from draftbridge import CallError, Client, Event
 from draftbridge.v1 import bridge_pb2
 from services.engines.engine import core_count
 
@@ -62,31 +62,22 @@ class Sample:
 def read_prompts(path: Path, count: int | None = None) -> list[dict[str, Any]]:
     """Returns dictionaries with a `category` and `prompt` or `messages`, at most `count`, evenly over the categories.
 
-    `path`: a JSON list of such; JSON lines of such, or with `turns` as in Spec-Bench, of which the first is taken; or
-    plain text, a prompt on each line. Raises `InvalidPrompts`.
+    `path`: a JSON list or JSON lines of such, of texts, or of objects with `turns` as in Spec-Bench, of which the first
+    is taken; or plain text, a prompt on each line. Raises `InvalidPrompts`.
     """
+    by_category: dict[str, list[dict[str, Any]]] = {}
     try:
-        text = path.read_text(encoding="utf-8")
-        found: list[dict[str, Any]]
-        if path.suffix == ".txt":
-            found = [{"prompt": line, "category": ""} for line in text.splitlines() if line.strip()]
-        elif text.lstrip().startswith("["):
-            found = json.loads(text)
-        else:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        by_category: dict[str, list[dict[str, Any]]] = {}
-        for one in found:
-            category = one.get("category", "")
-            if "turns" in one:
-                one = {"messages": [{"role": "user", "content": one["turns"][0]}]}
-            if not ("prompt" in one or "messages" in one):
-                raise ValueError("a prompt has neither prompt nor messages nor turns")
-            by_category.setdefault(category, []).append(one | {"category": category})
-    except (OSError, ValueError, AttributeError, TypeError, LookupError) as error:
+        for place, entry in _entries(path.read_text(encoding="utf-8"), lines_of_text=path.suffix == ".txt"):
+            try:
+                one = _prompt(entry)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+            by_category.setdefault(one["category"], []).append(one)
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidPrompts(
-            f"{path} cannot be read ({reason}): give a .txt file with a prompt on each line, or JSON with prompt or "
-            "messages, and optionally category, in each entry"
+            f"{path} cannot be read ({reason}): give a .txt file with a prompt on each line, or JSON with a text, or "
+            "with prompt or messages and optionally category, in each entry"
         ) from None
     in_turn = [one for one in chain.from_iterable(zip_longest(*by_category.values())) if one][:count]
     if not in_turn:
@@ -94,20 +85,69 @@ def read_prompts(path: Path, count: int | None = None) -> list[dict[str, Any]]:
     return in_turn
 
 
+def _entries(text: str, *, lines_of_text: bool) -> Iterator[tuple[str, Any]]:
+    """Yields the place of each prompt in a file's text, and the value there. Raises `ValueError`."""
+    if text.lstrip().startswith("[") and not lines_of_text:
+        for number, entry in enumerate(json.loads(text), start=1):
+            yield f"prompt {number}", entry
+        return
+    for number, line in enumerate(text.splitlines() if lines_of_text else text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield f"line {number}", line if lines_of_text else json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number} column {error.colno}: {error.msg}") from None
+
+
+def _prompt(entry: Any) -> dict[str, Any]:
+    """Returns an entry of a file as `read_prompts` does. Raises `ValueError` for what cannot be one."""
+    if isinstance(entry, str):
+        return {"prompt": entry, "category": ""}
+    if not isinstance(entry, dict):
+        raise ValueError("a prompt must be a text or an object")
+    category = entry.get("category", "")
+    if not isinstance(category, str):
+        raise ValueError("category must be a text")
+    if "turns" in entry:
+        turns = entry["turns"]
+        if not (isinstance(turns, list) and turns and isinstance(turns[0], str)):
+            raise ValueError("turns must be a list that begins with a text")
+        return {"messages": [{"role": "user", "content": turns[0]}], "category": category}
+    if ("prompt" in entry) == ("messages" in entry):
+        raise ValueError("it needs either prompt or messages, or turns")
+    if "prompt" in entry and not isinstance(entry["prompt"], str):
+        raise ValueError("prompt must be a text")
+    if "messages" in entry and not (isinstance(entry["messages"], list) and all(map(_is_message, entry["messages"]))):
+        raise ValueError("messages must be a list of objects, each with a text as role and one as content")
+    return entry | {"category": category}
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
 def measure(
     client: Client, prompts: Sequence[Mapping[str, Any]], ways: Sequence[str], max_tokens: int, temperature: float
-) -> Iterator[list[Sample]]:
-    """Yields the samples of one prompt after the other, in the order of `ways`. Each prompt has its own seed."""
+) -> Iterator[list[Sample] | CallError]:
+    """Yields the samples of one prompt after the other, in the order of `ways`, or why there are none.
+
+    Each prompt has its own seed. Raises `CallError` if the bridge itself does not answer.
+    """
     for index, prompt in enumerate(prompts):
         options: dict[str, Any] = {"temperature": temperature, "seed": index, "messages": prompt.get("messages")}
         text = prompt.get("prompt")
-        client.generate(text, **options, max_tokens=2)  # both models read the prompt
         samples = {}
-        for place in range(len(ways)):
-            way = ways[(place + index) % len(ways)]
-            events = client.stream(text, **options, max_tokens=max_tokens, **WAYS[way])
-            samples[way] = sample_of(events, way, index, prompt["category"])
-        yield [samples[way] for way in ways]
+        try:
+            client.generate(text, **options, max_tokens=2)  # both models read the prompt
+            for place in range(len(ways)):
+                way = ways[(place + index) % len(ways)]
+                events = client.stream(text, **options, max_tokens=max_tokens, **WAYS[way])
+                samples[way] = sample_of(events, way, index, prompt["category"])
+        except CallError as error:
+            client.models()
+            yield error
+        else:
+            yield [samples[way] for way in ways]
 
 
 def sample_of(events: Iterable[Event], way: str, index: int = 0, category: str = "") -> Sample:

@@ -28,6 +28,12 @@ from services.cli.processes import Fleet, ProcessFailed, pinned
                 {"prompt": "p", "category": ""},
             ],
         ),
+        (
+            "a.json",
+            '["one", {"prompt": "two"}]',
+            [{"prompt": "one", "category": ""}, {"prompt": "two", "category": ""}],
+        ),
+        ("a.jsonl", '"one\u2028two"\n', [{"prompt": "one\u2028two", "category": ""}]),
     ],
 )
 def test_prompts_of_every_form(tmp_path: Path, name: str, text: str, expected: list) -> None:
@@ -41,11 +47,27 @@ def test_a_count_takes_prompts_evenly_from_the_categories(tmp_path: Path) -> Non
     assert [one["prompt"] for one in read_prompts(path, 4)] == ["0", "4", "1", "5"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "[1]", '[{"text": "no prompt"}]', '{"turns": []}', '"text"', "\udc80"])
-def test_what_is_not_a_file_of_prompts_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no prompts"),
+        ("[]", "has no prompts"),
+        ("\udc80", "utf-8"),
+        ('{"prompt": "p"}\n\n{"prompt": ', "line 3 column 12: Expecting value"),
+        ('{"prompt": "p"}\n{"turns": []}', "line 2: turns must be a list"),
+        ("[" * 100_000, "recursion"),
+        ('["x", 3]', "prompt 2: a prompt must be a text or an object"),
+        ('[{"text": "no prompt"}]', "prompt 1: it needs either prompt or messages"),
+        ('[{"prompt": "p", "messages": []}]', "prompt 1: it needs either prompt or messages"),
+        ('[{"prompt": ["a"]}]', "prompt 1: prompt must be a text"),
+        ('["x", {"messages": [{"role": "user"}]}]', "prompt 2: messages must be a list of objects"),
+        ('[{"prompt": "p", "category": []}]', "prompt 1: category must be a text"),
+    ],
+)
+def test_what_is_not_a_file_of_prompts_is_refused_with_its_place(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(InvalidPrompts, match=r"bad\.json"):
+    with pytest.raises(InvalidPrompts, match=rf"bad\.json .*{words}"):
         read_prompts(path)
     with pytest.raises(InvalidPrompts, match="No such file"):
         read_prompts(tmp_path / "none.json")
@@ -181,16 +203,18 @@ def test_speeds_are_of_all_tokens_in_all_times() -> None:
 
 def test_a_bridge_is_measured_and_what_was_found_is_written_down(tiny_fleet: Fleet, tmp_path: Path) -> None:
     prompts, found, picture = tmp_path / "p.txt", tmp_path / "found.json", tmp_path / "found.png"
-    prompts.write_text("The quick brown\nOnce upon\n")
+    prompts.write_text(f"The quick brown\n{'too long ' * 200}\nOnce upon\n")
     command = [sys.executable, "-m", "services.cli", "bench", "--server", tiny_fleet.bridge, "--prompts", str(prompts)]
     command += ["--tokens", "12", "--json", str(found), "--plot", str(picture)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "160"})
     assert done.returncode == 0, done.stderr
     for word in (*bench.WAYS, "tokens/s", "target alone", "2 prompts of 12 tokens"):
         assert word in done.stdout, word
-    runs = json.loads(found.read_text())["runs"]
+    written = json.loads(found.read_text())
+    assert "prompt 2 is left out: " in done.stderr and [one["prompt"] for one in written["failures"]] == [1]
+    runs = written["runs"]
     assert len(runs) == 2 * len(bench.WAYS)
-    by_prompt = {n: {one["text"] for one in runs if one["prompt"] == n} for n in (0, 1)}
+    by_prompt = {n: {one["text"] for one in runs if one["prompt"] == n} for n in (0, 2)}
     assert all(len(texts) == 1 for texts in by_prompt.values()), "each way gives the target's own text in float32"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
