@@ -9,7 +9,7 @@ import typer
 from draftbridge import CallError, Client
 from services.cli import bench
 from services.cli.connection import Connect, connecting
-from services.cli.processes import draft_threads, fleet
+from services.cli.processes import check_cores, draft_threads, fleet
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, fail, out, report
 from services.config import MODEL_HELP
 from services.store.resolve import SUFFIX, resolve
@@ -113,11 +113,13 @@ def run(
 
 
 def _cores(text: str) -> list[int] | None:
-    """Reads "0,2-3" as [0, 2, 3]; None if it is empty."""
+    """Reads "0,2-3" as [0, 2, 3]; None if it is empty. Raises `ProcessFailed` for cores that are not there."""
     if not text:
         return None
     try:
         ranges = [[int(number) for number in part.split("-", 1)] for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of cores such as 0,1 or 0-3") from None
-    return [core for ends in ranges for core in range(ends[0], ends[-1] + 1)]
+    cores = [core for ends in ranges for core in range(ends[0], ends[-1] + 1)]
+    check_cores(cores)
+    return cores

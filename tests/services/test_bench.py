@@ -223,8 +223,10 @@ def test_cores_that_are_not_there_are_refused(tiny_models: tuple[Path, Path]) ->
     with pytest.raises(ProcessFailed, match="cores"), pinned([4096]):
         pass
     command = [sys.executable, "-m", "services.cli", "bench", "--target", str(tiny_models[0]), "--draft", "none"]
-    done = subprocess.run([*command, "--target-cores", "x"], capture_output=True, text=True, check=False)
-    assert done.returncode and "is not a list of cores" in done.stderr.replace("\n", " ")
+    for cores, words in (("x", "is not a list of cores"), ("4096", "cores [4096] are not all available")):
+        done = subprocess.run([*command, "--target-cores", cores], capture_output=True, text=True, check=False)
+        assert done.returncode and words in done.stderr.replace("\n", " ")
+        assert "starting" not in done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot pin processes")
