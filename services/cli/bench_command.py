@@ -10,7 +10,7 @@ from draftbridge import CallError, Client
 from services.cli import bench
 from services.cli.connection import Connect, connecting
 from services.cli.processes import check_cores, draft_threads, fleet
-from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, fail, out, report
+from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, fail, out, report, writing
 from services.config import MODEL_HELP
 from services.store.resolve import SUFFIX, resolve
 
@@ -107,9 +107,11 @@ def run(
         asked = {"prompts": prompts.name, "tokens": tokens, "temperature": temperature, "weights": weights}
         pinned = {"target_cores": target_cores, "draft_cores": draft_cores}
         about = {"title": title, "verdict": verdict, **asked, **pinned, "failures": failures}
-        json.write_text(bench.as_json(samples, about))
+        with writing(json):
+            json.write_text(bench.as_json(samples, about))
     if plot:
-        bench.plot(samples, title.replace("; ", "\n"), plot)
+        with writing(plot):
+            bench.plot(samples, title.replace("; ", "\n"), plot)
 
 
 def _cores(text: str) -> list[int] | None:

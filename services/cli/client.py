@@ -1,6 +1,7 @@
 """Commands that call a bridge: `generate`, `models`, `translate`."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -106,14 +107,23 @@ def generate(
     if chat:
         options["messages"] = [{"role": "user", "content": prompt}]
     with connect(server) as client:
-        for event in client.stream(None if chat else prompt, **options):
-            if as_json:
-                print(json.dumps(_as_dict(event), ensure_ascii=False), flush=True)
-            elif isinstance(event, bridge_pb2.GenerateDelta):
-                print(event.text, end="", flush=True)
-            elif isinstance(event, bridge_pb2.GenerateFinished):
-                print()
-                report(_summary(event))
+        if as_json:
+            # A terminal that is not of Unicode shows escapes.
+            ascii_only = not sys.stdout.encoding.lower().startswith("utf")
+            for event in client.stream(None if chat else prompt, **options):
+                print(json.dumps(_as_dict(event), ensure_ascii=ascii_only), flush=True)
+            return
+        in_line = False
+        try:
+            for event in client.stream(None if chat else prompt, **options):
+                if isinstance(event, bridge_pb2.GenerateDelta):
+                    in_line = True
+                    print(event.text, end="", flush=True)
+        finally:  # an error in mid-stream begins on a line of its own
+            if in_line:
+                print(flush=True)
+        assert isinstance(event, bridge_pb2.GenerateFinished), "a stream that ends well has one"
+        report(_summary(event))
 
 
 @connecting

@@ -2,17 +2,21 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import typer
 
 from draftbridge.v1 import bridge_pb2
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, InvalidPrompts, Sample, read_prompts, verdict
 from services.cli.processes import Fleet, ProcessFailed, pinned
+from services.cli.terminal import check_writable
 
 
 @pytest.mark.parametrize(
@@ -217,6 +221,10 @@ def test_a_bridge_is_measured_and_what_was_found_is_written_down(tiny_fleet: Fle
     by_prompt = {n: {one["text"] for one in runs if one["prompt"] == n} for n in (0, 2)}
     assert all(len(texts) == 1 for texts in by_prompt.values()), "each way gives the target's own text in float32"
     assert picture.read_bytes().startswith(b"\x89PNG")
+    command[-6:] = ["--tokens", "4", "--count", "1", "--json", "/dev/full"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "160"})
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "/dev/full cannot be written" in done.stderr and "target alone" in done.stdout
 
 
 def test_cores_that_are_not_there_are_refused(tiny_models: tuple[Path, Path]) -> None:
@@ -242,6 +250,12 @@ def test_pinning_ends_with_its_context() -> None:
         )
     assert seen.stdout.strip() == str({min(before)})
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_full_disk_is_noticed_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(typer.BadParameter, match="is full: free some space"):
+        check_writable(tmp_path / "found.json", "--json")
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,10 @@ def test_measure_predicts_runs_resumes_and_reports(tiny_fleet: Fleet, tmp_path: 
     assert "tiny-draft" in (output / "report.html").read_text()
     run(*command)
     assert (output / "samples.jsonl").read_text().splitlines() == samples, "nothing is measured twice"
+    (output / "report.html").unlink()
+    (output / "report.html").symlink_to("/dev/full")
+    result = CliRunner().invoke(app, list(command))
+    assert "report.html cannot be written" in str(result.exception) and "95% interval" in result.output
 
 
 def test_predict_and_show_print_every_pair(tiny_fleet: Fleet, tmp_path: Path, prompts: Path) -> None:

@@ -17,7 +17,7 @@ from draftbridge import Client
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.cli import bench
 from services.cli.connection import Connect, Server, connecting
-from services.cli.terminal import check_writable, err, out, report
+from services.cli.terminal import check_writable, err, out, report, writing
 from services.cli.zoo import figures
 from services.cli.zoo.predict import Prediction, predict
 from services.cli.zoo.report import Report, comparisons, write
@@ -162,10 +162,13 @@ def measure_pairs(
         f"{datetime.now(UTC):%Y-%m-%d}; draftbridge zoo measure"
     )
     result = _result(zoo, plan, file, predictions, setting)
-    write(result, output / "report.html")
-    (output / "zoo.json").write_text(json.dumps(as_json(result), indent=1))
     _print(result)
-    report(f"report: {output / 'report.html'}    figures: {output / 'zoo.json'}")
+    page, found = output / "report.html", output / "zoo.json"
+    with writing(page):
+        write(result, page)
+    with writing(found):
+        found.write_text(json.dumps(as_json(result), indent=1))
+    report(f"report: {page}    figures: {found}")
 
 
 def _make(output: Path) -> None:
