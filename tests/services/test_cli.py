@@ -159,7 +159,7 @@ def test_nobody_there_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     misspelt = refused(command("models", DRAFTBRIDGE_CLIENT_SEVER=address))
     assert "DRAFTBRIDGE_CLIENT_SEVER is an unknown variable: use DRAFTBRIDGE_CLIENT_SERVER" in misspelt
     message = refused(command("bridge", "--target", address, "--connect-timeout", "0.3", "--listen", "127.0.0.1:0"))
-    assert f"no usable service answers at {address}" in message
+    assert message.count(f"no usable service answers at {address}") == 1 and "requests go on" not in message
 
 
 def test_a_bridge_refuses_a_server_in_the_wrong_role(tiny_fleet: Fleet) -> None:
