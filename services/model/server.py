@@ -67,6 +67,8 @@ def run(
     drafts = config.role is Role.DRAFT
     selection = partial(fastest, report=report, drafts=drafts, deterministic=config.determinism)
     spec, options = choose_engine(config.engine, config.model, pinned_options(config), selection)
+    if options.device != "auto":
+        spec.check_device(options.device)
     directory = resolve(config.model, report, weights=spec.reads != "gguf")
     if config.engine == AUTO:
         report(f"engine: {spec.name}")

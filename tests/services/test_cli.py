@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from draftbridge import Client
 from services.cli.app import app
 from services.cli.processes import READY, Fleet
+from services.engines.registry import engines
 from tests.support.warm import run as command
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
@@ -212,6 +213,17 @@ def test_what_is_no_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Pa
     )
     assert "--dtype must be 'auto', 'float32'" in refused(command("serve", str(tiny_models[0]), "--dtype", "int3"))
     assert "--device cpu" in refused(command("serve", str(tiny_models[0]), "--device", "cuda:77"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "device"), [("torch", "cuda:77"), ("torch", "meta"), ("openvino", "gpu.9"), ("ik_llama", "gpu")]
+)
+def test_a_device_is_looked_for_before_the_model(tmp_path: Path, engine: str, device: str) -> None:
+    if not engines()[engine].installed:
+        pytest.skip(f"{engine} is not installed")
+    options = ("--engine", engine, "--device", device)
+    message = refused(command("serve", str(tmp_path / "no.gguf"), *options, DRAFTBRIDGE_CACHE=str(tmp_path)))
+    assert device in message and ("--device cpu" in message or "use one of these" in message)
 
 
 def test_a_damaged_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:
