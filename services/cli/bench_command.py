@@ -9,6 +9,7 @@ import typer
 from draftbridge import CallError, Client
 from services.cli import bench
 from services.cli.connection import Connect, connecting
+from services.cli.fitted import Fitted
 from services.cli.processes import check_cores, draft_threads, fleet
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, fail, out, report, writing
 from services.config import MODEL_HELP
@@ -97,8 +98,8 @@ def run(
     count = len(given) - len(failures)
     title = f"{served}; {bench.processor()}; {count} prompts of {tokens} tokens, temperature {temperature:g}"
     out.print(title, markup=False, highlight=False, soft_wrap=True)
-    out.print(bench.table(samples))
-    out.print(bench.time_table(samples))
+    out.print(Fitted(bench.table(samples)))
+    out.print(Fitted(bench.time_table(samples)))
     if differences := bench.differences(samples):
         out.print(differences, style="dim", markup=False, highlight=False, soft_wrap=True)
     verdict = bench.verdict(samples, draft)

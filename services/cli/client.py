@@ -15,6 +15,7 @@ from bridge.errors import InvalidField
 from draftbridge import Event
 from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
 from services.cli.connection import Connect, Server, connecting
+from services.cli.fitted import Fitted
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, out, report
 from services.config import DEFAULT_BRIDGE, MODEL_HELP
 
@@ -140,7 +141,7 @@ def models(connect: Connect, server: Server = DEFAULT_BRIDGE) -> None:
         "device",
         "dtype",
         "context",
-        "vocabulary",
+        "vocab",
         "tokenizer",
         title=server,
     )
@@ -150,7 +151,7 @@ def models(connect: Connect, server: Server = DEFAULT_BRIDGE) -> None:
             escape(model.name), role, model.engine, model.device, model.dtype, str(model.context_length),
             str(model.vocabulary_size), model.tokenizer_sha256[:8],
         )  # fmt: skip
-    out.print(table)
+    out.print(Fitted(table))
     report(f"built-in models for pull, serve and up: {', '.join(BUILT_IN)}")
 
 

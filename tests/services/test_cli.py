@@ -90,6 +90,9 @@ def test_models_lists_what_is_there(tiny_fleet: Fleet) -> None:
     assert "tiny-target" in done.stdout
     assert "tiny-draft" in done.stdout
     assert "gemma-3-270m" in done.stderr
+    for width in ("80", "40"):
+        narrow = command("models", "--server", tiny_fleet.bridge, COLUMNS=width).stdout
+        assert "…" not in narrow and "tokenizer" in narrow and "tiny-target" in narrow
 
 
 TEXT = "The quick\tbrown 東京 🎉\n"

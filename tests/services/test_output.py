@@ -1,7 +1,9 @@
 """What commands print on full disks, on terminals without Unicode, and if Ctrl-C or an error comes in between."""
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,11 +14,14 @@ from typing import Any
 
 import grpc
 import pytest
+from rich.console import Console
+from rich.table import Table
 from typer.testing import CliRunner
 
 from draftbridge import CallError
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.cli.app import app
+from services.cli.fitted import Fitted
 
 
 class Scripted(bridge_pb2_grpc.BridgeServiceServicer):
@@ -54,6 +59,22 @@ def run(*words: str, stdout: Any = subprocess.PIPE, **environment: str) -> "subp
         [sys.executable, "-m", *words], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
         env=os.environ | environment,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [200, 110, 90, 70, 40, 12])
+def test_a_table_is_readable_at_any_width(width: int) -> None:
+    cells = ("127.0.0.1:50051", "target", "smollm2-135m-instruct", "12.3 / 15.1 ms", "[bold]it[/] has not answered yet")
+    names = ("service", "role", "model", "1 / 8 tokens", "problem")
+    table = Table(*names, title="a title")
+    table.add_row(*cells)
+    table.add_row(*cells[:4], "")
+    console = Console(width=width, file=io.StringIO())
+    console.print(Fitted(table))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width and "…" not in text and "title" in text
+    if width >= 40:
+        assert all(word in text for one in (*names, *cells) for word in re.sub(r"\[.*?\]", "", one).split())
+    assert ("┃" in text) == (width >= 110)
 
 
 @pytest.mark.parametrize("words", [("generate", "x"), ("generate", "x", "--json"), ("models",), ("engines",)])

@@ -17,6 +17,7 @@ from draftbridge import Client
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.cli import bench
 from services.cli.connection import Connect, Server, connecting
+from services.cli.fitted import Fitted
 from services.cli.terminal import check_writable, err, out, report, writing
 from services.cli.zoo import figures
 from services.cli.zoo.predict import Prediction, predict
@@ -94,7 +95,7 @@ def show(
             one.address, role, escape(one.model.name), state, one.model.engine, str(one.model.context_length or ""),
             f"{times} ms" if times else "", escape(one.problem),
         )  # fmt: skip
-    out.print(table)
+    out.print(Fitted(table))
     table = Table(
         Column("target", no_wrap=True),
         Column("draft", no_wrap=True),
@@ -112,7 +113,7 @@ def show(
             f"{pair.accepted_bytes_per_pass:.1f}" if pair.request_count else "", f"{pair.request_count:.0f}",
             escape(pair.refusal) or ("best" if pair.is_best else ""),
         )  # fmt: skip
-    out.print(table)
+    out.print(Fitted(table))
 
 
 @connecting
@@ -271,7 +272,7 @@ def _print_predictions(predictions: Sequence[Prediction]) -> None:
             escape(one.target), escape(one.draft), f"{one.temperature:g}", f"{one.gain:.2f}x",
             f"{one.tokens_per_second:.1f}", one.plan, str(one.token_count),
         )  # fmt: skip
-    out.print(table)
+    out.print(Fitted(table))
 
 
 def _print(result: Report) -> None:
@@ -287,7 +288,7 @@ def _print(result: Report) -> None:
             one.gain.interval, f"{one.turns.mean:.2f}x", f"{one.acceptance:.0%}",
             f"{one.tokens_per_second:.1f}", str(one.texts), "\n".join(map(str, own)),
         )  # fmt: skip
-    out.print(table)
+    out.print(Fitted(table))
     for sentence in result.advice:
         out.print(sentence, style="bold", markup=False, highlight=False, soft_wrap=True)
     if errors := [abs(one.error) for one in compared if one.error is not None]:
