@@ -16,7 +16,7 @@ _ANY_WIDTH = 10_000
 class Fitted:
     """Shows a table without its lines if it is too wide with them, else each cell on a line of its own.
 
-    No cell is cut, at any width.
+    No cell is cut, because long words are broken.
     """
 
     def __init__(self, table: Table) -> None:

@@ -61,7 +61,7 @@ def run(*words: str, stdout: Any = subprocess.PIPE, **environment: str) -> "subp
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [200, 110, 90, 70, 40, 12])
+@pytest.mark.parametrize("width", [200, 110, 90, 70, 40, 30])
 def test_a_table_is_readable_at_any_width(width: int) -> None:
     cells = ("127.0.0.1:50051", "target", "smollm2-135m-instruct", "12.3 / 15.1 ms", "[bold]it[/] has not answered yet")
     names = ("service", "role", "model", "1 / 8 tokens", "problem")
