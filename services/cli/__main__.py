@@ -1,17 +1,21 @@
-"""Runs the `draftbridge` command, also as `python -m services.cli`."""
+"""Runs the `draftbridge` command, also as `python -m services.cli`, and ends it without a traceback at Ctrl-C."""
 
 import signal
+import sys
 
 
 def main() -> None:
-    """Imports the command and runs it. Ctrl-C ends the process without a traceback while it is being imported."""
+    """Imports the command, during which Ctrl-C ends the process at once, and runs it."""
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # otherwise it is ignored, as in a background job of a shell
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from services.cli.app import main as run
 
-    signal.signal(signal.SIGINT, handler)
-    run()
+    try:
+        signal.signal(signal.SIGINT, handler)
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -92,8 +92,6 @@ def main() -> None:
             sys.stdout.flush()  # an error at exit would be a traceback
     except (DraftBridgeError, CallError) as error:
         fail(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:  # the reader of the output has closed the pipe, as `head` does
         _drop_output()
         sys.exit(0)
