@@ -256,8 +256,9 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
     if not speed(one for one in samples if one.way == ALONE):
         return "No text was longer than one pass: give longer prompts or more --tokens."
     accepted = {way: _total([one for one in samples if one.way == way], "num_accepted_tokens") for way in ways}
+    ratios = {way: ratio(samples, way) for way in ways}
     # A way none of whose candidates was accepted has gained nothing, whatever the times are.
-    gain = {way: ratio(samples, way) if accepted[way] else min(ratio(samples, way), 1.0) for way in ways}
+    gain = {way: found if accepted[way] else min(found, 1.0) for way, found in ratios.items()}
     has_draft = "draft model" in ways
     with_draft = max((way for way in (AUTO, "draft model") if way in ways), key=gain.__getitem__, default="")
     lookup = max((way for way in ("prompt lookup", AUTO)[: 1 if has_draft else 2] if way in ways), key=gain.__getitem__)
@@ -265,8 +266,10 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
     drafts = bool(helped) and gain[with_draft] >= _WORTH_IT * gain[lookup]
     best = with_draft if drafts else lookup
     if not any(accepted.values()):
-        lost = f", and speculation costs time here ({lowest:.2f}x)" if (lowest := min(gain.values())) < _LOST else ""
-        return f"Use the target alone: no candidate was accepted{lost}."
+        lowest, highest = min(ratios.values()), max(ratios.values())
+        costs = lowest < _LOST and highest < _WORTH_IT  # without candidates, a way can only seem to be faster
+        why = f"and speculation costs time here ({lowest:.2f}x)" if costs else "so the times differ by chance"
+        return f"Use the target alone: no candidate was accepted, {why}."
     if gain[best] < _WORTH_IT:
         return f"Use the target alone: speculation gains nothing here ({gain[best]:.2f}x)."
     categories = by(samples, lambda one: one.category)

@@ -39,6 +39,7 @@ class Fitted:
         if self._table.title:
             yield Text(str(self._table.title), self._table.title_style or "table.title")
         yield self._lines()
+        yield ""
 
     def _lines(self) -> Table:
         """Returns a row for each cell that is not empty: the name of its column, and the cell."""

@@ -104,7 +104,7 @@ def show(
         "accepted",
         "bytes/pass",
         "requests",
-        "",
+        "note",
     )
     for pair in pairs:
         table.add_row(
