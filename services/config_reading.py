@@ -105,7 +105,7 @@ def check_files(loaded: Loaded[C]) -> None:
     """Raises `InvalidConfiguration` if a file that the configuration names cannot be read."""
     problems = []
     for name in type(loaded.values).model_fields:
-        file = getattr(loaded.values, name)
+        file = getattr(loaded.values, name, None)  # a partial configuration lacks required values
         if isinstance(file, Path) and name not in _WRITTEN:
             try:
                 file.open("rb").close()

@@ -33,6 +33,12 @@ def checked_address(address: str) -> str:
     return address
 
 
+def _check_open(closed: bool) -> None:
+    if closed:
+        text = "this client was closed: open another one, or close it after its last call"
+        raise CallError(grpc.StatusCode.FAILED_PRECONDITION, "CLIENT_CLOSED", text, {})
+
+
 class Client:
     """Calls the bridge at `address`, HOST:PORT, by default without TLS and token. Use it as a context manager.
 
@@ -43,6 +49,7 @@ class Client:
         self._address = address
         self._channel = open_channel(checked_address(address), credentials, CHANNEL_OPTIONS)
         self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
+        self._closed = False
 
     def __enter__(self) -> "Client":
         return self
@@ -54,6 +61,7 @@ class Client:
 
     def close(self) -> None:
         """Cancels running calls and closes the channel."""
+        self._closed = True
         self._channel.close()
 
     def stream(
@@ -65,6 +73,7 @@ class Client:
         the request in the logs of all services: 1 to 64 ASCII letters, digits and `_.:-`. GenerateStarted has it.
         `timeout`: seconds that the whole generation may take, by default any number.
         """
+        _check_open(self._closed)
         request, trace = generate_request(prompt, **options), CallTrace(_GENERATE, checked_id(request_id))
         call, code = self._stub.Generate(request, timeout=timeout, metadata=trace.metadata), ""
         try:
@@ -108,6 +117,7 @@ class Client:
         return answer
 
     def _ask(self, method: Any, request: Any) -> Any:
+        _check_open(self._closed)
         try:
             return method(request, timeout=_TIMEOUT_SECONDS)
         except grpc.RpcError as error:
@@ -121,6 +131,7 @@ class AsyncClient:
         self._address = address
         self._channel = open_aio_channel(checked_address(address), credentials, CHANNEL_OPTIONS)
         self._stub = bridge_pb2_grpc.BridgeServiceStub(self._channel)
+        self._closed = False
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -132,6 +143,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Cancels running calls and closes the channel."""
+        self._closed = True
         await self._channel.close()
 
     async def stream(
@@ -143,6 +155,7 @@ class AsyncClient:
         **options: Any,
     ) -> AsyncIterator[Event]:
         """See `Client.stream`."""
+        _check_open(self._closed)
         request, trace = generate_request(prompt, **options), CallTrace(_GENERATE, checked_id(request_id))
         call, code = self._stub.Generate(request, timeout=timeout, metadata=trace.metadata), ""
         try:
@@ -187,6 +200,7 @@ class AsyncClient:
         return answer
 
     async def _ask(self, method: Any, request: Any) -> Any:
+        _check_open(self._closed)
         try:
             return await method(request, timeout=_TIMEOUT_SECONDS)
         except aio.AioRpcError as error:

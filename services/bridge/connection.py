@@ -89,12 +89,15 @@ class Connection:
         return State.AWAY if self.known else State.CONNECTING
 
     async def connect(self) -> None:
-        """Connects the service now, waiting for it up to the time limit. Raises the reason why it cannot be used."""
+        """Connects the service now, waiting for it up to the time limit.
+
+        Raises the reason why it cannot be used, which is not logged: see `report`.
+        """
         try:
             description, self.round_trip_ns = await self._describe(self._timeout, wait=True)
             await self._take_in(description)
         except Exception as error:
-            self._on_failed_try(error)
+            self._set_problem(error)
             raise
         finally:
             self.tried.set()
@@ -246,14 +249,22 @@ class Connection:
         if answer is not None and answer.status == health_pb2.HealthCheckResponse.NOT_SERVING:
             raise Unreachable(self.address, f"it {_UNHEALTHY}")
 
-    def _on_failed_try(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
+        """Logs that the service cannot be used, once for each type of error."""
         expected = isinstance(error, DraftBridgeError)
-        self.problem = str(error) if expected else "an internal error occurred: see the bridge's log"
         if type(error) not in self._logged:
             role = ROLES[self.role]
             text = f"requests go on without the {role} at {self.address} until it can be used: {self.problem}"
             self._log(text, None if expected else error)
             self._logged.add(type(error))
+
+    def _on_failed_try(self, error: Exception) -> None:
+        self._set_problem(error)
+        self.report(error)
+
+    def _set_problem(self, error: Exception) -> None:
+        expected = isinstance(error, DraftBridgeError)
+        self.problem = str(error) if expected else "an internal error occurred: see the bridge's log"
 
     def _log(self, text: str, error: Exception | None = None) -> None:
         self._log_lines += 1

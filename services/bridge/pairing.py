@@ -234,7 +234,8 @@ class Pairing:
             return self._named(target, wish)
         assignment = self._chosen(target, request, wish)
         if not assignment.others:
-            assignment.note = self.zoo.note_on_drafts or self._note_on_refusals(target)
+            found = self.zoo.note_on_drafts or self._note_on_refusals(target)
+            assignment.note = found or _note_on_mode(request.speculation.mode)
         return assignment
 
     @staticmethod
@@ -384,6 +385,13 @@ class Pairing:
                 if name not in found or (problems[name] and not problem):
                     found[name], problems[name] = one.known, problem
         return found, problems
+
+
+def _note_on_mode(mode: Mode) -> str:
+    """Explains why a request runs alone if no draft is configured; empty if its mode has other sources."""
+    if mode is Mode.AUTO:
+        return ""
+    return f"no draft is configured, and the mode {mode.value} uses no other source; the target decoded alone"
 
 
 def key_of(endpoint: Endpoint) -> str:

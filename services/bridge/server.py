@@ -53,10 +53,10 @@ def run(
         )
         stack = ExitStack()
         try:
+            stop = stop_event(until_stdin_closes)
             insight = Insight(metrics, traces, config.channelz)
             server = Server(config.listen, config, insight, share_port=config.share_port)
             warn_of_open_token(config.credentials, (*config.target, *config.draft))
-            stop = stop_event(until_stdin_closes)
             if not config.target:
                 _log.warning("a bridge without --target serves candidates to guests only: it cannot generate texts")
             if await unless(stop, zoo.connect()) is None:

@@ -5,6 +5,7 @@ A host name stands for the services at all its addresses: see `entry`.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -19,6 +20,8 @@ from services.bridge.entry import Entry
 from services.bridge.names import Resolver, host_name, resolve, with_ip
 from services.errors import DraftAway, ModelChanged, ModelNotFound
 from services.rpc.channel import open_channel
+
+_log = logging.getLogger(__name__)
 
 # At its start, a bridge waits this much longer than `timeout` for drafts: reading tokenizers takes time too.
 _START_SECONDS = 20.0
@@ -100,9 +103,16 @@ class Zoo:
     async def _connect_targets(self) -> None:
         targets = self._of(model_pb2.ROLE_TARGET)
         results = await asyncio.gather(*(one.connect() for one in targets), return_exceptions=True)
-        errors = [error for error in results if error]
-        if errors and len(errors) == len(targets):
-            raise next((error for error in errors if not isinstance(error, Unreachable)), errors[0])
+        failed = [(one, error) for one, error in zip(targets, results, strict=True) if isinstance(error, Exception)]
+        if failed and len(failed) == len(targets):
+            # One reason is raised, and the caller prints it.
+            raised = next((error for _, error in failed if not isinstance(error, Unreachable)), failed[0][1])
+            for one, error in failed:
+                if error is not raised:
+                    _log.warning("the target at %s cannot be used: %s", one.address, one.problem)
+            raise raised
+        for one, error in failed:
+            one.report(error)
 
     def _on_connected(self, endpoint: Endpoint, before: Endpoint | None) -> None:
         """Forgets what was learned about a draft that is another model, or on another machine, than before."""

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from dataclasses import replace
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from bridge.errors import DraftBridgeError
 from draftbridge import CallError
 from services.cli import bench_command, client, doctor_command, health, servers, top
 from services.cli.options import configured
-from services.cli.terminal import fail, out, report
+from services.cli.terminal import FULL, fail, out, report
 from services.cli.zoo import command as zoo
 from services.config import MODEL_HELP, BridgeServerConfig, HttpServerConfig, ModelServerConfig
 from services.logs import LogFormat, LogLevel, configure
@@ -76,6 +77,8 @@ app.add_typer(servers.config_app, name="config")
 
 def main() -> None:
     """Runs the command. A DraftBridge error becomes a message on standard error and exit status 1."""
+    if isinstance(sys.stdout, TextIOWrapper):  # not every terminal can show every character
+        sys.stdout.reconfigure(errors="backslashreplace")
     configure(LogFormat.TEXT, LogLevel.WARNING)
     # When transformers imports them, they warn about kernels for other devices.
     for name in ("torchao", "torch.utils._pytree"):
@@ -83,15 +86,25 @@ def main() -> None:
     # Hides warnings and advice that users of this command cannot act on.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # an error at exit would be a traceback
     except (DraftBridgeError, CallError) as error:
         fail(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:
-        # The reader of the output has closed the pipe, as `head` does; Python must not flush into it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of the output has closed the pipe, as `head` does
+        _drop_output()
         sys.exit(0)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        _drop_output()
+        fail(f"the output cannot be written ({error.strerror}): free some space, or write it to another disk")
+
+
+def _drop_output() -> None:
+    """Keeps Python from writing at its exit what could not be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

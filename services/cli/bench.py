@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table
 
 from bridge.errors import DraftBridgeError
-from draftbridge import Client, Event
+from draftbridge import CallError, Client, Event
 from draftbridge.v1 import bridge_pb2
 from services.engines.engine import core_count
 
@@ -37,6 +37,8 @@ WAYS: dict[str, dict[str, Any]] = {
 _SOURCES = {"draft": "draft model", "suffix": "prompt lookup", "learned": "earlier outputs"}
 # Speculation that gains less is not worth a second model: it is within what two runs differ by.
 _WORTH_IT = 1.05
+# Below this, the loss is more than what two runs differ by.
+_LOST = 1 / _WORTH_IT
 
 
 class InvalidPrompts(DraftBridgeError, reason="INVALID_PROMPTS"):
@@ -60,31 +62,22 @@ class Sample:
 def read_prompts(path: Path, count: int | None = None) -> list[dict[str, Any]]:
     """Returns dictionaries with a `category` and `prompt` or `messages`, at most `count`, evenly over the categories.
 
-    `path`: a JSON list of such; JSON lines of such, or with `turns` as in Spec-Bench, of which the first is taken; or
-    plain text, a prompt on each line. Raises `InvalidPrompts`.
+    `path`: a JSON list or JSON lines of such, of texts, or of objects with `turns` as in Spec-Bench, of which the first
+    is taken; or plain text, a prompt on each line. Raises `InvalidPrompts`.
     """
+    by_category: dict[str, list[dict[str, Any]]] = {}
     try:
-        text = path.read_text(encoding="utf-8")
-        found: list[dict[str, Any]]
-        if path.suffix == ".txt":
-            found = [{"prompt": line, "category": ""} for line in text.splitlines() if line.strip()]
-        elif text.lstrip().startswith("["):
-            found = json.loads(text)
-        else:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        by_category: dict[str, list[dict[str, Any]]] = {}
-        for one in found:
-            category = one.get("category", "")
-            if "turns" in one:
-                one = {"messages": [{"role": "user", "content": one["turns"][0]}]}
-            if not ("prompt" in one or "messages" in one):
-                raise ValueError("a prompt has neither prompt nor messages nor turns")
-            by_category.setdefault(category, []).append(one | {"category": category})
-    except (OSError, ValueError, AttributeError, TypeError, LookupError) as error:
+        for place, entry in _entries(path.read_text(encoding="utf-8"), lines_of_text=path.suffix == ".txt"):
+            try:
+                one = _prompt(entry)
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from None
+            by_category.setdefault(one["category"], []).append(one)
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise InvalidPrompts(
-            f"{path} cannot be read ({reason}): give a .txt file with a prompt on each line, or JSON with prompt or "
-            "messages, and optionally category, in each entry"
+            f"{path} cannot be read ({reason}): give a .txt file with a prompt on each line, or JSON with a text, or "
+            "with prompt or messages and optionally category, in each entry"
         ) from None
     in_turn = [one for one in chain.from_iterable(zip_longest(*by_category.values())) if one][:count]
     if not in_turn:
@@ -92,20 +85,69 @@ def read_prompts(path: Path, count: int | None = None) -> list[dict[str, Any]]:
     return in_turn
 
 
+def _entries(text: str, *, lines_of_text: bool) -> Iterator[tuple[str, Any]]:
+    """Yields the place of each prompt in a file's text, and the value there. Raises `ValueError`."""
+    if text.lstrip().startswith("[") and not lines_of_text:
+        for number, entry in enumerate(json.loads(text), start=1):
+            yield f"prompt {number}", entry
+        return
+    for number, line in enumerate(text.splitlines() if lines_of_text else text.split("\n"), start=1):
+        if line.strip():
+            try:
+                yield f"line {number}", line if lines_of_text else json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number} column {error.colno}: {error.msg}") from None
+
+
+def _prompt(entry: Any) -> dict[str, Any]:
+    """Returns an entry of a file as `read_prompts` does. Raises `ValueError` for what cannot be one."""
+    if isinstance(entry, str):
+        return {"prompt": entry, "category": ""}
+    if not isinstance(entry, dict):
+        raise ValueError("a prompt must be a text or an object")
+    category = entry.get("category", "")
+    if not isinstance(category, str):
+        raise ValueError("category must be a text")
+    if "turns" in entry:
+        turns = entry["turns"]
+        if not (isinstance(turns, list) and turns and isinstance(turns[0], str)):
+            raise ValueError("turns must be a list that begins with a text")
+        return {"messages": [{"role": "user", "content": turns[0]}], "category": category}
+    if ("prompt" in entry) == ("messages" in entry):
+        raise ValueError("it needs either prompt or messages, or turns")
+    if "prompt" in entry and not isinstance(entry["prompt"], str):
+        raise ValueError("prompt must be a text")
+    if "messages" in entry and not (isinstance(entry["messages"], list) and all(map(_is_message, entry["messages"]))):
+        raise ValueError("messages must be a list of objects, each with a text as role and one as content")
+    return entry | {"category": category}
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
 def measure(
     client: Client, prompts: Sequence[Mapping[str, Any]], ways: Sequence[str], max_tokens: int, temperature: float
-) -> Iterator[list[Sample]]:
-    """Yields the samples of one prompt after the other, in the order of `ways`. Each prompt has its own seed."""
+) -> Iterator[list[Sample] | CallError]:
+    """Yields the samples of one prompt after the other, in the order of `ways`, or why there are none.
+
+    Each prompt has its own seed. Raises `CallError` if the bridge itself does not answer.
+    """
     for index, prompt in enumerate(prompts):
         options: dict[str, Any] = {"temperature": temperature, "seed": index, "messages": prompt.get("messages")}
         text = prompt.get("prompt")
-        client.generate(text, **options, max_tokens=2)  # both models read the prompt
         samples = {}
-        for place in range(len(ways)):
-            way = ways[(place + index) % len(ways)]
-            events = client.stream(text, **options, max_tokens=max_tokens, **WAYS[way])
-            samples[way] = sample_of(events, way, index, prompt["category"])
-        yield [samples[way] for way in ways]
+        try:
+            client.generate(text, **options, max_tokens=2)  # both models read the prompt
+            for place in range(len(ways)):
+                way = ways[(place + index) % len(ways)]
+                events = client.stream(text, **options, max_tokens=max_tokens, **WAYS[way])
+                samples[way] = sample_of(events, way, index, prompt["category"])
+        except CallError as error:
+            client.models()
+            yield error
+        else:
+            yield [samples[way] for way in ways]
 
 
 def sample_of(events: Iterable[Event], way: str, index: int = 0, category: str = "") -> Sample:
@@ -175,12 +217,15 @@ def _accepted(counted: Sequence[Any]) -> str:
 
 
 def time_table(samples: Sequence[Sample]) -> Table:
-    """Returns a row for each way: what the time went to, in parts of the whole."""
-    result = _columns("time", "target", "waiting for the draft", "network and queues", "bridge")
+    """Returns a row for each way: what the time went to, in parts that add up to the whole.
+
+    The bridge works partly while the target computes, so its time is not a part: what it adds is between passes.
+    """
+    result = _columns("time", "target", "waiting for the draft", "network, queues and bridge")
     for way, found in by(samples, lambda one: one.way).items():
         elapsed = _total(found, "elapsed_ns")
-        parts = ("verify_ns", "waited_ns", "network_ns", "bridge_ns")
-        result.add_row(way, *(f"{_total(found, part) / elapsed:.0%}" for part in parts))
+        target, waiting = (_total(found, part) / elapsed for part in ("verify_ns", "waited_ns"))
+        result.add_row(way, f"{target:.0%}", f"{waiting:.0%}", f"{max(1 - target - waiting, 0):.0%}")
     return result
 
 
@@ -210,16 +255,21 @@ def verdict(samples: Sequence[Sample], draft: str) -> str:
     ways = [way for way in by(samples, lambda one: one.way) if way != ALONE]
     if not speed(one for one in samples if one.way == ALONE):
         return "No text was longer than one pass: give longer prompts or more --tokens."
-    gain = {way: ratio(samples, way) for way in ways}
+    accepted = {way: _total([one for one in samples if one.way == way], "num_accepted_tokens") for way in ways}
+    ratios = {way: ratio(samples, way) for way in ways}
+    # A way none of whose candidates was accepted has gained nothing, whatever the times are.
+    gain = {way: found if accepted[way] else min(found, 1.0) for way, found in ratios.items()}
     has_draft = "draft model" in ways
     with_draft = max((way for way in (AUTO, "draft model") if way in ways), key=gain.__getitem__, default="")
     lookup = max((way for way in ("prompt lookup", AUTO)[: 1 if has_draft else 2] if way in ways), key=gain.__getitem__)
-    # A draft none of whose candidates was accepted has gained nothing, whatever the times are.
     helped = [one for one in samples if one.way == with_draft and _accepted_of(one, "draft")]
     drafts = bool(helped) and gain[with_draft] >= _WORTH_IT * gain[lookup]
     best = with_draft if drafts else lookup
-    if not _total([one for one in samples if one.way == best], "num_accepted_tokens"):
-        return "Use the target alone: no candidate was accepted, so the times differ by chance."
+    if not any(accepted.values()):
+        lowest, highest = min(ratios.values()), max(ratios.values())
+        costs = lowest < _LOST and highest < _WORTH_IT  # without candidates, a way can only seem to be faster
+        why = f"and speculation costs time here ({lowest:.2f}x)" if costs else "so the times differ by chance"
+        return f"Use the target alone: no candidate was accepted, {why}."
     if gain[best] < _WORTH_IT:
         return f"Use the target alone: speculation gains nothing here ({gain[best]:.2f}x)."
     categories = by(samples, lambda one: one.category)

@@ -2,15 +2,16 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from draftbridge import Client
+from draftbridge import CallError, Client
 from services.cli import bench
 from services.cli.connection import Connect, connecting
-from services.cli.processes import draft_threads, fleet
-from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, out, report
+from services.cli.fitted import Fitted
+from services.cli.processes import check_cores, draft_threads, fleet
+from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, fail, out, report, writing
 from services.config import MODEL_HELP
 from services.store.resolve import SUFFIX, resolve
 
@@ -82,15 +83,23 @@ def run(
             target, draft = next(((pair.target, pair.draft) for pair in pairs), (next(iter(models)), "none"))
         ways = [way for way in bench.WAYS if pairs or way != "draft model"]
         served = ", ".join(f"{one.name} ({one.engine}, {one.dtype}, {one.device})" for one in models.values())
-        title = f"{served}; {bench.processor()}; {len(given)} prompts of {tokens} tokens, temperature {temperature:g}"
         samples: list[bench.Sample] = []
+        failures: list[dict[str, Any]] = []
         with err.status("measuring") as status:
-            for number, some in enumerate(bench.measure(client, given, ways, tokens, temperature), start=1):
-                samples += some
+            for number, found in enumerate(bench.measure(client, given, ways, tokens, temperature), start=1):
+                if isinstance(found, CallError):
+                    failures.append({"prompt": number - 1, "error": str(found)})
+                    report(f"prompt {number} is left out: {found}")
+                else:
+                    samples += found
                 status.update(f"measured {number} of {len(given)} prompts")
+    if not samples:
+        fail("no prompt could be measured")
+    count = len(given) - len(failures)
+    title = f"{served}; {bench.processor()}; {count} prompts of {tokens} tokens, temperature {temperature:g}"
     out.print(title, markup=False, highlight=False, soft_wrap=True)
-    out.print(bench.table(samples))
-    out.print(bench.time_table(samples))
+    out.print(Fitted(bench.table(samples)))
+    out.print(Fitted(bench.time_table(samples)))
     if differences := bench.differences(samples):
         out.print(differences, style="dim", markup=False, highlight=False, soft_wrap=True)
     verdict = bench.verdict(samples, draft)
@@ -98,17 +107,22 @@ def run(
     if json:
         asked = {"prompts": prompts.name, "tokens": tokens, "temperature": temperature, "weights": weights}
         pinned = {"target_cores": target_cores, "draft_cores": draft_cores}
-        json.write_text(bench.as_json(samples, {"title": title, "verdict": verdict, **asked, **pinned}))
+        about = {"title": title, "verdict": verdict, **asked, **pinned, "failures": failures}
+        with writing(json):
+            json.write_text(bench.as_json(samples, about))
     if plot:
-        bench.plot(samples, title.replace("; ", "\n"), plot)
+        with writing(plot):
+            bench.plot(samples, title.replace("; ", "\n"), plot)
 
 
 def _cores(text: str) -> list[int] | None:
-    """Reads "0,2-3" as [0, 2, 3]; None if it is empty."""
+    """Reads "0,2-3" as [0, 2, 3]; None if it is empty. Raises `ProcessFailed` for cores that are not there."""
     if not text:
         return None
     try:
         ranges = [[int(number) for number in part.split("-", 1)] for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list of cores such as 0,1 or 0-3") from None
-    return [core for ends in ranges for core in range(ends[0], ends[-1] + 1)]
+    cores = [core for ends in ranges for core in range(ends[0], ends[-1] + 1)]
+    check_cores(cores)
+    return cores

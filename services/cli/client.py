@@ -1,6 +1,7 @@
 """Commands that call a bridge: `generate`, `models`, `translate`."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +15,7 @@ from bridge.errors import InvalidField
 from draftbridge import Event
 from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
 from services.cli.connection import Connect, Server, connecting
+from services.cli.fitted import Fitted
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, out, report
 from services.config import DEFAULT_BRIDGE, MODEL_HELP
 
@@ -106,14 +108,23 @@ def generate(
     if chat:
         options["messages"] = [{"role": "user", "content": prompt}]
     with connect(server) as client:
-        for event in client.stream(None if chat else prompt, **options):
-            if as_json:
-                print(json.dumps(_as_dict(event), ensure_ascii=False), flush=True)
-            elif isinstance(event, bridge_pb2.GenerateDelta):
-                print(event.text, end="", flush=True)
-            elif isinstance(event, bridge_pb2.GenerateFinished):
-                print()
-                report(_summary(event))
+        if as_json:
+            # A terminal that is not of Unicode shows escapes.
+            ascii_only = not sys.stdout.encoding.lower().startswith("utf")
+            for event in client.stream(None if chat else prompt, **options):
+                print(json.dumps(_as_dict(event), ensure_ascii=ascii_only), flush=True)
+            return
+        in_line = False
+        try:
+            for event in client.stream(None if chat else prompt, **options):
+                if isinstance(event, bridge_pb2.GenerateDelta):
+                    in_line = True
+                    print(event.text, end="", flush=True)
+        finally:  # an error in mid-stream begins on a line of its own
+            if in_line:
+                print(flush=True)
+        assert isinstance(event, bridge_pb2.GenerateFinished), "a stream that ends well has one"
+        report(_summary(event))
 
 
 @connecting
@@ -130,7 +141,7 @@ def models(connect: Connect, server: Server = DEFAULT_BRIDGE) -> None:
         "device",
         "dtype",
         "context",
-        "vocabulary",
+        "vocab",
         "tokenizer",
         title=server,
     )
@@ -140,7 +151,7 @@ def models(connect: Connect, server: Server = DEFAULT_BRIDGE) -> None:
             escape(model.name), role, model.engine, model.device, model.dtype, str(model.context_length),
             str(model.vocabulary_size), model.tokenizer_sha256[:8],
         )  # fmt: skip
-    out.print(table)
+    out.print(Fitted(table))
     report(f"built-in models for pull, serve and up: {', '.join(BUILT_IN)}")
 
 

@@ -14,6 +14,7 @@ from draftbridge import Client, Event
 from draftbridge.v1 import bridge_pb2
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, Sample
+from services.cli.fitted import Fitted
 from services.cli.processes import Fleet, ProcessFailed, draft_threads, fleet
 from services.errors import ModelNotFound
 from services.store.cache import NoSpace
@@ -92,7 +93,7 @@ def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callab
         together = bench.sample_of(_printed(console, events), AUTO)
         console.print()
         alone = bench.sample_of(client.stream(**options, max_tokens=max_tokens, speculation="off"), ALONE)
-    console.print(bench.table([alone, together]))
+    console.print(Fitted(bench.table([alone, together])))
     console.print(_why(together, alone), highlight=False, soft_wrap=True)
     if wanted.reason:
         console.print(wanted.reason, style="dim", highlight=False, soft_wrap=True)

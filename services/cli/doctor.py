@@ -274,7 +274,7 @@ def _judge(client: Client, pair: bridge_pb2.Pair, alone: Generation) -> Iterator
         _run(client, pair.target, **options)  # the bridge learns the costs of the pair
         drafted = _run(client, pair.target, **options)
         statistics = client.generate(
-            _PROMPT, target=pair.target, draft=pair.draft, max_tokens=_TOKENS, speculation="lockstep",
+            _PROMPT, target=pair.target, draft=pair.draft, max_tokens=_TOKENS, ignore_eos=True, speculation="lockstep",
             num_assistant_tokens=4,
         ).finished.speculation  # fmt: skip
     except CallError as error:
@@ -300,7 +300,8 @@ def _judge(client: Client, pair: bridge_pb2.Pair, alone: Generation) -> Iterator
 
 
 def _run(client: Client, target: str, **options: Any) -> Generation:
-    return client.generate(_PROMPT, target=target, max_tokens=_TOKENS, **options)
+    # A model may end this text at once, and a single token has no speed.
+    return client.generate(_PROMPT, target=target, max_tokens=_TOKENS, ignore_eos=True, **options)
 
 
 def _speed(generation: Generation) -> float:

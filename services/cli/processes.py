@@ -93,15 +93,8 @@ class StopSignals:
         os.read(self._read_end, 1)
 
 
-@contextlib.contextmanager
-def pinned(cores: Iterable[int] | None) -> Iterator[None]:
-    """Processes that are started meanwhile run on these cores only; None leaves them all cores.
-
-    Raises `ProcessFailed` for cores that this machine, or this process, does not have.
-    """
-    if cores is None:
-        yield
-        return
+def check_cores(cores: Iterable[int]) -> None:
+    """Raises `ProcessFailed` for cores that this machine, or this process, does not have."""
     if not hasattr(os, "sched_setaffinity"):
         raise ProcessFailed("this system cannot pin processes to cores: leave out the option for cores")
     allowed, wanted = os.sched_getaffinity(0), set(cores)
@@ -109,7 +102,21 @@ def pinned(cores: Iterable[int] | None) -> Iterator[None]:
         raise ProcessFailed(
             f"cores {sorted(wanted)} are not all available: choose among {', '.join(map(str, sorted(allowed)))}"
         )
-    os.sched_setaffinity(0, wanted)
+
+
+@contextlib.contextmanager
+def pinned(cores: Iterable[int] | None) -> Iterator[None]:
+    """Processes that are started meanwhile run on these cores only; None leaves them all cores.
+
+    Raises what `check_cores` raises.
+    """
+    if cores is None:
+        yield
+        return
+    cores = set(cores)
+    check_cores(cores)
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from rich.text import Text
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.cli.connection import Connect, Server, connecting
+from services.cli.fitted import Fitted
 from services.cli.terminal import fail, out
 from services.config import DEFAULT_BRIDGE
 
@@ -140,14 +141,14 @@ def view(
         f"{status.refused_count} refused, {status.cancelled_count} cancelled",
         "bold",
     )
-    return Group(
-        heading,
+    tables = (
         _speed(figures, seconds, period),
         _sources(figures, seconds),
         _plans(figures),
         _running(status),
         _endpoints(status),
     )
+    return Group(heading, *map(Fitted, tables))
 
 
 def _speed(figures: Figures, seconds: float, period: str) -> Table:

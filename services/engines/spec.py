@@ -80,7 +80,8 @@ class EngineSpec:
     besides `auto`. `modules`: modules that must be installed; `install`: how to install them. `prepare` downloads and
     converts a model, and returns the path that `open` reads. `reads`: the kind of files; `--engine auto` compares only
     engines of one kind, because those of another would change the weights. `reason_to_skip` returns why `--engine auto`
-    skips this engine for a model, or "". `for_gaudi`: `EngineOptions.gaudi` applies to it. `follows`: whether this
+    skips this engine for a model, or "". `check_device` raises `UnusableModel` for a value of `--device` that is not
+    there, before a model is prepared for it. `for_gaudi`: `EngineOptions.gaudi` applies to it. `follows`: whether this
     process only computes a part of a model that another one serves; then `open` does not return. `auto_weights`: the
     meaning of `--weights auto` with `--engine auto`.
     """
@@ -99,6 +100,7 @@ class EngineSpec:
     follows: Callable[[], bool] = lambda: False
     reads: str = "transformers"
     reason_to_skip: Callable[[str, EngineOptions], str] = lambda model, options: ""
+    check_device: Callable[[str], None] = lambda device: None
     auto_weights: Weights = Weights.AUTO
 
     @property

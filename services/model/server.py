@@ -67,6 +67,8 @@ def run(
     drafts = config.role is Role.DRAFT
     selection = partial(fastest, report=report, drafts=drafts, deterministic=config.determinism)
     spec, options = choose_engine(config.engine, config.model, pinned_options(config), selection)
+    if options.device != "auto":
+        spec.check_device(options.device)
     directory = resolve(config.model, report, weights=spec.reads != "gguf")
     if config.engine == AUTO:
         report(f"engine: {spec.name}")
@@ -75,8 +77,8 @@ def run(
         spec.open(spec.prepare(config.model, options.weights, report), options)
 
     async def serve() -> None:
+        stop = stop_event(until_stdin_closes)  # first, because an interrupted server cannot be deleted cleanly
         server = Server(config.listen, config, insight)
-        stop = stop_event(until_stdin_closes)
         # In a thread, so that a signal is handled meanwhile.
         loaded = await unless(stop, asyncio.to_thread(_load, config, spec, options, directory, report, metrics))
         if loaded is None:
@@ -172,6 +174,7 @@ def _run_suffix_server(
     )
 
     async def serve() -> None:
+        stop = stop_event(until_stdin_closes)
         server = Server(config.listen, config, insight)
         _register(
             server,
@@ -179,7 +182,7 @@ def _run_suffix_server(
             DraftServicer(suffix.model, lambda sampling, seed: suffix.open()),
             TargetServicer(suffix.model, None),
         )
-        await server.run_until(stop_event(until_stdin_closes), on_start)
+        await server.run_until(stop, on_start)
 
     asyncio.run(serve())
 

@@ -5,13 +5,10 @@ directory has everything else: tokenizer, chat template, configuration.
 """
 
 import functools
+import signal
 import sys
 from pathlib import Path
 from typing import Any
-
-import gguf
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 # The token that ends a document in pretraining, and so ends any text outside a chat.
 _END_OF_DOCUMENT = "<|endoftext|>"
@@ -19,6 +16,12 @@ _END_OF_DOCUMENT = "<|endoftext|>"
 
 def convert(source: Path, destination: Path, weights: bool = True) -> None:
     """Writes the tokenizer, the configuration and perhaps the weights of a GGUF file to the directory `destination`."""
+    import gguf  # these take seconds, in which Ctrl-C would print a traceback if the main program imported them
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    # Transformers reads a file's metadata anew for each part, and a reader takes seconds for a large vocabulary.
+    vars(gguf)["GGUFReader"] = functools.cache(gguf.GGUFReader)
     safe = {"gguf_file": source.name, "trust_remote_code": False}  # nothing beside the file may run
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **safe)
     if weights:
@@ -44,8 +47,7 @@ def ends(tokenizer: Any) -> list[int]:
 
 
 if __name__ == "__main__":
-    # Transformers reads a file's metadata anew for each part, and a reader takes seconds for a large vocabulary.
-    vars(gguf)["GGUFReader"] = functools.cache(gguf.GGUFReader)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent, which Ctrl-C interrupts too, reports it
     try:
         convert(Path(sys.argv[1]), Path(sys.argv[2]), "--weights" in sys.argv[3:])
     # For damaged files and unknown architectures, the libraries raise errors of many kinds.

@@ -2,17 +2,21 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import typer
 
 from draftbridge.v1 import bridge_pb2
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, InvalidPrompts, Sample, read_prompts, verdict
 from services.cli.processes import Fleet, ProcessFailed, pinned
+from services.cli.terminal import check_writable
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,12 @@ from services.cli.processes import Fleet, ProcessFailed, pinned
                 {"prompt": "p", "category": ""},
             ],
         ),
+        (
+            "a.json",
+            '["one", {"prompt": "two"}]',
+            [{"prompt": "one", "category": ""}, {"prompt": "two", "category": ""}],
+        ),
+        ("a.jsonl", '"one\u2028two"\n', [{"prompt": "one\u2028two", "category": ""}]),
     ],
 )
 def test_prompts_of_every_form(tmp_path: Path, name: str, text: str, expected: list) -> None:
@@ -41,11 +51,27 @@ def test_a_count_takes_prompts_evenly_from_the_categories(tmp_path: Path) -> Non
     assert [one["prompt"] for one in read_prompts(path, 4)] == ["0", "4", "1", "5"]
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "[1]", '[{"text": "no prompt"}]', '{"turns": []}', '"text"', "\udc80"])
-def test_what_is_not_a_file_of_prompts_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no prompts"),
+        ("[]", "has no prompts"),
+        ("\udc80", "utf-8"),
+        ('{"prompt": "p"}\n\n{"prompt": ', "line 3 column 12: Expecting value"),
+        ('{"prompt": "p"}\n{"turns": []}', "line 2: turns must be a list"),
+        ("[" * 100_000, "recursion"),
+        ('["x", 3]', "prompt 2: a prompt must be a text or an object"),
+        ('[{"text": "no prompt"}]', "prompt 1: it needs either prompt or messages"),
+        ('[{"prompt": "p", "messages": []}]', "prompt 1: it needs either prompt or messages"),
+        ('[{"prompt": ["a"]}]', "prompt 1: prompt must be a text"),
+        ('["x", {"messages": [{"role": "user"}]}]', "prompt 2: messages must be a list of objects"),
+        ('[{"prompt": "p", "category": []}]', "prompt 1: category must be a text"),
+    ],
+)
+def test_what_is_not_a_file_of_prompts_is_refused_with_its_place(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "bad.json"
     path.write_bytes(text.encode(errors="surrogatepass"))
-    with pytest.raises(InvalidPrompts, match=r"bad\.json"):
+    with pytest.raises(InvalidPrompts, match=rf"bad\.json .*{words}"):
         read_prompts(path)
     with pytest.raises(InvalidPrompts, match="No such file"):
         read_prompts(tmp_path / "none.json")
@@ -119,15 +145,21 @@ def test_the_verdict(speeds: list[dict[str, float]], words: str) -> None:
 @pytest.mark.parametrize(
     ("accepted", "words"),
     [
-        ({}, "Use the target alone: no candidate was accepted"),
+        ({}, "Use the target alone: no candidate was accepted, so the times differ by chance."),
         ({"prompt lookup": ["suffix"], AUTO: ["suffix"]}, "Use no draft: expect 1.60x from prompt lookup"),
-        ({"draft model": ["draft"], AUTO: ["draft"]}, "Use d as the draft: expect 1.80x"),
+        ({"draft model": ["draft"], AUTO: ["draft"]}, "Use d as the draft: expect 1.80x (1.00x without a draft)"),
     ],
 )
 def test_a_way_without_accepted_candidates_has_gained_nothing(accepted: dict[str, list[str]], words: str) -> None:
     some = samples({ALONE: 10, "prompt lookup": 16, "draft model": 17, AUTO: 18})
     found = [replace(one, speculation=used(*accepted[one.way]) if one.way in accepted else nothing()) for one in some]
     assert words in verdict(found, "d")
+
+
+def test_candidates_that_are_all_wrong_cost_time() -> None:
+    some = samples({ALONE: 10, "prompt lookup": 9.8, "draft model": 4, AUTO: 6.6})
+    found = verdict([replace(one, speculation=nothing()) for one in some], "d")
+    assert found == "Use the target alone: no candidate was accepted, and speculation costs time here (0.40x)."
 
 
 def test_auto_has_a_row_for_each_source() -> None:
@@ -145,6 +177,15 @@ def test_auto_has_a_row_for_each_source() -> None:
     assert columns[0] == [ALONE, AUTO, " draft model", " prompt lookup"]
     assert columns[-2] == ["", "", "25%", "2%"]
     assert columns[-1] == ["", "", "60% of 10", "0% of 5"]
+
+
+def test_parts_of_the_time_add_up_to_the_whole() -> None:
+    """The bridge's 22% were spent while the target computed."""
+    some = samples({ALONE: 10})
+    did = some[0].speculation
+    did.elapsed_ns, did.verify_ns, did.waited_ns, did.network_ns, did.bridge_ns = 100, 72, 20, 6, 22
+    columns = [list(column.cells) for column in bench.time_table(some).columns]
+    assert columns == [[ALONE], ["72%"], ["20%"], ["8%"]]
 
 
 def test_texts_that_differ_are_explained() -> None:
@@ -166,26 +207,34 @@ def test_speeds_are_of_all_tokens_in_all_times() -> None:
 
 def test_a_bridge_is_measured_and_what_was_found_is_written_down(tiny_fleet: Fleet, tmp_path: Path) -> None:
     prompts, found, picture = tmp_path / "p.txt", tmp_path / "found.json", tmp_path / "found.png"
-    prompts.write_text("The quick brown\nOnce upon\n")
+    prompts.write_text(f"The quick brown\n{'too long ' * 200}\nOnce upon\n")
     command = [sys.executable, "-m", "services.cli", "bench", "--server", tiny_fleet.bridge, "--prompts", str(prompts)]
     command += ["--tokens", "12", "--json", str(found), "--plot", str(picture)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "160"})
     assert done.returncode == 0, done.stderr
     for word in (*bench.WAYS, "tokens/s", "target alone", "2 prompts of 12 tokens"):
         assert word in done.stdout, word
-    runs = json.loads(found.read_text())["runs"]
+    written = json.loads(found.read_text())
+    assert "prompt 2 is left out: " in done.stderr and [one["prompt"] for one in written["failures"]] == [1]
+    runs = written["runs"]
     assert len(runs) == 2 * len(bench.WAYS)
-    by_prompt = {n: {one["text"] for one in runs if one["prompt"] == n} for n in (0, 1)}
+    by_prompt = {n: {one["text"] for one in runs if one["prompt"] == n} for n in (0, 2)}
     assert all(len(texts) == 1 for texts in by_prompt.values()), "each way gives the target's own text in float32"
     assert picture.read_bytes().startswith(b"\x89PNG")
+    command[-6:] = ["--tokens", "4", "--count", "1", "--json", "/dev/full"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "160"})
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "/dev/full cannot be written" in done.stderr and "target alone" in done.stdout
 
 
 def test_cores_that_are_not_there_are_refused(tiny_models: tuple[Path, Path]) -> None:
     with pytest.raises(ProcessFailed, match="cores"), pinned([4096]):
         pass
     command = [sys.executable, "-m", "services.cli", "bench", "--target", str(tiny_models[0]), "--draft", "none"]
-    done = subprocess.run([*command, "--target-cores", "x"], capture_output=True, text=True, check=False)
-    assert done.returncode and "is not a list of cores" in done.stderr.replace("\n", " ")
+    for cores, words in (("x", "is not a list of cores"), ("4096", "cores [4096] are not all available")):
+        done = subprocess.run([*command, "--target-cores", cores], capture_output=True, text=True, check=False)
+        assert done.returncode and words in done.stderr.replace("\n", " ")
+        assert "starting" not in done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system cannot pin processes")
@@ -201,6 +250,12 @@ def test_pinning_ends_with_its_context() -> None:
         )
     assert seen.stdout.strip() == str({min(before)})
     assert os.sched_getaffinity(0) == before
+
+
+def test_a_full_disk_is_noticed_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(typer.BadParameter, match="is full: free some space"):
+        check_writable(tmp_path / "found.json", "--json")
 
 
 @pytest.mark.parametrize(

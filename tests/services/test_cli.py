@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from draftbridge import Client
 from services.cli.app import app
 from services.cli.processes import READY, Fleet
+from services.engines.registry import engines
 from tests.support.warm import run as command
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
@@ -89,6 +90,9 @@ def test_models_lists_what_is_there(tiny_fleet: Fleet) -> None:
     assert "tiny-target" in done.stdout
     assert "tiny-draft" in done.stdout
     assert "gemma-3-270m" in done.stderr
+    for width in ("80", "40"):
+        narrow = command("models", "--server", tiny_fleet.bridge, COLUMNS=width).stdout
+        assert "…" not in narrow and "tokenizer" in narrow and "tiny-target" in narrow
 
 
 TEXT = "The quick\tbrown 東京 🎉\n"
@@ -159,7 +163,7 @@ def test_nobody_there_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     misspelt = refused(command("models", DRAFTBRIDGE_CLIENT_SEVER=address))
     assert "DRAFTBRIDGE_CLIENT_SEVER is an unknown variable: use DRAFTBRIDGE_CLIENT_SERVER" in misspelt
     message = refused(command("bridge", "--target", address, "--connect-timeout", "0.3", "--listen", "127.0.0.1:0"))
-    assert f"no usable service answers at {address}" in message
+    assert message.count(f"no usable service answers at {address}") == 1 and "requests go on" not in message
 
 
 def test_a_bridge_refuses_a_server_in_the_wrong_role(tiny_fleet: Fleet) -> None:
@@ -212,6 +216,17 @@ def test_what_is_no_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Pa
     )
     assert "--dtype must be 'auto', 'float32'" in refused(command("serve", str(tiny_models[0]), "--dtype", "int3"))
     assert "--device cpu" in refused(command("serve", str(tiny_models[0]), "--device", "cuda:77"))
+
+
+@pytest.mark.parametrize(
+    ("engine", "device"), [("torch", "cuda:77"), ("torch", "meta"), ("openvino", "gpu.9"), ("ik_llama", "gpu")]
+)
+def test_a_device_is_looked_for_before_the_model(tmp_path: Path, engine: str, device: str) -> None:
+    if not engines()[engine].installed:
+        pytest.skip(f"{engine} is not installed")
+    options = ("--engine", engine, "--device", device)
+    message = refused(command("serve", str(tmp_path / "no.gguf"), *options, DRAFTBRIDGE_CACHE=str(tmp_path)))
+    assert device in message and ("--device cpu" in message or "use one of these" in message)
 
 
 def test_a_damaged_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Path]) -> None:

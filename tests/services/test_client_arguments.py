@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 
-from draftbridge import Client
+from draftbridge import AsyncClient, Client
 from draftbridge.errors import CallError
 from draftbridge.guests.client import open_client
 from draftbridge.guests.transformers import assist
@@ -44,6 +44,22 @@ def test_one_string_stands_for_a_list_of_it() -> None:
 def test_what_is_no_address_is_refused(address: Any) -> None:
     with pytest.raises(CallError, match="must be HOST:PORT"):
         Client(address)
+
+
+async def test_a_client_that_was_closed_is_not_called() -> None:
+    client, other = Client("127.0.0.1:1"), AsyncClient("127.0.0.1:1")
+    client.close()
+    await other.close()
+    found = []
+    for call in (lambda: client.generate("a"), client.models, lambda: list(client.stream("a"))):
+        with pytest.raises(CallError, match="was closed: open another one") as caught:
+            call()
+        found.append(caught.value.reason)
+    for waiting in (other.generate("a"), other.models()):
+        with pytest.raises(CallError, match="was closed: open another one") as caught:
+            await waiting
+        found.append(caught.value.reason)
+    assert set(found) == {"CLIENT_CLOSED"}
 
 
 def test_an_adapter_is_not_opened_with_wrong_settings() -> None:

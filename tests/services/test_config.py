@@ -99,6 +99,8 @@ def test_a_file_may_leave_out_what_the_command_line_gives(tmp_path: Path) -> Non
     needs = check(written(tmp_path, "[serve]\nslots = 2\n[bridge]\n"))
     assert list(needs) == ["serve", "bridge"] and needs["bridge"] == []
     assert "MODEL is missing: give it on the command line" in needs["serve"][0]
+    checked = run("config", "check", str(written(tmp_path, "[serve]\nslots = 4\n")))
+    assert checked.returncode == 0 and "[serve] alone does not start a process: MODEL is missing" in checked.stdout
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ class Deployment:
     def generate(self, prompt: str = "", **options: Any) -> Any:
         if options.get("messages"):
             raise CallError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "the template refuses the chat", {})
+        assert options["ignore_eos"], "the text might end at once, without a speed"
         draft = options.get("draft", "")
         statistics = bridge_pb2.SpeculationStatistics(
             measured_tokens_per_second=self._speeds[draft], num_draft_tokens=10, num_accepted_tokens=self._accepted,

@@ -22,8 +22,8 @@ from tests.support.waiting import eventually
 PROMPT = "The quick brown fox"
 
 
-def shown(*arguments: object) -> str:
-    console = Console(width=120, file=io.StringIO())
+def shown(*arguments: object, width: int = 120) -> str:
+    console = Console(width=width, file=io.StringIO())
     console.print(view("here:1", *arguments))  # type: ignore[arg-type]
     return re.sub(r" +", " ", console.file.getvalue())  # type: ignore[attr-defined]
 
@@ -68,6 +68,12 @@ def test_figures_since_the_start() -> None:
     assert "draft ahead 100% 100.0 200.0 0.50x" in text
     assert "big small 2.0 s 20 10.0 50%" in text
     assert "far:2 target ready" in text and "far:3 draft it is [red]away" in text
+
+
+def test_nothing_is_cut_on_a_narrow_terminal() -> None:
+    text = shown(status(100, 50, 20, 10.0, running=20), width=40)
+    assert "…" not in text and max(map(len, text.splitlines())) <= 40
+    assert "tokens/pass 2.18" in text and "time per token 20.41 ms" in text and "plan draft ahead" in text
 
 
 def test_figures_of_an_interval_are_differences_and_never_negative() -> None:

@@ -59,6 +59,10 @@ def test_measure_predicts_runs_resumes_and_reports(tiny_fleet: Fleet, tmp_path: 
     assert "tiny-draft" in (output / "report.html").read_text()
     run(*command)
     assert (output / "samples.jsonl").read_text().splitlines() == samples, "nothing is measured twice"
+    (output / "report.html").unlink()
+    (output / "report.html").symlink_to("/dev/full")
+    result = CliRunner().invoke(app, list(command))
+    assert "report.html cannot be written" in str(result.exception) and "95% interval" in result.output
 
 
 def test_predict_and_show_print_every_pair(tiny_fleet: Fleet, tmp_path: Path, prompts: Path) -> None:
@@ -80,8 +84,11 @@ def test_names_that_the_bridge_does_not_have_are_refused(tiny_fleet: Fleet, tmp_
     command = ["zoo", "predict", "--server", tiny_fleet.bridge, "--drafts", "nobody", "--output", str(tmp_path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 1 and "names that the bridge has (tiny-draft)" in str(result.exception)
-    result = CliRunner().invoke(app, ["zoo", "measure", "--targets", ","])
-    assert result.exit_code == 1 and "--targets must be names" in str(result.exception)
+    for option in ("--targets", "--drafts"):
+        for names in ("", ","):
+            command = ["zoo", "measure", option, names, "--output", str(tmp_path)]
+            result = CliRunner().invoke(app, command)
+            assert result.exit_code == 1 and f"{option} must be names" in str(result.exception)
     result = CliRunner().invoke(app, ["zoo", "measure", "--server", tiny_fleet.bridge, "--temperatures", "warm"])
     assert result.exit_code == 1 and "--temperatures" in str(result.exception)
 

@@ -339,6 +339,14 @@ async def test_a_list_whose_drafts_cannot_be_used_costs_the_draft_and_names_the_
         assert gone in event.statistics.note and "only replica" in event.statistics.note
 
 
+async def test_a_mode_that_uses_only_a_draft_notes_that_none_is_configured() -> None:
+    async with serving(trained("gpt-2")) as target, bridge([target], []) as gateway:
+        for mode in Mode:
+            _, event = await text_of(gateway, "", Wish(), mode)
+            noted = "no draft is configured" in event.statistics.note
+            assert noted == (mode in (Mode.LOCKSTEP, Mode.OPPORTUNISTIC))
+
+
 async def test_a_draft_that_was_lost_pauses() -> None:
     async with AsyncExitStack() as stack:
         models = [trained("gpt-2", "t"), trained("gemma", "bad"), trained("llama-3", "good")]

@@ -12,6 +12,7 @@ import pytest
 from bridge.errors import InvalidField
 from draftbridge import CallError
 from draftbridge.v1 import bridge_pb2, model_pb2
+from services.cli.terminal import CannotWrite
 from services.cli.zoo.command import _numbers, _split
 from services.cli.zoo.running import _read
 from services.cli.zoo.samples import ALONE, AUTO, TURNS, InvalidSamples, Plan, SampleFile, measure, sample_of
@@ -178,3 +179,13 @@ def test_a_wrong_temperature_is_refused(text: str) -> None:
     with pytest.raises(InvalidField, match="--temperatures"):
         _numbers(text)
     assert _numbers("0, 1,0") == [0.0, 1.0]
+
+
+def test_a_sample_that_does_not_fit_on_the_disk_is_an_error_with_the_name_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    file = SampleFile(path, {})
+    path.unlink()
+    path.symlink_to("/dev/full")
+    one = sample("t", "", ALONE, 0)
+    with pytest.raises(CannotWrite, match=r"samples\.jsonl cannot be written .*: free some space"):
+        file.add(one.key, one)

@@ -64,14 +64,16 @@ def scatter(series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, *
     return _chart(series, x_label, y_label, from_zero=True, joined=False, diagonal=diagonal)
 
 
-def intervals(rows: Sequence[tuple[str, float, float, float]], x_label: str, marked: float = 1.0) -> Markup:
-    """Returns a row for each name with its mean, low and high value, and a vertical line at `marked`."""
+def intervals(
+    rows: Sequence[tuple[str, float, float | None, float | None]], x_label: str, marked: float = 1.0
+) -> Markup:
+    """Returns a row for each name with its mean, low and high value if known, and a vertical line at `marked`."""
     if not rows:
         return Markup("<p>Nothing was measured.</p>")
     height, left = 26 * len(rows) + 40, max(260, _LETTER_WIDTH * max(len(name) for name, *_ in rows) + 20)
     width = left + 440
-    top = max(max(high, mean) for _, mean, _, high in rows) * 1.05
-    low_end = min(0.0, *(low for _, _, low, _ in rows))
+    top = max(high or mean for _, mean, _, high in rows) * 1.05
+    low_end = min(0.0, *(mean if low is None else low for _, mean, low, _ in rows))
     top = max(top, marked * 1.1)
 
     def x(value: float) -> float:
@@ -80,7 +82,11 @@ def intervals(rows: Sequence[tuple[str, float, float, float]], x_label: str, mar
     parts = [_open(width, height, x_label)]
     parts.append(f'<line x1="{x(marked):.1f}" x2="{x(marked):.1f}" y1="0" y2="{height - 36}" class="base"/>')
     for place, (name, mean, low, high) in enumerate(rows):
-        y, colour = 16 + 26 * place, COLOURS[0] if low > marked else COLOURS[1] if high < marked else COLOURS[7]
+        y, colour = 16 + 26 * place, COLOURS[7]
+        if low is None or high is None:
+            low = high = mean
+        elif low > marked or high < marked:
+            colour = COLOURS[0] if low > marked else COLOURS[1]
         parts.append(
             f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{escape(name)}</text>'
             f'<line x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="2"/>'

@@ -17,7 +17,8 @@ from draftbridge import Client
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.cli import bench
 from services.cli.connection import Connect, Server, connecting
-from services.cli.terminal import check_writable, err, out, report
+from services.cli.fitted import Fitted
+from services.cli.terminal import check_writable, err, out, report, writing
 from services.cli.zoo import figures
 from services.cli.zoo.predict import Prediction, predict
 from services.cli.zoo.report import Report, comparisons, write
@@ -35,13 +36,13 @@ _MAX_TEMPERATURE = 100.0
 # The largest relative error with which a prediction is accurate enough to choose a draft.
 _CLOSE = 0.15
 _Models = Annotated[
-    str,
+    str | None,
     typer.Option(
         help=f"Models, separated by commas. {MODEL_HELP}", show_default=f"{DEFAULT_MODELS}; with --server: all of them"
     ),
 ]
 _Drafts = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="Models, as for --targets; suffix is prompt lookup.",
         show_default="the targets; with --server: all of them",
@@ -94,7 +95,7 @@ def show(
             one.address, role, escape(one.model.name), state, one.model.engine, str(one.model.context_length or ""),
             f"{times} ms" if times else "", escape(one.problem),
         )  # fmt: skip
-    out.print(table)
+    out.print(Fitted(table))
     table = Table(
         Column("target", no_wrap=True),
         Column("draft", no_wrap=True),
@@ -103,7 +104,7 @@ def show(
         "accepted",
         "bytes/pass",
         "requests",
-        "",
+        "note",
     )
     for pair in pairs:
         table.add_row(
@@ -112,14 +113,14 @@ def show(
             f"{pair.accepted_bytes_per_pass:.1f}" if pair.request_count else "", f"{pair.request_count:.0f}",
             escape(pair.refusal) or ("best" if pair.is_best else ""),
         )  # fmt: skip
-    out.print(table)
+    out.print(Fitted(table))
 
 
 @connecting
 def predict_pairs(
     connect: Connect,
-    targets: _Models = "",
-    drafts: _Drafts = "",
+    targets: _Models = None,
+    drafts: _Drafts = None,
     server: _Server = "",
     prompts: _Prompts = None,
     count: _Count = None,
@@ -138,8 +139,8 @@ def predict_pairs(
 @connecting
 def measure_pairs(
     connect: Connect,
-    targets: _Models = "",
-    drafts: _Drafts = "",
+    targets: _Models = None,
+    drafts: _Drafts = None,
     server: _Server = "",
     prompts: _Prompts = None,
     count: _Count = None,
@@ -162,10 +163,13 @@ def measure_pairs(
         f"{datetime.now(UTC):%Y-%m-%d}; draftbridge zoo measure"
     )
     result = _result(zoo, plan, file, predictions, setting)
-    write(result, output / "report.html")
-    (output / "zoo.json").write_text(json.dumps(as_json(result), indent=1))
     _print(result)
-    report(f"report: {output / 'report.html'}    figures: {output / 'zoo.json'}")
+    page, found = output / "report.html", output / "zoo.json"
+    with writing(page):
+        write(result, page)
+    with writing(found):
+        found.write_text(json.dumps(as_json(result), indent=1))
+    report(f"report: {page}    figures: {found}")
 
 
 def _make(output: Path) -> None:
@@ -268,7 +272,7 @@ def _print_predictions(predictions: Sequence[Prediction]) -> None:
             escape(one.target), escape(one.draft), f"{one.temperature:g}", f"{one.gain:.2f}x",
             f"{one.tokens_per_second:.1f}", one.plan, str(one.token_count),
         )  # fmt: skip
-    out.print(table)
+    out.print(Fitted(table))
 
 
 def _print(result: Report) -> None:
@@ -281,10 +285,10 @@ def _print(result: Report) -> None:
         ]
         table.add_row(
             escape(one.target), escape(one.draft), f"{one.gain.mean:.2f}x",
-            f"{one.gain.low:.2f} to {one.gain.high:.2f}", f"{one.turns.mean:.2f}x", f"{one.acceptance:.0%}",
+            one.gain.interval, f"{one.turns.mean:.2f}x", f"{one.acceptance:.0%}",
             f"{one.tokens_per_second:.1f}", str(one.texts), "\n".join(map(str, own)),
         )  # fmt: skip
-    out.print(table)
+    out.print(Fitted(table))
     for sentence in result.advice:
         out.print(sentence, style="bold", markup=False, highlight=False, soft_wrap=True)
     if errors := [abs(one.error) for one in compared if one.error is not None]:

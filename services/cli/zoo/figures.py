@@ -22,14 +22,18 @@ def _number(count: int, thing: str) -> str:
 class Gain:
     """The geometric mean of the ratios of a way's speed to that of the target alone, with a 95% interval of the mean.
 
-    `count`: number of prompts; the temperatures of one are averaged first. The interval is unknown (equal to the mean)
-    with a single prompt.
+    `count`: number of prompts; the temperatures of one are averaged first. A single prompt has no interval.
     """
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     count: int
+
+    @property
+    def interval(self) -> str:
+        """The interval as text, "unknown" with a single prompt."""
+        return "unknown" if self.low is None or self.high is None else f"{self.low:.2f} to {self.high:.2f}"
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,12 @@ def gain_of(samples: Sequence[Sample], alone: Sequence[Sample]) -> Gain:
             by_prompt.setdefault(one.prompt, []).append(log(one.tokens_per_second / base))
     logs = [fmean(one) for one in by_prompt.values()]
     if not logs:
-        return Gain(0.0, 0.0, 0.0, 0)
-    mean, margin = fmean(logs), 0.0
-    if len(logs) > 1:
-        quantile = _T[len(logs) - 2] if len(logs) - 2 < len(_T) else _T_MANY
-        margin = quantile * stdev(logs) / sqrt(len(logs))
+        return Gain(0.0, None, None, 0)
+    mean = fmean(logs)
+    if len(logs) == 1:
+        return Gain(exp(mean), None, None, 1)
+    quantile = _T[len(logs) - 2] if len(logs) - 2 < len(_T) else _T_MANY
+    margin = quantile * stdev(logs) / sqrt(len(logs))
     return Gain(exp(mean), exp(mean - margin), exp(mean + margin), len(logs))
 
 
@@ -179,10 +184,10 @@ def _recommended(target: str, ranked: Sequence[PairFigures]) -> str:
         return f"{target}: no pair was measured."
     best = ranked[0]
     gain, others = best.gain, [one for one in ranked[1:] if one.gain.mean >= _WORTH_IT]
-    expected = f"{gain.mean:.2f}x (95% interval {gain.low:.2f} to {gain.high:.2f}, {_number(gain.count, 'prompt')})"
+    expected = f"{gain.mean:.2f}x (95% interval {gain.interval}, {_number(gain.count, 'prompt')})"
     if gain.mean < _WORTH_IT:
         return f"Use {target} alone: the best draft, {best.draft}, reaches {expected}."
-    if gain.low < 1.0 or gain.count < 2:
+    if gain.low is None or gain.low < 1.0:
         return f"Try {best.draft} beside {target}: {expected}; measure more texts before you rely on it."
     second = f", before {others[0].draft} with {others[0].gain.mean:.2f}x" if others else ""
     return f"Put {best.draft} beside {target}: expect {expected}{second}."

@@ -195,7 +195,7 @@ def _cell(
     background, colour = charts.heat(found.gain.mean)
     lines = [
         head,
-        f"{found.gain.mean:.2f}x the target alone (95% interval {found.gain.low:.2f} to {found.gain.high:.2f})",
+        f"{found.gain.mean:.2f}x the target alone (95% interval {found.gain.interval})",
         f"{found.tokens_per_second:.1f} tokens/s; always in turns {found.turns.mean:.2f}x",
         f"{found.acceptance:.0%} of candidates accepted, {found.tokens_per_pass:.2f} tokens and "
         f"{found.accepted_bytes_per_pass:.1f} accepted bytes per pass",

@@ -34,21 +34,19 @@ class Zoo:
 
 
 @contextmanager
-def running(connect: Connect, server: str, targets: str, drafts: str, engine: str) -> Iterator[Zoo]:
+def running(connect: Connect, server: str, targets: str | None, drafts: str | None, engine: str) -> Iterator[Zoo]:
     """Starts all models and a bridge, or connects to a running one, whose models are all taken if none are named.
 
     Prints a line for each service that cannot be used.
     """
+    named, drafting = _names("--targets", targets), _names("--drafts", drafts)
     with ExitStack() as stack:
         if server:
             client = stack.enter_context(connect(server))
-            yield _read(client, _names(targets), _names(drafts), {})
+            yield _read(client, named, drafting, {})
             return
-        for option, given in (("--targets", targets), ("--drafts", drafts)):
-            if given and not _names(given):
-                raise InvalidField(option, "names with commas between them", repr(given))
-        wanted = _names(targets) or _names(DEFAULT_MODELS)
-        address, served = stack.enter_context(_fleet(wanted, _names(drafts) or wanted, engine))
+        wanted = named or DEFAULT_MODELS.split(",")
+        address, served = stack.enter_context(_fleet(wanted, drafting or wanted, engine))
         yield _read(stack.enter_context(Client(address)), [], [], served)
 
 
@@ -133,8 +131,12 @@ def _times(model: model_pb2.Model) -> Times:
     return Times(costs, frozenset(model.compute_units), model.compute_unit_count)
 
 
-def _names(text: str) -> list[str]:
-    return [one.strip() for one in text.split(",") if one.strip()]
+def _names(option: str, text: str | None) -> list[str]:
+    """Returns the names of an option; none if it is not given. Raises `InvalidField` if it is given without any."""
+    names = [one.strip() for one in (text or "").split(",") if one.strip()]
+    if text is not None and not names:
+        raise InvalidField(option, "names with commas between them", repr(text))
+    return names
 
 
 def _known(wanted: Sequence[str], known: Sequence[str], option: str) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError, Client, Event
 from draftbridge.v1 import bridge_pb2
+from services.cli.terminal import writing
 
 ALONE, AUTO, TURNS = "alone", "auto", "turns"
 # The version of a file of samples. One of another version is refused.
@@ -244,7 +245,7 @@ class SampleFile:
             self._append({"model": name, "description": now})
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
+        with writing(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
     def _invalid(self, problem: str) -> InvalidSamples:

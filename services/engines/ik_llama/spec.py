@@ -24,13 +24,17 @@ def missing_instructions(flags: Set[str] | None = None, architecture: str = mach
     return ", ".join(sorted(_NEEDED - known)) if known else ""
 
 
+def _check_device(device: str) -> None:
+    if device not in ("auto", "cpu"):
+        raise UnusableModel(f"the ik_llama engine runs on the CPU, not on {device}: use --device cpu")
+
+
 def _open(path: Path, options: EngineOptions) -> Engine:
     if missing := missing_instructions():
         raise UnusableModel(
             f"the ik_llama engine needs a processor with {missing.upper()}: use --engine llamacpp or torch"
         )
-    if options.device not in ("auto", "cpu"):
-        raise UnusableModel(f"the ik_llama engine runs on the CPU, not on {options.device}: use --device cpu")
+    _check_device(options.device)
     from services.engines.ik_llama.engine import IkLlamaEngine  # the library may not be installed
 
     return IkLlamaEngine(
@@ -56,4 +60,5 @@ IK_LLAMA = EngineSpec(
     modules=("ik_llama_cpp",),
     install="pip install '.[ik-llama]' in the checkout",
     reason_to_skip=_passed_over,
+    check_device=_check_device,
 )

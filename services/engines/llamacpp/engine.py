@@ -72,12 +72,7 @@ class LlamaCppEngine:
         _start()
         if slot_count > _MAX_SLOTS:
             raise UnusableModel(f"llama.cpp supports at most {_MAX_SLOTS} sequences: decrease --slots")
-        offload = device not in ("auto", "cpu") or (device == "auto" and llama_cpp.llama_supports_gpu_offload())
-        if offload and not llama_cpp.llama_supports_gpu_offload():
-            raise UnusableModel(
-                f"this build of llama.cpp supports the CPU only, not {device}: use --device cpu, or install "
-                "llama-cpp-python with GPU support"
-            )
+        offload = uses_gpu(device)
         self.device = "gpu" if offload else "cpu"
         self.slot_count = slot_count
         self._model = llama_cpp.llama_model_load_from_file(os.fsencode(gguf), model_options(gguf, offload))
@@ -226,6 +221,17 @@ def _amx_works(gguf: Path) -> bool:
 
 
 @cache
+def uses_gpu(device: str) -> bool:
+    """Returns whether a device is the GPU. Raises `UnusableModel` if llama.cpp was built without support for it."""
+    supported = bool(llama_cpp.llama_supports_gpu_offload())
+    if device not in ("auto", "cpu") and not supported:
+        raise UnusableModel(
+            f"this build of llama.cpp supports the CPU only, not {device}: use --device cpu, or install "
+            "llama-cpp-python with GPU support"
+        )
+    return device != "cpu" and supported
+
+
 def _start() -> None:
     """Initializes llama.cpp, once in a process, and forwards its errors to our log."""
     llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))

@@ -19,6 +19,12 @@ def _open(path: Path, options: EngineOptions) -> Engine:
     )
 
 
+def _check_device(device: str) -> None:
+    from services.engines.llamacpp.engine import uses_gpu
+
+    uses_gpu(device)
+
+
 LLAMACPP = EngineSpec(
     name="llamacpp",
     runs="GGUF files that llama.cpp reads, in the file's own precision",
@@ -29,4 +35,5 @@ LLAMACPP = EngineSpec(
     modules=("llama_cpp",),
     install="pip install '.[llamacpp]' in the checkout, which compiles llama.cpp for about ten minutes",
     reason_to_skip=gguf.reason_to_skip,
+    check_device=_check_device,
 )

@@ -52,7 +52,7 @@ class OpenVinoEngine:
         cache_byte_limit: int = 2 << 30,
     ) -> None:
         core = ov.Core()
-        target = _device(core, device)
+        target = find_device(device, core)
         graph = core.read_model(model) if isinstance(model, Path) else model
         weights = str(graph.get_rt_info(["draftbridge", "weights"]).value)
         limit = int(graph.get_rt_info(["draftbridge", "context_length"]).value)
@@ -149,14 +149,15 @@ class OpenVinoEngine:
         return self._compiled.get_context().create_tensor(kind, ov.Shape(shape), {})
 
 
-def _device(core: ov.Core, name: str) -> str:
+def find_device(name: str, core: ov.Core | None = None) -> str:
     """Returns OpenVINO's name of a device. Raises `UnusableModel`."""
     found = "CPU" if name == "auto" else name.upper()
     if found.startswith("NPU"):
         raise UnusableModel("OpenVINO does not support paged attention on NPUs: use --device cpu or gpu")
-    if found not in core.available_devices:
+    available = (core or ov.Core()).available_devices
+    if found not in available:
         raise UnusableModel(
-            f"OpenVINO does not find the device {name}, only {', '.join(core.available_devices).lower()}: use one of "
+            f"OpenVINO does not find the device {name}, only {', '.join(available).lower()}: use one of "
             f"these, or install the driver of {name}"
         )
     return found

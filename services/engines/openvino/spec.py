@@ -89,6 +89,12 @@ def _passed_over(model: str, options: EngineOptions) -> str:
     return "it cannot compute in this data type on CPUs" if refuses(options.dtype.value, options.threads) else ""
 
 
+def _check_device(device: str) -> None:
+    from services.engines.openvino.engine import find_device
+
+    find_device(device)
+
+
 OPENVINO = EngineSpec(
     name="openvino",
     runs="Hugging Face transformers models that can be exported; they are converted once",
@@ -100,5 +106,6 @@ OPENVINO = EngineSpec(
     modules=("openvino", "nncf"),
     install="pip install '.[openvino]' in the checkout",
     reason_to_skip=_passed_over,
+    check_device=_check_device,
     auto_weights=Weights.FULL,
 )

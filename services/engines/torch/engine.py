@@ -57,7 +57,7 @@ class TorchEngine:
     ) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
-        self._device = _device(device)
+        self._device = find_device(device)
         self._dtype = _dtype(dtype, self._device)
         self._model = load_model(source, self._dtype, trusted).to(self._device).eval()
         self.vocabulary_size = int(self._model.get_output_embeddings().weight.shape[0])
@@ -242,7 +242,8 @@ def _flat(rows: Sequence[Row]) -> tuple[list[int], list[int], list[int]]:
     return ids, positions, wanted
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """Returns the device of this name, or for "auto" the best one. Raises `UnusableModel` if there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -259,7 +260,7 @@ def _device(name: str) -> torch.device:
 
 def auto_dtype() -> str:
     """Returns the name of the type that an engine computes in if nothing is asked for."""
-    return str(_dtype("auto", _device("auto"))).removeprefix("torch.")
+    return str(_dtype("auto", find_device("auto"))).removeprefix("torch.")
 
 
 def _dtype(name: str, device: torch.device) -> torch.dtype:

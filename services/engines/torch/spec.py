@@ -28,6 +28,12 @@ def _open(path: Path, options: EngineOptions) -> Engine:
     )
 
 
+def _check_device(device: str) -> None:
+    from services.engines.torch.engine import find_device
+
+    find_device(device)
+
+
 TORCH = EngineSpec(
     name="torch",
     runs="causal Hugging Face transformers models with a fast tokenizer; GGUF files are converted",
@@ -39,4 +45,5 @@ TORCH = EngineSpec(
     modules=("torch", "transformers"),
     install="pip install . in the checkout",
     compiles=True,
+    check_device=_check_device,
 )

@@ -1,0 +1,110 @@
+"""What commands print on full disks, on terminals without Unicode, and if Ctrl-C or an error comes in between."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from rich.console import Console
+from rich.table import Table
+from typer.testing import CliRunner
+
+from draftbridge import CallError
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
+from services.cli.app import app
+from services.cli.fitted import Fitted
+
+
+class Scripted(bridge_pb2_grpc.BridgeServiceServicer):
+    """A bridge that generates one text, or fails in the middle of it if that is the prompt."""
+
+    def Generate(  # noqa: N802
+        self, request: bridge_pb2.GenerateRequest, context: Any
+    ) -> Iterator[bridge_pb2.GenerateResponse]:
+        yield bridge_pb2.GenerateResponse(started=bridge_pb2.GenerateStarted(target="one"))
+        yield bridge_pb2.GenerateResponse(delta=bridge_pb2.GenerateDelta(text="a party é 🎉"))
+        if request.prompt == "fail":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
+        yield bridge_pb2.GenerateResponse(finished=bridge_pb2.GenerateFinished())
+
+    def ListModels(  # noqa: N802
+        self, request: bridge_pb2.ListModelsRequest, context: Any
+    ) -> bridge_pb2.ListModelsResponse:
+        return bridge_pb2.ListModelsResponse()
+
+
+@pytest.fixture(scope="module")
+def bridge() -> Iterator[str]:
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        bridge_pb2_grpc.add_BridgeServiceServicer_to_server(Scripted(), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(None)
+
+
+def run(*words: str, stdout: Any = subprocess.PIPE, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Runs a module in a process of its own, which reads its environment itself."""
+    return subprocess.run(
+        [sys.executable, "-m", *words], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+        env=os.environ | environment,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [200, 110, 90, 70, 40, 30])
+def test_a_table_is_readable_at_any_width(width: int) -> None:
+    cells = ("127.0.0.1:50051", "target", "smollm2-135m-instruct", "12.3 / 15.1 ms", "[bold]it[/] has not answered yet")
+    names = ("service", "role", "model", "1 / 8 tokens", "problem")
+    table = Table(*names, title="a title")
+    table.add_row(*cells)
+    table.add_row(*cells[:4], "")
+    console = Console(width=width, file=io.StringIO())
+    console.print(Fitted(table))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width and "…" not in text and "title" in text
+    if width >= 40:
+        assert all(word in text for one in (*names, *cells) for word in re.sub(r"\[.*?\]", "", one).split())
+    assert ("┃" in text) == (width >= 110)
+
+
+@pytest.mark.parametrize("words", [("generate", "x"), ("generate", "x", "--json"), ("models",), ("engines",)])
+def test_a_full_disk_is_one_line_of_error(bridge: str, words: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = run("services.cli", *words, stdout=full, DRAFTBRIDGE_CLIENT_SERVER=bridge)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: the output cannot be written (No space left on device)")
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_a_terminal_without_unicode_shows_escapes(bridge: str) -> None:
+    words = ("services.cli", "generate", "x", "--server", bridge)
+    done = run(*words, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stdout) == (0, "a party \\xe9 \\U0001f389\n"), done.stderr
+    done = run(*words, "--json", PYTHONIOENCODING="ascii")
+    assert json.loads(done.stdout.splitlines()[1])["text"] == "a party é 🎉"
+
+
+def test_an_error_in_mid_stream_begins_on_a_line_of_its_own(bridge: str) -> None:
+    result = CliRunner().invoke(app, ["generate", "fail", "--server", bridge])
+    assert isinstance(result.exception, CallError)
+    assert result.output == "a party é 🎉\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "slow"), [(("services.cli", "version"), "typer"), (("services.store.convert", "a.gguf", "b"), "gguf")]
+)
+def test_ctrl_c_during_the_imports_prints_nothing(tmp_path: Path, words: tuple[str, ...], slow: str) -> None:
+    interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
+    (tmp_path / f"{slow}.py").write_text(interrupted)
+    done = run(*words, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
