@@ -102,7 +102,7 @@ def token_room(request: Request, model: Model, prompt_ids: Sequence[int]) -> int
     count, context = len(prompt_ids), model.context_length
     if not model.has_all(prompt_ids):
         unknown = next(id_ for id_ in prompt_ids if not model.has(id_))
-        raise TokenOutOfRange(unknown, model.vocabulary.size, model.name)
+        raise TokenOutOfRange(unknown, model.id_limit, model.name)
     require(count > 0, EmptyPrompt)
     require(count < context, PromptTooLong, count, context, model.name)
     max_tokens = request.max_tokens or context - count

@@ -11,6 +11,9 @@ from bridge.text.vocabulary import Vocabulary
 from services.sandbox.jinja import run_template
 from services.store.cache import fingerprint
 
+# The largest share of a tokenizer's tokens, without added ones, that its model may lack.
+_MAX_BEYOND = 0.01
+
 
 @dataclass(frozen=True)
 class ModelFiles:
@@ -21,6 +24,21 @@ class ModelFiles:
     special_ids: SpecialIds
     chat_template: str
     revision: str
+
+    def check_size(self, vocabulary_size: int, directory: Path) -> None:
+        """Raises `UnusableModel` for a tokenizer of another model, with a larger vocabulary.
+
+        Some models have a few tokens more than rows of their matrices, mostly added ones, which no text needs.
+        """
+        words = self.vocabulary
+        ids = range(vocabulary_size, words.size)
+        beyond = sum(id_ not in words.missing and id_ not in words.added for id_ in ids)
+        if beyond > _MAX_BEYOND * words.size:
+            raise UnusableModel(
+                f"{directory / 'tokenizer.json'} is of another model: {beyond} of its tokens have ids that are beyond "
+                f"this model's vocabulary of {vocabulary_size}. Put the model's own tokenizer.json there",
+                model=directory,
+            )
 
     def describe(self, name: str, context_length: int, vocabulary_size: int) -> Model:
         """Returns the `Model` for bridges and sessions, with the limits of the engine that runs it."""

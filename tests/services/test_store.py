@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bridge.errors import UnusableModel
 from services.errors import ChecksumMismatch, ModelNotFound
+from services.model.host import load
 from services.store import cache, download
 from services.store.built_in import BUILT_IN, BuiltIn
 from services.store.cache import NoSpace, cache_directory, fingerprint, scratch_directory
@@ -27,6 +28,7 @@ from services.store.convert import ends
 from services.store.download import built_in_gguf
 from services.store.files import read_model_files
 from services.store.resolve import resolve, resolve_gguf
+from tests.support import tiny
 
 # Pieces by the number of their package; sorted by name, the packages have another order.
 PIECES = {2: b"GGUF", 3: bytes([3]) * 100, 10: bytes([10]) * 100}
@@ -287,6 +289,26 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(tmp_path: Path, mo
     (whole / "tokenizer.json").unlink()
     with pytest.raises(UnusableModel, match="delete it and run the same command again"):
         resolve(str(file), weights=False)
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_bytes(tiny.tokenizer_json("byte_level"))
+    size = tiny.vocabulary("byte_level").size
+    small = replace(tiny.model("byte_level"), vocabulary_size=size // 2)
+    with pytest.raises(UnusableModel, match=rf"tokenizer.json is of another model: {size - size // 2} of its tokens"):
+        load(tmp_path, "small", lambda: tiny.HashEngine(small))
+
+
+def test_a_few_tokens_or_added_ones_beyond_the_vocabulary_and_padding_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tokenizer = Tokenizer.from_str(tiny.tokenizer_json("byte_level").decode())
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_tokens([f"<extra {number}>" for number in range(100)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    files = read_model_files(tmp_path)
+    for vocabulary_size in (size - size // 100, size, size + 100, size + 500):
+        files.check_size(vocabulary_size, tmp_path)
 
 
 def test_a_directory_with_a_gguf_file_needs_no_other_weights(tmp_path: Path) -> None:
