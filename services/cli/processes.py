@@ -215,4 +215,16 @@ def _ready(name: str, process: "subprocess.Popen[str]") -> str:
     while (line := lines.get()) is not None:
         if READY in line:
             return line.split(READY, 1)[1].strip()
-    raise ProcessFailed(f"the {name} did not start: see its message above")
+    status = process.wait()
+    reason = f"it has ended {how_ended(status)}" if status < 0 else "see its message above"
+    raise ProcessFailed(f"the {name} did not start: {reason}")
+
+
+def how_ended(status: int) -> str:
+    """Returns how a server has ended that should run, and what to do. `status`: as of `Popen.returncode`."""
+    if status == -signal.SIGKILL:
+        return (
+            f"by signal {-status}, perhaps for want of memory: free some, choose a smaller model, or set "
+            "DRAFTBRIDGE_SERVE_KV_MEMORY, the GiB of each model's cache, to less than 2"
+        )
+    return f"by signal {-status}" if status < 0 else f"with status {status}: see its message above"

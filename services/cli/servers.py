@@ -103,7 +103,7 @@ def up(
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Serve the target with this option.")] = False,
 ) -> None:
     """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
-    from services.cli.processes import StopSignals, draft_threads, fleet
+    from services.cli.processes import StopSignals, draft_threads, fleet, how_ended
     from services.store.resolve import SUFFIX, resolve
 
     stop = StopSignals()
@@ -136,9 +136,7 @@ def up(
             stop.wait(needed.values())
             if not stop.asked:
                 ended = next(name for name, process in needed.items() if process.poll() is not None)
-                status = needed[ended].returncode
-                reason = f"by signal {-status}" if status < 0 else f"with status {status}: see its message above"
-                fail(f"the {ended} has ended {reason}")
+                fail(f"the {ended} has ended {how_ended(needed[ended].returncode)}")
     except KeyboardInterrupt:
         pass
 

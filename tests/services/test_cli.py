@@ -287,6 +287,20 @@ def test_up_leaves_nothing_behind(
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], "children outlived their parent"
 
 
+def test_a_target_that_was_killed_may_have_lacked_memory(tiny_models: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "none"]
+    command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        next(line for line in process.stdout if READY in line)
+        target = next(one for one in psutil.Process(process.pid).children() if "serve" in one.cmdline())
+        target.kill()
+        assert process.wait(30) == 1
+        assert "the target has ended by signal 9, perhaps for want of memory: free some" in process.stderr.read()
+
+
 @pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
 def test_up_is_stopped_while_it_starts(tiny_models: tuple[Path, Path], signal_: signal.Signals) -> None:
     models = [
