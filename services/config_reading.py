@@ -186,5 +186,11 @@ def _explain(kind: type[Configuration], section: str, error: Any, origins: Mappi
             f"{option(kind, name)} is missing: give it on the command line, as "
             f"DRAFTBRIDGE_{section.upper()}_{name.upper()} or as {key} under [{section}] in the configuration file"
         )
-    allowed = re.sub(r"^(Input|Value|Tuple) should be |^Input should |^Value error, ", "", error["msg"])
-    return f"{origins[name]} must be {allowed}, got {error['input']!r}"
+    empty_variable = error["input"] == "" and origins[name].startswith("DRAFTBRIDGE_")
+    remedy = ": unset it, or give it a value" if empty_variable else ""
+    return f"{origins[name]} must be {allowed(error)}, got {error['input']!r}{remedy}"
+
+
+def allowed(error: Any) -> str:
+    """Returns what a pydantic error reports as allowed, to follow "must be"."""
+    return re.sub(r"^(Input|Value|Tuple) should be |^Input should |^Value error, ", "", error["msg"])
