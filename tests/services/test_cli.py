@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from draftbridge import Client
 from services.cli.app import app
 from services.cli.processes import READY, Fleet
+from services.cli.variables import misspelt
 from tests.support.warm import run as command
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
@@ -157,9 +158,34 @@ def test_nobody_there_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_CLIENT_SERVER", address)
     assert f"nothing answers at {address}" in refused(command("models"))
     misspelt = refused(command("models", DRAFTBRIDGE_CLIENT_SEVER=address))
-    assert "DRAFTBRIDGE_CLIENT_SEVER is an unknown variable: use DRAFTBRIDGE_CLIENT_SERVER" in misspelt
+    assert "DRAFTBRIDGE_CLIENT_SEVER is an unknown variable: use DRAFTBRIDGE_CLIENT_SERVER, or" in misspelt
+    misspelt = refused(command("models", DRAFTBRIDGE_CLIENT_INSECURE="1"))
+    assert "DRAFTBRIDGE_CLIENT_INSECURE is an unknown variable: use the option --insecure, or" in misspelt
+    misspelt = refused(command("models", DRAFTBRIDGE_CLIENT_QQQ="1"))
+    assert "use DRAFTBRIDGE_CLIENT_SERVER or DRAFTBRIDGE_CLIENT_SERVER_NAME or DRAFTBRIDGE_CLIENT_TLS or" in misspelt
     message = refused(command("bridge", "--target", address, "--connect-timeout", "0.3", "--listen", "127.0.0.1:0"))
     assert f"no usable service answers at {address}" in message
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("DRAFTBRIDGE_SERVER_THREADS", "did you mean DRAFTBRIDGE_SERVE_THREADS?"),
+        ("DRAFTBRIDGE_BRIDG_LISTEN", "did you mean DRAFTBRIDGE_BRIDGE_LISTEN?"),
+        ("DRAFTBRIDGE_CLIENTSERVER", "did you mean DRAFTBRIDGE_CLIENT_SERVER?"),
+        ("DRAFTBRIDGE_CACH", "did you mean DRAFTBRIDGE_CACHE?"),
+        ("DRAFTBRIDGE_FOO", "unset it; the variables are DRAFTBRIDGE_CONFIG, DRAFTBRIDGE_CACHE and"),
+    ],
+)
+def test_a_variable_that_nothing_reads_is_warned_of(variable: str, hint: str) -> None:
+    done = command("version", **{variable: "1"})
+    assert done.returncode == 0
+    assert f"warning: {variable} is an unknown variable, which has no effect: {hint}" in done.stderr
+
+
+def test_variables_that_something_reads_are_known() -> None:
+    read = ("CACHE", "CONFIG", "SERVE_MODEL", "CLIENT_SERVER", "GUEST_BRIDGE", "TEST_DEEP", "FUZZ_CASES")
+    assert not misspelt({f"DRAFTBRIDGE_{name}": "1" for name in (*read, "OTHER_PYTHON")} | {"PATH": "/"})
 
 
 def test_a_bridge_refuses_a_server_in_the_wrong_role(tiny_fleet: Fleet) -> None:
