@@ -28,6 +28,7 @@ _PRIOR_TOKEN_BYTES = 4.0
 _MAX_TARGETS = 1024
 # The pause of a draft that failed, doubled by each further failure.
 _PAUSE_NS, _MAX_PAUSE_NS = 1_000_000_000, 60_000_000_000
+_NO_DRAFT = "the request asks for a draft, and this bridge has none: start it with --draft HOST:PORT"
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,10 @@ class Pairing:
             return self._named(target, wish)
         assignment = self._chosen(target, request, wish)
         if not assignment.others:
-            assignment.note = self.zoo.note_on_drafts or self._note_on_refusals(target)
+            given = request.speculation
+            asked = DRAFT in given.sources or given.mode in (Mode.LOCKSTEP, Mode.OPPORTUNISTIC)
+            none = _NO_DRAFT if asked else ""
+            assignment.note = self.zoo.note_on_drafts or self._note_on_refusals(target) or none
         return assignment
 
     @staticmethod
