@@ -39,4 +39,5 @@ TORCH = EngineSpec(
     modules=("torch", "transformers"),
     install="pip install . in the checkout",
     compiles=True,
+    trusts=True,
 )
