@@ -70,6 +70,7 @@ def http(config: HttpServerConfig, until_stdin_closes: bool) -> None:
     from services.rpc.security import warn_of_open_token
 
     with _observed(config, metrics := HttpMetrics(), "draftbridge-http") as traces:
+        config.credentials.check(config.bridge)
         warn_of_open_token(config.credentials, [config.bridge])
         run(config, RemoteGateway(config.bridge, config.credentials, metrics, traces), announce, until_stdin_closes)
 
