@@ -229,10 +229,15 @@ def test_what_is_no_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Pa
     text = tmp_path / "notes.txt"
     text.write_text("not a model")
     assert "is not a GGUF file" in refused(command("pull", str(text), **cache))
-    for name, data in (("broken.gguf", b"GGUF" + bytes(64)), ("cut.gguf", cut_gguf())):
-        (tmp_path / name).write_bytes(data)
-        message = refused(command("serve", str(tmp_path / name), **cache))
-        assert "could not be converted" in message and "Traceback" not in message
+    broken, cut = tmp_path / "broken.gguf", tmp_path / "cut.gguf"
+    broken.write_bytes(b"GGUF" + bytes(64))
+    cut.write_bytes(cut_gguf())
+    message = refused(command("serve", str(broken), **cache))
+    assert "could not be converted" in message and "Traceback" not in message
+    for engine in ("torch", "auto"):
+        done = command("serve", str(cut), "--engine", engine, **cache)
+        assert "failed" not in refused(done) and done.stderr.count("reading the tokenizer of") <= 1
+        assert done.stderr.splitlines()[-1].startswith(f"error: {cut} is damaged or incomplete, because it ends before")
     assert "--role must be 'draft', 'target' or 'both'" in refused(
         command("serve", str(tiny_models[0]), "--role", "king")
     )

@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from bridge.errors import UnusableModel
-from services.errors import ChecksumMismatch, ModelNotFound
+from services.errors import ChecksumMismatch, DamagedFile, ModelNotFound
 from services.model.host import load
 from services.store import cache, download
 from services.store.built_in import BUILT_IN, BuiltIn
@@ -27,6 +27,7 @@ from services.store.cache import NoSpace, cache_directory, fingerprint, scratch_
 from services.store.convert import ends
 from services.store.download import built_in_gguf
 from services.store.files import read_model_files
+from services.store.gguf import is_cut
 from services.store.resolve import resolve, resolve_gguf
 from tests.support import tiny
 
@@ -289,6 +290,20 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(tmp_path: Path, mo
     (whole / "tokenizer.json").unlink()
     with pytest.raises(UnusableModel, match="delete it and run the same command again"):
         resolve(str(file), weights=False)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_cut_file_is_called_that(
+    weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.gguf"
+    _tiny_gguf(file)
+    assert not is_cut(file)
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(DamagedFile, match=rf"{file} is damaged or incomplete, because it ends before its last tensor"):
+        resolve(str(file), ignore, weights=weights)
+    assert "failed" not in capfd.readouterr().err
 
 
 def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
