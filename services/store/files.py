@@ -9,7 +9,8 @@ from bridge.errors import UnusableModel
 from bridge.text.models import Model, SpecialIds
 from bridge.text.vocabulary import Vocabulary
 from services.sandbox.jinja import run_template
-from services.store.cache import fingerprint
+from services.store.cache import fingerprint, remedy_for
+from services.store.tokenizer import read_tokenizer
 
 # The largest share of a tokenizer's tokens, without added ones, that its model may lack.
 _MAX_BEYOND = 0.01
@@ -56,8 +57,7 @@ class ModelFiles:
 
 def read_model_files(directory: Path) -> ModelFiles:
     """Reads a model directory. Raises `UnusableModel` or `TokenizerNotUnderstood`."""
-    tokenizer_json = (directory / "tokenizer.json").read_bytes()
-    vocabulary = Vocabulary(tokenizer_json)
+    tokenizer_json, vocabulary = read_tokenizer(directory / "tokenizer.json")
     settings = _json(directory / "tokenizer_config.json")
     return ModelFiles(
         tokenizer_json=tokenizer_json,
@@ -74,7 +74,8 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UnusableModel(f"{path} is not JSON ({error}): save the model again with save_pretrained") from error
+        remedy = remedy_for(path.parent) or "save the model again with save_pretrained"
+        raise UnusableModel(f"{path} is not JSON ({error}): {remedy}") from error
     return content if isinstance(content, dict) else {}
 
 

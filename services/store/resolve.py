@@ -27,6 +27,7 @@ from services.store.cache import (
 )
 from services.store.download import built_in_gguf
 from services.store.gguf import CUT_STATUS, check_gguf
+from services.store.tokenizer import read_tokenizer
 
 # The reference of prompt lookup, a draft without a model or files; see `services.model.draft.suffix`.
 SUFFIX = "suffix"
@@ -84,8 +85,8 @@ def read_vocabulary(reference: str, report: Report = lambda text: None) -> Vocab
     with contextlib.suppress(OSError, ValueError):  # such as a name too long for a file
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.suffix == ".json" and file.is_file():
-            return Vocabulary(file.read_bytes())
-    return Vocabulary((resolve(reference, report, weights=False) / "tokenizer.json").read_bytes())
+            return read_tokenizer(file)[1]
+    return read_tokenizer(resolve(reference, report, weights=False) / "tokenizer.json")[1]
 
 
 def _directory(path: Path, weights: bool = True) -> Path:

@@ -13,12 +13,14 @@ from types import ModuleType, SimpleNamespace
 import gguf
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from bridge.errors import UnusableModel
+from bridge.errors import TokenizerNotUnderstood, UnusableModel
+from services.engines.torch.model import load_model
 from services.errors import ChecksumMismatch, DamagedFile, ModelNotFound
 from services.model.host import load
 from services.store import cache, download
@@ -28,7 +30,7 @@ from services.store.convert import ends
 from services.store.download import built_in_gguf
 from services.store.files import read_model_files
 from services.store.gguf import is_cut
-from services.store.resolve import resolve, resolve_gguf
+from services.store.resolve import read_vocabulary, resolve, resolve_gguf
 from tests.support import tiny
 
 # Pieces by the number of their package; sorted by name, the packages have another order.
@@ -287,6 +289,18 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(tmp_path: Path, mo
     assert few.revision == all_.revision, "one file has one revision, whatever is read of it"
     copy = shutil.copytree(whole, tmp_path / "copy")
     assert read_model_files(copy).revision != all_.revision, "the weights of a copy may be others"
+    for directory, words, remedy in (
+        (whole, "it is damaged: ", f"delete {whole} and run the same command again"),
+        (copy, "the tokenizers library cannot read this .*: ", "save .* again with save_pretrained"),
+    ):
+        for name in ("tokenizer.json", "model.safetensors"):
+            (directory / name).write_bytes((directory / name).read_bytes()[:-100])
+        with pytest.raises(TokenizerNotUnderstood, match=f"^{directory}/tokenizer.json: {words}{remedy}"):
+            read_model_files(directory)
+        with pytest.raises(UnusableModel, match=f"the model in {directory} cannot be loaded .*, or {remedy}"):
+            load_model(directory, torch.float32)
+    with pytest.raises(TokenizerNotUnderstood, match=f"^{whole}/tokenizer.json: it is damaged"):
+        read_vocabulary(str(file))
     (whole / "tokenizer.json").unlink()
     with pytest.raises(UnusableModel, match="delete it and run the same command again"):
         resolve(str(file), weights=False)
