@@ -142,7 +142,7 @@ def test_wrong_generations_are_refused(tiny_fleet: Fleet) -> None:
     assert "is not a bridge" in refused(command("generate", "x", "--server", tiny_fleet.target))
     assert "--max-tokens" in refused(command("generate", "x", "--max-tokens", "-3", *at))
     assert "HOST:PORT" in refused(command("generate", "x", "--server", ""))
-    assert "valid Unicode" in refused(
+    assert "valid UTF-8" in refused(
         subprocess.run(
             [sys.executable.encode(), b"-m", b"services.cli", b"generate", b"\xff\xfe", b"--server", at[1].encode()],
             capture_output=True, text=True, timeout=60, check=False,
