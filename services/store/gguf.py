@@ -15,7 +15,7 @@ CUT_STATUS = 3
 
 def is_cut(path: Path) -> bool:
     """Returns whether a GGUF file ends before its content does. Reads its metadata, which takes seconds."""
-    from gguf import GGUFReader  # imports other libraries, for a second
+    from gguf.gguf_reader import GGUFReader  # imports other libraries, for a second
 
     class Reader(GGUFReader):
         """Raises `EOFError` where the library would return less than it is asked for, and fail in various ways."""
