@@ -8,7 +8,7 @@ each kind of process; `--config` or `DRAFTBRIDGE_CONFIG` names it. Lists in the 
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -51,7 +51,7 @@ def load(
     if path:
         tables, text = _read(path)
         for key, value in tables.get(section, {}).items():
-            place = f"{path}, {_line(text, section, key)}[{section}] {key}"
+            place = f"{path}, {line_of(text, section, key)}[{section}] {key}"
             name = _field(kind, key.replace("-", "_"), place, key)
             if name in values:
                 raise InvalidConfiguration(f"{place}: given twice: keep this or {origins[name]}")
@@ -89,7 +89,7 @@ def check(path: Path) -> dict[str, list[str]]:
     needs: dict[str, list[str]] = {}
     for section in tables:
         if section not in SECTIONS:
-            place = f"{path}, {_line(text, section)}[{section}]"
+            place = f"{path}, {line_of(text, section)}[{section}]"
             raise InvalidConfiguration(f"{place}: unknown table: use {_headers()}")
         kind = SECTIONS[section]
         load(kind, {}, path, {}, partial=True)
@@ -131,7 +131,7 @@ def _read(path: Path) -> tuple[dict[str, dict[str, Any]], str]:
         raise InvalidConfiguration(f"{path} {what} ({reason}): {remedy}") from None
     for section, table in tables.items():
         if not isinstance(table, dict):
-            place = f"{path}, {_line(text, section)}{section}"
+            place = f"{path}, {line_of(text, section)}{section}"
             raise InvalidConfiguration(f"{place} is outside any table: put it under {_headers()}")
     return tables, text
 
@@ -140,7 +140,7 @@ def _headers() -> str:
     return " or ".join(f"[{section}]" for section in SECTIONS)
 
 
-def _line(text: str, section: str, key: str = "") -> str:
+def line_of(text: str, section: str, key: str = "") -> str:
     """Returns "line N: " for a key or a table of a file, because the TOML library does not keep positions.
 
     Of a key that is not found, as in an inline table, the line of its table.
@@ -171,10 +171,14 @@ def _field(kind: type[Configuration], name: str, place: str, written: str) -> st
     """Returns `name` if it is a field. Raises `InvalidConfiguration` with the most similar name otherwise."""
     if name in kind.model_fields:
         return name
-    similar = get_close_matches(name, kind.model_fields, 1)
-    names = ", ".join(one.replace("_", "-") for one in similar or kind.model_fields)
-    hint = f"did you mean {names}?" if similar else f"the settings are {names}"
-    raise InvalidConfiguration(f"{place}: unknown setting: {hint}")
+    raise InvalidConfiguration(f"{place}: {unknown(name, kind.model_fields)}")
+
+
+def unknown(name: str, fields: Iterable[str]) -> str:
+    """Returns the problem of a name that no field has, with the most similar field or, without one, all of them."""
+    similar = get_close_matches(name, known := list(fields), 1)
+    names = ", ".join(one.replace("_", "-") for one in similar or known)
+    return f"unknown setting: {f'did you mean {names}?' if similar else f'the settings are {names}'}"
 
 
 def _explain(kind: type[Configuration], section: str, error: Any, origins: Mapping[str, str]) -> str:
@@ -186,5 +190,11 @@ def _explain(kind: type[Configuration], section: str, error: Any, origins: Mappi
             f"{option(kind, name)} is missing: give it on the command line, as "
             f"DRAFTBRIDGE_{section.upper()}_{name.upper()} or as {key} under [{section}] in the configuration file"
         )
-    allowed = re.sub(r"^(Input|Value|Tuple) should be |^Input should |^Value error, ", "", error["msg"])
-    return f"{origins[name]} must be {allowed}, got {error['input']!r}"
+    empty_variable = error["input"] == "" and origins[name].startswith("DRAFTBRIDGE_")
+    remedy = ": unset it, or give it a value" if empty_variable else ""
+    return f"{origins[name]} must be {allowed(error)}, got {error['input']!r}{remedy}"
+
+
+def allowed(error: Any) -> str:
+    """Returns what a pydantic error reports as allowed, to follow "must be"."""
+    return re.sub(r"^(Input|Value|Tuple) should be |^Input should |^Value error, ", "", error["msg"])

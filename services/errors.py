@@ -7,7 +7,7 @@
     ├── NotReady
     │   ├── BaseMismatch, RoleNotServed, ModelChanged, EngineNameTaken, PairRefused, GrammarNotSupported
     │   └── UnusableModel
-    │       └── ChecksumMismatch, TemplateLimitExceeded
+    │       └── ChecksumMismatch, DamagedFile, TemplateLimitExceeded
     ├── Exhausted               the same request may succeed a moment later
     │   └── SlotsExhausted, BridgeBusy, SandboxBusy, TokenizersFull, Overloaded, KeyLimitReached
     ├── Unauthenticated         the call's token is missing, unknown or expired
@@ -79,6 +79,10 @@ class GrammarNotSupported(NotReady, reason="GRAMMAR_NOT_SUPPORTED"):
 
 class ChecksumMismatch(UnusableModel, reason="CHECKSUM_MISMATCH"):
     """A file's content does not match what was announced."""
+
+
+class DamagedFile(UnusableModel):
+    """A model's file is damaged or incomplete, so no engine can read it."""
 
 
 class TemplateLimitExceeded(UnusableModel, reason="TEMPLATE_LIMIT_EXCEEDED"):

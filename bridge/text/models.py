@@ -65,15 +65,19 @@ class Model:
         written = {text for text in added if text.strip() and text in self.chat_template}
         return StringMatcher(words.controls.strings | ends | written)
 
+    @property
+    def id_limit(self) -> int:
+        """Returns the number that all ids of the model are below; not all below it need have a token."""
+        return min(self.vocabulary.size, self.vocabulary_size)
+
     def has(self, id_: int) -> bool:
         """Returns whether a token has this id and the model can produce it."""
         return self.has_all((id_,))
 
     def has_all(self, ids: Sequence[int]) -> bool:
         """Returns whether `has` is true for all of these ids; fast enough for a long prompt."""
-        words = self.vocabulary
-        size = min(words.size, self.vocabulary_size)
-        return not ids or (min(ids) >= 0 and max(ids) < size and words.missing.isdisjoint(ids))
+        missing = self.vocabulary.missing
+        return not ids or (min(ids) >= 0 and max(ids) < self.id_limit and missing.isdisjoint(ids))
 
     def competes_with(self, other: "Model") -> bool:
         """Returns whether the two models share cores or accelerators and together need more than they have."""

@@ -149,7 +149,8 @@ def generate_request(
         if token_ids is not None:
             request.token_ids.CopyFrom(bridge_pb2.TokenIds(token_ids=token_ids))
     except UnicodeEncodeError as error:
-        raise invalid("prompt", f"the text is not valid Unicode ({error.reason}): remove lone surrogates") from error
+        problem = f"a text is not valid UTF-8, or has lone surrogates ({error.reason})"
+        raise invalid("prompt", f"{problem}: send UTF-8 without lone surrogates") from error
     except (ValueError, TypeError, KeyError) as error:
         integers: dict[str, tuple[object, int]] = {
             "top_k": (top_k, 32),

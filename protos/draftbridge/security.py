@@ -8,6 +8,7 @@ running calls keep theirs.
 import asyncio
 import ipaddress
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -65,7 +66,7 @@ class Credentials:
         return self.tls or any(file is not None for file in (self.ca, self.certificate, self.key))
 
     def check(self, address: str) -> None:
-        """Raises `CallError` if the credentials contradict each other or would send the token unencrypted."""
+        """Raises `CallError` for contradictory credentials, files that cannot be used, and an unencrypted token."""
         if (self.certificate is None) != (self.key is None):
             raise _invalid("a certificate and its key belong together: give both or neither")
         if self.token and self.token_file is not None:
@@ -76,6 +77,7 @@ class Credentials:
                 f"the token would be sent to {address} unencrypted: use TLS (tls or ca), or insecure if every network "
                 "on the way is trusted"
             )
+        _check_pem(self)
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,8 @@ class _Renewed(Generic[C]):
     def _renew(self) -> None:
         try:
             found = _Material.read(self._credentials)
+            if found.tls != self._material.tls:
+                _check_pem(self._credentials)
         except CallError as error:
             _log.warning("the previous credentials stay in use: %s", error)
             return
@@ -297,6 +301,29 @@ def _content(file: Path | str | None) -> bytes | None:
         return Path(file).read_bytes()
     except OSError as error:
         raise _invalid(f"{file} cannot be read ({error.strerror}): give the path of a readable file") from None
+
+
+def _check_pem(given: Credentials) -> None:
+    """Raises `CallError` for files that cannot be read or are not PEM.
+
+    gRPC would only log that, and the server would seem to be away.
+    """
+    for file in (given.ca, given.certificate, given.key):
+        _content(file)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if given.ca is not None:
+            context.load_verify_locations(given.ca)
+    except (ssl.SSLError, OSError) as error:
+        raise _invalid(f"{given.ca} has no certificate in PEM: give the file of the server's authority") from error
+    try:
+        if given.certificate is not None and given.key is not None:
+            context.load_cert_chain(given.certificate, given.key, password=lambda: b"")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        raise _invalid(
+            f"{given.certificate} and {given.key} are not a certificate and its unencrypted key in PEM: give files "
+            "that belong together"
+        ) from error
 
 
 def _invalid(message: str) -> CallError:

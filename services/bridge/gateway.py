@@ -14,6 +14,7 @@ from bridge.planning.choice import DraftChooser
 from bridge.ports import Proposal, TextGrammar
 from bridge.request import Request, check, check_size
 from bridge.sampling.sampler import SamplingParameters
+from bridge.sources.learned import LearnedSource
 from bridge.sources.ngrams import NgramMemory
 from bridge.sources.source import Draft
 from bridge.statistics import Statistics
@@ -34,6 +35,7 @@ from services.traces import NO_TRACES, Stages, Traces
 
 # The codes of requests that are the client's mistake, or exceed a limit: nothing is broken.
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED)
+_NO_MEMORY = "this bridge does not learn from the outputs of tenants: start it with --ngram-memory"
 
 
 @dataclass
@@ -279,7 +281,8 @@ class Gateway:
                             stages.begin("prefill", prompt_tokens=prompt_token_count)
                             yield Opened(running.target, running.draft, request.seed, prompt_token_count)
                         case Finished():
-                            event.statistics.note = event.statistics.note or assignment.note
+                            note = event.statistics.note or assignment.note or self._note_on_memory(request)
+                            event.statistics.note = note
                             assignment.finished(event)
                             running.metrics.on_finished(event)
                             stages.end(**_summary(event))
@@ -291,6 +294,10 @@ class Gateway:
                                 stages.begin("decode")
                             running.metrics.on_delta(len(event.token_ids))
                             yield event
+
+    def _note_on_memory(self, request: Request) -> str:
+        wants = request.tenant or LearnedSource.name in request.speculation.sources
+        return _NO_MEMORY if wants and self.memory is None else ""
 
     async def _grammar(self, request: Request, target: Endpoint) -> TextGrammar | None:
         """Returns the request's grammar. Raises `GrammarNotSupported`, `InvalidGrammar` or `SandboxBusy`."""

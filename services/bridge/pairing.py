@@ -28,6 +28,7 @@ _PRIOR_TOKEN_BYTES = 4.0
 _MAX_TARGETS = 1024
 # The pause of a draft that failed, doubled by each further failure.
 _PAUSE_NS, _MAX_PAUSE_NS = 1_000_000_000, 60_000_000_000
+_NO_DRAFT = "the request asks for a draft, and this bridge has none: start it with --draft HOST:PORT"
 
 
 @dataclass(frozen=True)
@@ -234,8 +235,10 @@ class Pairing:
             return self._named(target, wish)
         assignment = self._chosen(target, request, wish)
         if not assignment.others:
-            found = self.zoo.note_on_drafts or self._note_on_refusals(target)
-            assignment.note = found or _note_on_mode(request.speculation.mode)
+            given = request.speculation
+            asked = DRAFT in given.sources or given.mode in (Mode.LOCKSTEP, Mode.OPPORTUNISTIC)
+            none = _NO_DRAFT if asked else ""
+            assignment.note = self.zoo.note_on_drafts or self._note_on_refusals(target) or none
         return assignment
 
     @staticmethod
@@ -385,13 +388,6 @@ class Pairing:
                 if name not in found or (problems[name] and not problem):
                     found[name], problems[name] = one.known, problem
         return found, problems
-
-
-def _note_on_mode(mode: Mode) -> str:
-    """Explains why a request runs alone if no draft is configured; empty if its mode has other sources."""
-    if mode is Mode.AUTO:
-        return ""
-    return f"no draft is configured, and the mode {mode.value} uses no other source; the target decoded alone"
 
 
 def key_of(endpoint: Endpoint) -> str:

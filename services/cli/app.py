@@ -13,7 +13,8 @@ from bridge.errors import DraftBridgeError
 from draftbridge import CallError
 from services.cli import bench_command, client, doctor_command, health, servers, top
 from services.cli.options import configured
-from services.cli.terminal import FULL, fail, out, report
+from services.cli.terminal import FULL, fail, out, report, warn
+from services.cli.variables import misspelt
 from services.cli.zoo import command as zoo
 from services.config import MODEL_HELP, BridgeServerConfig, HttpServerConfig, ModelServerConfig
 from services.logs import LogFormat, LogLevel, configure
@@ -85,6 +86,9 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     # Hides warnings and advice that users of this command cannot act on.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if "--until-stdin-closes" not in sys.argv:  # a process that another command starts has the same variables
+        for sentence in misspelt(os.environ):
+            warn(sentence)
     try:
         try:
             app()

@@ -42,13 +42,20 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
+# Not for `--insecure`, which is a decision for one call.
+CLIENT_VARIABLES = [f"{_PREFIX}{name.upper()}" for name in ("server", "server_name", *_OPTIONS) if name != "insecure"]
+
+
 def _refuse_unknown_variables() -> None:
     """Raises `InvalidConfiguration` for a variable of this prefix that no option has: it is probably misspelt."""
-    known = [f"{_PREFIX}{name.upper()}" for name in ("server", "server_name", *_OPTIONS) if name != "insecure"]
-    for name in os.environ:
-        if name.startswith(_PREFIX) and name not in known:
-            similar = get_close_matches(name, known, 1) or known
-            raise InvalidConfiguration(f"{name} is an unknown variable: use {' or '.join(similar)}, or unset it")
+    for variable in os.environ:
+        if not variable.startswith(_PREFIX) or variable in CLIENT_VARIABLES:
+            continue
+        name = variable.removeprefix(_PREFIX)
+        known = [one.removeprefix(_PREFIX) for one in CLIENT_VARIABLES]
+        similar = [_PREFIX + one for one in get_close_matches(name, known, 1)] or CLIENT_VARIABLES
+        use = f"the option --{name.lower()}" if name.lower() in _OPTIONS else " or ".join(similar)
+        raise InvalidConfiguration(f"{variable} is an unknown variable: use {use}, or unset it")
 
 
 def connecting(command: Callable[..., None]) -> Callable[..., None]:

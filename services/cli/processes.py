@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from bridge.errors import DraftBridgeError
 from services.engines.engine import core_count
+from services.store.resolve import SUFFIX
 
 READY = "listening on "
 _STOP_SECONDS = 10.0
@@ -137,7 +138,8 @@ def fleet(
 ) -> Iterator[Fleet]:
     """Runs a target, a bridge and, unless it is None, a draft. Yields when all are ready.
 
-    `target_cores`, `draft_cores`: the cores of a model server, all if None. Raises `ProcessFailed`.
+    `target_cores`, `draft_cores`: the cores of a model server, all if None. `draft_options` are for a draft with an
+    engine, so not for prompt lookup. Raises `ProcessFailed`.
     """
     processes: dict[str, subprocess.Popen[str]] = {}
     with contextlib.ExitStack() as stack:
@@ -152,8 +154,9 @@ def fleet(
         # One after the other: a server measures its passes at its start. While another model is loaded on the same
         # cores, they can take thirty times as long, and the bridge would not use that draft.
         if draft is not None:
+            own = () if draft == SUFFIX else draft_options  # prompt lookup has no engine
             with pinned(draft_cores):
-                addresses["draft"] = start("draft", "serve", draft, "--role", "draft", *common, *draft_options)
+                addresses["draft"] = start("draft", "serve", draft, "--role", "draft", *common, *own)
         with pinned(target_cores):
             addresses["target"] = start("target", "serve", target, "--role", "target", *common, *target_options)
         models = [word for name, address in addresses.items() for word in (f"--{name}", address)]
@@ -222,4 +225,16 @@ def _ready(name: str, process: "subprocess.Popen[str]") -> str:
     while (line := lines.get()) is not None:
         if READY in line:
             return line.split(READY, 1)[1].strip()
-    raise ProcessFailed(f"the {name} did not start: see its message above")
+    status = process.wait()
+    reason = f"it has ended {how_ended(status)}" if status < 0 else "see its message above"
+    raise ProcessFailed(f"the {name} did not start: {reason}")
+
+
+def how_ended(status: int) -> str:
+    """Returns how a server has ended that should run, and what to do. `status`: as of `Popen.returncode`."""
+    if status == -signal.SIGKILL:
+        return (
+            f"by signal {-status}, perhaps for want of memory: free some, choose a smaller model, or set "
+            "DRAFTBRIDGE_SERVE_KV_MEMORY, the GiB of each model's cache, to less than 2"
+        )
+    return f"by signal {-status}" if status < 0 else f"with status {status}: see its message above"

@@ -70,6 +70,7 @@ def http(config: HttpServerConfig, until_stdin_closes: bool) -> None:
     from services.rpc.security import warn_of_open_token
 
     with _observed(config, metrics := HttpMetrics(), "draftbridge-http") as traces:
+        config.credentials.check(config.bridge)
         warn_of_open_token(config.credentials, [config.bridge])
         run(config, RemoteGateway(config.bridge, config.credentials, metrics, traces), announce, until_stdin_closes)
 
@@ -103,7 +104,7 @@ def up(
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Serve the target with this option.")] = False,
 ) -> None:
     """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
-    from services.cli.processes import StopSignals, draft_threads, fleet
+    from services.cli.processes import StopSignals, draft_threads, fleet, how_ended
     from services.store.resolve import SUFFIX, resolve
 
     stop = StopSignals()
@@ -136,9 +137,7 @@ def up(
             stop.wait(needed.values())
             if not stop.asked:
                 ended = next(name for name, process in needed.items() if process.poll() is not None)
-                status = needed[ended].returncode
-                reason = f"by signal {-status}" if status < 0 else f"with status {status}: see its message above"
-                fail(f"the {ended} has ended {reason}")
+                fail(f"the {ended} has ended {how_ended(needed[ended].returncode)}")
     except KeyboardInterrupt:
         pass
 

@@ -57,6 +57,11 @@ def check_writable(path: Path, option: str) -> None:
         raise typer.BadParameter(f"the disk of {path.parent} is full: free some space", param_hint=option)
 
 
+def warn(message: str) -> None:
+    """Prints a warning to standard error."""
+    err.print("[bold yellow]warning:[/]", escape(message), highlight=False, soft_wrap=True)
+
+
 def fail(message: str) -> NoReturn:
     """Prints an error and ends the process with status 1."""
     err.print("[bold red]error:[/]", escape(message), highlight=False, soft_wrap=True)

@@ -58,7 +58,8 @@ def choose_engine(
     if name != AUTO:
         spec = engine_spec(name)
     else:
-        usable = [one for one in engines().values() if one.installed and not one.reason_to_skip(model, options)]
+        able = [one for one in engines().values() if one.installed and (one.trusts or not options.trusted)]
+        usable = [one for one in able if not one.reason_to_skip(model, options)]
         spec = _first_that_runs(usable, model, options, fastest)
         if options.weights is Weights.AUTO:
             options = replace(options, weights=spec.auto_weights)

@@ -81,9 +81,9 @@ class EngineSpec:
     converts a model, and returns the path that `open` reads. `reads`: the kind of files; `--engine auto` compares only
     engines of one kind, because those of another would change the weights. `reason_to_skip` returns why `--engine auto`
     skips this engine for a model, or "". `check_device` raises `UnusableModel` for a value of `--device` that is not
-    there, before a model is prepared for it. `for_gaudi`: `EngineOptions.gaudi` applies to it. `follows`: whether this
-    process only computes a part of a model that another one serves; then `open` does not return. `auto_weights`: the
-    meaning of `--weights auto` with `--engine auto`.
+    there, before a model is prepared for it. `trusts`: it can run code of a model's directory. `for_gaudi`:
+    `EngineOptions.gaudi` applies to it. `follows`: whether this process only computes a part of a model that another
+    one serves; then `open` does not return. `auto_weights`: the meaning of `--weights auto` with `--engine auto`.
     """
 
     name: str
@@ -96,6 +96,7 @@ class EngineSpec:
     modules: tuple[str, ...] = ()
     install: str = ""
     compiles: bool = False
+    trusts: bool = False
     for_gaudi: bool = False
     follows: Callable[[], bool] = lambda: False
     reads: str = "transformers"
@@ -117,6 +118,8 @@ class EngineSpec:
             raise InvalidField("--weights", f"{_either(Weights.AUTO, *self.weights)} {by}", options.weights.value)
         if options.compile and not self.compiles:
             raise InvalidField("--compile", f"left out {by}, which does not compile", "--compile")
+        if options.trusted and not self.trusts:
+            raise InvalidField("--trust-model", f"left out {by}, which runs no code of models", "--trust-model")
         set_ = [one.name for one in fields(GaudiOptions) if getattr(options.gaudi, one.name) != one.default]
         if set_ and not self.for_gaudi:
             flag = f"--{set_[0].replace('_', '-')}"

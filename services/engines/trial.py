@@ -29,6 +29,7 @@ from services.engines.measuring import alone, library_facts, run, speed
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.engines.spinning import limit_spinning
 from services.engines.timing import Timing
+from services.errors import DamagedFile
 from services.store.cache import NoSpace, Report, cache_directory
 
 _log = logging.getLogger(__name__)
@@ -66,13 +67,15 @@ def fastest(
     Returns None if none runs the model. Each engine is tried twice, and the better trial counts. One whose trials were
     all disturbed by other work is measured again at the next start. One whose trial ended for want of time or memory
     counts as the slowest until the next start tries it again; a refusal is believed for a day. `drafts`: the model only
-    drafts. `deterministic`: as for `as_served`. `attempt` measures one engine.
+    drafts. `deterministic`: as for `as_served`. `attempt` measures one engine. Raises `DamagedFile`.
     """
     chosen = {one.name: replace(options, weights=_weights(one, options)) for one in rivals}
     paths = dict[str, Path]()
     for one in rivals:
         try:
             paths[one.name] = one.prepare(model, chosen[one.name].weights, report)
+        except DamagedFile:
+            raise  # other engines would only take longer to find that out
         except (UnusableModel, NoSpace) as error:
             report(f"{one.name} is not used: {error}")
     rivals = [one for one in rivals if one.name in paths]

@@ -54,9 +54,13 @@ def load(
     queue_limit: int = 64,
     observer: SchedulerObserver = UNOBSERVED,
 ) -> LoadedModel:
-    """Loads the model `directory` under a name. The scheduler's thread calls `open_engine`; see `Scheduler`."""
+    """Loads the model `directory` under a name. The scheduler's thread calls `open_engine`; see `Scheduler`.
+
+    Raises `UnusableModel` for files that do not belong together or cannot be read.
+    """
     files = read_model_files(directory)
     scheduler = Scheduler(open_engine, queue_limit, observer)
+    files.check_size(scheduler.engine.vocabulary_size, directory)
     model = files.describe(name, scheduler.engine.context_length, scheduler.engine.vocabulary_size)
     loaded = LoadedModel(files, scheduler.engine, model, scheduler)
     loaded.warm()

@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import logging
+import re
 import time
 import tomllib
 from collections.abc import Iterator
@@ -10,18 +11,43 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, StringConstraints, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
 from services.config import InvalidConfiguration
+from services.config_reading import allowed, line_of, unknown
 from services.errors import KeyLimitReached, Unauthenticated
 
 _log = logging.getLogger(__name__)
 
 _CHECK_SECONDS = 1.0
 _MIN_TOKEN_LENGTH = 16
-_Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+def _matching(pattern: str, meaning: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(meaning)
+        return value
+
+    return AfterValidator(check)
+
+
+def _token(value: SecretStr) -> SecretStr:
+    if len(value) < _MIN_TOKEN_LENGTH:
+        raise ValueError(f"at least {_MIN_TOKEN_LENGTH} characters long")
+    return value
+
+
+_Name = Annotated[str, _matching(r"[A-Za-z0-9_.-]{1,64}", "a name of 1 to 64 ASCII letters, digits and _.-")]
+_Token = Annotated[SecretStr, AfterValidator(_token)]
+_Sha256 = Annotated[str, _matching(r"[0-9a-f]{64}", "64 digits and letters from a to f")]
+# What pydantic's errors of these types leave open.
+_ALLOWED = {
+    "timezone_aware": "a time with its zone, such as 2030-01-01T00:00:00Z",
+    "model_type": "a table, as [NAME]",
+}
 
 
 class _Settings(BaseModel):
@@ -29,8 +55,8 @@ class _Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=lambda name: name.replace("_", "-"))
 
-    token: SecretStr | None = Field(None, min_length=_MIN_TOKEN_LENGTH)
-    token_sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")] | None = None
+    token: _Token | None = None
+    token_sha256: _Sha256 | None = None
     concurrent_requests: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1, le=1_000_000_000)
     expires: AwareDatetime | None = None
@@ -156,20 +182,31 @@ class Keys:
 
     def _parsed(self, content: bytes) -> list[Key]:
         try:
-            tables = _File.model_validate({"keys": tomllib.loads(content.decode())}).keys
+            text = content.decode()
+            tables = _File.model_validate({"keys": tomllib.loads(text)}).keys
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             # The error of the TOML library names a line, not its content.
             raise InvalidConfiguration(f"{self._path} is not a TOML file of keys ({error})") from None
         except ValidationError as error:
             problem = error.errors(include_input=False, include_context=False, include_url=False)[0]
-            place = ".".join(str(part) for part in problem["loc"][1:])
-            raise InvalidConfiguration(f"{self._path}, {place}: {problem['msg']}") from None
+            raise InvalidConfiguration(f"{self._path}, {_explain(text, problem)}") from None
         for name, one in tables.items():
             if (one.token is None) == (one.token_sha256 is None):
-                raise InvalidConfiguration(f"{self._path}, {name}: give either token or token-sha256")
+                place = f"{self._path}, {line_of(text, name)}[{name}]"
+                raise InvalidConfiguration(f"{place}: give either token or token-sha256")
         if not tables:
             raise InvalidConfiguration(f"{self._path} has no keys: add a table [NAME] with token-sha256")
         return [Key(name, one, self._usage.setdefault(name, Usage())) for name, one in tables.items()]
+
+
+def _explain(text: str, error: Any) -> str:
+    """Formats one pydantic error as its place in the file and what is allowed there, without what the place has."""
+    _, name, *keys = error["loc"]
+    key = "" if keys in ([], ["[key]"]) else str(keys[0])  # pydantic's sign for a name
+    place = f"{line_of(text, name, key)}[{name}]{' ' * bool(key)}{key}"
+    if error["type"] == "extra_forbidden":
+        return f"{place}: {unknown(key, _Settings.model_fields)}"
+    return f"{place} must be {_ALLOWED.get(error['type']) or allowed(error)}"
 
 
 def _digest(token: str) -> str:

@@ -110,6 +110,11 @@ def name_revision(directory: Path, gguf_sha256: str) -> None:
     (directory / _SOURCE).write_text(gguf_sha256)
 
 
+def remedy_for(directory: Path) -> str:
+    """Returns how to replace a damaged directory of the cache, "" for one elsewhere, which the cache cannot replace."""
+    return f"delete {directory} and run the same command again" if directory.parent == cache_directory() else ""
+
+
 def fingerprint(directory: Path) -> str:
     """Returns a hash of a model directory's configuration and weights. Reads all of them, at 1 to 2 GB per second.
 

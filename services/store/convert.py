@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from services.store.gguf import CUT_STATUS, is_cut
+
 # The token that ends a document in pretraining, and so ends any text outside a chat.
 _END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -52,4 +54,4 @@ if __name__ == "__main__":
         convert(Path(sys.argv[1]), Path(sys.argv[2]), "--weights" in sys.argv[3:])
     # For damaged files and unknown architectures, the libraries raise errors of many kinds.
     except Exception as error:
-        sys.exit(f"conversion failed: {type(error).__name__}: {error}")
+        sys.exit(CUT_STATUS if is_cut(Path(sys.argv[1])) else f"conversion failed: {type(error).__name__}: {error}")

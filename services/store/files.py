@@ -9,7 +9,11 @@ from bridge.errors import UnusableModel
 from bridge.text.models import Model, SpecialIds
 from bridge.text.vocabulary import Vocabulary
 from services.sandbox.jinja import run_template
-from services.store.cache import fingerprint
+from services.store.cache import fingerprint, remedy_for
+from services.store.tokenizer import read_tokenizer
+
+# The largest share of a tokenizer's tokens, without added ones, that its model may lack.
+_MAX_BEYOND = 0.01
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,21 @@ class ModelFiles:
     special_ids: SpecialIds
     chat_template: str
     revision: str
+
+    def check_size(self, vocabulary_size: int, directory: Path) -> None:
+        """Raises `UnusableModel` for a tokenizer of another model, with a larger vocabulary.
+
+        Some models have a few tokens more than rows of their matrices, mostly added ones, which no text needs.
+        """
+        words = self.vocabulary
+        ids = range(vocabulary_size, words.size)
+        beyond = sum(id_ not in words.missing and id_ not in words.added for id_ in ids)
+        if beyond > _MAX_BEYOND * words.size:
+            raise UnusableModel(
+                f"{directory / 'tokenizer.json'} is of another model: {beyond} of its tokens have ids that are beyond "
+                f"this model's vocabulary of {vocabulary_size}. Put the model's own tokenizer.json there",
+                model=directory,
+            )
 
     def describe(self, name: str, context_length: int, vocabulary_size: int) -> Model:
         """Returns the `Model` for bridges and sessions, with the limits of the engine that runs it."""
@@ -38,8 +57,7 @@ class ModelFiles:
 
 def read_model_files(directory: Path) -> ModelFiles:
     """Reads a model directory. Raises `UnusableModel` or `TokenizerNotUnderstood`."""
-    tokenizer_json = (directory / "tokenizer.json").read_bytes()
-    vocabulary = Vocabulary(tokenizer_json)
+    tokenizer_json, vocabulary = read_tokenizer(directory / "tokenizer.json")
     settings = _json(directory / "tokenizer_config.json")
     return ModelFiles(
         tokenizer_json=tokenizer_json,
@@ -56,7 +74,8 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UnusableModel(f"{path} is not JSON ({error}): save the model again with save_pretrained") from error
+        remedy = remedy_for(path.parent) or "save the model again with save_pretrained"
+        raise UnusableModel(f"{path} is not JSON ({error}): {remedy}") from error
     return content if isinstance(content, dict) else {}
 
 

@@ -2,9 +2,36 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from bridge.errors import UnusableModel
 from services.errors import ChecksumMismatch
+
+# The exit status of a conversion that fails because the file ends too early.
+CUT_STATUS = 3
+
+
+def is_cut(path: Path) -> bool:
+    """Returns whether a GGUF file ends before its content does. Reads its metadata, which takes seconds."""
+    from gguf.gguf_reader import GGUFReader  # imports other libraries, for a second
+
+    class Reader(GGUFReader):
+        """Raises `EOFError` where the library would return less than it is asked for, and fail in various ways."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *more: Any, **options: Any) -> Any:
+            if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
+                raise EOFError
+            return super()._get(offset, dtype, count, *more, **options)
+
+    try:
+        Reader(path)
+    except EOFError:
+        return True
+    except Exception:  # the library does not know the format's version, or a type of tensors
+        return False
+    return False
 
 
 def check_gguf(path: Path, sha256: str | None = None) -> str:

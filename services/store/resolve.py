@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bridge.errors import UnusableModel
 from bridge.text.vocabulary import Vocabulary
-from services.errors import ModelNotFound
+from services.errors import DamagedFile, ModelNotFound
 from services.store.built_in import BUILT_IN, BuiltIn
 from services.store.cache import (
     CacheUnusable,
@@ -26,7 +26,8 @@ from services.store.cache import (
     writing,
 )
 from services.store.download import built_in_gguf
-from services.store.gguf import check_gguf
+from services.store.gguf import CUT_STATUS, check_gguf
+from services.store.tokenizer import read_tokenizer
 
 # The reference of prompt lookup, a draft without a model or files; see `services.model.draft.suffix`.
 SUFFIX = "suffix"
@@ -48,7 +49,7 @@ def resolve(reference: str, report: Report = lambda text: None, *, weights: bool
     """Returns a directory with configuration, weights and tokenizer. Downloads and converts the model if needed.
 
     `weights`: whether they are needed. Without, those of a GGUF file are not converted, and may be missing.
-    Raises `ModelNotFound`, `UnusableModel`, `ChecksumMismatch`, `CacheUnusable` or `NoSpace`.
+    Raises `ModelNotFound`, `UnusableModel`, `DamagedFile`, `ChecksumMismatch`, `CacheUnusable` or `NoSpace`.
     """
     if not reference:
         raise ModelNotFound(f"no model was named: {_REMEDY}", model="")
@@ -84,8 +85,8 @@ def read_vocabulary(reference: str, report: Report = lambda text: None) -> Vocab
     with contextlib.suppress(OSError, ValueError):  # such as a name too long for a file
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.suffix == ".json" and file.is_file():
-            return Vocabulary(file.read_bytes())
-    return Vocabulary((resolve(reference, report, weights=False) / "tokenizer.json").read_bytes())
+            return read_tokenizer(file)[1]
+    return read_tokenizer(resolve(reference, report, weights=False) / "tokenizer.json")[1]
 
 
 def _directory(path: Path, weights: bool = True) -> Path:
@@ -195,7 +196,7 @@ def _in_cache(name: str, weights: bool) -> Path | None:
 def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Report) -> Path:
     """Returns the transformers directory of a GGUF file, converted if it is not in the cache.
 
-    `sha256`: the file's, if that was checked. Raises `UnusableModel`, `CacheUnusable` or `NoSpace`.
+    `sha256`: the file's, if that was checked. Raises `UnusableModel`, `DamagedFile`, `CacheUnusable` or `NoSpace`.
     """
     digest = sha256 or check_gguf(path)
     name = name if sha256 else f"{name}-{digest[:12]}"
@@ -218,6 +219,12 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
                 raise UnusableModel(
                     f"the conversion of {path.name} was killed (signal {-done.returncode}), perhaps for want of "
                     "memory: free some, or use an engine that reads GGUF files (--engine ik_llama)",
+                    model=path,
+                )
+            if done.returncode == CUT_STATUS:
+                raise DamagedFile(
+                    f"{path} is damaged or incomplete, because it ends before its last tensor: download or copy it "
+                    "again, and compare its size with the original's",
                     model=path,
                 )
             raise UnusableModel(

@@ -179,7 +179,7 @@ def test_an_architecture_that_it_does_not_know_is_refused(pair: tuple, tmp_path:
     reader = GGUFReader(path, "r+")
     reader.fields["general.architecture"].parts[-1][:] = np.frombuffer(b"llamo", np.uint8)
     reader.data.flush()
-    with pytest.raises(UnusableModel, match="does not know its architecture: use --engine llamacpp or torch"):
+    with pytest.raises(UnusableModel, match="use --engine llamacpp, or give --engine torch a directory"):
         IkLlamaEngine(path)
 
 

@@ -30,7 +30,7 @@ from services.engines.llamacpp.engine import LlamaCppEngine
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(UnusableModel, match="check that the file is whole"):
+    with pytest.raises(UnusableModel, match=r"check that the file is whole.*give --engine torch a directory"):
         LlamaCppEngine(path)
 
 

@@ -82,6 +82,7 @@ def test_auto_takes_the_first_installed_engine_that_runs_the_model(
     assert chosen(built_in, weights=Weights.INT8) == "torch"
     assert chosen(built_in, compile=True) == "torch"
     assert chosen(built_in, device="cuda") == "torch"
+    assert chosen(built_in, trusted=True) == chosen(directory, trusted=True) == "torch"
     missing |= {"llama_cpp", "nncf"}
     monkeypatch.setattr(ik_llama, "missing_instructions", lambda: "")
     assert chosen(built_in) == "ik_llama"
@@ -107,6 +108,8 @@ def test_a_model_that_auto_converts_keeps_its_weights(tiny_models: tuple[Path, P
         ("torch", EngineOptions(weights=Weights.INT4), "--weights must be auto, full or int8 with --engine torch"),
         ("llamacpp", EngineOptions(dtype=Dtype.FLOAT32), "--dtype must be auto with --engine llamacpp, got float32"),
         ("openvino", EngineOptions(compile=True), "--compile must be left out with --engine openvino"),
+        ("llamacpp", EngineOptions(trusted=True), "--trust-model must be left out with --engine llamacpp"),
+        ("ik_llama", EngineOptions(trusted=True), "--trust-model must be left out with --engine ik_llama"),
         (
             "torch",
             EngineOptions(gaudi=GaudiOptions(bucket_size=64)),

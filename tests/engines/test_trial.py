@@ -21,6 +21,7 @@ from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions
 from services.engines.timing import Timing
 from services.engines.torch.spec import TORCH
 from services.engines.trial import fastest
+from services.errors import DamagedFile
 from services.store.cache import NoSpace
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
@@ -237,6 +238,16 @@ def test_a_model_that_an_engine_cannot_convert_is_left_to_others(big: Path, erro
     assert lines == [f"a is not used: {error}"]
     attempts = Attempts(b=WIDE)
     assert name(fastest([refusing, engine("b", big)], "model", OPTIONS, report=str, attempt=attempts)) == "b"
+
+
+def test_a_damaged_file_is_not_tried_with_other_engines(big: Path) -> None:
+    def refuse(model: str, weights: Weights, report: object) -> Path:
+        raise DamagedFile("it is damaged")
+
+    refusing, lines = replace(LLAMACPP, name="a", prepare=refuse), list[str]()
+    with pytest.raises(DamagedFile):
+        fastest([refusing, engine("b", big)], "model", OPTIONS, report=lines.append)
+    assert not lines
 
 
 def test_auto_passes_over_an_engine_with_fewer_slots(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from draftbridge import CallError, Client, Credentials
 from draftbridge.security import open_aio_channel, open_channel
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc
 from services.cli.processes import ProcessFailed
+from tests.services.test_cli import command, refused
 from tests.support.certificates import Pair, authority, issue
 from tests.support.secure import ALICE, KEYS, describe, suffix_server
 from tests.support.waiting import eventually
@@ -27,6 +28,28 @@ def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
         client.models()
     error = caught.value
     assert error.reason == "TLS_FAILED" and "Hostname Verification Check failed" in str(error)
+
+
+def test_a_file_that_is_not_pem_is_named_before_the_connection(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    token, ca = tmp_path / "token", tmp_path / "ca.pem"
+    token.write_text(ALICE)
+    one, other = (issue(authority(ca), tmp_path, name) for name in ("one", "other"))
+    for wrong, words in (
+        (Credentials(ca=token), f"{token} has no certificate in PEM"),
+        (Credentials(ca=one.key), f"{one.key} has no certificate in PEM"),
+        (Credentials(ca=ca, certificate=token, key=one.key), f"{token} and {one.key} are not a certificate and its"),
+        (Credentials(certificate=one.certificate, key=token), f"{one.certificate} and {token} are not a certificate"),
+        (Credentials(certificate=one.certificate, key=other.key), "give files that belong together"),
+    ):
+        with pytest.raises(CallError, match=words) as caught:
+            Client("127.0.0.1:1", wrong)
+        assert caught.value.reason == "INVALID_CREDENTIALS"
+    assert capfd.readouterr().err == ""
+    for options in (
+        ("bridge", "--target", "127.0.0.1:1", "--service-ca", str(token)),
+        ("http", "--bridge", "127.0.0.1:1", "--bridge-ca", str(token)),
+    ):
+        assert f"{token} has no certificate in PEM" in refused(command(*options, "--listen", "127.0.0.1:0"))
 
 
 def trusts(address: str, ca: Path) -> bool:

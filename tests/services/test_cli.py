@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from draftbridge import Client
 from services.cli.app import app
 from services.cli.processes import READY, Fleet
+from services.cli.variables import misspelt
 from services.engines.registry import engines
 from tests.support.warm import run as command
 
@@ -145,7 +146,7 @@ def test_wrong_generations_are_refused(tiny_fleet: Fleet) -> None:
     assert "is not a bridge" in refused(command("generate", "x", "--server", tiny_fleet.target))
     assert "--max-tokens" in refused(command("generate", "x", "--max-tokens", "-3", *at))
     assert "HOST:PORT" in refused(command("generate", "x", "--server", ""))
-    assert "valid Unicode" in refused(
+    assert "valid UTF-8" in refused(
         subprocess.run(
             [sys.executable.encode(), b"-m", b"services.cli", b"generate", b"\xff\xfe", b"--server", at[1].encode()],
             capture_output=True, text=True, timeout=60, check=False,
@@ -161,9 +162,34 @@ def test_nobody_there_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_CLIENT_SERVER", address)
     assert f"nothing answers at {address}" in refused(command("models"))
     misspelt = refused(command("models", DRAFTBRIDGE_CLIENT_SEVER=address))
-    assert "DRAFTBRIDGE_CLIENT_SEVER is an unknown variable: use DRAFTBRIDGE_CLIENT_SERVER" in misspelt
+    assert "DRAFTBRIDGE_CLIENT_SEVER is an unknown variable: use DRAFTBRIDGE_CLIENT_SERVER, or" in misspelt
+    misspelt = refused(command("models", DRAFTBRIDGE_CLIENT_INSECURE="1"))
+    assert "DRAFTBRIDGE_CLIENT_INSECURE is an unknown variable: use the option --insecure, or" in misspelt
+    misspelt = refused(command("models", DRAFTBRIDGE_CLIENT_QQQ="1"))
+    assert "use DRAFTBRIDGE_CLIENT_SERVER or DRAFTBRIDGE_CLIENT_SERVER_NAME or DRAFTBRIDGE_CLIENT_TLS or" in misspelt
     message = refused(command("bridge", "--target", address, "--connect-timeout", "0.3", "--listen", "127.0.0.1:0"))
     assert message.count(f"no usable service answers at {address}") == 1 and "requests go on" not in message
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("DRAFTBRIDGE_SERVER_THREADS", "did you mean DRAFTBRIDGE_SERVE_THREADS?"),
+        ("DRAFTBRIDGE_BRIDG_LISTEN", "did you mean DRAFTBRIDGE_BRIDGE_LISTEN?"),
+        ("DRAFTBRIDGE_CLIENTSERVER", "did you mean DRAFTBRIDGE_CLIENT_SERVER?"),
+        ("DRAFTBRIDGE_CACH", "did you mean DRAFTBRIDGE_CACHE?"),
+        ("DRAFTBRIDGE_FOO", "unset it; the variables are DRAFTBRIDGE_CONFIG, DRAFTBRIDGE_CACHE and"),
+    ],
+)
+def test_a_variable_that_nothing_reads_is_warned_of(variable: str, hint: str) -> None:
+    done = command("version", **{variable: "1"})
+    assert done.returncode == 0
+    assert f"warning: {variable} is an unknown variable, which has no effect: {hint}" in done.stderr
+
+
+def test_variables_that_something_reads_are_known() -> None:
+    read = ("CACHE", "CONFIG", "SERVE_MODEL", "CLIENT_SERVER", "GUEST_BRIDGE", "TEST_DEEP", "FUZZ_CASES")
+    assert not misspelt({f"DRAFTBRIDGE_{name}": "1" for name in (*read, "OTHER_PYTHON")} | {"PATH": "/"})
 
 
 def test_a_bridge_refuses_a_server_in_the_wrong_role(tiny_fleet: Fleet) -> None:
@@ -207,10 +233,15 @@ def test_what_is_no_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Pa
     text = tmp_path / "notes.txt"
     text.write_text("not a model")
     assert "is not a GGUF file" in refused(command("pull", str(text), **cache))
-    for name, data in (("broken.gguf", b"GGUF" + bytes(64)), ("cut.gguf", cut_gguf())):
-        (tmp_path / name).write_bytes(data)
-        message = refused(command("serve", str(tmp_path / name), **cache))
-        assert "could not be converted" in message and "Traceback" not in message
+    broken, cut = tmp_path / "broken.gguf", tmp_path / "cut.gguf"
+    broken.write_bytes(b"GGUF" + bytes(64))
+    cut.write_bytes(cut_gguf())
+    message = refused(command("serve", str(broken), **cache))
+    assert "could not be converted" in message and "Traceback" not in message
+    for engine in ("torch", "auto"):
+        done = command("serve", str(cut), "--engine", engine, **cache)
+        assert "failed" not in refused(done) and done.stderr.count("reading the tokenizer of") <= 1
+        assert done.stderr.splitlines()[-1].startswith(f"error: {cut} is damaged or incomplete, because it ends before")
     assert "--role must be 'draft', 'target' or 'both'" in refused(
         command("serve", str(tiny_models[0]), "--role", "king")
     )
@@ -300,6 +331,20 @@ def test_up_leaves_nothing_behind(
     # A killed process cannot stop them, but their standard input ends.
     _, alive = psutil.wait_procs(children, timeout=30)
     assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], "children outlived their parent"
+
+
+def test_a_target_that_was_killed_may_have_lacked_memory(tiny_models: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "none"]
+    command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        next(line for line in process.stdout if READY in line)
+        target = next(one for one in psutil.Process(process.pid).children() if "serve" in one.cmdline())
+        target.kill()
+        assert process.wait(30) == 1
+        assert "the target has ended by signal 9, perhaps for want of memory: free some" in process.stderr.read()
 
 
 @pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])

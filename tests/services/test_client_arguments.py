@@ -34,6 +34,12 @@ def test_a_wrong_type_is_named(arguments: dict[str, Any], field: str) -> None:
     assert (caught.value.reason, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
 
 
+def test_bytes_of_a_command_line_that_are_not_utf_8_are_called_that() -> None:
+    with pytest.raises(CallError, match="not valid UTF-8, or has lone surrogates") as caught:
+        generate_request(b"caf\xe9".decode(errors="surrogateescape"))
+    assert caught.value.metadata == {"field": "prompt"}
+
+
 def test_one_string_stands_for_a_list_of_it() -> None:
     request = generate_request("a", stop="ab", choice="yes", sources="suffix", drafts="small")
     assert list(request.stop) == ["ab"] and list(request.sampling.choice.texts) == ["yes"]

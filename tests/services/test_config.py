@@ -95,6 +95,13 @@ def test_all_errors_are_told_at_once_and_what_is_missing_with_three_ways_to_give
     assert "MODEL is missing: give it on the command line, as DRAFTBRIDGE_SERVE_MODEL or as model under [serve]" in text
 
 
+def test_an_empty_variable_may_be_unset() -> None:
+    with pytest.raises(InvalidConfiguration, match=r"DRAFTBRIDGE_SERVE_THREADS must be .*, got '': unset it"):
+        load(ModelServerConfig, {"model": "m"}, None, {"DRAFTBRIDGE_SERVE_THREADS": ""})
+    with pytest.raises(InvalidConfiguration, match=r"--threads must be .*, got ''$"):
+        load(ModelServerConfig, {"model": "m", "threads": ""}, None, {})
+
+
 def test_a_file_may_leave_out_what_the_command_line_gives(tmp_path: Path) -> None:
     needs = check(written(tmp_path, "[serve]\nslots = 2\n[bridge]\n"))
     assert list(needs) == ["serve", "bridge"] and needs["bridge"] == []

@@ -54,6 +54,28 @@ async def test_a_request_without_speculation_opens_no_draft(gateway: Gateway) ->
     assert isinstance(opened, Opened) and opened.draft == ""
 
 
+@pytest.mark.parametrize(
+    ("changes", "note"),
+    [
+        ({}, ""),
+        ({"tenant": "reports"}, "start it with --ngram-memory"),
+        ({"speculation": SpeculationParameters(sources=("suffix", "learned"))}, "start it with --ngram-memory"),
+        ({"speculation": SpeculationParameters(sources=("draft", "suffix"))}, "start it with --draft HOST:PORT"),
+        ({"speculation": SpeculationParameters(Mode.LOCKSTEP)}, "start it with --draft HOST:PORT"),
+    ],
+    ids=str,
+)
+async def test_what_a_bridge_lacks_for_a_request_is_noted(tiny_fleet: Fleet, changes: dict, note: str) -> None:
+    zoo = await Zoo([tiny_fleet.target], []).connect()
+    gateway = Gateway(zoo)
+    async with aclosing(gateway.generate(asked(**changes))) as events:
+        *_, finished = [event async for event in events]
+    assert isinstance(finished, Finished)
+    assert finished.statistics.note.endswith(note) and bool(finished.statistics.note) == bool(note)
+    gateway.close()
+    await zoo.close()
+
+
 async def test_a_service_without_grammars_is_not_asked_to_obey_one(gateway: Gateway) -> None:
     grammar = Grammar(GrammarKind.REGEX, "[0-9]{4}")
     sampling = SamplingParameters(temperature=1.0, grammar=grammar)

@@ -131,6 +131,18 @@ def test_llama_cpp_python(bridge: Bridge) -> None:
     assert len(draft(np.array([5, 6], dtype=np.intc))) == 0, "closed"
 
 
+@pytest.mark.parametrize("content", [b"{}", b"", b"[]", b'{"model": {"vocab": {}}}', b"\xff"])
+def test_a_wrong_tokenizer_is_refused_with_its_path_and_the_remedy(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(ValueError, match=rf"^{path} cannot be read \(No such file or directory\): give the path"):
+        BridgeDraftModel("local", path)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"^{path} is not a tokenizer\.json .*: give the path of the model's own"):
+        BridgeDraftModel("local", str(path))
+    with pytest.raises(ValueError, match=r"^the content is not a tokenizer\.json"):
+        BridgeDraftModel("local", content)
+
+
 def test_the_next_message_of_a_chat_begins_a_sequence(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the draft reads it in its own template, and the time until it came is not that of a forward."""
     draft = BridgeDraftModel(bridge.address, tiny.tokenizer_json("sentencepiece"), context_length=4096)

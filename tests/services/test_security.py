@@ -201,10 +201,18 @@ def test_a_changed_keys_file_is_used_and_an_invalid_one_is_not(
     [
         ("", "has no keys"),
         ("[a]\n", "give either token or token-sha256"),
-        ('[a]\ntoken = "short-secret"\n', "a.token: "),
-        ('[a]\ntoken = "a-secret-of-some-length"\nlimit = 3\n', "a.limit: Extra inputs"),
-        ('[a]\ntoken = "a-secret-of-some-length"\nexpires = 2030-01-01T00:00:00\n', "a.expires: "),
-        ('["a b"]\ntoken = "a-secret-of-some-length"\n', "a b"),
+        ('[a]\ntoken = "short-secret"\n', r"line 2: \[a\] token must be at least 16 characters long"),
+        ('[a]\ntoken = ["a-secret-of-some-length"]\n', r"line 2: \[a\] token must be a valid string"),
+        ('[a]\ntoken-sha256 = "ABC"\n', r"line 2: \[a\] token-sha256 must be 64 digits and letters from a to f"),
+        ('\n[a]\ntokn = "a-secret-of-some-length"\n', r"line 3: \[a\] tokn: unknown setting: did you mean token\?"),
+        ('[a]\ntoken_sha256 = "x"\n', r"line 2: \[a\] token_sha256: unknown .* did you mean token-sha256\?"),
+        ('[a]\ntoken = "a-secret-of-some-length"\nlimit = 3\n', r"\[a\] limit: unknown .* are token, token-sha256"),
+        (
+            '[a]\ntoken = "a-secret-of-some-length"\nexpires = 2030-01-01T00:00:00\n',
+            r"line 3: \[a\] expires must be a time with its zone, such as 2030-01-01T00:00:00Z",
+        ),
+        ('["a b"]\ntoken = "a-secret-of-some-length"\n', r"line 1: \[a b\] must be a name of 1 to 64 ASCII letters"),
+        ('a = "a-secret-of-some-length"\n', r"line 1: \[a\] must be a table, as \[NAME\]"),
     ],
 )
 def test_an_invalid_keys_file_is_refused_without_showing_tokens(tmp_path: Path, text: str, words: str) -> None:

@@ -13,20 +13,25 @@ from types import ModuleType, SimpleNamespace
 import gguf
 import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from bridge.errors import UnusableModel
-from services.errors import ChecksumMismatch, ModelNotFound
+from bridge.errors import TokenizerNotUnderstood, UnusableModel
+from services.engines.torch.model import load_model
+from services.errors import ChecksumMismatch, DamagedFile, ModelNotFound
+from services.model.host import load
 from services.store import cache, download
 from services.store.built_in import BUILT_IN, BuiltIn
 from services.store.cache import NoSpace, cache_directory, fingerprint, scratch_directory
 from services.store.convert import ends
 from services.store.download import built_in_gguf
 from services.store.files import read_model_files
-from services.store.resolve import resolve, resolve_gguf
+from services.store.gguf import is_cut
+from services.store.resolve import read_vocabulary, resolve, resolve_gguf
+from tests.support import tiny
 
 # Pieces by the number of their package; sorted by name, the packages have another order.
 PIECES = {2: b"GGUF", 3: bytes([3]) * 100, 10: bytes([10]) * 100}
@@ -284,9 +289,55 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(tmp_path: Path, mo
     assert few.revision == all_.revision, "one file has one revision, whatever is read of it"
     copy = shutil.copytree(whole, tmp_path / "copy")
     assert read_model_files(copy).revision != all_.revision, "the weights of a copy may be others"
+    for directory, words, remedy in (
+        (whole, "it is damaged: ", f"delete {whole} and run the same command again"),
+        (copy, "the tokenizers library cannot read this .*: ", "save .* again with save_pretrained"),
+    ):
+        for name in ("tokenizer.json", "model.safetensors"):
+            (directory / name).write_bytes((directory / name).read_bytes()[:-100])
+        with pytest.raises(TokenizerNotUnderstood, match=f"^{directory}/tokenizer.json: {words}{remedy}"):
+            read_model_files(directory)
+        with pytest.raises(UnusableModel, match=f"the model in {directory} cannot be loaded .*, or {remedy}"):
+            load_model(directory, torch.float32)
+    with pytest.raises(TokenizerNotUnderstood, match=f"^{whole}/tokenizer.json: it is damaged"):
+        read_vocabulary(str(file))
     (whole / "tokenizer.json").unlink()
     with pytest.raises(UnusableModel, match="delete it and run the same command again"):
         resolve(str(file), weights=False)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_cut_file_is_called_that(
+    weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "tiny.gguf"
+    _tiny_gguf(file)
+    assert not is_cut(file)
+    file.write_bytes(file.read_bytes()[:-40])
+    with pytest.raises(DamagedFile, match=rf"{file} is damaged or incomplete, because it ends before its last tensor"):
+        resolve(str(file), ignore, weights=weights)
+    assert "failed" not in capfd.readouterr().err
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_bytes(tiny.tokenizer_json("byte_level"))
+    size = tiny.vocabulary("byte_level").size
+    small = replace(tiny.model("byte_level"), vocabulary_size=size // 2)
+    with pytest.raises(UnusableModel, match=rf"tokenizer.json is of another model: {size - size // 2} of its tokens"):
+        load(tmp_path, "small", lambda: tiny.HashEngine(small))
+
+
+def test_a_few_tokens_or_added_ones_beyond_the_vocabulary_and_padding_are_accepted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    tokenizer = Tokenizer.from_str(tiny.tokenizer_json("byte_level").decode())
+    size = tokenizer.get_vocab_size()
+    tokenizer.add_tokens([f"<extra {number}>" for number in range(100)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    files = read_model_files(tmp_path)
+    for vocabulary_size in (size - size // 100, size, size + 100, size + 500):
+        files.check_size(vocabulary_size, tmp_path)
 
 
 def test_a_directory_with_a_gguf_file_needs_no_other_weights(tmp_path: Path) -> None:

@@ -343,7 +343,7 @@ async def test_a_mode_that_uses_only_a_draft_notes_that_none_is_configured() -> 
     async with serving(trained("gpt-2")) as target, bridge([target], []) as gateway:
         for mode in Mode:
             _, event = await text_of(gateway, "", Wish(), mode)
-            noted = "no draft is configured" in event.statistics.note
+            noted = "this bridge has none" in event.statistics.note
             assert noted == (mode in (Mode.LOCKSTEP, Mode.OPPORTUNISTIC))
 
 

@@ -28,7 +28,8 @@ class BridgeDraftModel:
     `tokenizer_json`: the path of the model's `tokenizer.json`, or its content; its ids must be those of the GGUF file.
     `context_length`: that of the `Llama`. `eos`: the ids that end a text. `deadline`: the most seconds that a forward
     waits for candidates. `threads`: the threads of the `Llama`, by default one for each core. The other parameters are
-    those of `CandidateClient`; `client.counts` shows what the bridge has answered.
+    those of `CandidateClient`; `client.counts` shows what the bridge has answered. Raises `ValueError` for a file that
+    is not a tokenizer.json, and for an address that is none.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class BridgeDraftModel:
         credentials: Credentials | None = None,
         connect_timeout: float = 10.0,
     ) -> None:
-        content = tokenizer_json if isinstance(tokenizer_json, bytes) else Path(tokenizer_json).read_bytes()
+        content, id_count = _read(tokenizer_json)
         units, unit_count = compute_units("cpu", threads)
         description = model_pb2.Model(
             name=name,
             engine="llama.cpp",
             context_length=context_length,
-            vocabulary_size=_id_count(content),
+            vocabulary_size=id_count,
             special_ids=model_pb2.SpecialIds(eos=eos),
             chat_template=chat_template,
             compute_units=sorted(units),
@@ -92,9 +93,19 @@ class BridgeDraftModel:
         self.client.close()
 
 
-def _id_count(tokenizer_json: bytes) -> int:
-    """Returns the number of ids of a `tokenizer.json`."""
-    spec = json.loads(tokenizer_json)
-    vocabulary = spec["model"]["vocab"]
-    last = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
-    return int(max([last, *(token["id"] for token in spec.get("added_tokens", ()))])) + 1
+def _read(tokenizer_json: str | Path | bytes) -> tuple[bytes, int]:
+    """Returns the content of a `tokenizer.json` and its number of ids. Raises `ValueError`."""
+    given = tokenizer_json
+    remedy = "give the path of the model's own tokenizer.json, which save_pretrained writes"
+    try:
+        content = given if isinstance(given, bytes) else Path(given).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{given!s} cannot be read ({error.strerror}): {remedy}") from error
+    try:
+        spec = json.loads(content)
+        vocabulary = spec["model"]["vocab"]
+        last = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        return content, int(max([last, *(token["id"] for token in spec.get("added_tokens", ()))])) + 1
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        name = "the content" if isinstance(given, bytes) else given
+        raise ValueError(f"{name} is not a tokenizer.json ({type(error).__name__}: {error}): {remedy}") from error

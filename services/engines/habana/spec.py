@@ -38,6 +38,7 @@ HABANA = EngineSpec(
     weights=(Weights.FULL,),
     modules=("optimum", "optimum.habana", "habana_frameworks"),
     install="see docs/guides/gaudi.md",
+    trusts=True,
     for_gaudi=True,
     follows=lambda: rank() > 0,
     reason_to_skip=lambda model, options: "" if options.device == "hpu" else "it is for --device hpu",

@@ -106,7 +106,8 @@ class Model:
         if not self.pointer:
             raise UnusableModel(
                 f"ik_llama.cpp cannot read {gguf}: check that the file is whole; if it is, this version of "
-                "ik-llama-cpp-python does not know its architecture: use --engine llamacpp or torch",
+                "ik-llama-cpp-python does not know its architecture: use --engine llamacpp, or give --engine torch a "
+                "directory with the model's safetensors",
                 model=gguf,
             )
         finalize(self, api.llama_free_model, self.pointer)

@@ -79,7 +79,8 @@ class LlamaCppEngine:
         if not self._model:
             raise UnusableModel(
                 f"llama.cpp cannot read {gguf}: check that the file is whole, and that this version of "
-                "llama-cpp-python supports its architecture, or use --engine torch",
+                "llama-cpp-python supports its architecture, or give --engine torch a directory with the model's "
+                "safetensors",
                 model=gguf,
             )
         self.dtype = file_type(int(self._meta("general.file_type") or 0))

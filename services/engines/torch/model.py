@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from bridge.errors import UnusableModel
+from services.store.cache import remedy_for
 from services.store.code import REMEDY, refuse_code
 
 # Kinds of layers that support rollback.
@@ -91,9 +92,10 @@ def _readable(source: Path) -> Iterator[None]:
             ) from error
         # For damaged files the library raises errors of many types.
         reason = " ".join(str(error).split())[:300]
+        remedy = remedy_for(source) or "save it again with save_pretrained"
         raise UnusableModel(
             f"the model in {source} cannot be loaded ({type(error).__name__}: {reason}): check that its files are "
-            "whole and that it is a causal language model, or save it again with save_pretrained",
+            f"whole and that it is a causal language model, or {remedy}",
             model=source,
         ) from error
 

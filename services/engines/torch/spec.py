@@ -46,4 +46,5 @@ TORCH = EngineSpec(
     install="pip install . in the checkout",
     compiles=True,
     check_device=_check_device,
+    trusts=True,
 )
