@@ -52,8 +52,7 @@ def check(request: Request) -> None:
     given, named = request.speculation, request.speculation.sources
     count, temperature = given.num_assistant_tokens, given.draft_temperature
     threshold, unknown = given.assistant_confidence_threshold, sorted(set(named) - set(SOURCES))
-    off = given.mode is Mode.OFF
-    used = not named or any(map(given.allows, named))
+    used = not named or given.mode is Mode.OFF or any(map(given.allows, named))
     for holds, name, allowed, got in (
         (most is None or most >= 1, "max_tokens", "at least 1", most),
         (most is None or least <= most, "sampling.min_tokens", f"at most max_tokens, {most}", least),
@@ -64,8 +63,6 @@ def check(request: Request) -> None:
         (0.0 <= (temperature or 0.0) <= 100.0, "speculation.draft_temperature", "between 0 and 100", temperature),
         (0.0 <= threshold <= 1.0, "speculation.assistant_confidence_threshold", "between 0 and 1", threshold),
         (not unknown, "speculation.sources", f"a selection of {', '.join(SOURCES)}", ", ".join(unknown)),
-        (not off or not named, "speculation.sources", "left out with mode off, which uses none", ", ".join(named)),
-        (not off or count is None, "speculation.num_assistant_tokens", "left out with mode off", count),
         (used, "speculation.sources", f"names of sources that mode {given.mode.value} uses", ", ".join(named)),
         (len(tenant) <= MAX_TENANT_LENGTH, "tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(tenant)),
     ):

@@ -77,6 +77,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per event.")] = False,
 ) -> None:
     """Generate text through a bridge, and print it as it arrives."""
+    if speculation == "off" and (source or num_assistant_tokens):
+        raise typer.BadParameter("off uses no candidates: leave out --source and --num-assistant-tokens")
     options: dict[str, Any] = {
         "max_tokens": max_tokens,
         "temperature": temperature,

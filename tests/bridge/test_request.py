@@ -8,7 +8,7 @@ import pytest
 
 from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTooLong, TokenOutOfRange
 from bridge.planning.planner import Mode, SpeculationParameters
-from bridge.request import Request, check, token_room
+from bridge.request import Request, token_room
 from bridge.text.chat import Chat, Message
 from bridge.text.models import SpecialIds
 from services.model.draft.session import DraftSession
@@ -32,13 +32,6 @@ def test_prompt_and_text_fill_the_context_exactly() -> None:
 def test_the_range_of_ids_is_that_of_the_model() -> None:
     with pytest.raises(TokenOutOfRange, match="use ids from 0 to 99"):
         token_room(Request("a"), replace(MODEL, vocabulary_size=100), [150])
-
-
-@pytest.mark.parametrize(("field", "value"), [("sources", ("draft",)), ("num_assistant_tokens", 4)])
-def test_what_asks_for_candidates_contradicts_mode_off(field: str, value: object) -> None:
-    with pytest.raises(InvalidField, match=rf"speculation\.{field} must be left out with mode off.*, got (draft|4)$"):
-        check(Request("a", speculation=SpeculationParameters(Mode.OFF, **{field: value})))  # type: ignore[arg-type]
-    check(Request("a", speculation=SpeculationParameters(**{field: value})))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("input_", ["a\ud800", Chat((Message("user", "\udfffb"),))])

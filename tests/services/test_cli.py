@@ -187,6 +187,11 @@ def test_a_variable_that_nothing_reads_is_warned_of(variable: str, hint: str) ->
     assert f"warning: {variable} is an unknown variable, which has no effect: {hint}" in done.stderr
 
 
+def test_options_without_effect_are_refused() -> None:
+    for option in (("--source", "suffix"), ("--num-assistant-tokens", "3")):
+        assert "off uses no candidates" in refused(command("generate", "x", "--speculation", "off", *option))
+
+
 def test_variables_that_something_reads_are_known() -> None:
     read = ("CACHE", "CONFIG", "SERVE_MODEL", "CLIENT_SERVER", "GUEST_BRIDGE", "TEST_DEEP", "FUZZ_CASES")
     assert not misspelt({f"DRAFTBRIDGE_{name}": "1" for name in (*read, "OTHER_PYTHON")} | {"PATH": "/"})
