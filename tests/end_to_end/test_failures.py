@@ -34,7 +34,8 @@ def free_address() -> str:
 @contextmanager
 def served(model: Path | str, address: str, *options: str) -> Iterator[None]:
     """Serves the model at a given address."""
-    process = warm.start("serve", str(model), "--listen", address, *OPTIONS, *options)
+    own = () if model == "suffix" else OPTIONS
+    process = warm.start("serve", str(model), "--listen", address, *own, *options)
     try:
         assert READY in process.stdout.readline()
         yield
