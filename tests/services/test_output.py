@@ -53,12 +53,22 @@ def bridge() -> Iterator[str]:
         server.stop(None)
 
 
+# A shell starts background jobs so that they ignore Ctrl-C, and these tests may be one.
+_HEEDING = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+
+
 def run(*words: str, stdout: Any = subprocess.PIPE, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Runs a module in a process of its own, which reads its environment itself."""
+    """Runs a module in a process of its own, which reads its environment itself, and heeds Ctrl-C."""
+    command = [sys.executable, "-c", _HEEDING, sys.executable, "-m", *words]
     return subprocess.run(
-        [sys.executable, "-m", *words], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=60,
+        command,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
         env=os.environ | environment,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("width", [200, 110, 90, 70, 40, 30])

@@ -286,7 +286,8 @@ async def test_sequences_of_engines_share_the_replicas_of_a_draft_until_one_brea
         assert zoo.connections[0].state is State.REFUSED and zoo.connections[1].state is State.AVAILABLE
         await stepped(guest, number + 1, SequenceUpdate(3, 0, tuple(IDS[:20])))
         await opened(guest, 3)
-        assert active() == [0, 2], "the honest replica takes new sequences"
+        # After a pause, the first sequence may have a draft again.
+        assert active() in ([0, 2], [0, 3]), "the honest replica takes new sequences"
         guest.close()
         assert active() == [0, 0]
         await zoo.close()
