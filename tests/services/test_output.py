@@ -114,6 +114,7 @@ def test_an_error_in_mid_stream_begins_on_a_line_of_its_own(bridge: str) -> None
     ("words", "slow"), [(("services.cli", "version"), "typer"), (("services.store.convert", "a.gguf", "b"), "gguf")]
 )
 def test_ctrl_c_during_the_imports_prints_nothing(tmp_path: Path, words: tuple[str, ...], slow: str) -> None:
+    # It sleeps until the signal arrives.
     interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(30)\n"
     (tmp_path / f"{slow}.py").write_text(interrupted)
     done = run(*words, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
