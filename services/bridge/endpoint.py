@@ -188,3 +188,9 @@ def _parsed(answer: T | None, address: str) -> T:
     if answer is None:
         raise Unreachable(address, "its answer is not a message of the contract")
     return answer
+
+
+def key_of(endpoint: Endpoint) -> str:
+    """Identifies a model by everything that its speed and text depend on."""
+    one = endpoint.description
+    return "|".join((one.name, one.revision, one.engine, one.device, one.dtype, one.tokenizer_sha256[:12]))

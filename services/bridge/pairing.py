@@ -1,9 +1,8 @@
 """Pairs targets with drafts: which pairs are possible, which draft a request gets, and which one replaces it."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from time import perf_counter_ns
 
 from cachetools import LRUCache
 
@@ -17,7 +16,8 @@ from bridge.sources.source import DRAFT
 from bridge.statistics import SourceStatistics, Statistics
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import model_pb2
-from services.bridge.endpoint import Endpoint
+from services.bridge.endpoint import Endpoint, key_of
+from services.bridge.pauses import Pauses
 from services.bridge.replicas import Balancer, is_broken, is_lost
 from services.bridge.zoo import Zoo
 from services.errors import DraftAway, ModelNotFound, PairRefused
@@ -26,8 +26,6 @@ _MAX_WORKLOAD_LENGTH, _MAX_DRAFTS = 64, 64
 # Assumed bytes of a target's token, until requests have shown them.
 _PRIOR_TOKEN_BYTES = 4.0
 _MAX_TARGETS = 1024
-# The pause of a draft that failed, doubled by each further failure.
-_PAUSE_NS, _MAX_PAUSE_NS = 1_000_000_000, 60_000_000_000
 _NO_DRAFT = "the request asks for a draft, and this bridge has none: start it with --draft HOST:PORT"
 
 
@@ -176,29 +174,6 @@ def _shown(statistics: Statistics) -> PairRecord:
 
 def _concerns_draft(plan: str) -> bool:
     return plan.split(" ")[0] in ("plain", DRAFT)  # the first word names the source
-
-
-class Pauses:
-    """Keeps drafts that failed at the end of the choice for a while, by target: longer after each failure in a row."""
-
-    def __init__(self, clock: Callable[[], int] = perf_counter_ns) -> None:
-        self._clock = clock
-        self._failures: LRUCache[tuple[str, str], tuple[int, int]] = LRUCache(_MAX_TARGETS)
-
-    def failed(self, target: Endpoint, draft: Endpoint) -> None:
-        """Begins a pause."""
-        key = key_of(target), key_of(draft)
-        count = self._failures.get(key, (0, 0))[0]
-        pause_ns = min(_PAUSE_NS << min(count, 16), _MAX_PAUSE_NS)
-        self._failures[key] = count + 1, self._clock() + pause_ns
-
-    def worked(self, target: Endpoint, draft: Endpoint) -> None:
-        """Forgets the failures of a draft."""
-        self._failures.pop((key_of(target), key_of(draft)), None)
-
-    def holds(self, target: Endpoint, draft: Endpoint) -> bool:
-        """Returns whether a draft pauses now."""
-        return self._failures.get((key_of(target), key_of(draft)), (0, 0))[1] > self._clock()
 
 
 class Pairing:
@@ -388,12 +363,6 @@ class Pairing:
                 if name not in found or (problems[name] and not problem):
                     found[name], problems[name] = one.known, problem
         return found, problems
-
-
-def key_of(endpoint: Endpoint) -> str:
-    """Identifies a model by everything that its speed and text depend on."""
-    one = endpoint.description
-    return "|".join((one.name, one.revision, one.engine, one.device, one.dtype, one.tokenizer_sha256[:12]))
 
 
 def _same_server(one: Endpoint, other: Endpoint) -> bool:

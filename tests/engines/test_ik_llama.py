@@ -36,6 +36,7 @@ from tests.support.engine_contract import (
 )
 
 pytest.importorskip("ik_llama_cpp", reason="the ik-llama extra is not installed")
+# The prebuilt library would end the process there.
 if missing_instructions():
     pytest.skip(f"the processor lacks {missing_instructions()}", allow_module_level=True)
 

@@ -206,6 +206,7 @@ def test_a_trial_that_takes_too_long_ends_with_all_that_it_started(
 ) -> None:
     """The pipe, which the started process keeps open, closes only when that process has ended too."""
     end, write = os.pipe()
+    # Both sleep until the trial ends them.
     code = (
         "import subprocess, sys, time; subprocess.Popen(['sleep', '60'], pass_fds=[int(sys.argv[1])]); time.sleep(60)"
     )

@@ -258,7 +258,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, tiny_models: tuple[Path, Pa
     ("engine", "device"), [("torch", "cuda:77"), ("torch", "meta"), ("openvino", "gpu.9"), ("ik_llama", "gpu")]
 )
 def test_a_device_is_looked_for_before_the_model(tmp_path: Path, engine: str, device: str) -> None:
-    if not engines()[engine].installed:
+    if not engines()[engine].installed:  # most engines are extras
         pytest.skip(f"{engine} is not installed")
     options = ("--engine", engine, "--device", device)
     message = refused(command("serve", str(tmp_path / "no.gguf"), *options, DRAFTBRIDGE_CACHE=str(tmp_path)))

@@ -24,7 +24,8 @@ from services.bridge.backend import Opened
 from services.bridge.connection import State
 from services.bridge.endpoint import Endpoint
 from services.bridge.guest_drafts import GuestDrafts
-from services.bridge.pairing import Assignment, Pauses, Wish
+from services.bridge.pairing import Assignment, Wish
+from services.bridge.pauses import Pauses
 from services.bridge.replicas import Balancer
 from services.bridge.zoo import Zoo
 from services.config import Role
