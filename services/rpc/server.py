@@ -14,7 +14,8 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 from grpc import aio
 from grpc_channelz.v1 import channelz, channelz_pb2
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
 from bridge.errors import DraftBridgeError, InvalidField
@@ -22,6 +23,7 @@ from services import config_values
 from services.config import ServerConfig
 from services.rpc import security
 from services.rpc.gate import Gate
+from services.rpc.health import HealthServicer
 from services.rpc.insight import Insight, InsightInterceptor
 from services.rpc.keys import Keys
 from services.rpc.status import StatusInterceptor
@@ -162,23 +164,23 @@ class Server:
 
         `alive` is called every second; while it returns False, health reports NOT_SERVING.
         """
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = [*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        health = HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(health, self._server)
+        names = [*self._services, SERVICE_NAME, reflection.SERVICE_NAME]
         if self._insight.channelz:
             channelz.add_channelz_servicer(self._server)
             names.append(channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name)
         reflection.enable_server_reflection(names, self._server)
         await self._server.start()
-        await self._set_health(alive())
+        health.set(self._serving(alive()))
         on_start(self.address)
         while not stop.is_set():
             try:
                 async with asyncio.timeout(_HEALTH_INTERVAL_SECONDS):
                     await stop.wait()
             except TimeoutError:
-                await self._set_health(alive())
-        await self._health.enter_graceful_shutdown()
+                health.set(self._serving(alive()))
+        health.set(dict.fromkeys(("", *self._services), False))
         await self._drain(stop)
 
     async def _drain(self, stop: asyncio.Event) -> None:
@@ -193,11 +195,8 @@ class Server:
             await self._server.stop(seconds)
         await stopping
 
-    async def _set_health(self, alive: bool) -> None:
-        serving = health_pb2.HealthCheckResponse.ServingStatus
-        await self._health.set("", serving.SERVING if alive else serving.NOT_SERVING)
-        for name, usable in self._services.items():
-            await self._health.set(name, serving.SERVING if alive and usable() else serving.NOT_SERVING)
+    def _serving(self, alive: bool) -> dict[str, bool]:
+        return {"": alive} | {name: alive and usable() for name, usable in self._services.items()}
 
 
 async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

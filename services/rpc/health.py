@@ -1,0 +1,52 @@
+"""gRPC's health service. Unlike the library's, a change of health does not wait for clients that watch it slowly."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_Response = health_pb2.HealthCheckResponse
+
+
+class HealthServicer(health_pb2_grpc.HealthServicer):
+    """Answers with the latest of what `set` was given. gRPC prescribes the method names."""
+
+    def __init__(self) -> None:
+        self._serving: Mapping[str, bool] = {}
+        self._changed = asyncio.Event()
+
+    def set(self, serving: Mapping[str, bool]) -> None:
+        """Sets which services can serve, by full name; "" is the process."""
+        if serving != self._serving:
+            self._serving = serving
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: "aio.ServicerContext[Any, Any]"
+    ) -> health_pb2.HealthCheckResponse:
+        """Returns the present health. Aborts with NOT_FOUND for an unknown service."""
+        if request.service not in self._serving:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"there is no service {request.service} here")
+        return _Response(status=self._status(request.service))
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: "aio.ServicerContext[Any, Any]"
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """Yields the health, and each change of it that the client is quick enough for."""
+        sent = None
+        while True:
+            changed, status = self._changed, self._status(request.service)
+            if status != sent:
+                yield _Response(status=status)
+                sent = status
+            await changed.wait()
+
+    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
+        serving = self._serving.get(service)
+        if serving is None:
+            return _Response.SERVICE_UNKNOWN
+        return _Response.SERVING if serving else _Response.NOT_SERVING
