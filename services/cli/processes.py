@@ -6,12 +6,12 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from bridge.errors import DraftBridgeError
+from services.child import command
 from services.engines.engine import core_count
 from services.store.resolve import SUFFIX
 
@@ -199,7 +199,7 @@ def stop(process: "subprocess.Popen[str]") -> None:
 
 def _start(*arguments: str, module: str = "services.cli") -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
+        command(module, *arguments),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

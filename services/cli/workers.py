@@ -9,13 +9,13 @@ import logging
 import os
 import signal
 import socket
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from contextlib import closing, suppress
 
 from bridge.errors import InvalidField
 from services.bridge.pair_memory import PairMemory
+from services.child import command
 from services.cli.options import as_options
 from services.cli.processes import READY, ProcessFailed
 from services.config import BridgeServerConfig
@@ -103,7 +103,7 @@ class _Worker:
         if config.metrics:
             host, port = host_and_port("--metrics", config.metrics)
             config = config.model_copy(update={"metrics": f"{host}:{port + number if port else 0}"})
-        self._arguments = ("-m", "services.cli", "bridge", *as_options(config), "--until-stdin-closes")
+        self._arguments = command("services.cli", "bridge", *as_options(config), "--until-stdin-closes")
         self._process: Process | None = None
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -111,7 +111,7 @@ class _Worker:
         """Runs the worker, and starts it again when it ends, until `stop` is set. Raises `ProcessFailed`."""
         while not stop.is_set():
             process = self._process = await asyncio.create_subprocess_exec(
-                sys.executable, *self._arguments, stdin=PIPE, stdout=PIPE, start_new_session=os.name == "posix"
+                *self._arguments, stdin=PIPE, stdout=PIPE, start_new_session=os.name == "posix"
             )
             ending = asyncio.create_task(self._end(process, stop))
             await self._read(process)

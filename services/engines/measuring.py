@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from filelock import FileLock, Timeout
 
+from services.child import command
 from services.engines.spinning import unlimited_environment
 from services.store.cache import cache_directory
 
@@ -60,9 +61,8 @@ def run(module: str, *arguments: str, seconds: float) -> "subprocess.CompletedPr
 
     Processes that it started end with it: they would disturb the next measurement.
     """
-    command = [sys.executable, "-m", module, *arguments]
     with subprocess.Popen(
-        command,
+        command(module, *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -73,7 +73,7 @@ def run(module: str, *arguments: str, seconds: float) -> "subprocess.CompletedPr
             out, errors = process.communicate(timeout=seconds)
         finally:
             _end(process)
-    return subprocess.CompletedProcess(command, process.returncode, out, errors)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
 
 def _end(process: "subprocess.Popen[str]") -> None:

@@ -18,10 +18,11 @@ from typing import Any
 
 from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar
+from services.child import command
 from services.errors import SandboxBusy
 from services.grammars.byte_matcher import allowed_bytes, byte_tokenizer
 from services.grammars.compiler import check_satisfiable, compile_grammar, invalid, refused
-from services.sandbox.process import command, confine, environment
+from services.sandbox.process import confine, environment
 
 _log = logging.getLogger(__name__)
 

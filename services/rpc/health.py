@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 _Response = health_pb2.HealthCheckResponse
 
 
-class HealthServicer(health_pb2_grpc.HealthServicer):
+class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the package is not typed
     """Answers with the latest of what `set` was given. gRPC prescribes the method names."""
 
     def __init__(self) -> None:

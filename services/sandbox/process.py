@@ -1,4 +1,4 @@
-"""The command and environment of a sandbox process, and the limits that it sets for itself."""
+"""The environment of a sandbox process, and the limits that it sets for itself."""
 
 import contextlib
 import os
@@ -8,13 +8,8 @@ import sys
 _INHERITED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "TZ")
 
 
-def command(module: str, *arguments: str) -> list[str]:
-    """Returns the command that runs a module in this interpreter."""
-    return [sys.executable, "-P", "-m", module, *arguments]
-
-
 def environment() -> dict[str, str]:
-    """Returns the environment for `command`, with this process's module path but without its secrets."""
+    """Returns the environment for a sandbox process, with this process's module path but without its secrets."""
     inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
     path = os.pathsep.join(os.path.abspath(directory) for directory in sys.path)
     return inherited | {"PYTHONPATH": path, "RAYON_NUM_THREADS": "1"}

@@ -11,9 +11,10 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any
 
+from services.child import command
 from services.errors import SandboxBusy, TemplateLimitExceeded
 from services.sandbox.jinja import MAX_TEXT_CHARACTERS, Outcome, text_of
-from services.sandbox.process import command, environment
+from services.sandbox.process import environment
 from services.sandbox.template_process import READY, SHIELD
 
 # Published templates take about a millisecond.

@@ -9,7 +9,8 @@ import json
 from typing import Any
 
 from bridge.errors import TokenizerNotUnderstood
-from services.sandbox.process import command, environment
+from services.child import command
+from services.sandbox.process import environment
 
 # The largest published tokenizers take 3 s.
 TIME_LIMIT_SECONDS = 60

