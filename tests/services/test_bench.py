@@ -15,7 +15,7 @@ import typer
 from draftbridge.v1 import bridge_pb2
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, InvalidPrompts, Sample, read_prompts, verdict
-from services.cli.processes import Fleet, ProcessFailed, pinned
+from services.cli.processes import Fleet, ProcessFailed, launched, pinned
 from services.cli.terminal import check_writable
 
 
@@ -271,3 +271,11 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(option: list
     command = [sys.executable, "-m", "services.cli", "bench", "--server", "127.0.0.1:1", *option]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "160"})
     assert done.returncode and words in done.stderr, done.stderr
+
+
+def test_a_bridge_without_models_is_not_measured() -> None:
+    arguments = ("bridge", "--listen", "127.0.0.1:0", "--until-stdin-closes")
+    with launched("bridge", *arguments) as (address, _):
+        command = [sys.executable, "-m", "services.cli", "bench", "--server", address]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "has no model to measure" in " ".join(done.stderr.split())
