@@ -34,9 +34,9 @@ _MIN_READ_BYTES = 16 << 10
 # Otherwise the system takes a megabyte and more, and the rest waits until a third of that is read: for much longer than
 # the time limit, if the client is slow.
 _UNSENT_OPTION = getattr(socket, "TCP_NOTSENT_LOWAT", None)
-# Anything else, such as TLS without a certificate, is refused before it has the form of a head.
-_HEAD_START = re.compile(rb"(\r?\n)*\r?([A-Za-z]|$)")
 _HEAD_END = re.compile(rb"[^\r\n]\r?\n\r?\n")
+# Bytes of an end that may have arrived without its last one.
+_MAX_BEGUN_END_BYTES = 4
 # Clients in Java offer HTTP/2 so. A server may ignore it, but the parser would take the body for another protocol.
 _UPGRADE = re.compile(rb"\r?\n(?:upgrade|http2-settings):[^\r\n]*(?:\r?\n[ \t][^\r\n]*)*(?=\r?\n)", re.IGNORECASE)
 
@@ -131,10 +131,13 @@ class Connection(HttpToolsProtocol):
         """Returns what the parser is to read now: nothing until a head is complete, and no offer of a protocol."""
         if self._is_parsing:
             return data
-        self._head += data
-        end = _HEAD_END.search(self._head)
+        # Only what has arrived now is searched: a client may send a head byte by byte.
+        begin = max(len(self._head) - _MAX_BEGUN_END_BYTES, 0)
+        self._head += data if self._head else data.lstrip(b"\r\n")  # the parser ignores empty lines before a head
+        end = _HEAD_END.search(self._head, begin)
         if end is None:
-            return b"" if _HEAD_START.match(self._head) else bytes(self._head)
+            # Anything else, such as TLS without a certificate, is refused before it has the form of a head.
+            return b"" if not self._head or self._head[:1].isalpha() else bytes(self._head)
         head, rest = bytes(self._head[: end.end()]), bytes(self._head[end.end() :])
         self._head.clear()
         return _UPGRADE.sub(b"", head) + rest

@@ -7,14 +7,17 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 import httpx2 as httpx
 import pytest
+import uvicorn
 from pydantic import ValidationError
+from uvicorn.server import ServerState
 
 from services.cli.processes import Fleet
 from services.http.answer import Limits
-from services.http.connections import Connection
+from services.http.connections import _HEAD_END, Connection
 from services.http.shared import Shared
 from tests.services.test_http_limits import LONG, door, raw
 from tests.support.certificates import authority, issue
@@ -79,6 +82,58 @@ async def test_what_is_not_a_request_has_an_error_of_openai_s_form(tiny_fleet: F
         with suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 5) == b"", "the connection ends"
         writer.close()
+
+
+class Searched:
+    """Counts the bytes that are searched for the end of a head."""
+
+    def __init__(self) -> None:
+        self.byte_count = 0
+
+    def search(self, data: bytearray, begin: int = 0) -> Any:
+        self.byte_count += len(data) - begin
+        return _HEAD_END.search(data, begin)
+
+
+def bare_connection() -> Connection:
+    """Returns a connection without a transport."""
+    return Connection(
+        config=uvicorn.Config(lambda: None),
+        server_state=ServerState(),
+        app_state={},
+        max_connections=1,
+        head_seconds=1.0,
+        send_seconds=1.0,
+        shaking=WeakSet(),
+    )
+
+
+@pytest.mark.parametrize("end", [b"\r\n\r\n", b"\n\n", b"\r\n\n", b"\n\r\n"])
+async def test_a_head_may_be_split_anywhere(end: bytes) -> None:
+    head = b"\r\n\nGET / HTTP/1.1\r\nA: b\nHost: localhost" + end
+    expected, sent = head.lstrip(), head + b"rest"
+    for first in range(len(sent) + 1):
+        for second in range(first, len(sent) + 1):
+            connection, given = bare_connection(), b""
+            for piece in (sent[:first], sent[first:second], sent[second:]):
+                passed = connection._with_whole_head(piece)
+                connection._is_parsing = connection._is_parsing or bool(passed)
+                assert given or not passed or passed.startswith(expected), (first, second)
+                given += passed
+            assert given == expected + b"rest", (first, second)
+
+
+@pytest.mark.parametrize("line", [b"A: " + b"b" * 5000, b"A: b\r\n" * 1000, b"\r\n" * 2500])
+async def test_the_bytes_of_a_head_are_searched_a_few_times_however_they_arrive(
+    monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
+    searched, connection = Searched(), bare_connection()
+    monkeypatch.setattr("services.http.connections._HEAD_END", searched)
+    sent = (b"GET / HTTP/1.1\r\n" if line.startswith(b"A") else b"") + line
+    for place in range(len(sent)):
+        assert connection._with_whole_head(sent[place : place + 1]) == b""
+    assert searched.byte_count <= 5 * len(sent)
+    assert len(connection._head) == (len(sent) if line.startswith(b"A") else 0)
 
 
 async def test_no_error_is_written_into_an_answer(tiny_fleet: Fleet) -> None:
