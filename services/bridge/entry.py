@@ -1,12 +1,15 @@
 """Keeps the connections of one configured address: one, or for a host name one to each of its addresses."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
 
 from services.bridge.connection import Connection
 from services.bridge.names import Resolver, host_name
+
+_log = logging.getLogger(__name__)
 
 # Streams to an address that left its name may run on for this time.
 _DRAIN_SECONDS = 24 * 3600.0
@@ -63,10 +66,22 @@ class Entry:
         await asyncio.gather(*(one.close() for one in connections))
 
     async def _follow(self, interval: float) -> None:
+        problem = ""
         while True:
             await asyncio.sleep(interval)
-            for one in await self._look_up():
-                one.start()
+            try:
+                for one in await self._look_up():
+                    one.start()
+                problem = ""
+            except Exception as error:  # such as certificates that are being replaced, or no more threads
+                if problem != (problem := f"{type(error).__name__}: {error}"):  # once, not in each round
+                    _log.warning(
+                        "the addresses of %s cannot be followed now (%s): the bridge keeps those that it has and tries "
+                        "again every %g s; check its certificate files and its limits of threads and open files",
+                        self._host,
+                        problem,
+                        interval,
+                    )
 
     async def _look_up(self) -> list[Connection]:
         """Returns the new connections, after looking up the name.

@@ -14,8 +14,11 @@ from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
-from draftbridge import Credentials
+from draftbridge import CallError, Credentials
 from draftbridge.v1 import model_pb2, model_pb2_grpc
+from services.bridge.connection import Connection
+from services.bridge.endpoint import ModelReader
+from services.bridge.entry import Entry
 from services.bridge.gateway import Gateway, Opened
 from services.bridge.names import host_name, resolve, with_ip
 from services.bridge.zoo import Zoo
@@ -235,3 +238,26 @@ async def test_the_certificate_is_that_of_the_name(tmp_path: Path) -> None:
                     assert answers
                 except grpc.RpcError:
                     assert not answers
+
+
+async def test_a_failed_round_does_not_end_following_a_name(caplog: pytest.LogCaptureFixture) -> None:
+    attempts: list[str] = []
+
+    def connect(ip: str) -> Connection:
+        if ip:
+            attempts.append(ip)
+        if len(attempts) in (1, 2):
+            raise CallError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD", "the key has another certificate", {})
+        channel = open_channel(with_ip("draft.example:1", ip or NOBODY))
+        return Connection(ip, model_pb2.ROLE_DRAFT, channel, channel, ModelReader(), 0.1, lambda new, old: None)
+
+    entry = Entry("draft.example:1", connect, lambda address: None, Records(**{"draft.example": [NOBODY]}))
+    entry.start(0.01)
+    try:
+        await until(lambda: NOBODY in [one.address for one in entry.connections])
+    finally:
+        await entry.close()
+    assert attempts == [NOBODY] * 3
+    warnings = [one.getMessage() for one in caplog.records if "draft.example" in one.getMessage()]
+    assert len(warnings) == 1, "one line for one problem"
+    assert "another certificate" in warnings[0] and "check its certificate files" in warnings[0]
