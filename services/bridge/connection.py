@@ -157,7 +157,11 @@ class Connection:
                 if not self.endpoint:
                     await asyncio.sleep(self._pause_seconds)
             self._changed.clear()
+            started = perf_counter()
             await self._watch()
+            if perf_counter() - started < self._pause_seconds:
+                # Its reports contradict one another: without a pause it would be connected again at once, for ever.
+                await asyncio.sleep(self._pause_seconds)
 
     async def _try(self) -> None:
         """Connects the service. One that was refused is retried only after it has changed or was unreachable."""

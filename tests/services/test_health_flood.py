@@ -1,4 +1,4 @@
-"""A service that reports its health without end does not occupy the bridge."""
+"""A service whose reports of its health have no end, or contradict one another, does not occupy the bridge."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,7 +9,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from draftbridge.v1 import model_pb2
 from services.bridge.connection import Connection
-from services.bridge.endpoint import ModelReader
+from services.bridge.endpoint import Endpoint, ModelReader
+from tests.support import tiny
 
 
 class Flood:
@@ -40,3 +41,53 @@ async def test_reports_of_good_health_are_read_slowly(monkeypatch: pytest.Monkey
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(one._until_unhealthy(), 0.3)
     assert 0 < Flood.read_count < 10
+
+
+class Contradiction:
+    """A service whose `Check` is fine, and whose `Watch` ends at once, after the report that it is told to give."""
+
+    answers: tuple[health_pb2.HealthCheckResponse, ...] = ()
+    watch_count = 0
+
+    def __init__(self, channel: object) -> None:
+        pass
+
+    async def Check(self, request: object, timeout: float) -> health_pb2.HealthCheckResponse:  # noqa: N802
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+    def Watch(self, request: object) -> "Contradiction":  # noqa: N802
+        Contradiction.watch_count += 1
+        return self
+
+    async def __aiter__(self) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        for answer in self.answers:
+            yield answer
+
+    def cancel(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("reports", [(), (health_pb2.HealthCheckResponse.NOT_SERVING,)])
+async def test_a_connection_that_never_lasts_is_not_tried_without_a_pause(
+    monkeypatch: pytest.MonkeyPatch, reports: tuple[health_pb2.HealthCheckResponse.ServingStatus.ValueType, ...]
+) -> None:
+    monkeypatch.setattr(health_pb2_grpc, "HealthStub", Contradiction)
+    monkeypatch.setattr(Contradiction, "answers", [health_pb2.HealthCheckResponse(status=one) for one in reports])
+    monkeypatch.setattr(Contradiction, "watch_count", 0)
+    monkeypatch.setattr("services.bridge.connection._RETRY_SECONDS", 0.1)
+    description = model_pb2.Model(name="tiny")
+    known = Endpoint(
+        "x", model_pb2.ROLE_DRAFT, aio.insecure_channel("127.0.0.1:1"), description, tiny.model(tiny.EXACT_KINDS[0])
+    )
+
+    async def describe(*_: object, **__: object) -> tuple[model_pb2.Model, int]:
+        await asyncio.sleep(0)
+        return description, 0
+
+    one = Connection("x", known.role, known.channel, known.channel, ModelReader(), 1.0, lambda new, old: None)
+    monkeypatch.setattr(one._reader, "describe", describe)
+    one.known = known
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(one._run(), 0.45)
+    await one.close()
+    assert 1 < Contradiction.watch_count <= 5
