@@ -80,7 +80,7 @@ def run(
         models = {model.name: model for model in client.models()}
         pairs = client.pairs()
         if not models:
-            fail(f"the bridge at {address} has no model to measure: connect it to a target, or try again once it is there")
+            fail(f"the bridge at {address} has no model to measure: connect it to a target, or wait until it is there")
         if server:
             target, draft = next(((pair.target, pair.draft) for pair in pairs), (next(iter(models)), "none"))
         ways = [way for way in bench.WAYS if pairs or way != "draft model"]
