@@ -262,8 +262,8 @@ def test_a_bridge_that_fails_at_each_step_is_logged_once(
             next(requests)
             context.abort(grpc.StatusCode.INTERNAL, "broken")
 
-    monkeypatch.setattr(candidates, "_PAUSE_SECONDS", 0.01)
-    monkeypatch.setattr(candidates, "_MAX_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(candidates, "_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(candidates, "_MAX_PAUSE_SECONDS", 0.2)
     caplog.set_level("INFO", "draftbridge")
     with serving(Failing()) as address:  # type: ignore[arg-type]
         client = CandidateClient(address, MODEL, b"{}")
