@@ -52,7 +52,7 @@ class Contradiction:
     def __init__(self, channel: object) -> None:
         pass
 
-    async def Check(self, request: object, **options: object) -> health_pb2.HealthCheckResponse:  # noqa: N802, ASYNC109
+    async def Check(self, request: object, timeout: float) -> health_pb2.HealthCheckResponse:  # noqa: N802, ASYNC109
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
     def Watch(self, request: object) -> "Contradiction":  # noqa: N802
