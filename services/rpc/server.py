@@ -171,8 +171,8 @@ class Server:
             channelz.add_channelz_servicer(self._server)
             names.append(channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name)
         reflection.enable_server_reflection(names, self._server)
-        await self._server.start()
         health.set(self._serving(alive()))
+        await self._server.start()
         on_start(self.address)
         while not stop.is_set():
             try:

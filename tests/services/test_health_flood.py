@@ -44,7 +44,7 @@ async def test_reports_of_good_health_are_read_slowly(monkeypatch: pytest.Monkey
 
 
 class Contradiction:
-    """A service whose `Check` is fine, and whose `Watch` ends at once, after the report that it is told to give."""
+    """A service whose `Check` is fine, and whose `Watch` ends at once, after the reports in `answers`."""
 
     answers: tuple[health_pb2.HealthCheckResponse, ...] = ()
     watch_count = 0
