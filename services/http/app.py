@@ -182,8 +182,11 @@ class _Door:
             allowed_count = f"so small that this server may generate all choices at once, at most {limit}"
             raise InvalidField("n" if (body.n or 1) > 1 else "prompt", allowed_count, f"{count} choices")
 
-    async def read(self, request: HttpRequest, kind: type[B]) -> B:
-        """Returns the request. Raises `InvalidBody`, or `HTTPException` for a body that is not read."""
+    async def read(self, request: HttpRequest, kind: type[B], key: Key | None) -> B:
+        """Returns the request.
+
+        Raises `InvalidBody`, `HTTPException` for a body that is not read, and what `room` raises if there is none.
+        """
         content_type, _, _ = request.headers.get("content-type", "").partition(";")
         # Other types can be sent by any web page without the browser asking this server first.
         if content_type.strip().lower() != "application/json":
@@ -210,10 +213,12 @@ class _Door:
             raise HTTPException(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
         finally:
             self._arriving_bytes -= counted
-        try:
-            return kind.model_validate_json(bytes(body))
-        except ValidationError as error:
-            raise errors.invalid_body(error) from None
+        # Checked before the body, which can take some tenths of a second; the caller takes room for all choices.
+        with self.room(1, key):
+            try:
+                return kind.model_validate_json(bytes(body))
+            except ValidationError as error:
+                raise errors.invalid_body(error) from None
 
     async def models(self, request: HttpRequest) -> Response:
         """Lists the targets, which `model` may name, and under our name the drafts."""
@@ -232,7 +237,7 @@ class _Door:
     async def segmentation(self, request: HttpRequest) -> Response:
         """Returns the tokens that one or two models make of a text, each with its bytes as far as they are text."""
         key = self.key_of(request)
-        body = await self.read(request, SegmentationRequest)
+        body = await self.read(request, SegmentationRequest, key)
         try:
             with self.room(1, key):
                 rows = await self.backend.segment(body.text, body.models)
@@ -282,7 +287,7 @@ class _Endpoint(Generic[R]):
         try:
             request = HttpRequest(scope, receive)
             key = self._door.key_of(request)
-            body = await self._door.read(request, self._kind)
+            body = await self._door.read(request, self._kind, key)
             self._door.check_count(body, key)
             with self._door.room(body.choice_count, key):
                 target, ours = body.model or "", body.extension

@@ -51,6 +51,12 @@ def client(secured: tuple[str, str, Path], name: str | None) -> httpx.Client:
     return httpx.Client(base_url=url, headers=headers, verify=ssl.create_default_context(cafile=str(ca)), timeout=60)
 
 
+def broken(http: httpx.Client) -> list[httpx.Response]:
+    """Returns the answers to a body that is not JSON."""
+    paths = ("/v1/completions", "/v1/chat/completions", "/v1/segmentations")
+    return [http.post(path, content=b"{", headers={"content-type": "application/json"}) for path in paths]
+
+
 def test_a_token_opens_it_over_tls(secured: tuple[str, str, Path]) -> None:
     assert secured[1].startswith("https://")
     with client(secured, "ann") as http:
@@ -87,6 +93,7 @@ def test_a_key_has_one_limit_for_both_doors(secured: tuple[str, str, Path]) -> N
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) > 0
         assert "10 tokens a minute" in refused.json()["error"]["message"]
+        assert all(answer.status_code == 429 for answer in broken(http)), "the body is not even parsed"
     with (
         Client(grpc_address, Credentials(ca=ca, token=TOKENS["bob"])) as talking,
         pytest.raises(CallError, match="10 tokens a minute"),
@@ -97,6 +104,7 @@ def test_a_key_has_one_limit_for_both_doors(secured: tuple[str, str, Path]) -> N
 def test_each_choice_counts_as_a_request_of_the_key(secured: tuple[str, str, Path]) -> None:
     several = BODY | {"n": 2, "max_tokens": 230, "ignore_eos": True, "stream": True}
     with client(secured, "cid") as http:
+        assert all(answer.status_code == 400 for answer in broken(http))
         never = http.post("/v1/completions", json=BODY | {"n": 3})
         assert never.status_code == 400 and never.json()["error"]["param"] == "n"
         with http.stream("POST", "/v1/completions", json=several) as running:
@@ -107,6 +115,7 @@ def test_each_choice_counts_as_a_request_of_the_key(secured: tuple[str, str, Pat
             ):
                 beyond = http.post(path, json=body)
                 assert beyond.status_code == 429 and "2 concurrent requests" in beyond.json()["error"]["message"]
+            assert all(answer.status_code == 429 for answer in broken(http)), "the body is not even parsed"
 
 
 def test_a_client_that_does_not_trust_the_authority_does_not_connect(secured: tuple[str, str, Path]) -> None:
