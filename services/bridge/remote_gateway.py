@@ -1,5 +1,6 @@
 """Runs requests on a bridge elsewhere, over gRPC: the backend of a door in a process of its own."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 
@@ -14,7 +15,7 @@ from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.bridge.backend import Opened, ServedModel, ServiceState
 from services.bridge.pairing import Wish
 from services.bridge.zoo import no_such
-from services.errors import ModelNotFound
+from services.errors import KeyLimitReached, ModelNotFound, Overloaded
 from services.metrics import HttpMetrics
 from services.rpc import client_codec
 from services.rpc.channel import options
@@ -27,6 +28,8 @@ _MAX_INPUT_BYTES = 4 << 20
 _TIMEOUT_SECONDS = 10.0
 # How long a list of models is used before the bridge is asked again.
 _LIST_SECONDS = 1.0
+# The time after which a call that the bridge had no room for is repeated.
+_REFUSED_SECONDS = 0.05
 # Tokenizers whose tokens' bytes are kept, and tokens of each.
 _MAX_TOKENIZERS, _MAX_TOKENS = 16, 300_000
 
@@ -167,8 +170,16 @@ class RemoteGateway:
         tops = [top.token_id for one in delta.logprobs for top in one.top_logprobs]
         if unknown := tokens.unknown([*delta.token_ids, *tops]):
             ids = bridge_pb2.TokenIds(token_ids=unknown)
-            answer = await self._translate(bridge_pb2.TranslateRequest(token_ids=ids, source=model, target=model))
-            tokens.add(answer.source_tokens)
+            request = bridge_pb2.TranslateRequest(token_ids=ids, source=model, target=model)
+            while True:
+                try:
+                    tokens.add((await self._translate(request)).source_tokens)
+                    return
+                except RemoteError as error:
+                    # Calls of this door's other clients must not end an answer that has begun.
+                    if error.reason not in (KeyLimitReached.reason, Overloaded.reason):
+                        raise
+                await asyncio.sleep(_REFUSED_SECONDS)
 
     async def _translate(self, request: bridge_pb2.TranslateRequest) -> bridge_pb2.TranslateResponse:
         try:

@@ -1,59 +1,102 @@
 """What a key's limits apply to, and where a server's own token may go."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc import aio
 
+from bridge.generation import Delta
+from bridge.request import Request
 from draftbridge import CallError
 from draftbridge.security import Credentials
-from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2, sampling_pb2
+from services.bridge.remote_gateway import RemoteGateway
 from services.config import ServerConfig
+from services.metrics import HttpMetrics
 from services.rpc.security import warn_of_open_token
 from services.rpc.server import Server
+from services.traces import Traces
 
 TOKEN = "alice-0123456789abcdef"
 OWN = (("authorization", f"Bearer {TOKEN}"),)
 
 
 class Slow(bridge_pb2_grpc.BridgeServiceServicer):
-    """A bridge whose translations wait until `end` is set."""
+    """A bridge whose translations of texts wait until `end` is set. It generates one token."""
 
     def __init__(self) -> None:
         self.begun, self.end = asyncio.Event(), asyncio.Event()
 
-    async def Translate(self, request: object, context: object) -> bridge_pb2.TranslateResponse:  # noqa: N802
-        self.begun.set()
-        await self.end.wait()
-        return bridge_pb2.TranslateResponse()
+    async def ListModels(self, request: object, context: object) -> bridge_pb2.ListModelsResponse:  # noqa: N802
+        state, role = bridge_pb2.ServiceState.STATE_AVAILABLE, model_pb2.ROLE_TARGET
+        service = bridge_pb2.ServiceState(role=role, state=state, model=model_pb2.Model(name="m"))
+        return bridge_pb2.ListModelsResponse(services=[service])
+
+    async def Translate(  # noqa: N802
+        self, request: bridge_pb2.TranslateRequest, context: object
+    ) -> bridge_pb2.TranslateResponse:
+        if request.text:
+            self.begun.set()
+            await self.end.wait()
+        spans = [bridge_pb2.TokenSpan(token_id=id_, data=b"x") for id_ in request.token_ids.token_ids]
+        return bridge_pb2.TranslateResponse(source_tokens=spans)
 
     async def Generate(self, request: object, context: object) -> bridge_pb2.GenerateResponse:  # noqa: N802
-        yield bridge_pb2.GenerateResponse()
+        yield bridge_pb2.GenerateResponse(started=bridge_pb2.GenerateStarted(target="m"))
+        token = sampling_pb2.TokenLogprobs(logprob=-1.0)
+        yield bridge_pb2.GenerateResponse(delta=bridge_pb2.GenerateDelta(text="x", token_ids=[5], logprobs=[token]))
 
 
-async def test_translations_are_limited_apart_from_requests(tmp_path: Path) -> None:
+@asynccontextmanager
+async def limited(tmp_path: Path) -> AsyncIterator[tuple[Slow, str]]:
+    """A bridge whose only key has room for one request, and one translation, at once."""
     keys = tmp_path / "keys.toml"
     keys.write_text(f'[alice]\ntoken = "{TOKEN}"\nconcurrent-requests = 1\n')
     server, slow = Server("127.0.0.1:0", ServerConfig.model_validate({"keys": keys})), Slow()
     server.register(bridge_pb2_grpc.add_BridgeServiceServicer_to_server, slow, None)
     await server._server.start()
     try:
-        async with aio.insecure_channel(server.address) as channel, asyncio.timeout(30):
-            stub, request = bridge_pb2_grpc.BridgeServiceStub(channel), bridge_pb2.TranslateRequest(text="x")
-            first = stub.Translate(request, metadata=OWN)
-            await slow.begun.wait()
-            with pytest.raises(grpc.RpcError) as caught:
-                await stub.Translate(request, metadata=OWN, timeout=5)
-            assert CallError.from_rpc(caught.value, "the bridge").reason == "KEY_LIMIT_REACHED"
-            # A door asks for tokens' bytes in the middle of a request, with the same key.
-            assert len([one async for one in stub.Generate(bridge_pb2.GenerateRequest(), metadata=OWN)]) == 1
-            slow.end.set()
-            await first
-            await stub.Translate(request, metadata=OWN)
+        async with asyncio.timeout(30):
+            yield slow, server.address
     finally:
         await server._server.stop(0)
+
+
+async def test_translations_are_limited_apart_from_requests(tmp_path: Path) -> None:
+    async with limited(tmp_path) as (slow, address), aio.insecure_channel(address) as channel:
+        stub, request = bridge_pb2_grpc.BridgeServiceStub(channel), bridge_pb2.TranslateRequest(text="x")
+        first = stub.Translate(request, metadata=OWN)
+        await slow.begun.wait()
+        with pytest.raises(grpc.RpcError) as caught:
+            await stub.Translate(request, metadata=OWN, timeout=5)
+        assert CallError.from_rpc(caught.value, "the bridge").reason == "KEY_LIMIT_REACHED"
+        # A door asks for tokens' bytes in the middle of a request, with the same key.
+        assert len([one async for one in stub.Generate(bridge_pb2.GenerateRequest(), metadata=OWN)]) == 2
+        slow.end.set()
+        await first
+        await stub.Translate(request, metadata=OWN)
+
+
+async def test_a_segmentation_does_not_end_an_answer_of_the_same_door(tmp_path: Path) -> None:
+    async with limited(tmp_path) as (slow, address):
+        gateway = RemoteGateway(address, Credentials(token=TOKEN, insecure=True), HttpMetrics(), Traces())
+
+        async def deltas() -> list[object]:
+            return [one async for one in gateway.generate(Request("a", logprobs=0)) if isinstance(one, Delta)]
+
+        segmentation = asyncio.create_task(gateway.segment("x", ["m"]))
+        await slow.begun.wait()
+        answer = asyncio.create_task(deltas())
+        await asyncio.wait([answer], timeout=0.2)
+        assert not answer.done(), "the bytes of its token are refused for now"
+        slow.end.set()
+        assert len(await answer) == 1 and (await gateway.served_target("m")).spelling.token_bytes(5) == b"x"
+        await segmentation
+        await gateway.close()
 
 
 def test_a_token_that_leaves_the_machine_unencrypted_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
