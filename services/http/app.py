@@ -304,9 +304,6 @@ class _Endpoint(Generic[R]):
                     response = await respond(Answer(form, choices, events), body, receive)
                     if response:
                         await response(scope, receive, send)
-        except asyncio.CancelledError:
-            # Only a server that stops cancels a request. Its connection is closed, because the response is incomplete.
-            pass
         except DraftBridgeError as error:
             names = body.names if body else {}
             response = errors.answer(error, model=(body and body.model) or "", names=names)

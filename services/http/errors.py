@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from bridge.errors import DraftBridgeError, InvalidField, InvalidGrammar, InvalidRequest
+from bridge.errors import DraftBridgeError, InvalidField, InvalidGrammar, InvalidRequest, Unreachable
 from services.errors import Exhausted, GrammarNotSupported
 from services.rpc.status import RemoteError, code_of
 
@@ -82,6 +82,15 @@ class TooManySequences(Exhausted, reason="TOO_MANY_SEQUENCES"):
     def __init__(self, limit: int) -> None:
         remedy = "ask for a smaller n, or start it with a larger --http-sequences"
         super().__init__(f"this server generates at most {limit} choices at once", remedy, limit=limit)
+
+
+class ServerStopping(Unreachable, reason="SERVER_STOPPING"):
+    """The grace period of a server that stops is over, and the answer has not begun."""
+
+    def __init__(self) -> None:
+        problem = "this server is stopping and cannot finish the request"
+        remedy = "when it runs again, or send it to another one"
+        DraftBridgeError.__init__(self, f"{problem}: try again {remedy}", retry_seconds=1.0)
 
 
 def invalid_body(error: ValidationError) -> InvalidBody:

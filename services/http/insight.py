@@ -1,5 +1,6 @@
 """Observes HTTP requests: gives each its id, its span, its metrics and a line in the log."""
 
+import asyncio
 import logging
 from time import perf_counter
 
@@ -51,6 +52,10 @@ class Insight:
             await self._app(scope, receive, observed)
         except ClientDisconnect:  # while its body was being received
             pass
+        except asyncio.CancelledError:
+            # Only a server that stops cancels a request. The connection of a response that has begun is closed.
+            if status == _CLIENT_LEFT:
+                await errors.answer(errors.ServerStopping())(scope, receive, observed)
         except Exception as error:
             if status != _CLIENT_LEFT:
                 raise  # the response has begun: the server closes the connection
