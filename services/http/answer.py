@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from sse_starlette.sse import EventSourceResponse
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from bridge.generation import Delta
@@ -20,13 +20,15 @@ from services.http.responses import Choice, Format, Json, usage
 _DONE = b"data: [DONE]\n\n"
 # ASCII: some clients split lines at characters such as U+2028 too.
 _write_json = json.JSONEncoder(separators=(",", ":")).encode
+_write_text = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
 class Limits:
     """What clients may use: bytes of a body, choices at once, seconds for a head, a body, and without reading.
 
-    `connections`: open at once; None: the number that the limit on open files allows.
+    `connections`: open at once; None: the number that the limit on open files allows. `logprob_bytes`: what all answers
+    that are not streamed may hold of log probabilities.
     """
 
     body_bytes: int = 4 << 20
@@ -35,15 +37,44 @@ class Limits:
     head_seconds: float = 30.0
     body_seconds: float = 30.0
     send_seconds: float = 30.0
+    logprob_bytes: int = 256 << 20
+
+
+class Budget:
+    """Counts the bytes of log probabilities in memory, up to a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._used = limit, 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """Yields a function that takes bytes until the block ends, and raises `LogprobsFull`."""
+        taken = 0
+
+        def take(count: int) -> None:
+            nonlocal taken
+            if self._used + count > self._limit:
+                raise errors.LogprobsFull(self._limit)
+            self._used += count
+            taken += count
+
+        try:
+            yield take
+        finally:
+            self._used -= taken
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer in the making: its choices, the events that fill them, and the form that it is written in."""
+    """An answer in the making: its choices, the events that fill them, and the form that it is written in.
+
+    `take`: counts bytes of log probabilities, see `Budget`.
+    """
 
     form: Format
     choices: list[Choice]
     events: AsyncGenerator[Event]
+    take: Callable[[int], None]
 
 
 async def respond(answer: Answer, body: GenerationRequest, receive: Receive) -> Response | None:
@@ -55,17 +86,69 @@ async def respond(answer: Answer, body: GenerationRequest, receive: Receive) -> 
     return None if begun is None else _EventStream(_stream(answer, body, begun))
 
 
-async def _whole(answer: Answer, body: GenerationRequest) -> JSONResponse:
+class _Logprobs:
+    """The log probabilities of a choice, which are encoded as they arrive.
+
+    As objects they would need many times the memory, and encoding all of them at once would stop the event loop.
+    """
+
+    def __init__(self) -> None:
+        self._fields: dict[str, bytearray] = {}
+
+    def add(self, logprobs: Json) -> int:
+        """Adds those of a delta, whose fields are lists or null. Returns their size."""
+        size = 0
+        for name, values in logprobs.items():
+            field = self._fields.setdefault(name, bytearray())
+            if values is not None:
+                piece = b"," * bool(field) + _write_text(values)[1:-1].encode()
+                field += piece
+                size += len(piece)
+        return size
+
+    def pieces(self) -> Iterator[bytes | bytearray]:
+        """Yields their JSON."""
+        if not self._fields:
+            yield b"null"
+            return
+        for place, (name, field) in enumerate(self._fields.items()):
+            yield f'{"," if place else "{"}"{name}":{"[" if field else "null"}'.encode()
+            yield field
+            yield b"]" if field else b""
+        yield b"}"
+
+
+async def _whole(answer: Answer, body: GenerationRequest) -> Response:
     texts: list[list[str]] = [[] for _ in answer.choices]
-    tokens: list[list[Json]] = [[] for _ in answer.choices]
+    logprobs = [_Logprobs() for _ in answer.choices]
     async for index, event in answer.events:
-        answer.choices[index].take(event)
+        choice = answer.choices[index]
+        choice.take(event)
         if isinstance(event, Delta):
             texts[index].append(event.text)
-            tokens[index] += answer.choices[index].tokens(event)
-    choices = [answer.form.complete(one, "".join(texts[one.index]), tokens[one.index]) for one in answer.choices]
-    # In a thread: with log probabilities it may be megabytes, which take a second to write.
-    return await asyncio.to_thread(JSONResponse, answer.form.whole(choices, usage(answer.choices, body.n or 1)))
+            if tokens := choice.tokens(event):
+                answer.take(logprobs[index].add(answer.form.logprobs(choice, tokens)))
+
+    def pieces() -> Iterator[bytes | bytearray]:
+        before = _write_text(answer.form.whole())[:-1] + ',"choices":['
+        for choice in answer.choices:
+            part = answer.form.complete(choice, "".join(texts[choice.index]))
+            yield f'{before}{_write_text(part)[:-1]},"logprobs":'.encode()
+            yield from logprobs[choice.index].pieces()
+            before = "},"
+        yield f'}}],"usage":{_write_text(usage(answer.choices, body.n or 1))}}}'.encode()
+
+    # In a thread: it may be hundreds of megabytes.
+    return _WholeResponse(await asyncio.to_thread(b"".join, pieces()), media_type="application/json")
+
+
+class _WholeResponse(Response):
+    """Ends when the client has read all of it, because its log probabilities count until then."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        await send({"type": "http.response.body"})  # waits until what was sent before has been read
 
 
 async def _begin(answer: Answer) -> list[Event]:

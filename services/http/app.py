@@ -33,7 +33,7 @@ from bridge.request import Request
 from services.bridge.backend import Backend, ServedModel, ServiceState
 from services.errors import ModelNotFound, Unauthenticated
 from services.http import errors
-from services.http.answer import Answer, Limits, respond
+from services.http.answer import Answer, Budget, Limits, respond
 from services.http.generation import Event, Sequences, generate
 from services.http.insight import Insight
 from services.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, SegmentationRequest
@@ -156,7 +156,7 @@ class _Door:
 
     def __init__(self, backend: Backend, limits: Limits, keys: Keys | None) -> None:
         self.backend, self.limits, self._keys = backend, limits, keys
-        self._sequences = Sequences(limits.sequences)
+        self._sequences, self.logprobs = Sequences(limits.sequences), Budget(limits.logprob_bytes)
         self._arriving_bytes = 0
         self._health: Shared[list[ServiceState]] = Shared(backend.check, _HEALTH_SECONDS)
         self._created = int(time.time())
@@ -289,7 +289,7 @@ class _Endpoint(Generic[R]):
             key = self._door.key_of(request)
             body = await self._door.read(request, self._kind, key)
             self._door.check_count(body, key)
-            with self._door.room(body.choice_count, key):
+            with self._door.room(body.choice_count, key), self._door.logprobs.share() as take:
                 target, ours = body.model or "", body.extension
                 requests = [_owned(one, key) for one in await asyncio.to_thread(body.requests)]
                 model = await self._door.backend.served_target(target)
@@ -301,7 +301,7 @@ class _Endpoint(Generic[R]):
                 events = generate(self._door.backend, requests, target, ours.wish)
                 events = _spending(events, key) if key else events
                 async with aclosing(events):
-                    response = await respond(Answer(form, choices, events), body, receive)
+                    response = await respond(Answer(form, choices, events, take), body, receive)
                     if response:
                         await response(scope, receive, send)
         except DraftBridgeError as error:

@@ -84,6 +84,15 @@ class TooManySequences(Exhausted, reason="TOO_MANY_SEQUENCES"):
         super().__init__(f"this server generates at most {limit} choices at once", remedy, limit=limit)
 
 
+class LogprobsFull(Exhausted, reason="LOGPROBS_FULL"):
+    """The log probabilities of answers that are not streamed leave no room for more."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        problem = f"the log probabilities of answers that are not streamed fill the {limit_bytes} bytes for them"
+        remedy = "ask for fewer of them, or stream the answer"
+        super().__init__(problem, remedy, limit_bytes=limit_bytes)
+
+
 class ServerStopping(Unreachable, reason="SERVER_STOPPING"):
     """The grace period of a server that stops is over, and the answer has not begun."""
 

@@ -131,9 +131,9 @@ class Format(ABC):
         self._created = int(time.time())
         self._model, self._spans = model.name, spans
 
-    def whole(self, choices: Sequence[Json], usage: Json) -> Json:
-        """Returns the answer to a request without streaming."""
-        return {**self._envelope(self.whole_object), "choices": list(choices), "usage": usage}
+    def whole(self) -> Json:
+        """Returns the answer to a request without streaming, except for its choices and usage."""
+        return self._envelope(self.whole_object)
 
     def event(self, choices: Sequence[Json], **further: Any) -> Json:
         """Returns one event of a stream."""
@@ -167,8 +167,12 @@ class Format(ABC):
     def _chunk(self, choice: Choice, text: str, tokens: list[Json]) -> Json: ...
 
     @abstractmethod
-    def complete(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
-        """Returns a choice of an answer without streaming."""
+    def complete(self, choice: Choice, text: str) -> Json:
+        """Returns a choice of an answer without streaming, except for its log probabilities."""
+
+    @abstractmethod
+    def logprobs(self, choice: Choice, tokens: list[Json]) -> Json:
+        """Returns the log probabilities of the choice's next tokens: fields that are lists or null."""
 
 
 class CompletionFormat(Format):
@@ -182,18 +186,22 @@ class CompletionFormat(Format):
 
     def last(self, choice: Choice) -> Json:
         """See `Format`."""
-        return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason}
+        return self._chunk(choice, "", [])
 
-    def complete(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
+    def complete(self, choice: Choice, text: str) -> Json:
         """See `Format`."""
-        return self._chunk(choice, text, tokens)
+        return {"index": choice.index, "text": text, "finish_reason": choice.finish_reason}
 
     def _chunk(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
+        return {**self.complete(choice, text), "logprobs": self.logprobs(choice, tokens) if tokens else None}
+
+    def logprobs(self, choice: Choice, tokens: list[Json]) -> Json:
+        """See `Format`."""
         offsets = []
         for one in tokens:
             offsets.append(choice.character_offset)
             choice.character_offset += sum(byte & 0xC0 != 0x80 for byte in one["bytes"])
-        logprobs = {
+        return {
             "tokens": [one["token"] for one in tokens],
             "token_logprobs": [one["logprob"] for one in tokens],
             # The chosen token is always there, as in OpenAI's answers.
@@ -202,12 +210,6 @@ class CompletionFormat(Format):
             ],
             "text_offset": offsets,
         }  # fmt: skip
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": logprobs if tokens else None,
-            "finish_reason": choice.finish_reason,
-        }
 
 
 class ChatFormat(Format):
@@ -223,7 +225,7 @@ class ChatFormat(Format):
         """See `Format`."""
         return self._part(choice, choice.call.take("", ended=True) if choice.call else {}, [])
 
-    def complete(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
+    def complete(self, choice: Choice, text: str) -> Json:
         """See `Format`."""
         message: Json = {
             "role": "assistant",
@@ -235,14 +237,15 @@ class ChatFormat(Format):
             message |= choice.call.take(text, ended=True)
             for one in message.get("tool_calls", ()):
                 del one["index"]  # only pieces of a stream have it
-        part = self._part(choice, message, tokens)
-        part["message"] = part.pop("delta")
-        return part
+        return {"index": choice.index, "message": message, "finish_reason": choice.finish_reason}
+
+    def logprobs(self, choice: Choice, tokens: list[Json]) -> Json:
+        """See `Format`."""
+        return {"content": tokens, "refusal": None}
 
     def _chunk(self, choice: Choice, text: str, tokens: list[Json]) -> Json:
         return self._part(choice, choice.call.take(text, ended=False) if choice.call else {"content": text}, tokens)
 
-    @staticmethod
-    def _part(choice: Choice, delta: Json, tokens: list[Json]) -> Json:
-        logprobs = {"content": tokens, "refusal": None} if tokens else None
+    def _part(self, choice: Choice, delta: Json, tokens: list[Json]) -> Json:
+        logprobs = self.logprobs(choice, tokens) if tokens else None
         return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": choice.finish_reason}

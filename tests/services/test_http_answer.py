@@ -1,13 +1,90 @@
 """Answers of the HTTP door that are not streamed, and those that the end of the server cuts off."""
 
 import asyncio
+import json
+import tracemalloc
+from collections.abc import AsyncGenerator
+from typing import Any
 
 import httpx2 as httpx
 import pytest
 
+from bridge.generation import Delta, Finished
+from bridge.planning.planner import Mode
+from bridge.ports import FinishReason, Logprob
+from bridge.request import Request
+from bridge.statistics import Statistics
+from services.bridge.backend import Opened, ServedModel
 from services.cli.processes import Fleet
-from tests.services.test_http_limits import door
+from services.http.answer import Answer, Limits, respond
+from services.http.generation import Event
+from services.http.requests import CompletionRequest
+from services.http.responses import ChatFormat, Choice, CompletionFormat
+from tests.services.test_http_limits import LONG, door
+from tests.support import tiny
 from tests.support.doors import refused
+
+MODEL = ServedModel("m", 1000, False, (), tiny.model("byte_level").vocabulary)
+
+
+async def events(tokens: int) -> AsyncGenerator[Event]:
+    """Yields two choices whose tokens have 20 alternatives each."""
+    for index in range(2):
+        yield index, Opened("m", "", 0, 1)
+        for _ in range(tokens):
+            top = tuple((id_, -id_ / 7) for id_ in range(70, 90))
+            yield index, Delta("\u00e9", (71,), (Logprob(-71 / 7, top),))
+        yield index, Finished(FinishReason.LENGTH, 1, tokens, tokens, 1, 1, Mode.OFF, Statistics())
+
+
+async def stay() -> Any:
+    await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_log_probabilities_are_held_as_they_are_sent(chat: bool) -> None:
+    form, body = (ChatFormat if chat else CompletionFormat), CompletionRequest(prompt="a")
+    choices = [Choice(index, Request("a"), MODEL) for index in range(2)]
+    tracemalloc.start()
+    try:
+        response = await respond(Answer(form(MODEL), choices, events(300), lambda _: None), body, stay)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert response and len(response.body) > 200_000 and peak < 3 * len(response.body)
+    for choice in json.loads(response.body)["choices"]:
+        logprobs = choice["logprobs"]
+        assert {len(values) for values in logprobs.values() if values is not None} == {300}
+
+
+async def test_a_whole_answer_ends_when_it_has_been_read() -> None:
+    read, body = asyncio.Event(), b""
+
+    async def send(message: Any) -> None:
+        """Waits while anything that was sent before has not been read, as the server does."""
+        nonlocal body
+        if body:
+            await read.wait()
+        body += message.get("body", b"")
+
+    choices = [Choice(index, Request("a"), MODEL) for index in range(2)]
+    answer = Answer(CompletionFormat(MODEL), choices, events(1), lambda _: None)
+    response = await respond(answer, CompletionRequest(prompt="a"), stay)
+    assert response
+    sending = asyncio.create_task(response({"type": "http"}, stay, send))
+    await asyncio.wait([sending], timeout=0.05)
+    assert body == response.body and not sending.done()
+    read.set()
+    await sending
+
+
+async def test_log_probabilities_of_answers_that_are_not_streamed_are_bounded(tiny_fleet: Fleet) -> None:
+    body = LONG | {"max_tokens": 5}
+    async with door(tiny_fleet, Limits(logprob_bytes=1000)) as (url, _), httpx.AsyncClient(base_url=url) as http:
+        assert "stream the answer" in refused(await http.post("/v1/completions", json=body), 429, None)
+        assert (await http.post("/v1/completions", json=body | {"stream": True})).status_code == 200
+        for _ in range(3):  # they are free again when the answer has been sent
+            assert (await http.post("/v1/completions", json=body | {"logprobs": 2})).status_code == 200
 
 
 async def test_requests_without_an_answer_at_the_end_of_the_grace_period_are_503(
