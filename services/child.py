@@ -1,5 +1,7 @@
-"""The commands of child processes that run Python."""
+"""The commands of child processes that run Python, and what the processes have in common."""
 
+import logging
+import os
 import sys
 
 
@@ -9,3 +11,11 @@ def command(module: str, *arguments: str) -> list[str]:
     It does not look for modules in the current directory, which may be a model's: its files must not run.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def quiet_libraries() -> None:
+    """Hides what transformers, and libraries that it imports, write for their developers."""
+    # They warn about kernels for other devices.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

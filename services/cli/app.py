@@ -1,6 +1,5 @@
 """The `draftbridge` command: assembles its subcommands and reports errors."""
 
-import logging
 import os
 import sys
 from dataclasses import replace
@@ -11,6 +10,7 @@ import typer
 
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError
+from services.child import quiet_libraries
 from services.cli import bench_command, client, doctor_command, health, servers, top
 from services.cli.options import configured
 from services.cli.terminal import FULL, fail, out, report, warn
@@ -81,11 +81,7 @@ def main() -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # not every terminal can show every character
         sys.stdout.reconfigure(errors="backslashreplace")
     configure(LogFormat.TEXT, LogLevel.WARNING)
-    # When transformers imports them, they warn about kernels for other devices.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    # Hides warnings and advice that users of this command cannot act on.
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    quiet_libraries()
     if "--until-stdin-closes" not in sys.argv:  # a process that another command starts has the same variables
         for sentence in misspelt(os.environ):
             warn(sentence)

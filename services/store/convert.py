@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from services.child import quiet_libraries
 from services.store.gguf import CUT_STATUS, is_cut
 
 # The token that ends a document in pretraining, and so ends any text outside a chat.
@@ -49,6 +50,7 @@ def ends(tokenizer: Any) -> list[int]:
 
 
 if __name__ == "__main__":
+    quiet_libraries()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent, which Ctrl-C interrupts too, reports it
     try:
         convert(Path(sys.argv[1]), Path(sys.argv[2]), "--weights" in sys.argv[3:])
