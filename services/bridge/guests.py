@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -26,7 +26,7 @@ from services.bridge.guest_drafts import GuestDrafts
 from services.bridge.guest_tokenizers import GuestTokenizers
 from services.bridge.replicas import Balancer
 from services.bridge.zoo import Zoo
-from services.errors import EngineNameTaken
+from services.errors import DraftAway, EngineNameTaken
 from services.guests.budget import Budget, GuestLimits
 from services.guests.opening import check_engine
 from services.logs import loggable
@@ -86,7 +86,8 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         requests = aiter(request_iterator)
         opening = (await first_message(requests)).open
         _check(opening)
-        self._zoo.draft(opening.draft)
+        with suppress(DraftAway):  # its sequences get the draft when it returns
+            self._zoo.draft(opening.draft)
         connection = self._connect(opening)
         stack = ExitStack()
         try:

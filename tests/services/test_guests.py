@@ -4,6 +4,7 @@ import hashlib
 import queue
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from draftbridge import CallError
 from draftbridge.candidates import SequenceStep
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
+from services.errors import DraftAway
 from services.guests.budget import GuestLimits
 from tests.support import tiny
 from tests.support.guests import Bridge, Reciter, client, description, recite, running
@@ -88,6 +90,21 @@ def test_a_draft_that_comes_free_goes_to_a_sequence_without() -> None:
         recite(second, other, forward_seconds=0.05)
         assert other.accepted.get("draft")
         second.close()
+
+
+def test_a_named_draft_that_is_away_takes_part_once_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(name: str) -> NoReturn:
+        raise DraftAway(name, "later:50052", "it does not answer")
+
+    engine = Reciter(truth(FRESH)[:40], 8)
+    with running(draft_text=FRESH) as found:
+        with monkeypatch.context() as patch:
+            patch.setattr(found.servicer._zoo, "draft", away)
+            guest = client(found.address, draft="reciting")
+            assert guest.step([engine.step()], deadline=1.0) == {}
+        recite(guest, engine, forward_seconds=0.05)
+        guest.close()
+    assert engine.accepted.get("draft")
 
 
 def opening(**changes: object) -> candidate_pb2.ProposeRequest:

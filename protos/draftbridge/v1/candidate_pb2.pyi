@@ -77,7 +77,9 @@ class ProposeOpen(_message.Message):
     an existing stream replaces it.
     """
     draft: _builtins.str
-    """Name of the draft; empty: the first one that is available. An unknown name is NOT_FOUND."""
+    """Name of the draft; empty: the first one that is available. An unknown name is NOT_FOUND. A draft that is away takes
+    part once it returns; until then, the other sources propose.
+    """
     @_builtins.property
     def model(self) -> _model_pb2.Model:
         """The engine's model. `name`, `context_length`, `vocabulary_size` and `tokenizer_sha256` are required. With
