@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bridge.errors import InvalidField, InvalidRequest, UnusableModel
+from bridge.errors import DraftBridgeError, InvalidField, InvalidRequest, UnusableModel
 from bridge.text.models import Model, derived
 from bridge.text.vocabulary import Marks, Rendering
 
@@ -115,9 +115,16 @@ def render_ids_for(model: Model, ids: Sequence[int], source: Model) -> Rendering
         return Rendering([*frame, *model.vocabulary.pieces(spelled, whole=True).ids], len(frame), spelled)
 
 
-@derived
 def end_of_turn(model: Model) -> int | None:
-    """Returns the id that ends the assistant's turn in the model's template; None if the template shows none."""
+    """Returns the id that ends the assistant's turn in the model's template; None if the template shows none now."""
+    try:
+        return _shown_end_of_turn(model)
+    except DraftBridgeError:  # the process for templates is busy, so the next call tries again
+        return None
+
+
+@derived
+def _shown_end_of_turn(model: Model) -> int | None:
     if not model.chat_template:
         return None
     try:

@@ -1,7 +1,9 @@
 """Chats are rendered with each model's own template, and no message can forge a control token."""
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,6 +24,7 @@ from bridge.text.chat import (
 from bridge.text.models import Model, SpecialIds
 from bridge.text.prefix_cache import PrefixCache
 from bridge.text.vocabulary import Rendering, Vocabulary
+from services.errors import SandboxBusy
 from services.sandbox.jinja import run_template
 from tests.support import real, tiny
 from tests.support.tiny import EXACT_KINDS, SPECIALS, vocabulary
@@ -163,6 +166,20 @@ def test_the_end_of_a_turn_is_what_the_template_ends_it_with() -> None:
     assert end_of_turn(replace(of, chat_template=ends.replace("<turn>", "<eos>"))) == 2
     assert end_of_turn(replace(of, chat_template="{{ nothing.at.all }}")) is None
     assert end_of_turn(of) is None
+
+
+def test_a_busy_sandbox_hides_the_end_of_a_turn_only_for_a_moment() -> None:
+    is_busy = True
+
+    def run(template: str, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> str:
+        if is_busy:
+            raise SandboxBusy("8 other templates are running")
+        return run_template(template, variables, marks, shield)
+
+    of = replace(tiny.model("byte_level"), chat_template=TEMPLATE, run_template=run)
+    assert end_of_turn(of) is None
+    is_busy = False
+    assert end_of_turn(of) == 2
 
 
 def test_a_prompts_control_tokens_go_to_another_model_by_their_role() -> None:
