@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -43,6 +44,9 @@ _MAX_OPENING_BYTES, _MAX_STEP_TOKENS, _MAX_ENDED = 1 << 20, 1 << 20, 1 << 16
 # Engines whose estimates are kept after they have left.
 _MAX_ENGINES = 256
 _SWEEP_SECONDS = 5.0
+# Threads in which sequences begin. They are not asyncio's, so that an engine with a thousand new sequences holds up no
+# request's prompt.
+_OPENING_THREADS = 4
 
 
 @dataclass(eq=False)
@@ -74,6 +78,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         metrics.guest_engines.set_function(lambda: len(self._connections))
         metrics.guest_sequences.set_function(lambda: self._budget.count)
         self._estimates: LRUCache[tuple[str, str, str], tuple[TargetEstimates, BatchCosts]] = LRUCache(_MAX_ENGINES)
+        self._threads = ThreadPoolExecutor(_OPENING_THREADS, "guest-sequences")
         self._drafts = GuestDrafts(zoo, limits.draft_count, balancer or Balancer())
         zoo.on_other_draft = self._forget_draft
 
@@ -179,6 +184,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
         name = loggable(opening.engine)
         # An engine has a table of its own, which no request can name.
         tenant = CALLER.get(), opening.engine
+        run = asyncio.get_running_loop().run_in_executor
         shared = GuestOpening(model, estimates, tuple(opening.sources), memory=self._memory, tenant=tenant)
 
         def on_ended(id_: int, statistics: Statistics | None) -> None:
@@ -188,7 +194,7 @@ class CandidateServicer(candidate_pb2_grpc.CandidateServiceServicer):
 
         guest = Guest(
             model,
-            lambda ids, generated_token_count: asyncio.to_thread(GuestSequence, shared, ids, generated_token_count),
+            lambda ids, generated_count: run(self._threads, GuestSequence, shared, ids, generated_count),
             costs,
             find_draft=lambda held, is_new: self._drafts.find(guest, held, is_new, shared, opening),
             on_held=lambda id_, count, byte_count: self._budget.hold(guest, id_, count, byte_count),

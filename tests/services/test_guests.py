@@ -2,13 +2,15 @@
 
 import hashlib
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import grpc
 import pytest
 
+from bridge.guest_sequence import GuestSequence
 from draftbridge import CallError
 from draftbridge.candidates import SequenceStep
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
@@ -318,6 +320,26 @@ def test_a_step_that_ends_its_own_sequences_holds_up_nobody() -> None:
         assert found.servicer._budget.count == 2
         stream.close()
         eventually(lambda: found.servicer._budget.count == 0)
+
+
+def test_many_new_sequences_hold_up_no_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    going_on = threading.Event()
+
+    def waiting(*arguments: Any) -> GuestSequence:
+        going_on.wait(20)
+        return GuestSequence(*arguments)
+
+    monkeypatch.setattr("services.bridge.guests.GuestSequence", waiting)
+    ids = truth(REPETITIVE)[:8]
+    with running() as found:
+        stream = Raw(found.address, opening()).open()
+        stream.ask(step(1, *(named(number, 0, ids) for number in range(40))))
+        # The bridge reads another engine's tokenizer in a thread.
+        client(found.address, kind="unigram", engine="another").close()
+        assert not opened(found, 0)
+        going_on.set()
+        eventually(lambda: opened(found, 39))
+        stream.close()
 
 
 def opened(bridge: Bridge, id_: int) -> bool:
