@@ -88,6 +88,8 @@ def test_steps_that_the_engine_skipped_are_caught_up() -> None:
     first = rows.follow([1], [10], tokens)[0].id
     (later,) = rows.follow([1], [15], tokens)
     assert later.id == first and not later.is_new and later.count == 15
+    assert later.read_prompt, "perhaps a short prompt that continues an ended text"
+    assert not rows.follow([1], [16], tokens)[0].read_prompt
 
 
 def test_a_sequence_that_no_row_has_ends_once() -> None:

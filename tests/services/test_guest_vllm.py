@@ -205,6 +205,19 @@ def test_texts_are_plain_ones_and_the_bridge_holds_them(model: SimpleNamespace) 
         assert sum(len(one.token_ids) for step in bridge.steps for one in step.sequences) <= sum(map(len, texts))
 
 
+def test_a_short_follow_up_is_a_prompt_and_not_a_forward_that_verified_it(model: SimpleNamespace) -> None:
+    bridge, text, tokens = ScriptedBridge(wrong=0.0), PROMPTS[1] + plain(40)[1], np.zeros((1, WIDTH), dtype=np.int32)
+    tokens[0, : len(text)] = text
+    with served(bridge) as address:
+        proposer = connected(model, address, deadline_ms=5000)
+        for gained, count in ((1, 4), (5, 9), (1, 20), (5, 25)):
+            proposer.propose([text[count - gained : count]], np.array([count]), tokens)
+    steps = [(step.forward_token_count, *step.sequences) for step in bridge.steps]
+    assert [(run, one.sequence_id, one.candidate_count) for run, one in steps] == [
+        (4, 1, 0), (0, 1, 4), (20, 1, 0), (0, 1, 4),
+    ]  # fmt: skip
+
+
 def test_the_model_is_described(model: SimpleNamespace) -> None:
     bridge = ScriptedBridge()
     with served(bridge) as address:

@@ -14,7 +14,7 @@ from typing import Any
 # The number of tokens, up to the end of a known sequence, that are compared. Two sequences of the same length that
 # agree on all of these but not before are rare.
 _COMPARED_TOKENS = 4096
-# The most tokens that a row may gain without a report, because the engine skipped steps.
+# The most tokens that a row may gain without a report: the engine skipped steps, or a prompt continues an ended text.
 _MISSED_TOKENS = 16
 # A sequence ends when no row had it for this many steps: until then, it may return from a preemption.
 _KEPT_STEPS = 32
@@ -26,8 +26,8 @@ _SPARE_TOKENS = 256
 class RowSequence:
     """A sequence, found in a row.
 
-    `is_new`: it has just been found for the first time. `read_prompt`: the step read its tokens, or a part of them,
-    again or for the first time, because it is new or was preempted.
+    `is_new`: it has just been found for the first time. `read_prompt`: the step may have read its tokens, or a part of
+    them, again or for the first time, because it is new, was preempted, or has tokens that no step reported.
     """
 
     id: int
@@ -80,7 +80,8 @@ class Rows:
         rows = []
         for place, (sequence, count) in enumerate(zip(found, counts, strict=True)):
             if sequence:
-                sequence.read_prompt = sequence.id in self._reading or self._step - sequence.last_step > 1
+                was_away = self._step - sequence.last_step > 1 or count - gained[place] > sequence.count
+                sequence.read_prompt = was_away or sequence.id in self._reading
                 sequence.grow(tokens[place], count, self._step)
             else:
                 sequence = self._start(tokens[place], count, count - gained[place])

@@ -93,6 +93,8 @@ class Proposer:
             generated_token_count=row.count - row.prompt_count,
             # A prompt that is still being read is sent all the same, so that a draft reads it meanwhile.
             max_candidates=max(min(self._limit, room), 0) if sampled else 0,
+            # A step that reads a prompt verifies nothing in its row.
+            verified_count=0 if row.read_prompt else None,
         )
 
 
