@@ -51,6 +51,22 @@ def test_right_candidates_save_forwards(loaded: tuple[Any, Any]) -> None:
     assert client.engine_seconds[0] == 0 and all(client.engine_seconds[1:]), "times are those of a call's own forwards"
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_closed_assistance_leaves_the_generate_of_others(loaded: tuple[Any, Any], in_order: bool) -> None:
+    """Another library has put its own `generate` on the model before, and perhaps a second assistance comes after."""
+    model = loaded[0]
+    plain, theirs = generated(loaded), lambda *args, **options: type(model).generate(model, *args, **options)
+    model.generate = theirs
+    first, second = (assisted(model, ToldClient(plain)) for _ in range(2))
+    for one in (second, first) if in_order else (first, second):
+        one.close()
+    before = first.client.steps[:], second.client.steps[:]
+    assert generated(loaded) == plain and before == (first.client.steps, second.client.steps)
+    assert not in_order or model.generate is theirs
+    del model.generate
+    vars(model).pop("_get_candidate_generator", None)
+
+
 def test_no_candidate_follows_the_end_of_a_text(loaded: tuple[Any, Any]) -> None:
     truth = generated(loaded)
     end = truth[-20]

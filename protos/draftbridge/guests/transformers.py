@@ -48,6 +48,9 @@ class Assistance:
         self._ids = itertools.count(1)
         self._running: set[int] = set()
         self._generate, self._get_generator = model.generate, model._get_candidate_generator
+        # What the model has of its own in place of its class's methods, such as another library's.
+        self._before = {name: vars(model).get(name) for name in ("generate", "_get_candidate_generator")}
+        self._closed = False
         self._active = threading.local()
         self._lock = threading.Lock()
         model.generate = self._assisted_generate
@@ -63,16 +66,19 @@ class Assistance:
 
     def close(self) -> None:
         """Removes the candidates from the model, and closes the connection. May be called twice."""
+        self._closed, owned = True, vars(self._model)
         for name, own in (
             ("generate", self._assisted_generate),
             ("_get_candidate_generator", self._candidate_generator),
         ):
-            if self._model.__dict__.get(name) == own:
-                del self._model.__dict__[name]
+            if owned.get(name) == own:
+                del owned[name]
+                if before := self._before[name]:
+                    owned[name] = before
         self.client.close()
 
     def _assisted_generate(self, inputs: Any = None, generation_config: Any = None, *args: Any, **options: Any) -> Any:
-        if args or not self._suits(inputs, generation_config, options):
+        if args or self._closed or not self._suits(inputs, generation_config, options):
             return self._generate(inputs, generation_config, *args, **options)
         self._active.sequence = sequence = next(self._ids)
         self._running.add(sequence)
