@@ -85,11 +85,12 @@ class Group(SimpleNamespace):
 def worker_class(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     REGISTRY.clear()
     group = Group(rank_in_group=0, world_size=2, sent=[], received=None)
+    parallel = SimpleNamespace(tp_group=group, dp_rank=None)
     for name, values in {
         "sglang.srt.speculative.spec_info": {"SpeculativeAlgorithm": Algorithm},
         "sglang.srt.speculative.spec_registry": {"CustomSpecAlgo": CustomAlgorithm},
         "sglang.srt.speculative.ngram_worker": {"NGRAMWorker": NgramWorker},
-        "sglang.srt.runtime_context": {"get_parallel": lambda: SimpleNamespace(tp_group=group)},
+        "sglang.srt.runtime_context": {"get_parallel": lambda: parallel},
     }.items():
         module = ModuleType(name)
         module.__dict__.update(values)
@@ -202,6 +203,17 @@ def test_a_request_that_starts_again_or_reuses_an_id_is_a_new_sequence(
         assert sent([3]) == [5, 2, 7, 11, 9, 4, 3], "another request with the same id"
         steps = [one for step in bridge.steps for one in step.sequences]
         assert [len(one.token_ids) for one in steps] == [4, 2, 4, 5, 1, 7], "known tokens are not sent again"
+
+
+def test_a_data_parallel_replica_has_a_name_of_its_own(
+    worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_GUEST_ENGINE", "one")
+    with connected(worker_class, arguments, monkeypatch) as (_, bridge):
+        assert bridge.opening.engine == "one"
+    sys.modules["sglang.srt.runtime_context"].get_parallel().dp_rank = 2
+    with connected(worker_class, arguments, monkeypatch) as (_, bridge):
+        assert bridge.opening.engine == "one-dp2"
 
 
 def test_without_a_bridge_trees_have_only_the_last_token(

@@ -5,7 +5,7 @@ The engine's own configuration wins over the environment: `{"deadline_ms": 5}`, 
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -56,6 +56,10 @@ class GuestSettings:
                 hint = f"did you mean {close[0]}?" if close else f"give one of {', '.join(defaults)}"
                 raise InvalidSettings(f"DraftBridge has no setting {name!r}: {hint}")
         return cls(**{name: _converted(name, value, defaults[name]) for name, value in values.items()})
+
+    def of_replica(self, rank: int | None) -> "GuestSettings":
+        """Returns the settings of a data-parallel replica, whose engine needs a name of its own."""
+        return replace(self, engine=f"{self.engine}-dp{rank}") if self.engine and rank else self
 
     def open_client(self, model: model_pb2.Model, tokenizer_json: bytes) -> Client:
         """Returns the client of an adapter. Raises `InvalidSettings`."""

@@ -79,8 +79,8 @@ class Asker:
 
     def __init__(self, target_worker: Any, server_args: Any, width: int) -> None:
         self._log = log_like("sglang")
-        settings = GuestSettings.read(None)
-        self._group = _tensor_parallel_group()
+        parallel = _parallel()
+        settings, self._group = GuestSettings.read(None).of_replica(parallel.dp_rank), parallel.tp_group
         self._deadline, self._limit = settings.deadline_ms / 1000, width - 1
         self._numbers = itertools.count(1)
         self._texts: dict[str, _Text] = {}
@@ -184,10 +184,10 @@ def chains(last: list[int], candidates: list[list[int]], width: int) -> tuple[An
     return tokens.reshape(-1), mask.reshape(-1)
 
 
-def _tensor_parallel_group() -> Any:
+def _parallel() -> Any:
     from sglang.srt.runtime_context import get_parallel
 
-    return get_parallel().tp_group
+    return get_parallel()
 
 
 def _client(settings: GuestSettings, target_worker: Any, server_args: Any) -> Client:

@@ -9,7 +9,6 @@ sampler, as candidates without probabilities. So they change neither a greedy te
 
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,7 @@ class Proposer:
         speculative, model = vllm_config.speculative_config, vllm_config.model_config
         given = vllm_config.additional_config
         settings = GuestSettings.read(given.get("draftbridge") if isinstance(given, dict) else None)
-        # Data-parallel replicas share the settings, but each is an engine of its own.
-        if settings.engine and (rank := vllm_config.parallel_config.data_parallel_index):
-            settings = replace(settings, engine=f"{settings.engine}-dp{rank}")
+        settings = settings.of_replica(vllm_config.parallel_config.data_parallel_index)
         self._limit: int = speculative.num_speculative_tokens
         self._context_length: int = model.max_model_len
         self._deadline = settings.deadline_ms / 1000
