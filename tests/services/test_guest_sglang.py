@@ -216,17 +216,15 @@ def test_a_data_parallel_replica_has_a_name_of_its_own(
         assert bridge.opening.engine == "one-dp2"
 
 
-def test_without_a_bridge_trees_have_only_the_last_token(
+def test_without_a_bridge_trees_are_chains_too(
     worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_GUEST_BRIDGE", "127.0.0.1:9")
     worker = worker_class(**arguments)
     tokens, mask = worker._prepare_draft_tokens(batch([request("a", [5, 6], [])], [[7]]))
     assert tokens.tolist() == [7, 0, 0, 0, 0]
-    # Each of the others is a child of the last token: it sees that token and itself.
-    expected = np.eye(WIDTH, dtype=bool)
-    expected[:, 0] = True
-    assert (mask.reshape(WIDTH, WIDTH) == expected).all()
+    # Equal children of one token would get more than their chance from SGLang's sampler.
+    assert (mask.reshape(WIDTH, WIDTH) == np.tri(WIDTH, dtype=bool)).all()
 
 
 def test_other_ranks_take_the_first_ranks_candidates(

@@ -168,20 +168,18 @@ def _slice(parts: Sequence[Sequence[int]], start: int, end: int) -> list[int]:
 def chains(last: list[int], candidates: list[list[int]], width: int) -> tuple[Any, Any]:
     """Returns the tokens and the mask of SGLang's draft trees, each of which is one chain of `width` tokens.
 
-    A tree begins with the last token of its request. What candidates leave free is filled with children of that token
-    that are token 0, as SGLang does. `mask[i, j]`: token j precedes token i, or is it.
+    A chain begins with the last token of its request, and token 0 fills what candidates leave free, as one more
+    candidate. SGLang's own trees are filled with children of the last token. But its sampler adds the chances of equal
+    children, and a backend that knows only chains (breadth 1) would compute them after the candidates.
+    `mask[i, j]`: token j precedes token i, or is it.
     """
     import numpy as np
 
     tokens = np.zeros((len(last), width), dtype=np.int32)
-    mask = np.zeros((len(last), width, width), dtype=bool)
-    mask[:, :, 0] = True
-    mask[:, range(width), range(width)] = True
-    for place, (token, found) in enumerate(zip(last, candidates, strict=True)):
-        count = 1 + len(found)
-        tokens[place, :count] = token, *found
-        mask[place, :count, :count] = np.tri(count, dtype=bool)
-    return tokens.reshape(-1), mask.reshape(-1)
+    for row, token, found in zip(tokens, last, candidates, strict=True):
+        row[: 1 + len(found)] = token, *found
+    mask = np.tile(np.tri(width, dtype=bool).reshape(-1), len(last))
+    return tokens.reshape(-1), mask
 
 
 def _parallel() -> Any:
