@@ -60,6 +60,15 @@ class Answer:
     sources: tuple[str, ...]
     width: int
 
+    @classmethod
+    def read(cls, step: int, one: candidate_pb2.SequenceCandidates, vocabulary_size: int) -> "Answer | None":
+        """Returns the candidates of a message; None if the model has no such ids, or if the sources do not fit them."""
+        ids = tuple(one.token_ids)
+        if max(ids, default=0) >= vocabulary_size or sum(run.token_count for run in one.runs) != len(ids):
+            return None
+        sources = tuple(run.source for run in one.runs for _ in range(run.token_count))
+        return cls(step, one.base_token_count, ids, sources, max(one.width, 1))
+
     def after(self, token_ids: Sequence[int], limit: int | None) -> tuple[int, Candidates] | None:
         """Returns the candidates that continue the sequence, and how many it has verified already; None if none do."""
         done = len(token_ids) - self.base

@@ -369,11 +369,17 @@ class CandidateClient:
             for id_ in message.unknown_sequence_ids:
                 stream.forget(id_)
             for one in message.sequences:
-                if message.step < stream.valid_from.get(one.sequence_id, 0):
+                id_ = one.sequence_id
+                if id_ not in stream.kept or message.step < stream.valid_from.get(id_, 0):
                     continue
-                sources = tuple(run.source for run in one.runs for _ in range(run.token_count))
-                answer = Answer(message.step, one.base_token_count, tuple(one.token_ids), sources, max(one.width, 1))
-                stream.answers[one.sequence_id] = answer
+                if answer := Answer.read(message.step, one, self._model.vocabulary_size):
+                    stream.answers[id_] = answer
+                else:  # an engine could fail with such ids
+                    self._log_once(
+                        f"no candidates from {self._address} for some sequences: it proposes ids that the model lacks, "
+                        "or sources that do not fit them; run a bridge of this DraftBridge's version",
+                        "candidates",
+                    )
             if stream.valid_from:
                 stream.valid_from = {id_: step for id_, step in stream.valid_from.items() if step > message.step}
             self.counts.answer_count += 1

@@ -18,7 +18,7 @@ from draftbridge.candidates import CandidateClient, SequenceStep
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
 from tests.support.waiting import eventually
 
-MODEL = model_pb2.Model(name="engine", context_length=64, vocabulary_size=100)
+MODEL = model_pb2.Model(name="engine", context_length=64, vocabulary_size=1000)
 
 
 class Scripted(candidate_pb2_grpc.CandidateServiceServicer):
@@ -120,6 +120,27 @@ def test_sends_what_is_new_and_returns_the_width(connected: CandidateClient, bri
     assert (one.candidate_step, one.candidate_count) == (second.step, 1)
     one = fourth.sequences[0]
     assert (one.kept_token_count, one.token_ids[:], one.candidate_count) == (2, [9], 0)
+
+
+@pytest.mark.parametrize("lie", ["an unknown id", "a huge id", "too many sources", "another sequence"])
+def test_candidates_that_could_harm_an_engine_are_left_out(
+    bridge: Scripted, connected: CandidateClient, caplog: pytest.LogCaptureFixture, lie: str
+) -> None:
+    def wrong(step: candidate_pb2.ProposeStep) -> candidate_pb2.ProposeCandidates:
+        answer = Scripted._answer(bridge, step)
+        (one,) = answer.sequences
+        if lie == "too many sources":
+            one.runs[0].token_count = 1 << 31
+        elif lie == "another sequence":
+            one.sequence_id = 8
+        else:
+            one.token_ids[1] = MODEL.vocabulary_size if lie == "an unknown id" else (1 << 32) - 1
+        return answer
+
+    bridge._answer = wrong  # type: ignore[method-assign]
+    assert [ask(connected, [1, 2, 3, *range(more)]) for more in range(3)] == [()] * 3
+    assert connected._stream and not connected._stream.answers
+    assert caplog.text.count("run a bridge of this DraftBridge's version") == (lie != "another sequence")
 
 
 def test_takes_rows_of_arrays(connected: CandidateClient) -> None:
