@@ -1,6 +1,8 @@
 """A synchronous and an asynchronous client of the bridge."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -124,6 +126,20 @@ class Client:
             raise CallError.from_rpc(error, self._address) from error
 
 
+@contextmanager
+def _call_errors(address: str) -> Iterator[None]:
+    """Raises `CallError` for a call of `AsyncClient` that fails."""
+    try:
+        yield
+    except aio.AioRpcError as error:
+        raise CallError.from_rpc(error, address) from error
+    except asyncio.CancelledError:
+        # grpc.aio raises it for a call that `close` has cancelled, too, though the task itself is not cancelled.
+        if (task := asyncio.current_task()) and task.cancelling():
+            raise
+        _check_open(closed=True)
+
+
 class AsyncClient:
     """The asyncio counterpart of `Client`."""
 
@@ -159,12 +175,12 @@ class AsyncClient:
         request, trace = generate_request(prompt, **options), CallTrace(_GENERATE, checked_id(request_id))
         call, code = self._stub.Generate(request, timeout=timeout, metadata=trace.metadata), ""
         try:
-            async for response in call:
-                yield event_of(response)
-        except aio.AioRpcError as error:
-            failure = CallError.from_rpc(error, self._address)
+            with _call_errors(self._address):
+                async for response in call:
+                    yield event_of(response)
+        except CallError as failure:
             code = failure.code.name
-            raise failure from error
+            raise
         finally:
             call.cancel()
             trace.end(code)
@@ -201,7 +217,5 @@ class AsyncClient:
 
     async def _ask(self, method: Any, request: Any) -> Any:
         _check_open(self._closed)
-        try:
+        with _call_errors(self._address):
             return await method(request, timeout=_TIMEOUT_SECONDS)
-        except aio.AioRpcError as error:
-            raise CallError.from_rpc(error, self._address) from error

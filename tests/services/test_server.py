@@ -185,6 +185,29 @@ async def test_a_generation_has_the_time_limit_that_its_client_sets(silent_bridg
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
+async def test_a_client_that_is_closed_ends_its_calls_with_an_error(silent_bridge: Proxy) -> None:
+    one = AsyncClient(silent_bridge.address)
+    events = one.stream("a prompt")
+    assert isinstance(await anext(events), bridge_pb2.GenerateStarted)
+    reading = asyncio.ensure_future(anext(events))
+    await asyncio.sleep(0)
+    await one.close()
+    with pytest.raises(CallError) as caught:
+        await reading
+    assert caught.value.reason == "CLIENT_CLOSED"
+
+
+async def test_a_task_that_is_cancelled_while_it_reads_is_cancelled(silent_bridge: Proxy) -> None:
+    async with AsyncClient(silent_bridge.address) as one:
+        events = one.stream("a prompt")
+        await anext(events)
+        reading = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+
 class FailingEngine(tiny.HashEngine):
     """Fails while `failing` is set."""
 
