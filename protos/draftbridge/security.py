@@ -35,7 +35,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.ping_timeout_ms", 10_000),
 )
 _CHECK_SECONDS = 1.0
-# A replaced channel is closed when its calls have ended, or after this time.
+# A replaced channel is closed after this time; one of asyncio, as soon as its calls have ended.
 _RETIRED_SECONDS = 24 * 3600.0
 Options = Sequence[tuple[str, Any]]
 Metadata = tuple[tuple[str, str], ...]
@@ -206,14 +206,15 @@ class _Renewed(Generic[C]):
 class _SyncChannel(grpc.Channel):
     def __init__(self, renewed: _Renewed[grpc.Channel]) -> None:
         self._renewed = renewed
-        self._retired: list[grpc.Channel] = []
+        # Each with the time since when it is not used.
+        self._retired: list[tuple[float, grpc.Channel]] = []
         renewed.retired = self._retire
 
     def _retire(self, channel: grpc.Channel) -> None:
-        # A call that outlives two changes of certificates is cancelled.
-        self._retired.append(channel)
-        if len(self._retired) > 1:
-            self._retired.pop(0).close()
+        now = time.monotonic()
+        self._retired.append((now, channel))
+        while now - self._retired[0][0] > _RETIRED_SECONDS:
+            self._retired.pop(0)[1].close()
 
     def subscribe(self, callback: Any, try_to_connect: bool = False) -> None:
         self._renewed.channel.subscribe(callback, try_to_connect)
@@ -234,7 +235,7 @@ class _SyncChannel(grpc.Channel):
         return self._renewed.method("stream_stream", method, arguments, options)
 
     def close(self) -> None:
-        for channel in (*self._retired, self._renewed.channel):
+        for channel in (*(one for _, one in self._retired), self._renewed.channel):
             channel.close()
 
     def __enter__(self) -> "_SyncChannel":

@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
-from draftbridge import CallError, Client, Credentials
+from draftbridge import CallError, Client, Credentials, security
 from draftbridge.security import open_aio_channel, open_channel
-from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc
 from services.cli.processes import ProcessFailed
 from tests.services.test_cli import command, refused
 from tests.support.certificates import Pair, authority, issue
@@ -125,6 +129,39 @@ async def test_a_stream_outlives_a_change_of_its_channels_certificate(tmp_path: 
                     renewed = len(channel._retired)  # type: ignore[attr-defined]
             await stream.write(proposing("abcabcab", 2))
             assert (await stream.read()).epoch == 2
+
+
+def test_a_stream_of_the_synchronous_client_outlives_changes_of_certificates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(security, "_CHECK_SECONDS", 0.0)
+    ca, going_on = tmp_path / "ca.pem", threading.Event()
+    pair = issue(authority(ca), tmp_path, "server")
+
+    class Waiting(bridge_pb2_grpc.BridgeServiceServicer):
+        def Generate(  # noqa: N802
+            self, request: bridge_pb2.GenerateRequest, context: Any
+        ) -> Iterator[bridge_pb2.GenerateResponse]:
+            yield bridge_pb2.GenerateResponse(started=bridge_pb2.GenerateStarted())
+            going_on.wait(60)
+            yield bridge_pb2.GenerateResponse(finished=bridge_pb2.GenerateFinished())
+
+    with ThreadPoolExecutor(2) as pool:
+        server = grpc.server(pool)
+        bridge_pb2_grpc.add_BridgeServiceServicer_to_server(Waiting(), server)
+        content = (pair.key.read_bytes(), pair.certificate.read_bytes())
+        port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([content]))
+        server.start()
+        with Client(f"127.0.0.1:{port}", Credentials(ca=ca)) as client:
+            events = client.stream("a prompt")
+            next(events)
+            for _ in range(2):
+                authority(ca)
+                with pytest.raises(CallError, match="CERTIFICATE_VERIFY_FAILED"):
+                    client.status()
+            going_on.set()
+            assert isinstance(next(events), bridge_pb2.GenerateFinished)
+        server.stop(None)
 
 
 def proposing(text: str, epoch: int) -> draft_pb2.DraftRequest:
