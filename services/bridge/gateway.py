@@ -242,6 +242,7 @@ class Gateway:
                 prompt,
             )
             stack.enter_context(closing(verifier))
+            stack.enter_context(verifier.judged())
             target = verifier.endpoint
             assignment = self.pairing.assign(target, request, wish or Wish(draft=draft_name))
             assignment.statistics, assignment.prompt = running.statistics, prompt
@@ -290,6 +291,7 @@ class Gateway:
                                 observer(event)
                             yield event
                         case Delta():
+                            verifier.on_commit()
                             if not running.metrics.generated_token_count:
                                 stages.begin("decode")
                             running.metrics.on_delta(len(event.token_ids))

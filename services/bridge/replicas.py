@@ -5,7 +5,8 @@ among the least loaded and holds the longest part of the prompt in its cache. If
 from the committed tokens; noise that anyone can recompute makes the text the same.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import takewhile
@@ -14,7 +15,7 @@ from time import perf_counter_ns
 import grpc
 from cachetools import LRUCache
 
-from bridge.errors import DraftBridgeError, EngineFailure, Unreachable
+from bridge.errors import DraftBridgeError, NotReady, TargetFault, Unreachable
 from bridge.ports import Candidates, Grant, Pass, Run
 from bridge.request import Request
 from bridge.text.chat import Chat
@@ -29,7 +30,7 @@ from services.errors import (
     SlotsExhausted,
     StreamEnded,
 )
-from services.rpc.status import RemoteError
+from services.rpc.status import RemoteError, code_of
 
 # A prompt's beginning is remembered in blocks: their bytes, the most of one prompt, and the most of each replica.
 _BLOCK_BYTES, _MAX_BLOCKS, _REMEMBERED_BLOCKS = 256, 128, 8192
@@ -40,9 +41,11 @@ _PAUSE_NS, _MAX_PAUSE_NS = 500_000_000, 30_000_000_000
 # What another replica may do better. Other errors are the request's own. `_SERVER_LIMITS` are of the whole replica, or
 # of the bridge's key there; their texts must not be taken for those of the bridge's own limits.
 _LOST_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+# Those of a replica that has a bug, or is a server of another kind or version.
+_FAULTY_CODES = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
 _SERVER_LIMITS = (Overloaded.reason, KeyLimitReached.reason)
 _MOVED_REASONS = (
-    *(error.reason for error in (SlotsExhausted, SandboxBusy, EngineFailure, ModelChanged, ModelNotFound)),
+    *(error.reason for error in (SlotsExhausted, SandboxBusy, ModelChanged, ModelNotFound)),
     *_SERVER_LIMITS,
 )
 
@@ -166,12 +169,17 @@ def blocks_of(request: Request) -> list[bytes]:
 
 def is_lost(error: DraftBridgeError) -> bool:
     """Returns whether an error means that a replica cannot be used now, rather than that it refuses the request."""
-    return isinstance(error, Unreachable) or (isinstance(error, RemoteError) and error.code in _LOST_CODES)
+    return code_of(error) in _LOST_CODES
 
 
 def is_broken(error: DraftBridgeError) -> bool:
-    """Returns whether an error is one for which a replica is left alone for a while."""
-    return error.reason == EngineFailure.reason or (is_lost(error) and not isinstance(error, StreamEnded))
+    """Returns whether an error is one for which a replica is left alone for a while.
+
+    A replica that fails at once has the least load, and would otherwise get all requests.
+    """
+    if isinstance(error, StreamEnded):
+        return False
+    return is_lost(error) or code_of(error) in _FAULTY_CODES or error.reason == NotReady.reason
 
 
 class ResumingVerifier:
@@ -223,7 +231,6 @@ class ResumingVerifier:
             try:
                 async for result in self._verifier.passes():
                     self._tried = {self._endpoint.address}
-                    self._balancer.on_success(self._endpoint)
                     self._generated += result.token_ids
                     yield result
                     if result.finish_reason is not None:
@@ -232,6 +239,20 @@ class ResumingVerifier:
             except DraftBridgeError as caught:
                 error = caught
             await self._move(error)
+
+    def on_commit(self) -> None:
+        """Records that the replica works: a pass was found correct, and committed."""
+        if self._tried == {self._endpoint.address}:  # otherwise it was another replica's
+            self._balancer.on_success(self._endpoint)
+
+    @contextmanager
+    def judged(self) -> Iterator[None]:
+        """Records that the replica failed if its passes violate the contract, which shows when they are committed."""
+        try:
+            yield
+        except TargetFault:
+            self._balancer.on_failure(self._endpoint, self)
+            raise
 
     def close(self) -> None:
         """Ends the stream, and with it the session at the other end."""
@@ -249,7 +270,7 @@ class ResumingVerifier:
             self._balancer.on_failure(self._endpoint, self)
         self._on_error(self._endpoint, error)
         others = [one for one in self._endpoints() if one.address not in self._tried]
-        if not others or not (is_lost(error) or error.reason in _MOVED_REASONS):
+        if not others or not (is_lost(error) or is_broken(error) or error.reason in _MOVED_REASONS):
             raise _named(error, self._endpoint)
         self.close()
         self._open(self._balancer.choose(others, self._prompt, self))

@@ -15,14 +15,16 @@ import grpc
 import pytest
 from grpc import aio
 
-from bridge.errors import DraftBridgeError
+from bridge.errors import DraftBridgeError, NotReady, TargetFault
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import FinishReason, Pass, Run
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat, Message
+from draftbridge.v1 import target_pb2
 from services.bridge.gateway import Gateway
+from services.bridge.pairing import Wish
 from services.bridge.remote import RemoteVerifier
 from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
 from services.bridge.zoo import Zoo
@@ -37,6 +39,8 @@ from services.rpc.status import RemoteError, code_of
 from tests.services.test_limits import StalledEngine, in_process
 from tests.support import tiny
 from tests.support.waiting import eventually
+from tests.support.zoo import bridge, hurry, text_of, trained
+from tests.support.zoo import serving as in_zoo
 
 OPTIONS = ("--role", "target", "--dtype", "float32", "--threads", "1", "--slots", "4")
 SAMPLING = SamplingParameters(temperature=1.0, frequency_penalty=0.5, repetition_penalty=1.1)
@@ -205,6 +209,53 @@ async def test_a_replica_that_refuses_hands_a_request_on_and_is_not_broken(refus
     with pytest.raises(DraftBridgeError, match=r"^a ended|the target at a refuses this bridge") as caught:
         await anext(refusing(balancer, endpoints[:1], {"a": refusal}).passes())
     assert (caught.value.reason, caught.value.metadata) == (refusal.reason, refusal.metadata)
+
+
+FAULTS = [
+    *(RemoteError(code, code.name, "it fails", {}) for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)),
+    NotReady("it does not offer this service"),
+    TargetFault("it sends what cannot be parsed"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda error: error.reason)
+async def test_a_faulty_replica_is_left_alone_for_a_while_unless_it_is_the_only_one(fault: DraftBridgeError) -> None:
+    balancer = Balancer(Clock())
+    endpoints = [SimpleNamespace(address=name, model=tiny.model("byte_level")) for name in "ab"]
+    verifier = refusing(balancer, endpoints, {"a": fault})
+    assert verifier.endpoint is endpoints[0]
+    assert [result.token_ids async for result in verifier.passes()] == [(7,)]
+    verifier.close()
+    assert balancer.choose(endpoints, [], ONE) is endpoints[1]
+    with pytest.raises(DraftBridgeError) as caught:
+        await anext(refusing(balancer, endpoints[:1], {"a": fault}).passes())
+    assert caught.value is fault
+
+
+async def test_a_replica_whose_passes_violate_the_contract_is_left_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Lying(TargetServicer):
+        async def Verify(self, request_iterator: Any, context: Any) -> AsyncIterator[target_pb2.VerifyResponse]:  # noqa: N802
+            async for _ in request_iterator:
+                yield target_pb2.VerifyResponse(base_token_count=99, token_ids=[70])
+
+    hurry(monkeypatch)
+    async with AsyncExitStack() as stack:
+        with monkeypatch.context() as patched:
+            patched.setattr("services.model.server.TargetServicer", Lying)
+            targets = [await stack.enter_async_context(in_zoo(trained("gpt-2")))]
+        targets.append(await stack.enter_async_context(in_zoo(trained("gpt-2"))))
+        gateway = await stack.enter_async_context(bridge(targets, []))
+        clock = gateway._balancer._clock = Clock()
+        for seconds in (0.0, 0.6):
+            clock.seconds = seconds
+            with pytest.raises(TargetFault):
+                await text_of(gateway, "gpt-2", Wish())
+            for _ in range(2):
+                await text_of(gateway, "gpt-2", Wish())
+        clock.seconds = 1.5
+        await text_of(gateway, "gpt-2", Wish())  # the second pause is twice as long
 
 
 async def test_a_replica_whose_forward_hangs_hands_its_requests_on() -> None:
