@@ -32,6 +32,8 @@ _MAX_RUNNING = 100
 # Larger requests are converted in a thread. One message may hold millions of values; these counts are checked before.
 _MAX_INLINE_BYTES = 64 << 10
 _MAX_MESSAGES, _MAX_CHOICES, _MAX_NAMES = 1 << 16, 1 << 16, 64
+# The ids of a list while no model is known, whose request fails for that reason.
+_MAX_IDS = 1 << 16
 
 
 class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
@@ -51,7 +53,8 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         self, request: bridge_pb2.GenerateRequest, context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[bridge_pb2.GenerateResponse]:
         """See the contract."""
-        vocabulary_size = max((one.model.vocabulary_size for one in self._zoo.endpoints), default=0)
+        known = [one.known.model for one in self._zoo.connections if one.known]  # also of services that are away
+        vocabulary_size = max((one.vocabulary_size for one in known), default=_MAX_IDS)
         _check_counts(request, self._gateway.prompt_limit_bytes, vocabulary_size)
         wish = Wish.of(request.draft, request.drafts, request.workload)
         if request.ByteSize() > _MAX_INLINE_BYTES:

@@ -8,7 +8,7 @@ import pytest
 
 from bridge.errors import Unreachable, UnusableModel
 from bridge.planning.planner import Mode
-from draftbridge.v1 import bridge_pb2, model_pb2
+from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
 from services.bridge.connection import State
 from services.bridge.pairing import Wish
 from services.bridge.servicer import BridgeServicer
@@ -95,6 +95,19 @@ async def test_a_model_that_restarts_with_another_revision_or_tokenizer_is_read_
         text, event = await text_of(gateway, "", Wish())
         assert text == expected and event.statistics.drafts == ["draft"]
         assert event.statistics.sources["draft"].proposed_token_count
+
+
+async def test_lists_of_ids_are_no_mistake_of_the_client_while_the_target_is_away() -> None:
+    async with AsyncExitStack() as stack:
+        first = AsyncExitStack()
+        target = await first.enter_async_context(serving(trained("gpt-2")))
+        gateway = await stack.enter_async_context(bridge([target], []))
+        await first.aclose()
+        await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[0].state is State.AWAY)
+        sampling = sampling_pb2.SamplingParameters(stop_token_ids=[5, 6], logit_bias={7: 1.0})
+        request = bridge_pb2.GenerateRequest(prompt="x", sampling=sampling)
+        with pytest.raises(Unreachable):
+            [_ async for _ in BridgeServicer(gateway).Generate(request, None)]  # type: ignore[arg-type]
 
 
 async def test_of_two_models_with_one_name_the_first_is_used_and_the_other_refused_by_name() -> None:
