@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import astuple, fields
 from itertools import count
 from pathlib import Path
-from time import time
+from time import monotonic, sleep, time
 from typing import Any
 
 from bridge.planning.choice import FADE, PairRecord, RecordKey
@@ -25,10 +25,11 @@ _WRITE = (
     f"ON CONFLICT ({', '.join(_KEY_COLUMNS)}) DO UPDATE SET updated = excluded.updated, "
     + ", ".join(f"{name} = {FADE} * {name} + excluded.{name}" for name in _COLUMNS)
 )
-# Rows to keep: those that were updated last.
-_MAX_ROWS = 4096
+# Rows to keep: those that were updated last; and the requests after which the others are removed.
+_MAX_ROWS, _TRIM_REQUESTS = 4096, 256
+_TRIM = "DELETE FROM pair_record WHERE rowid NOT IN (SELECT rowid FROM pair_record ORDER BY updated DESC LIMIT ?)"
 # How long to wait for another process that writes the file.
-_LOCKED_SECONDS = 5.0
+_LOCKED_SECONDS, _RETRY_SECONDS = 5.0, 0.05
 
 
 class _ForeignFile(Exception):
@@ -48,7 +49,7 @@ class PairMemory:
         self._path = path
         self._writer = ThreadPoolExecutor(1, "pair memory")
         self._database: sqlite3.Connection | None = None
-        self._failed = False
+        self._failed, self._written_count = False, 0
         self.records: dict[RecordKey, PairRecord] = {}
         try:
             self.records = self._open()
@@ -79,7 +80,19 @@ class PairMemory:
             self._failed = True
 
     def _open(self) -> dict[RecordKey, PairRecord]:
-        """Opens the file, creates its table if it is new, and returns its records, those updated last at the end."""
+        """Opens the file, and returns its records, those updated last at the end. Waits while it is locked."""
+        until = monotonic() + _LOCKED_SECONDS
+        while True:
+            try:
+                return self._open_now()
+            except sqlite3.OperationalError as error:
+                # SQLite does not wait itself if two processes turn a new file into a WAL database at the same time.
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or monotonic() >= until:
+                    raise
+            sleep(_RETRY_SECONDS)
+
+    def _open_now(self) -> dict[RecordKey, PairRecord]:
+        """Opens the file, creates its table if it is new, and returns its records."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists() and self._path.stat().st_size:
             self._check()
@@ -96,10 +109,7 @@ class PairMemory:
                 f"{columns}, updated REAL NOT NULL, PRIMARY KEY (target, draft, workload))"
             )
             database.execute(f"PRAGMA user_version = {_VERSION}")
-            database.execute(
-                "DELETE FROM pair_record WHERE rowid NOT IN "
-                f"(SELECT rowid FROM pair_record ORDER BY updated DESC LIMIT {_MAX_ROWS})"
-            )
+            database.execute(_TRIM, (_MAX_ROWS,))
             with closing(
                 database.execute(
                     f"SELECT target, draft, workload, {', '.join(_COLUMNS)} FROM pair_record ORDER BY updated"
@@ -130,6 +140,9 @@ class PairMemory:
     def _write(self, key: RecordKey, values: tuple[float, ...]) -> None:
         if self._database:
             self._database.execute(_WRITE, (*key, *values, time()))
+            self._written_count += 1
+            if self._written_count % _TRIM_REQUESTS == 0:
+                self._database.execute(_TRIM, (_MAX_ROWS,))
 
     def _set_aside(self, error: Exception) -> None:
         """Renames an unreadable file, never over another one, and begins a new one."""

@@ -1,6 +1,8 @@
 """What the bridge learns about pairs survives a restart; an unreadable file is kept."""
 
 import sqlite3
+import threading
+from contextlib import closing
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -123,3 +125,29 @@ def test_a_file_that_another_process_has_locked_is_left_alone(
     other.close()
     assert memory.records == {} and "cannot be used" in caplog.text
     assert recall(path) == {KEY: RECORD}
+
+
+def test_a_file_that_is_locked_for_a_moment_is_waited_for_also_where_sqlite_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, connect = tmp_path / "pairs.sqlite", sqlite3.connect
+    remember(path)
+    other = connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN EXCLUSIVE")
+    monkeypatch.setattr(sqlite3, "connect", lambda place, _, **options: connect(place, 0, **options))
+    timer = threading.Timer(0.1, other.close)
+    timer.start()
+    assert recall(path) == {KEY: RECORD}
+    timer.join()
+
+
+def test_a_file_that_stays_open_is_trimmed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_memory, "_MAX_ROWS", 3)
+    monkeypatch.setattr(pair_memory, "_TRIM_REQUESTS", 4)
+    memory = PairMemory(tmp_path / "pairs.sqlite")
+    for number in range(8):
+        memory.add(KEY._replace(workload=str(number)), RECORD)
+    memory.close()
+    with closing(sqlite3.connect(tmp_path / "pairs.sqlite")) as database:
+        rows = database.execute("SELECT workload FROM pair_record ORDER BY workload").fetchall()
+    assert rows == [("5",), ("6",), ("7",)]
