@@ -151,7 +151,7 @@ class DraftSource(CandidateSource):
         # What the draft may still send, in all epochs together.
         self._credited_messages = self._credited_tokens = 0
         self._token_count = self._byte_count = 0
-        self._on_violation = draft.on_violation
+        self._on_fault = draft.on_fault
         self._notify: Callable[[], None] = lambda: None
         self._reader: asyncio.Task[None] | None = None
         self._error: Exception | None = None
@@ -182,7 +182,7 @@ class DraftSource(CandidateSource):
             except Exception as error:  # raised again by `propose`
                 self._error = error
                 if isinstance(error, ProtocolViolation):
-                    self._on_violation(error)
+                    self._on_fault(error)
             notify()
 
         self._notify = notify
@@ -199,11 +199,12 @@ class DraftSource(CandidateSource):
             self._vain_pass_count += outcome.timed_out
             if outcome.timed_out and not self._epoch.turn_over:
                 self._overdue |= self._epoch.turns or self._vain_pass_count >= _VAIN_PASSES
-        if self._silent_since_ns is not None:
+        if self._silent_since_ns is not None and not self._error:
             silent_ns, reads = self._clock() - self._silent_since_ns, not self.proposed_token_count
             reading_ns = _READING_FACTOR * self.times.reading_ns(self._first_lag) if reads else 0.0
             if silent_ns > _MAX_SILENCE_NS + reading_ns:
-                self._error = Unreachable("the draft", f"it has sent nothing for {silent_ns / 1e9:.0f} seconds")
+                self._error = error = Unreachable("the draft", f"it has sent nothing for {silent_ns / 1e9:.0f} seconds")
+                self._on_fault(error)
 
     async def advance(self, pace: DraftPace) -> None:
         """Lets the draft work on what follows the tape."""

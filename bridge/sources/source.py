@@ -12,7 +12,7 @@ from math import prod
 from time import perf_counter_ns
 from typing import ClassVar
 
-from bridge.errors import ProtocolViolation
+from bridge.errors import DraftBridgeError
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Drafter, Pass, TextGrammar
 from bridge.sources.ngrams import NgramMemory
@@ -116,15 +116,15 @@ class DraftPace:
 class Draft:
     """A draft model, the stream to its server, and its estimates, which all requests share.
 
-    `on_use` is called when it takes part in a request, `on_violation` receives the error of one that breaks the
-    contract.
+    `on_use` is called when it takes part in a request, `on_fault` receives the error of one that breaks the contract or
+    hangs.
     """
 
     model: Model
     drafter: Drafter
     times: DraftEstimates
     on_use: Callable[[], object] = lambda: None
-    on_violation: Callable[[ProtocolViolation], object] = lambda error: None
+    on_fault: Callable[[DraftBridgeError], object] = lambda error: None
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,35 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import closing
+from contextlib import AsyncExitStack, closing
 from dataclasses import replace
 
 import pytest
 
 from bridge.errors import Unreachable
 from bridge.generation import Delta, Finished, Started, generate
+from bridge.guest import Guest, Held
+from bridge.guest_sequence import GuestOpening, GuestSequence
+from bridge.guest_step import SequenceUpdate
 from bridge.measuring.draft_estimates import DraftEstimates
+from bridge.planning.batch import BatchCosts
+from bridge.planning.estimates import TargetEstimates
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import Candidates, Grant, Pass, Proposal, Run, Sync
 from bridge.request import Request
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.source import Draft
 from bridge.text.chat import Chat, Message
+from draftbridge.v1 import candidate_pb2
+from services.bridge.guest_drafts import GuestDrafts
+from services.bridge.replicas import Balancer
+from services.bridge.zoo import Zoo
+from services.config import Role
 from services.model.target.session import TargetSession
+from tests.bridge.test_guest import IDS, MODEL, opened, stepped
 from tests.support import tiny
 from tests.support.alone import PROMPT, QueuedDrafter, answer, in_order, oracle
+from tests.support.zoo import HangingDraft, cheap, hurry, misbehaving, serving, trained
 
 
 class DyingDrafter(QueuedDrafter):
@@ -171,3 +183,30 @@ async def test_a_strange_draft_changes_nothing(
     async with asyncio.timeout(3):
         _, ids, _ = await answer(target, engine, drafter, draft, request, 0.0)
     assert ids == oracle(target, engine, 0.0, 30)
+
+
+async def test_a_draft_that_hangs_gets_no_further_sequences_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+    monkeypatch.setattr("bridge.sources.draft._MAX_SILENCE_NS", 1_000_000)
+    async with AsyncExitStack() as stack, asyncio.timeout(10):
+        hanging = await stack.enter_async_context(misbehaving(cheap(trained("llama-3", "draft")), HangingDraft))
+        healthy = await stack.enter_async_context(serving(cheap(trained("llama-3", "draft")), role=Role.DRAFT))
+        zoo, balancer = await Zoo([], [hanging, healthy]).connect(), Balancer(lambda: 0)
+        stack.push_async_callback(zoo.close)
+        drafts, shared = GuestDrafts(zoo, 8, balancer), GuestOpening(MODEL, TargetEstimates())
+
+        async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+            return GuestSequence(shared, ids, generated)
+
+        def find_draft(held: Held, is_new: bool) -> Draft | None:
+            return drafts.find(guest, held, is_new, shared, candidate_pb2.ProposeOpen())
+
+        guest = Guest(MODEL, open_, BatchCosts(), find_draft=find_draft)
+        stack.callback(guest.close)
+        number = 1
+        await stepped(guest, number, SequenceUpdate(1, 0, tuple(IDS[:20])))
+        await opened(guest, 1)
+        while drafts._users:  # until its sequence has given the draft up
+            number += 1
+            await stepped(guest, number, SequenceUpdate(1, 18 + number, (IDS[18 + number],)), deadline_ns=50_000_000)
+        assert balancer.choose(zoo.endpoints, [], object()).address == healthy
