@@ -80,7 +80,7 @@ async def generate(
     model: Model,
     target: Verifier,
     next_draft: NextDraft | None = None,
-    estimates: TargetEstimates | None = None,
+    estimates: Callable[[], TargetEstimates] | None = None,
     memory: NgramMemory | None = None,
     clock: Callable[[], int] = perf_counter_ns,
     statistics: Statistics | None = None,
@@ -90,10 +90,11 @@ async def generate(
 
     `next_draft` returns the request's draft and, later, another one for the rest of the text, given the error of the
     present one, or None if that one gains nothing. A draft is closed once it is of no more use; the caller closes those
-    that it opened, which may be done twice. `estimates` holds what other requests have learned about the target, and
-    this request adds to it. `memory` holds what was learned from outputs of tenants, to which one with a tenant adds.
-    `clock` returns nanoseconds. The request counts into `statistics`, which the caller may read at any time. `grammar`
-    follows the request's grammar from the start of the text; `target` must obey the same.
+    that it opened, which may be done twice. `estimates` returns what other requests have learned about the replica of
+    the target that serves this one now, which adds to it. `memory` holds what was learned from outputs of tenants, to
+    which one with a tenant adds. `clock` returns nanoseconds. The request counts into `statistics`, which the caller
+    may read at any time. `grammar` follows the request's grammar from the start of the text; `target` must obey the
+    same.
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock()
@@ -102,7 +103,8 @@ async def generate(
     # Encoding a long prompt takes time, and other requests must not wait for it.
     prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = token_room(request, model, prompt.ids)
-    estimates = estimates or TargetEstimates(model.forward_costs)
+    alone = TargetEstimates(model.forward_costs)
+    estimates = estimates or (lambda: alone)
     statistics = statistics or Statistics()
     tape, text = Tape(model.vocabulary, prompt.ids), TextStream(request.stop)
     opening = Opening(
@@ -115,7 +117,7 @@ async def generate(
         clock=clock,
     )
     at_once = await asyncio.to_thread(open_sources, opening, request.speculation.allows)
-    own_estimates = RequestEstimates(estimates, at_once)
+    own_estimates = RequestEstimates(estimates(), at_once)
     planner = Planner(request.speculation, own_estimates)
     # The candidate for a proposed end of the text; in a chat, this is the end of the assistant's turn.
     end_id = next(iter(model.special_ids.eos), None)
@@ -135,10 +137,11 @@ async def generate(
     first_token_ns = sent = sent_bytes = reported_ns = 0
     passes = speculate(link, sources, planner, statistics, clock)
     with closing(sources), ExitStack() as ended:
-        ended.callback(lambda: estimates.observe_text(tape.generated_token_count))
+        ended.callback(lambda: own_estimates.shared.observe_text(tape.generated_token_count))
         yield Started(len(prompt.ids))
         async with aclosing(passes):
             async for outcome in passes:
+                own_estimates.use_target(estimates())
                 first_token_ns = first_token_ns or clock() - started
                 finish_reason = outcome.result.finish_reason
                 # Without max_tokens the context is the limit, and the target reports its end.

@@ -172,6 +172,12 @@ class RequestEstimates:
         # The passes since the present draft joined.
         self.draft_pass_count, self._tried_draft = 0, False
 
+    def use_target(self, shared: TargetEstimates) -> None:
+        """Goes on with the estimates of another replica, if it is one. Chances are those of the model: they stay."""
+        if shared is not self.shared:
+            self.shared = shared
+            self.forward = ForwardTime(shared.costs.widths, shared.costs.single_ns)
+
     def use_draft(self, draft: DraftEstimates) -> None:
         """Goes on with a draft, perhaps in place of another one."""
         self.draft, self.draft_pass_count = draft, 0

@@ -246,7 +246,6 @@ class Gateway:
             target = verifier.endpoint
             assignment = self.pairing.assign(target, request, wish or Wish(draft=draft_name))
             assignment.statistics, assignment.prompt = running.statistics, prompt
-            stack.enter_context(target.estimates.request())
             running.statistics.draft_choice = assignment.choice
 
             def next_draft(error: Exception | None) -> Draft | None:
@@ -259,8 +258,9 @@ class Gateway:
                 drafter = BalancedDrafter(
                     self.zoo, draft, sampling, request.seed, self.pairing.balancer, prompt, assignment
                 )
-                competes = draft.model.competes_with(target.model)
-                times = target.estimates.draft(draft.model.name, draft.model.forward_costs, competes=competes)
+                now = verifier.endpoint
+                competes = draft.model.competes_with(now.model)
+                times = now.estimates.draft(draft.model.name, draft.model.forward_costs, competes=competes)
                 return Draft(draft.model, stack.enter_context(closing(drafter)), times, assignment.take_over)
 
             events = generate(
@@ -268,7 +268,7 @@ class Gateway:
                 target.model,
                 verifier,
                 next_draft,
-                target.estimates,
+                lambda: verifier.endpoint.estimates,
                 self.memory,
                 statistics=running.statistics,
                 grammar=grammar,

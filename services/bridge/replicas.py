@@ -6,7 +6,7 @@ from the committed tokens; noise that anyone can recompute makes the text the sa
 """
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import takewhile
@@ -183,7 +183,7 @@ def is_broken(error: DraftBridgeError) -> bool:
 
 
 class ResumingVerifier:
-    """Implements `bridge.ports.Verifier` over the replicas of a target.
+    """Implements `bridge.ports.Verifier` over the replicas of a target, and counts the request as a load of one.
 
     `endpoints` returns the replicas that are connected now, `connect` opens a stream to one. `on_error` receives the
     errors of replicas. Each replica is tried once until one of them makes progress, so that a request that brings down
@@ -257,10 +257,12 @@ class ResumingVerifier:
     def close(self) -> None:
         """Ends the stream, and with it the session at the other end."""
         self._verifier.close()
+        self._load.close()
         self._balancer.closed(self._endpoint, self)
 
     def _open(self, endpoint: Endpoint) -> None:
-        self._endpoint, self._verifier = endpoint, self._connect(endpoint)
+        self._endpoint, self._verifier, self._load = endpoint, self._connect(endpoint), ExitStack()
+        self._load.enter_context(endpoint.estimates.request())
         self._tried.add(endpoint.address)
         self._balancer.opened(endpoint, self._prompt)
 

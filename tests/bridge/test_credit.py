@@ -52,7 +52,7 @@ async def passes(target: CreditedTarget, max_tokens: int, pause_after: int) -> i
     request = Request("a", max_tokens=max_tokens, speculation=SpeculationParameters(mode=Mode.OFF))
     read, held, estimates = 0, 0, TargetEstimates()
     before = estimates.text_tokens.count
-    async with aclosing(generate(request, MODEL, target, estimates=estimates)) as events:
+    async with aclosing(generate(request, MODEL, target, estimates=lambda: estimates)) as events:
         async for event in events:
             if isinstance(event, Delta):
                 read += len(event.token_ids)

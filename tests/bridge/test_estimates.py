@@ -6,14 +6,17 @@ from contextlib import ExitStack
 
 import pytest
 
+from bridge.generation import Delta, generate
 from bridge.measuring.chances import Chances, RequestChances
 from bridge.measuring.costs import Ewma, ForwardTime, WidthCost
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.estimates import Correction, TargetEstimates
-from bridge.planning.planner import Planner, SpeculationParameters
+from bridge.planning.planner import Mode, Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import Pass, Proposal
+from bridge.request import Request
 from bridge.sources.source import DRAFT, DraftPace, DraftState, Offer, Outcome
+from tests.bridge.test_credit import MODEL, CreditedTarget
 from tests.support.simulated import FLAT, MS, STEEP, Simulated, estimates_of, measured
 
 
@@ -232,3 +235,16 @@ def test_a_thread_may_ask_what_a_draft_has_cached_while_another_context_is_recor
     draft.observe_context([1, 2, 3])
     draft.observe_context([1, 2, 4])
     assert draft.cached_token_count(Compared((1, 2, 3, 4))) == 3
+
+
+async def test_a_request_that_moves_to_another_replica_learns_the_costs_of_that_one() -> None:
+    first, second = TargetEstimates(), TargetEstimates()
+    serving, count, known_ns = [first], 0, 0.0
+    request = Request("a", max_tokens=40, speculation=SpeculationParameters(mode=Mode.OFF))
+    async for event in generate(request, MODEL, CreditedTarget(), estimates=lambda: serving[-1]):
+        count += isinstance(event, Delta)
+        if count == 20:
+            serving.append(second)
+        elif count == 21:  # the pass with which the move is noticed
+            known_ns = first.costs.single_ns
+    assert first.costs.single_ns == known_ns > 0 and second.costs.single_ns > 0

@@ -17,6 +17,7 @@ from grpc import aio
 
 from bridge.errors import DraftBridgeError, NotReady, TargetFault
 from bridge.generation import Delta, Finished
+from bridge.planning.estimates import TargetEstimates
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import FinishReason, Pass, Run
 from bridge.request import Request
@@ -57,7 +58,7 @@ class Clock:
 
 
 def endpoint(address: str) -> Any:
-    return SimpleNamespace(address=address)
+    return SimpleNamespace(address=address, model=tiny.model("byte_level"), estimates=TargetEstimates())
 
 
 def blocks(text: str) -> list[bytes]:
@@ -188,6 +189,11 @@ def refusing(balancer: Balancer, endpoints: Sequence[Any], errors: dict[str, Dra
     return ResumingVerifier(balancer, lambda: endpoints, connect, lambda one, error: None, [])
 
 
+def running(endpoints: Sequence[Any]) -> list[int]:
+    """Returns how many requests each replica's costs are of."""
+    return [one.estimates._running for one in endpoints]
+
+
 EXHAUSTED = grpc.StatusCode.RESOURCE_EXHAUSTED
 REFUSALS = [
     RemoteError(EXHAUSTED, "OVERLOADED", "this server already runs 8 calls", {}),
@@ -199,12 +205,13 @@ REFUSALS = [
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda error: type(error).__name__ + error.reason)
 async def test_a_replica_that_refuses_hands_a_request_on_and_is_not_broken(refusal: DraftBridgeError) -> None:
     balancer = Balancer()
-    endpoints = [SimpleNamespace(address=name, model=tiny.model("byte_level")) for name in "ab"]
+    endpoints = [endpoint(name) for name in "ab"]
     verifier = refusing(balancer, endpoints, {"a": refusal})
-    assert verifier.endpoint is endpoints[0]
+    assert verifier.endpoint is endpoints[0] and running(endpoints) == [1, 0]
     assert [result.token_ids async for result in verifier.passes()] == [(7,)]
-    assert verifier.endpoint is endpoints[1]
+    assert verifier.endpoint is endpoints[1] and running(endpoints) == [0, 1]
     verifier.close()
+    assert running(endpoints) == [0, 0]
     assert balancer.choose(endpoints, [], ONE) is endpoints[0]
     with pytest.raises(DraftBridgeError, match=r"^a ended|the target at a refuses this bridge") as caught:
         await anext(refusing(balancer, endpoints[:1], {"a": refusal}).passes())
@@ -221,7 +228,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda error: error.reason)
 async def test_a_faulty_replica_is_left_alone_for_a_while_unless_it_is_the_only_one(fault: DraftBridgeError) -> None:
     balancer = Balancer(Clock())
-    endpoints = [SimpleNamespace(address=name, model=tiny.model("byte_level")) for name in "ab"]
+    endpoints = [endpoint(name) for name in "ab"]
     verifier = refusing(balancer, endpoints, {"a": fault})
     assert verifier.endpoint is endpoints[0]
     assert [result.token_ids async for result in verifier.passes()] == [(7,)]
@@ -277,7 +284,9 @@ async def test_a_replica_whose_forward_hangs_hands_its_requests_on() -> None:
         for scheduler in schedulers:
             address = await stack.enter_async_context(serving(scheduler))
             channel = await stack.enter_async_context(aio.insecure_channel(address))
-            endpoints.append(SimpleNamespace(address=address, channel=channel, model=model))
+            endpoints.append(
+                SimpleNamespace(address=address, channel=channel, model=model, estimates=TargetEstimates())
+            )
         verifier = ResumingVerifier(Balancer(), lambda: endpoints, connect, lambda one, error: None, [])
         stack.callback(verifier.close)
         await verifier.run(Run(0, (1, 70, 71), 0, 0, 1, 0))
