@@ -14,6 +14,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bridge.errors import DraftBridgeError, Unreachable
+from bridge.planning.estimates import TargetEstimates
+from bridge.text.models import Model
 from draftbridge.v1 import model_pb2
 from services.bridge.endpoint import CHECK_SECONDS, ROLES, Endpoint, ModelReader
 from services.rpc.status import RemoteError, from_rpc_error
@@ -31,6 +33,8 @@ _MAX_LOG_LINES = 8
 _UNHEALTHY = "reports that it cannot serve now"
 # What a description may change without becoming that of another model: each start measures and draws it anew.
 _OF_A_START = ("forward_costs", "instance_id")
+# The factor between the times of two starts from which the speed is another one: other work disturbs them, too.
+_OTHER_SPEED = 3.0
 
 
 class State(Enum):
@@ -193,9 +197,12 @@ class Connection:
         if before is None or not _same(description, before.description):
             self.known = await self._reader.endpoint(self.channel, self.address, self.role, description)
             self._on_connected(self.known, before)
-        elif description != before.description:  # its times only: what was learned about it stays
+        elif description != before.description:  # its times only: what was learned about it stays if they are similar
             model = self._reader.model(description, before.model.vocabulary)
             self.known = replace(before, description=description, model=model)
+            if _has_other_speed(model, before.model):
+                self.known = replace(self.known, estimates=TargetEstimates(model.forward_costs))
+                self._on_connected(self.known, before)
         self.problem, self.refused = "", None
 
     async def _watch(self) -> None:
@@ -274,6 +281,11 @@ class Connection:
         self._log_lines += 1
         if self._log_lines <= _MAX_LOG_LINES:
             _log.warning(text, exc_info=error)
+
+
+def _has_other_speed(one: Model, other: Model) -> bool:
+    times = [dict(model.forward_costs).get(1, 0) for model in (one, other)]
+    return max(times) > _OTHER_SPEED * min(times)
 
 
 def _same(one: model_pb2.Model, other: model_pb2.Model) -> bool:

@@ -54,7 +54,7 @@ class Zoo:
         self.reader = ModelReader()
         self._entries: list[Entry] = []
         self.on_retired: Callable[[str], None] = lambda address: None
-        # Called with the name of a draft that is another model, or on another machine, than before.
+        # Called with the name of a draft that is another model, or has another speed, than before.
         self.on_other_draft: Callable[[str], None] = lambda name: None
 
     @property
@@ -115,7 +115,7 @@ class Zoo:
             one.report(error)
 
     def _on_connected(self, endpoint: Endpoint, before: Endpoint | None) -> None:
-        """Forgets what was learned about a draft that is another model, or on another machine, than before."""
+        """Forgets what was learned about a draft that is another model, or has another speed, than before."""
         if endpoint.role == model_pb2.ROLE_DRAFT:
             for one in self._of(model_pb2.ROLE_TARGET):
                 if one.known:
