@@ -243,7 +243,9 @@ async def test_a_replica_whose_passes_violate_the_contract_is_left_alone_for_a_w
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Lying(TargetServicer):
-        async def Verify(self, request_iterator: Any, context: Any) -> AsyncIterator[target_pb2.VerifyResponse]:  # noqa: N802
+        async def Verify(  # noqa: N802
+            self, request_iterator: Any, context: Any
+        ) -> AsyncIterator[target_pb2.VerifyResponse]:
             async for _ in request_iterator:
                 yield target_pb2.VerifyResponse(base_token_count=99, token_ids=[70])
 
