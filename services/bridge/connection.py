@@ -284,8 +284,9 @@ class Connection:
 
 
 def _has_other_speed(one: Model, other: Model) -> bool:
+    """Returns whether both starts measured their times, and these differ by more than other work explains."""
     times = [dict(model.forward_costs).get(1, 0) for model in (one, other)]
-    return max(times) > _OTHER_SPEED * min(times)
+    return max(times) > _OTHER_SPEED * min(times) > 0
 
 
 def _same(one: model_pb2.Model, other: model_pb2.Model) -> bool:

@@ -125,7 +125,7 @@ async def test_a_draft_goes_on_in_the_books_if_the_one_that_was_to_replace_it_re
         gateway.pairing.pauses = Pauses(lambda: 0)
         chat = Chat((Message("system", "Tell."), Message("user", "The ")))
         speculation = SpeculationParameters(sources=(DRAFT,))
-        request = Request(chat, sampling=SAMPLING, seed=1, max_tokens=500, speculation=speculation)
+        request = Request(chat, sampling=SAMPLING, seed=1, max_tokens=900, speculation=speculation)
         shown = set()
         wish = Wish(("slow", "picky"), workload="tales")
         async with aclosing(gateway.generate(request, "", wish=wish)) as events:
