@@ -365,6 +365,14 @@ async def test_a_draft_whose_context_is_full_says_so() -> None:
         assert result.token_ids == ()
 
 
+async def test_a_draft_holds_no_more_than_twice_its_context() -> None:
+    async with draft() as (session, proposals):
+        for number in (1, 2, 3):
+            await session.sync(Sync(number, 512 * (number - 1), (5,) * 512, 0, 0))
+        with pytest.raises(PromptTooLong, match="1536 tokens"):
+            await anext(proposals)
+
+
 async def test_a_grant_before_anything_that_it_could_be_for_is_refused() -> None:
     async with target() as session:
         await session.grant(Grant(credit=2))

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-from bridge.errors import ProtocolViolation
+from bridge.errors import PromptTooLong, ProtocolViolation
 from bridge.ports import Proposal, Sync
 from bridge.text.models import Model
 from services.engines.sequence import check_ids
@@ -52,7 +52,8 @@ class CreditedSession(ABC):
     async def proposals(self) -> AsyncGenerator[Proposal, None]:
         """Yields proposals while there is credit.
 
-        Raises `ProtocolViolation` or `TokenOutOfRange` for an invalid message, and what the subclass raises.
+        Raises `ProtocolViolation`, `PromptTooLong` or `TokenOutOfRange` for an invalid message, and what the subclass
+        raises.
         """
         while True:
             self._read()
@@ -114,8 +115,12 @@ class CreditedSession(ABC):
                 f"the sync keeps {sync.keep_token_count} tokens, but the draft holds {self._held}: "
                 "keep at most the tokens that were synced and proposed"
             )
-        if sync.keep_token_count + len(sync.token_ids) == 0:
+        length, context = sync.keep_token_count + len(sync.token_ids), self._model.context_length
+        if length == 0:
             raise ProtocolViolation("a sync needs at least one token: send the prompt's ids")
+        # `limits.read_sync` bounds the ids of one sync; this bounds the whole sequence.
+        if length > 2 * context:
+            raise PromptTooLong(length, context, self._model.name)
         check_ids(sync.token_ids, self._model)
         self._replace(sync.keep_token_count, sync.token_ids, sync.byte_offset)
         self._epoch, self._credit, self._batch = sync.epoch, sync.credit, max(sync.batch_token_count, 1)

@@ -6,7 +6,6 @@ from time import perf_counter_ns
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from bridge.errors import PromptTooLong
 from bridge.ports import Proposal
 from bridge.sources.suffix_index import SuffixMatcher
 from bridge.text.models import Model
@@ -74,9 +73,6 @@ class SuffixSession(CreditedSession):
         return len(self._text)
 
     def _replace(self, keep: int, token_ids: Sequence[int], byte_offset: int) -> None:
-        # `limits.read_sync` bounds the ids of one sync; this bounds the whole sequence.
-        if keep + len(token_ids) > 2 * self._model.context_length:
-            raise PromptTooLong(keep + len(token_ids), self._model.context_length, self._model.name)
         if not self._holds:
             self._take()
             self._holds = True
