@@ -110,6 +110,12 @@ def name_revision(directory: Path, gguf_sha256: str) -> None:
     (directory / _SOURCE).write_text(gguf_sha256)
 
 
+def source_of(directory: Path) -> str:
+    """Returns the SHA-256 of the GGUF file that a directory was converted from, "" if it has no record of one."""
+    file = directory / _SOURCE
+    return file.read_text() if file.is_file() else ""
+
+
 def remedy_for(directory: Path) -> str:
     """Returns how to replace a damaged directory of the cache, "" for one elsewhere, which the cache cannot replace."""
     return f"delete {directory} and run the same command again" if directory.parent == cache_directory() else ""
@@ -120,10 +126,9 @@ def fingerprint(directory: Path) -> str:
 
     Of a GGUF file converted in the cache it returns the file's, with and without the weights, and reads nothing.
     """
-    source = directory / _SOURCE
     # Elsewhere, a copy's weights may have been changed since.
-    if source.is_file() and directory.parent == cache_directory():
-        return source.read_text()[:16]
+    if directory.parent == cache_directory() and (source := source_of(directory)):
+        return source[:16]
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     for path in sorted([one for kind in ("safetensors", "bin", "gguf") for one in directory.glob(f"*.{kind}")]):
         with path.open("rb") as file:

@@ -24,6 +24,7 @@ from services.store.cache import (
     name_revision,
     scratch_directory,
     settle,
+    source_of,
     writing,
 )
 from services.store.download import built_in_gguf
@@ -170,7 +171,7 @@ def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
 
 
 def _built_in(model: BuiltIn, weights: bool, report: Report) -> Path:
-    if kept := _in_cache(model.name, weights):
+    if kept := _in_cache(model.name, model.sha256, weights):
         return kept
     if weights:  # told before the download, which would be in vain
         with writing(cache_directory(), "the download and its conversion"):
@@ -185,13 +186,13 @@ def _held(model: BuiltIn) -> int:
     return file.stat().st_size if file.is_file() else 0
 
 
-def _in_cache(name: str, weights: bool) -> Path | None:
-    """Returns the directory of a converted GGUF file, if it is in the cache."""
+def _in_cache(name: str, digest: str, weights: bool) -> Path | None:
+    """Returns the directory that the GGUF file with this SHA-256 was converted to, if it is in the cache."""
     whole = cache_directory() / name
-    if whole.exists():
+    if source_of(whole) == digest:
         return _kept(whole, True)
     small = cache_directory() / f"{name}{_WITHOUT_WEIGHTS}"
-    return None if weights or not small.exists() else _kept(small, False)
+    return None if weights or source_of(small) != digest else _kept(small, False)
 
 
 def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Report) -> Path:
@@ -201,7 +202,7 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
     """
     digest = sha256 or check_gguf(path)
     name = name if sha256 else f"{name}-{digest[:12]}"
-    if kept := _in_cache(name, weights):
+    if kept := _in_cache(name, digest, weights):
         return kept
     report(f"converting {name} (once)" if weights else f"reading the tokenizer of {name} (once)")
     with scratch_directory() as scratch:
@@ -236,6 +237,8 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
             )
         name_revision(converted, digest)
         final = cache_directory() / (name if weights else f"{name}{_WITHOUT_WEIGHTS}")
+        if source_of(final) != digest:  # of a file that an earlier version of DraftBridge had under this name
+            shutil.rmtree(final, ignore_errors=True)
         settle(converted, final)
     return final
 

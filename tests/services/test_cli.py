@@ -21,6 +21,7 @@ from services.cli.app import app
 from services.cli.processes import READY, Fleet
 from services.cli.variables import misspelt
 from services.engines.registry import engines
+from services.store.built_in import BUILT_IN
 from tests.support.warm import run as command
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
@@ -289,7 +290,8 @@ def test_a_cache_that_cannot_be_is_said_so(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     assert "DRAFTBRIDGE_CACHE" in refused(command("pull", "gemma-3-270m", DRAFTBRIDGE_CACHE=str(file)))
-    (tmp_path / "models" / "gemma-3-270m").mkdir(parents=True)
+    (kept := tmp_path / "models" / "gemma-3-270m").mkdir(parents=True)
+    (kept / "gguf.sha256").write_text(BUILT_IN["gemma-3-270m"].sha256)
     assert "delete it" in refused(command("pull", "gemma-3-270m", DRAFTBRIDGE_CACHE=str(tmp_path)))
 
 

@@ -184,6 +184,31 @@ def test_a_built_in_file_that_was_damaged_is_downloaded_again(packages: Path, mo
     assert resolve_gguf("tiny-model", ignore).read_bytes() == file.read_bytes(), "also when its tokenizer was read"
 
 
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_conversion_of_another_file_is_not_used(
+    weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after an update of DraftBridge that has another file under a built-in model's name."""
+
+    def convert(program: list[str], **options: object) -> SimpleNamespace:
+        directory = Path(program[-1 - weights])
+        directory.mkdir()
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (directory / name).write_text("new")
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
+    monkeypatch.setitem(BUILT_IN, MODEL.name, MODEL)
+    monkeypatch.setattr("services.store.resolve.built_in_gguf", lambda model, report: Path(__file__))
+    monkeypatch.setattr("services.store.resolve.subprocess.run", convert)
+    directory = resolve(MODEL.name, weights=weights)
+    for source, used in (("0" * 64, "new"), (MODEL.sha256, "old")):
+        (directory / "gguf.sha256").write_text(source)
+        (directory / "config.json").write_text("old")
+        assert resolve(MODEL.name, weights=weights) == directory
+        assert (directory / "config.json").read_text() == used
+
+
 def test_a_large_built_in_model_is_not_downloaded_for_a_conversion_without_room(
     packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
