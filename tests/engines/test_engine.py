@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -98,6 +99,17 @@ def test_a_model_that_cannot_be_rolled_back_or_masked_is_refused(
     saved(config, tmp_path)
     with pytest.raises(UnusableModel, match="Choose a model"):
         TorchEngine(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+    ids=["cuda", "cpu"],
+)
+def test_a_model_that_does_not_fit_into_memory_is_refused_with_that_reason(error: RuntimeError) -> None:
+    refusal = TorchEngine._unusable(SimpleNamespace(slot_count=8, device="cpu"), error)  # type: ignore[arg-type]
+    assert "8 sequences do not fit into the memory of cpu" in str(refusal)
+    assert "decrease --kv-memory or --slots" in str(refusal)
 
 
 def test_positions_mean_the_same_however_long_the_text_gets(tmp_path: Path) -> None:

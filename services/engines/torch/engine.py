@@ -27,6 +27,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 # Measured: the difference of a position's two best logits varied over widths 1 to 16 on SmolLM2-135M and Gemma-3-270M
 # by at most 0.75 in bfloat16 and 3e-5 in float32. float16 has three bits more than bfloat16.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.75, torch.float16: 0.1}
+# What torch writes where the system refuses memory; on CUDA it raises `OutOfMemoryError`.
+_CPU_FULL = "can't allocate memory"
 
 
 class TorchEngine:
@@ -59,11 +61,9 @@ class TorchEngine:
             torch.set_num_threads(threads)
         self._device = find_device(device)
         self._dtype = _dtype(dtype, self._device)
-        self._model = load_model(source, self._dtype, trusted).to(self._device).eval()
+        self._model = load_model(source, self._dtype, trusted).eval()
         self.vocabulary_size = int(self._model.get_output_embeddings().weight.shape[0])
         self._int8 = int8
-        if int8:
-            quantize(self._model)
         self._config = self._model.config.get_text_config()
         self._logits = TokenLogits(self._model)
         self._fast: FastForwards | None = None
@@ -72,6 +72,9 @@ class TorchEngine:
         self._least = 1
         self.slot_count = slot_count
         try:
+            self._model.to(self._device)
+            if int8:
+                quantize(self._model)
             self_test = SelfTest.of(self._model)
             with narrowed(self._model) as wide:
                 narrow_test = SelfTest.of(self._model) if wide else self_test
@@ -221,7 +224,12 @@ class TorchEngine:
             raise ValueError("it has no keys and values")
         return counter.byte_count
 
-    def _unusable(self, reason: object) -> UnusableModel:
+    def _unusable(self, reason: Exception) -> UnusableModel:
+        if isinstance(reason, torch.OutOfMemoryError) or _CPU_FULL in str(reason):
+            return UnusableModel(
+                f"the model and {self.slot_count} sequences do not fit into the memory of {self.device} "
+                f"({' '.join(str(reason).split())[:200]}): decrease --kv-memory or --slots, or choose a smaller model"
+            )
         return UnusableModel(
             f"a {self._config.model_type} model cannot be served: its state cannot be rolled back to a shorter text, "
             f"or its attention is not supported ({reason}). Choose a model with plain causal attention, "
