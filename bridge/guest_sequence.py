@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from time import perf_counter_ns
 
-from bridge.errors import DraftBridgeError, InvalidRequest, UnusableModel
+from bridge.errors import DraftBridgeError, InvalidRequest, PromptTooLong, UnusableModel
 from bridge.guest_step import Proposed
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
@@ -148,6 +148,8 @@ class GuestSequence:
         try:
             return await open_draft(draft, self._opening)
         except DraftBridgeError as error:
+            if isinstance(error, PromptTooLong):  # the next attempts would fail as well
+                self._paused_forwards = _MAX_PAUSED_FORWARDS
             _log.info("a sequence of an engine goes without its draft: %s", error.reason)
             return None
 

@@ -5,7 +5,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from typing import ClassVar
 
-from bridge.errors import ProtocolViolation, Unreachable
+from bridge.errors import PromptTooLong, ProtocolViolation, Unreachable, require
 from bridge.ports import MAX_MEASURED_NS, Proposal, Sync
 from bridge.sources.source import (
     DRAFT,
@@ -113,7 +113,8 @@ class DraftEpoch:
 async def open_draft(draft: Draft, opening: Opening) -> "DraftSource":
     """Returns a draft as a source, once a thread has encoded its prompt. The draft is closed if that fails.
 
-    Raises a `DraftBridgeError` if the prompt cannot be rendered: its template may refuse what the target's accepts.
+    Raises a `DraftBridgeError` if the prompt cannot be rendered, because its template may refuse what the target's
+    accepts, and `PromptTooLong` if the prompt does not fit into the draft's context.
     """
     try:
         return await asyncio.to_thread(DraftSource, draft, opening)
@@ -138,7 +139,8 @@ class DraftSource(CandidateSource):
         self._tape, self._clock, self._threshold = opening.tape, opening.clock, opening.confidence_threshold
         self._drafter, self.model, self.times, self.on_use = draft.drafter, draft.model, draft.times, draft.on_use
         self._context = DraftContext(draft.model.vocabulary, opening.render(draft.model))
-        ids = self._context.ids
+        ids, context = self._context.ids, draft.model.context_length
+        require(len(ids) < context, PromptTooLong, len(ids), context, draft.model.name)
         # The tokens that it must read before its first proposal.
         self._first_lag = max(len(ids) - self.times.cached_token_count(ids), 1)
         self._epoch: DraftEpoch | None = None

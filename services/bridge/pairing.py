@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, replace
 
 from cachetools import LRUCache
 
-from bridge.errors import DraftBridgeError, InvalidField, ProtocolViolation, Unreachable
+from bridge.errors import DraftBridgeError, InvalidField, PromptTooLong, ProtocolViolation, Unreachable
 from bridge.generation import Finished
 from bridge.measuring.costs import Ewma
 from bridge.planning.choice import Candidate, DraftChoice, DraftChooser, Expectation, PairRecord, predicted_gain
@@ -132,7 +132,8 @@ class Assignment:
         lost = isinstance(error, DraftBridgeError) and is_lost(error)
         if (broken or lost) and self.replicas(draft):
             return draft
-        self._pairing.pauses.failed(self._target, draft)
+        if getattr(error, "reason", "") != PromptTooLong.reason:  # the prompts of other requests may be shorter
+            self._pairing.pauses.failed(self._target, draft)
         return None
 
     def finished(self, event: Finished) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bridge.errors import Unreachable
+from bridge.errors import PromptTooLong, Unreachable
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Proposal
 from bridge.sources.draft import DraftEpoch
@@ -36,6 +36,11 @@ async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is
     held = [*drafter.syncs[0].token_ids, *ids_of(" fox jumps")][: second.keep_token_count]
     assert WORDS.spell([*held, *second.token_ids]).endswith(b" fox sleeps")
     assert not source.state.stale
+
+
+def test_a_prompt_that_a_draft_cannot_hold_is_refused_before_it_is_sent() -> None:
+    with pytest.raises(PromptTooLong, match="context of 512 tokens"):
+        draft_source(PROMPT * 100)
 
 
 async def test_a_draft_that_runs_ahead_is_not_waited_for_once_it_hangs() -> None:

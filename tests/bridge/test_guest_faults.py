@@ -60,6 +60,28 @@ async def test_a_sequence_whose_draft_failed_gets_another_after_a_while() -> Non
     assert drafters[2].closed
 
 
+async def test_a_draft_whose_context_is_shorter_than_the_prompt_is_not_tried_again_soon() -> None:
+    shared, drafter, found = GuestOpening(MODEL, TargetEstimates()), Reciting(TEXT), list[int]()
+
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        return GuestSequence(shared, ids, generated)
+
+    def find_draft(held: Held, is_new: bool) -> Draft | None:
+        found.append(number)
+        model = tiny.model("byte_level", context_length=16)
+        return Draft(model, drafter, shared.estimates.draft(model.name))
+
+    guest = Guest(MODEL, open_, BatchCosts(), find_draft=find_draft)
+    number = 1
+    await stepped(guest, number, SequenceUpdate(1, 0, tuple(IDS[:40])))
+    await opened(guest, 1)
+    for number in range(2, 50):
+        await joined(guest, 1)
+        await stepped(guest, number, SequenceUpdate(1, 38 + number, (IDS[38 + number],)))
+    assert found == [1] and drafter.closed and not drafter.read
+    guest.close()
+
+
 async def test_a_bug_that_meets_a_draft_s_prompt_costs_only_the_draft(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

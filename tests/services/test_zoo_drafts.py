@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bridge.errors import Unreachable
+from bridge.errors import PromptTooLong, Unreachable
 from bridge.generation import Delta, Finished
 from bridge.guest import Guest, Held
 from bridge.guest_sequence import GuestOpening, GuestSequence
@@ -374,6 +374,11 @@ async def test_a_draft_that_was_lost_pauses() -> None:
         assert pauses.holds(target, bad), "twice in a row: twice as long"
         pauses.worked(target, bad)
         assert not pauses.holds(target, bad)
+        for error, paused in ((PromptTooLong(9, 8, "bad"), False), (Unreachable("bad", "it was restarted"), True)):
+            assignment = gateway.pairing.assign(target, request, Wish())
+            assignment.next(None)
+            assignment.next(error)
+            assert pauses.holds(target, bad) == paused, "prompts of other requests may be shorter"
 
 
 async def test_each_draft_of_a_request_is_judged_by_its_own_passes_without_those_of_prompt_lookup() -> None:
