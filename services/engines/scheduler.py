@@ -163,9 +163,8 @@ class Scheduler:
         """Frees a sequence's slot, or takes it out of the queue for one."""
         with self._lock:
             self._evicted.discard(holder)
-            if holder not in self._holders:
-                return
             self._holders.discard(holder)
+        # Also one that is in neither: it may have got a slot again with a job that came while it was evicted.
         self._inbox.put(lambda: self._forget(holder))
 
     def close(self, seconds: float | None = None) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Container
 
 import numpy as np
 import pytest
@@ -73,6 +74,33 @@ async def test_an_idle_sequence_loses_its_slot_to_one_that_waits_and_goes_on_all
     idle.accept((7,), 0)
     result = await asyncio.wait_for(idle.forward((), np.array), 5)
     np.testing.assert_array_equal(result.value[-1], engine.logits([*ids(5), 7]))
+    scheduler.close()
+
+
+async def test_a_sequence_that_asks_while_it_loses_its_slot_keeps_no_other_one_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.engines.scheduler._IDLE_NS", 0)
+    scheduler, loop = Scheduler(lambda: Watched(slot_count=1)), asyncio.get_running_loop()
+    sequence, evict, jobs = CachedSequence(scheduler), scheduler._slots.evict, list[asyncio.Task[object]]()
+    sequence.replace(0, ids(5))
+    await sequence.forward((), len)
+
+    async def ask() -> None:
+        jobs.append(asyncio.create_task(sequence.forward((), len)))
+        await asyncio.sleep(0)
+
+    def ask_and_evict(busy: Container[object], before_ns: int) -> object:
+        if not jobs:
+            asyncio.run_coroutine_threadsafe(ask(), loop).result(5)
+        return evict(busy, before_ns)
+
+    monkeypatch.setattr(scheduler._slots, "evict", ask_and_evict)
+    await drop(scheduler, ids(6, 1))
+    await asyncio.gather(*jobs)
+    monkeypatch.setattr("services.engines.scheduler._IDLE_NS", 60_000_000_000)
+    sequence.close()
+    await asyncio.wait_for(drop(scheduler, ids(6, 2)), 5)
     scheduler.close()
 
 
