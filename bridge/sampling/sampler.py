@@ -245,7 +245,7 @@ class Sampler:
         if allowed is not None:
             scores[~allowed[: len(scores)]] = -np.inf
         if early:
-            ends = list(self.ends)
+            ends = [id_ for id_ in self.ends if id_ < len(scores)]  # a model may lack added tokens of its tokenizer
             ending = scores[ends]
             scores[ends] = -np.inf
             if allowed is not None and not np.isfinite(scores.max()):  # the grammar allows nothing but the end

@@ -263,6 +263,12 @@ def test_where_nothing_may_be_chosen_nothing_is() -> None:
         one.choose(np.zeros(SIZE, np.float32), 0, 0, History([1]))
 
 
+def test_an_end_that_the_model_cannot_produce_is_no_matter() -> None:
+    one, logits = sampler(min_tokens=3), np.zeros(5, np.float32)
+    logits[2] = 1.0
+    assert one.choose(logits, 0, 0, History([1])).token_id not in ENDS
+
+
 def test_extremes_of_what_is_allowed_stay_numbers() -> None:
     for penalty in (0.001, 100.0):
         for bias in (-1e9, 1e9):
