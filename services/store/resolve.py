@@ -5,6 +5,7 @@ or converted are kept in a cache: the hub's own models in that of its library, o
 """
 
 import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -43,7 +44,7 @@ _REMEDY = f"give a directory, a GGUF file, a Hugging Face id, or one of {', '.jo
 
 def default_name(reference: str) -> str:
     """Returns the name that a model is served under by default."""
-    path = Path(reference)
+    path = Path(os.path.abspath(reference))  # "." has no name
     return path.stem if path.suffix == ".gguf" else path.name or reference
 
 

@@ -30,7 +30,7 @@ from services.store.convert import ends
 from services.store.download import built_in_gguf
 from services.store.files import read_model_files
 from services.store.gguf import is_cut
-from services.store.resolve import read_vocabulary, resolve, resolve_gguf
+from services.store.resolve import default_name, read_vocabulary, resolve, resolve_gguf
 from tests.support import tiny
 
 # Pieces by the number of their package; sorted by name, the packages have another order.
@@ -182,6 +182,15 @@ def test_a_built_in_file_that_was_damaged_is_downloaded_again(packages: Path, mo
     assert kept.read_bytes() == file.read_bytes()
     kept.write_bytes(kept.read_bytes()[:-1])
     assert resolve_gguf("tiny-model", ignore).read_bytes() == file.read_bytes(), "also when its tokenizer was read"
+
+
+@pytest.mark.parametrize("reference", [".", "..", "./", "tiny", "org/tiny", "./tiny.gguf", "~/tiny"])
+def test_a_model_has_the_name_of_its_directory_or_file(
+    reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory := tmp_path / "tiny" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(directory)
+    assert default_name(reference) == "tiny"
 
 
 @pytest.mark.parametrize("weights", [True, False])
