@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from filelock import FileLock
 from platformdirs import user_cache_path
 
 from bridge.errors import NotReady
@@ -18,8 +19,8 @@ from bridge.errors import NotReady
 Report = Callable[[str], None]
 # Holds the SHA-256 of the GGUF file that a directory was converted from.
 _SOURCE = "gguf.sha256"
-# An older scratch directory was left by a process that was killed.
-_STALE_SECONDS = 24 * 3600
+# A scratch directory whose process has ended may be deleted after this time: it locks one that it has just made.
+_LOCK, _STALE_SECONDS = "lock", 60
 # A disk with fewer free bytes is full. A file that did not fit may have left a little room.
 _FULL_BYTES = 1 << 24
 
@@ -84,15 +85,18 @@ def cache_directory() -> Path:
 def scratch_directory() -> Iterator[Path]:
     """Yields a temporary directory in the cache, so that a finished model moves into place in one step.
 
+    Deletes those of processes that were killed, which may have left gigabytes there.
     Raises `CacheUnusable` and `NoSpace`.
     """
     parent = cache_directory()
     with writing(parent, "the model"):
         for stale in parent.glob(".scratch-*"):
-            with contextlib.suppress(FileNotFoundError):  # another process has just deleted it
+            with contextlib.suppress(OSError):  # its process still runs, or another one has just deleted it
                 if time.time() - stale.stat().st_mtime > _STALE_SECONDS:
-                    shutil.rmtree(stale, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=parent, prefix=".scratch-", ignore_cleanup_errors=True) as path:
+                    with FileLock(stale / _LOCK, timeout=0):
+                        shutil.rmtree(stale, ignore_errors=True)
+        scratch = tempfile.TemporaryDirectory(dir=parent, prefix=".scratch-", ignore_cleanup_errors=True)
+        with scratch as path, FileLock(Path(path) / _LOCK):
             yield Path(path)
 
 

@@ -151,6 +151,21 @@ def test_a_file_that_does_not_fit_is_told_as_such(tmp_path: Path, monkeypatch: p
     assert not list(cache_directory().iterdir())
 
 
+def test_what_a_killed_process_left_is_deleted_and_what_a_running_one_writes_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
+    (left := tmp_path / "models" / ".scratch-left").mkdir(parents=True)
+    (left / "model.safetensors").touch()
+    with scratch_directory() as running:
+        assert left.is_dir(), "it may have been made just now"
+        for directory in (left, running):
+            os.utime(directory, (1, 1))
+        with scratch_directory() as other:
+            assert running.is_dir() and other.is_dir() and not left.exists()
+    assert not running.exists()
+
+
 def test_setuptools_hook_for_pip_is_left_alone(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """setuptools warns, which is an error here, where pip is imported after distutils."""
     monkeypatch.setitem(sys.modules, "distutils", ModuleType("distutils"))
