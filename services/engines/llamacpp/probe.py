@@ -10,6 +10,8 @@ import sys
 
 import llama_cpp
 
+from services.child import end_with_parent
+
 
 def main() -> None:
     """Exits with status 0 if a forward of several tokens succeeds."""
@@ -25,4 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     main()
