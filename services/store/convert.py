@@ -41,6 +41,8 @@ def convert(source: Path, destination: Path, weights: bool = True) -> None:
     model.save_pretrained(destination)
     generation.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
+    for file in destination.glob("*.safetensors"):  # which only their owner could read
+        file.chmod((destination / "config.json").stat().st_mode)
 
 
 def ends(tokenizer: Any) -> list[int]:

@@ -329,6 +329,7 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(tmp_path: Path, mo
     assert not list(small.glob("*.safetensors"))
     whole = resolve(str(file), steps.append)
     assert whole != small and list(whole.glob("*.safetensors"))
+    assert len({file.stat().st_mode for file in whole.iterdir()}) == 1, "other users of a cache can read all of it"
     assert resolve(str(file), steps.append, weights=False) == whole, "one that has them serves as well"
     assert len(steps) == 2
     few, all_ = read_model_files(small), read_model_files(whole)
