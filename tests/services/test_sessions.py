@@ -1,6 +1,7 @@
 """Tests the target's and the draft's side of a stream: credit, patience, candidates at any time, epochs."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
@@ -371,6 +372,30 @@ async def test_a_draft_holds_no_more_than_twice_its_context() -> None:
             await session.sync(Sync(number, 512 * (number - 1), (5,) * 512, 0, 0))
         with pytest.raises(PromptTooLong, match="1536 tokens"):
             await anext(proposals)
+
+
+class Followed:
+    """A matcher that records in which threads it follows a text, which its grammar does not allow."""
+
+    def __init__(self) -> None:
+        self.sought: list[tuple[int, bool]] = []
+
+    def seek(self, data: bytes) -> bool:
+        self.sought.append((len(data), threading.current_thread() is threading.main_thread()))
+        return False
+
+
+async def test_a_matcher_of_a_draft_follows_a_long_text_without_holding_up_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.model.draft.session._THREAD_MIN_BYTES", 100)
+    async with draft() as (session, proposals):
+        session._matcher = matcher = Followed()  # type: ignore[assignment]
+        for number, offset in ((1, 10), (2, 200)):
+            await session.sync(Sync(number, 0, (70,) * 300, offset, 2))
+            assert (await anext(proposals)).token_ids
+            assert (await anext(proposals)).token_ids
+        assert matcher.sought == [(10, True), (200, False)]
 
 
 async def test_a_grant_before_anything_that_it_could_be_for_is_refused() -> None:

@@ -1,6 +1,8 @@
 """The session of a draft model."""
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from bridge.errors import InvalidGrammar
 from bridge.ports import Proposal
@@ -10,6 +12,9 @@ from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence
 from services.grammars.token_matcher import TextMatcher
 from services.model.draft.credit import CreditedSession
+
+# A matcher takes milliseconds to follow a longer text, so it does that in a thread.
+_THREAD_MIN_BYTES = 1 << 12
 
 
 class DraftSession(CreditedSession):
@@ -24,8 +29,8 @@ class DraftSession(CreditedSession):
     ) -> None:
         super().__init__(model)
         self._matcher = matcher
-        # Whether the matcher is at the end of the sequence.
-        self._follows = False
+        # Whether the matcher is at the end of the sequence; None after a sync, until it has tried to follow.
+        self._follows: bool | None = False
         self._sampler = sampler
         self._sequence = CachedSequence(scheduler)
         self._offset = 0
@@ -41,11 +46,13 @@ class DraftSession(CreditedSession):
     def _replace(self, keep: int, token_ids: Sequence[int], byte_offset: int) -> None:
         self._sequence.replace(keep, token_ids)
         self._offset = byte_offset
-        if self._matcher:
-            generated = self._generated(byte_offset)
-            self._follows = len(generated) == byte_offset and self._matcher.seek(generated)
+        self._follows = None
 
     async def _propose(self) -> Proposal:
+        if self._matcher and self._follows is None:
+            long = self._offset >= _THREAD_MIN_BYTES
+            seek = partial(self._seek, self._matcher)
+            self._follows = await asyncio.to_thread(seek) if long else seek()
         read_token_count = self._sequence.uncached_token_count
         room = min(self._batch, self._credit, self._model.context_length - self._held + 1)
         chosen: list[Choice] = []
@@ -88,6 +95,11 @@ class DraftSession(CreditedSession):
         if self._matcher and self._follows and not self._ends(choice):
             self._matcher.advance((choice.token_id,))
         return choice
+
+    def _seek(self, matcher: TextMatcher) -> bool:
+        """Moves the matcher to the end of the sequence. Returns whether the grammar allows the generated text."""
+        generated = self._generated(self._offset)
+        return len(generated) == self._offset and matcher.seek(generated)
 
     def _generated(self, byte_count: int) -> bytes:
         """Returns the last bytes that the sequence spells."""
