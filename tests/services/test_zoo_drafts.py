@@ -125,20 +125,22 @@ async def test_a_draft_goes_on_in_the_books_if_the_one_that_was_to_replace_it_re
         gateway.pairing.pauses = Pauses(lambda: 0)
         chat = Chat((Message("system", "Tell."), Message("user", "The ")))
         speculation = SpeculationParameters(sources=(DRAFT,))
-        request = Request(chat, sampling=SAMPLING, seed=1, max_tokens=900, speculation=speculation)
+        request = Request(chat, sampling=SAMPLING, seed=1, max_tokens=500, speculation=speculation)
         shown = set()
         wish = Wish(("slow", "picky"), workload="tales")
+        model, slow_draft, picky_draft = gateway.zoo.target(""), gateway.zoo.draft("slow"), gateway.zoo.draft("picky")
+        assert slow_draft and picky_draft
         async with aclosing(gateway.generate(request, "", wish=wish)) as events:
             async for event in events:
                 if isinstance(event, Delta):
                     shown |= {one.draft for one in gateway.running}
+                    if not gateway.pairing.pauses.holds(model, picky_draft):
+                        await asyncio.sleep(0.005)  # until it has refused, which may take longer than the text
         assert isinstance(event, Finished) and event.statistics.drafts == ["slow"]
         assert shown == {"slow"}
         records = {one.draft.model.name: one.record for one in gateway.pairing.states("tales")}
         assert (records["slow"].request_count, records["picky"].request_count) == (1, 0)
         assert records["slow"].pass_count > 100
-        model, slow_draft, picky_draft = gateway.zoo.target(""), gateway.zoo.draft("slow"), gateway.zoo.draft("picky")
-        assert slow_draft and picky_draft
         assert [gateway.pairing.pauses.holds(model, one) for one in (slow_draft, picky_draft)] == [False, True]
 
 
