@@ -52,7 +52,7 @@ class _TimedGateway(Gateway):
 
     def __init__(self, pace_seconds: float) -> None:
         model = SimpleNamespace(model=scripted.model())
-        zoo = SimpleNamespace(target=lambda name: model, of_role=lambda role: [], endpoints=())
+        zoo = SimpleNamespace(target=lambda name: model, of_role=lambda role: [], connections=())
         super().__init__(zoo)  # type: ignore[arg-type]
         self._pace = pace_seconds
 
