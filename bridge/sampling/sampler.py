@@ -240,8 +240,9 @@ class Sampler:
             before = scores[seen]
             scores[seen] = np.where(before < 0, before * np.float32(repetition), before / np.float32(repetition))
             ids, counts = penalized.generated()
-            scores[ids] -= np.float32(frequency) * counts.astype(np.float32)
-            scores[ids] -= np.float32(presence)
+            known = ids < len(scores)  # a peer's text may contain ids beyond the tokenizer
+            scores[ids[known]] -= np.float32(frequency) * counts[known].astype(np.float32)
+            scores[ids[known]] -= np.float32(presence)
         if allowed is not None:
             scores[~allowed[: len(scores)]] = -np.inf
         if early:

@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any
 
 import grpc
-from grpc import aio
 
 from draftbridge.errors import CallError
 from draftbridge.messages import (
@@ -39,6 +38,21 @@ def _check_open(closed: bool) -> None:
     if closed:
         text = "this client was closed: open another one, or close it after its last call"
         raise CallError(grpc.StatusCode.FAILED_PRECONDITION, "CLIENT_CLOSED", text, {})
+
+
+@contextmanager
+def _call_errors(client: "Client | AsyncClient") -> Iterator[None]:
+    """Raises `CallError` for a call that fails, also because its client was closed."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        _check_open(client._closed)
+        raise CallError.from_rpc(error, client._address) from error
+    except asyncio.CancelledError:
+        # grpc.aio raises it for a call that `close` has cancelled, too, though the task itself is not cancelled.
+        if (task := asyncio.current_task()) and task.cancelling():
+            raise
+        _check_open(closed=True)
 
 
 class Client:
@@ -79,12 +93,12 @@ class Client:
         request, trace = generate_request(prompt, **options), CallTrace(_GENERATE, checked_id(request_id))
         call, code = self._stub.Generate(request, timeout=timeout, metadata=trace.metadata), ""
         try:
-            for response in call:
-                yield event_of(response)
-        except grpc.RpcError as error:
-            failure = CallError.from_rpc(error, self._address)
+            with _call_errors(self):
+                for response in call:
+                    yield event_of(response)
+        except CallError as failure:
             code = failure.code.name
-            raise failure from error
+            raise
         finally:
             call.cancel()
             trace.end(code)
@@ -120,24 +134,8 @@ class Client:
 
     def _ask(self, method: Any, request: Any) -> Any:
         _check_open(self._closed)
-        try:
+        with _call_errors(self):
             return method(request, timeout=_TIMEOUT_SECONDS)
-        except grpc.RpcError as error:
-            raise CallError.from_rpc(error, self._address) from error
-
-
-@contextmanager
-def _call_errors(address: str) -> Iterator[None]:
-    """Raises `CallError` for a call of `AsyncClient` that fails."""
-    try:
-        yield
-    except aio.AioRpcError as error:
-        raise CallError.from_rpc(error, address) from error
-    except asyncio.CancelledError:
-        # grpc.aio raises it for a call that `close` has cancelled, too, though the task itself is not cancelled.
-        if (task := asyncio.current_task()) and task.cancelling():
-            raise
-        _check_open(closed=True)
 
 
 class AsyncClient:
@@ -175,7 +173,7 @@ class AsyncClient:
         request, trace = generate_request(prompt, **options), CallTrace(_GENERATE, checked_id(request_id))
         call, code = self._stub.Generate(request, timeout=timeout, metadata=trace.metadata), ""
         try:
-            with _call_errors(self._address):
+            with _call_errors(self):
                 async for response in call:
                     yield event_of(response)
         except CallError as failure:
@@ -217,5 +215,5 @@ class AsyncClient:
 
     async def _ask(self, method: Any, request: Any) -> Any:
         _check_open(self._closed)
-        with _call_errors(self._address):
+        with _call_errors(self):
             return await method(request, timeout=_TIMEOUT_SECONDS)

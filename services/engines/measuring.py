@@ -1,5 +1,6 @@
 """Measurements in other processes: one at a time on a machine, ended with all that they started, of one library."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -16,12 +17,16 @@ from services.child import command
 from services.engines.spinning import unlimited_environment
 from services.store.cache import cache_directory
 
+_log = logging.getLogger(__name__)
+
 # Pairs of a number of tokens and the nanoseconds of such a forward.
 Costs: TypeAlias = list[tuple[int, int]]
 # The conditional acceptance of a good draft; see docs/measurements.
 _CHANCE = 0.7
 # Set in processes whose starter holds the lock for them.
 _HELD = "DRAFTBRIDGE_MEASURING"
+# A measurement of a small model takes less.
+_SILENT_SECONDS = 30.0
 
 
 def speed(costs: Costs, *, drafts: bool = False) -> float:
@@ -44,16 +49,22 @@ def alone(seconds: float) -> Iterator[None]:
         yield
         return
     directory = cache_directory().parent
-    try:
+    lock = FileLock(directory / "trial.lock")
+    with suppress(OSError, Timeout):
         directory.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(directory / "trial.lock").acquire(timeout=seconds)
-    except (OSError, Timeout):
-        lock = None
+        _acquire(lock, seconds)
     try:
         yield
     finally:
-        if lock:
-            lock.lock.release()
+        lock.release()
+
+
+def _acquire(lock: FileLock, seconds: float) -> None:
+    with suppress(Timeout):
+        lock.acquire(timeout=min(seconds, _SILENT_SECONDS))
+        return
+    _log.warning("waiting until another process has measured its engines, for at most %.0f s", seconds)
+    lock.acquire(timeout=seconds)
 
 
 def run(module: str, *arguments: str, seconds: float) -> "subprocess.CompletedProcess[str]":

@@ -101,7 +101,9 @@ def test_each_parameter_means_what_it_means_to_hugging_face(
 
 def test_presence_and_frequency_count_what_was_generated() -> None:
     one = sampler(presence_penalty=1.5, frequency_penalty=0.25)
-    adjusted = one._adjusted(np.zeros(SIZE, np.float32), History([3, 3, 4], [4, 6, 6, 6]))
+    beyond_the_vocabulary = SIZE + 1
+    history = History([3, 3, 4], [4, 6, 6, 6, beyond_the_vocabulary])
+    adjusted = one._adjusted(np.zeros(SIZE, np.float32), history)
     assert adjusted[[3, 4, 6, 7]].tolist() == [0.0, -1.75, -2.25, 0.0]
 
 

@@ -192,6 +192,19 @@ def test_what_another_process_measured_meanwhile_is_taken(big: Path, monkeypatch
     assert attempts.names == ["a", "b", "a", "b"]
 
 
+def test_a_long_wait_for_another_process_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(measuring, "_SILENT_SECONDS", 0.05)
+    with measuring.alone(9.0):
+        assert not caplog.messages
+        with measuring.alone(0.1):
+            assert caplog.messages == ["waiting until another process has measured its engines, for at most 0 s"]
+    with measuring.alone(0.0):
+        assert len(caplog.messages) == 1
+
+
 def test_another_build_of_a_library_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = tmp_path / "libllama.so"
     built.write_bytes(b"one")

@@ -195,6 +195,11 @@ async def test_a_client_that_is_closed_ends_its_calls_with_an_error(silent_bridg
     with pytest.raises(CallError) as caught:
         await reading
     assert caught.value.reason == "CLIENT_CLOSED"
+    with Client(silent_bridge.address) as other:
+        further = other.stream("a prompt")
+        await asyncio.to_thread(next, further)
+    with pytest.raises(CallError, match="was closed"):
+        await asyncio.to_thread(next, further)
 
 
 async def test_a_task_that_is_cancelled_while_it_reads_is_cancelled(silent_bridge: Proxy) -> None:
