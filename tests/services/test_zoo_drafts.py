@@ -1,7 +1,6 @@
 """Tests which draft of a zoo serves a request, and which one replaces a draft that fails or does not pay off."""
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
@@ -9,32 +8,20 @@ import pytest
 
 from bridge.errors import PromptTooLong, Unreachable
 from bridge.generation import Delta, Finished
-from bridge.guest import Guest, Held
-from bridge.guest_sequence import GuestOpening, GuestSequence
-from bridge.guest_step import SequenceUpdate
-from bridge.planning.batch import BatchCosts
-from bridge.planning.estimates import TargetEstimates
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
-from bridge.sources.source import DRAFT, Draft
+from bridge.sources.source import DRAFT
 from bridge.statistics import PlanStatistics
 from bridge.text.chat import Chat, Message
-from draftbridge.v1 import candidate_pb2
 from services.bridge.backend import Opened
 from services.bridge.connection import State
-from services.bridge.endpoint import Endpoint
-from services.bridge.guest_drafts import GuestDrafts
 from services.bridge.pairing import Assignment, Wish
 from services.bridge.pauses import Pauses
-from services.bridge.replicas import Balancer
-from services.bridge.zoo import Zoo
 from services.config import Role
 from services.errors import ModelNotFound
-from tests.bridge.test_guest import IDS, MODEL, opened, stepped
 from tests.support.waiting import eventually
 from tests.support.zoo import (
     SAMPLING,
-    HangingDraft,
     LyingDraft,
     bridge,
     cheap,
@@ -226,106 +213,6 @@ async def test_a_draft_that_refuses_the_prompt_is_replaced_and_not_chosen_next_t
             assert found[-1].statistics.drafts == drafts
             assert found[0].draft == next(iter(drafts), "")
             assert bool(found[-1].statistics.note) == bool(wish != Wish())
-
-
-async def test_a_draft_with_two_replicas_goes_on_with_the_second_one() -> None:
-    async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(serving(trained("gpt-2")))
-        liar = await stack.enter_async_context(misbehaving(trained("llama-3", "draft"), LyingDraft))
-        honest = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
-        other = await stack.enter_async_context(serving(trained("gemma", "other"), role=Role.DRAFT))
-        gateway = await stack.enter_async_context(bridge([target], [honest, liar, other]))
-        connections = gateway.zoo.connections
-        text, event = await text_of(gateway, "", Wish(), Mode.OFF, 60)
-        first = gateway.zoo.draft("draft")
-        assert first and len(gateway.zoo.replicas(first)) == 2, "replicas"
-        choose, asked = gateway.pairing.balancer.choose, [liar]
-
-        def prefer(endpoints: list[Endpoint], prompt: list[bytes], request: object) -> Endpoint:
-            wanted = asked.pop() if asked else ""
-            return next((one for one in endpoints if one.address == wanted), None) or choose(endpoints, prompt, request)
-
-        gateway.pairing.balancer.choose = prefer  # type: ignore[method-assign, assignment]
-        again, event = await text_of(gateway, "", Wish(), max_tokens=60)
-        assert again == text
-        assert set(event.statistics.drafts) == {"draft"}, "no other model takes its place"
-        assert [one.state for one in connections] == [
-            State.AVAILABLE,
-            State.AVAILABLE,
-            State.REFUSED,
-            State.AVAILABLE,
-        ], "the replica that broke the contract is refused, not the first one"
-
-
-async def test_sequences_of_engines_share_the_replicas_of_a_draft_until_one_breaks_the_contract() -> None:
-    async with AsyncExitStack() as stack:
-        liar = await stack.enter_async_context(misbehaving(trained("llama-3", "draft"), LyingDraft))
-        honest = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
-        zoo, balancer = await Zoo([], [liar, honest]).connect(), Balancer()
-        drafts, shared, number = GuestDrafts(zoo, 8, balancer), GuestOpening(MODEL, TargetEstimates()), 0
-
-        async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
-            return GuestSequence(shared, ids, generated)
-
-        def find_draft(held: Held, is_new: bool) -> Draft | None:
-            return drafts.find(guest, held, is_new, shared, candidate_pb2.ProposeOpen())
-
-        def active() -> list[int]:
-            return [one.active for one in balancer._replicas.values()]
-
-        guest = Guest(MODEL, open_, BatchCosts(), find_draft=find_draft)
-        for id_ in (1, 2):
-            number += 1
-            await stepped(guest, number, SequenceUpdate(id_, 0, (50 * id_, *IDS[:19])))
-            await opened(guest, id_)
-        assert active() == [1, 1]
-        ends, proposed = {1: 20, 2: 20}, 0
-        while zoo.connections[0].state is State.AVAILABLE or not proposed:
-            for id_, end in ends.items():
-                number += 1
-                answer = await stepped(guest, number, SequenceUpdate(id_, end, (IDS[end],)), deadline_ns=50_000_000)
-                proposed += sum(one.offer.sources.count("draft") for one in answer.proposed)
-                ends[id_] = end + 1
-        assert zoo.connections[0].state is State.REFUSED and zoo.connections[1].state is State.AVAILABLE
-        await stepped(guest, number + 1, SequenceUpdate(3, 0, tuple(IDS[:20])))
-        await opened(guest, 3)
-        # After a pause, the first sequence may have a draft again.
-        assert active() in ([0, 2], [0, 3]), "the honest replica takes new sequences"
-        guest.close()
-        assert active() == [0, 0]
-        await zoo.close()
-
-
-async def test_a_replica_that_hangs_gets_no_further_requests_while_another_one_answers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("bridge.planning.planner._LOCKSTEP_PATIENCE_NS", 2e8)
-    monkeypatch.setattr("services.bridge.replicas._PAUSE_NS", 60_000_000_000)
-    monkeypatch.setattr(HangingDraft, "stream_count", 0)
-    async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(serving(trained("gpt-2")))
-        hanging = await stack.enter_async_context(misbehaving(trained("llama-3", "draft"), HangingDraft))
-        healthy = await stack.enter_async_context(serving(trained("llama-3", "draft"), role=Role.DRAFT))
-        gateway = await stack.enter_async_context(bridge([target], [hanging, healthy]))
-        used = [(await text_of(gateway, "", Wish()))[1].statistics.drafts for _ in range(3)]
-        assert used == [["draft", "draft"], ["draft"], ["draft"]]
-        assert HangingDraft.stream_count == 1
-
-
-async def test_a_draft_that_serves_the_target_alone_uses_its_other_replica() -> None:
-    async with AsyncExitStack() as stack:
-        shared = await stack.enter_async_context(serving(trained("gpt-2", "m")))
-        second = await stack.enter_async_context(serving(trained("gpt-2", "m"), role=Role.DRAFT))
-        named = shared.replace("127.0.0.1", "localhost")
-        gateway = await stack.enter_async_context(bridge([shared], [named, second]))
-        target = gateway.zoo.target("m")
-        (pair,) = gateway.pairing.states("")
-        assert not pair.refusal
-        assert [one.address for one in gateway.pairing.replicas(target, pair.draft)] == [second]
-        _, event = await text_of(gateway, "", Wish(draft="m"))
-        assert event.statistics.drafts == ["m"]
-        assert gateway._balancer._replicas[shared].active == 0
-        assert list(gateway.pairing.balancer._replicas) == [second], "its stream went to the other server"
 
 
 async def test_a_list_whose_drafts_cannot_be_used_costs_the_draft_and_names_the_reasons() -> None:

@@ -1,0 +1,138 @@
+"""Tests the draft's side of a stream: credit, turns, epochs, bounds."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from bridge.errors import PromptTooLong, ProtocolViolation, TokenOutOfRange
+from bridge.ports import Proposal, Sync
+from services.model.draft.session import DraftSession
+from tests.services.test_sessions import MODEL, PROMPT, oracle
+from tests.support import tiny
+
+
+@asynccontextmanager
+async def draft() -> AsyncIterator[tuple[DraftSession, AsyncIterator[Proposal]]]:
+    session = DraftSession(MODEL, tiny.scheduler(tiny.HashEngine(MODEL)), tiny.sampler(MODEL))
+    try:
+        async with asyncio.timeout(10):
+            yield session, aiter(session.proposals())
+    finally:
+        session.close()
+
+
+async def test_a_draft_proposes_what_it_is_credited() -> None:
+    async with draft() as (session, proposals):
+        await session.sync(Sync(1, 0, PROMPT, 0, 2))
+        got = [await anext(proposals) for _ in range(2)]
+        assert [one.token_ids[0] for one in got] == oracle(2)
+        assert all(0.0 < one.confidence[0] <= 1.0 for one in got)
+        waiting = asyncio.ensure_future(anext(proposals))
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+        await session.grant(7, 5)  # of another epoch
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+        await session.grant(1, 1)
+        assert (await waiting).token_ids[0] == oracle(3)[2]
+
+
+async def test_a_draft_sends_its_turn_in_one_message() -> None:
+    async with draft() as (session, proposals):
+        await session.sync(Sync(1, 0, PROMPT, 0, 5, batch_token_count=3))
+        got = [await anext(proposals) for _ in range(3)]
+        assert [len(one.token_ids) for one in got] == [3, 1, 1]
+        assert [id_ for one in got for id_ in one.token_ids] == oracle(5)
+        assert all(len(one.confidence) == len(one.token_ids) for one in got)
+        assert [one.read_token_count for one in got] == [3, 1, 1]
+        assert 0 < got[0].read_ns < got[0].forward_ns
+
+
+async def test_a_sync_ends_a_turn_early() -> None:
+    async with draft() as (session, proposals):
+        await session.sync(Sync(1, 0, PROMPT, 0, 400, batch_token_count=400))
+        first = asyncio.ensure_future(anext(proposals))
+        await asyncio.sleep(0)  # the turn has begun
+        await session.sync(Sync(2, 0, PROMPT, 0, 2, batch_token_count=2))
+        assert len((await first).token_ids) < 400
+        result = await anext(proposals)
+        assert (result.epoch, list(result.token_ids)) == (2, oracle(2))
+
+
+async def test_a_sync_sends_the_draft_back() -> None:
+    truth = oracle(4)
+    async with draft() as (session, proposals):
+        await session.sync(Sync(1, 0, PROMPT, 0, 3))
+        for _ in range(3):
+            await anext(proposals)
+        await session.sync(Sync(2, 4, (9,), 2, 1))
+        result = await anext(proposals)
+        assert result.epoch == 2
+        again = tiny.decode_alone(MODEL, tiny.HashEngine(MODEL), tiny.sampler(MODEL), (*PROMPT, truth[0], 9), 1)
+        assert list(result.token_ids) == again
+
+
+@pytest.mark.parametrize(
+    ("sync", "error"),
+    [
+        (Sync(0, 0, PROMPT, 0, 1), ProtocolViolation),
+        (Sync(1, 5, PROMPT, 0, 1), ProtocolViolation),
+        (Sync(1, 0, (), 0, 1), ProtocolViolation),
+        (Sync(1, 0, (10_000,), 0, 1), TokenOutOfRange),
+    ],
+)
+async def test_bad_syncs_are_refused(sync: Sync, error: type[Exception]) -> None:
+    async with draft() as (session, proposals):
+        await session.sync(sync)
+        with pytest.raises(error):
+            await anext(proposals)
+
+
+async def test_a_draft_whose_context_is_full_says_so() -> None:
+    async with draft() as (session, proposals):
+        await session.sync(Sync(1, 0, (5,) * 600, 0, 4))
+        result = await anext(proposals)
+        assert result.done
+        assert result.token_ids == ()
+
+
+async def test_a_draft_holds_no_more_than_twice_its_context() -> None:
+    async with draft() as (session, proposals):
+        for number in (1, 2, 3):
+            await session.sync(Sync(number, 512 * (number - 1), (5,) * 512, 0, 0))
+        with pytest.raises(PromptTooLong, match="1536 tokens"):
+            await anext(proposals)
+
+
+class Followed:
+    """A matcher that records in which threads it follows a text, which its grammar does not allow."""
+
+    def __init__(self) -> None:
+        self.sought: list[tuple[int, bool]] = []
+
+    def seek(self, data: bytes) -> bool:
+        self.sought.append((len(data), threading.current_thread() is threading.main_thread()))
+        return False
+
+
+async def test_a_matcher_of_a_draft_follows_a_long_text_without_holding_up_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.model.draft.session._THREAD_MIN_BYTES", 100)
+    async with draft() as (session, proposals):
+        session._matcher = matcher = Followed()  # type: ignore[assignment]
+        for number, offset in ((1, 10), (2, 200)):
+            await session.sync(Sync(number, 0, (70,) * 300, offset, 2))
+            assert (await anext(proposals)).token_ids
+            assert (await anext(proposals)).token_ids
+        assert matcher.sought == [(10, True), (200, False)]
+
+
+async def test_a_grant_before_a_sync_is_refused() -> None:
+    async with draft() as (session, proposals):
+        await session.grant(0, 2)
+        with pytest.raises(ProtocolViolation, match="send the sync first"):
+            await anext(proposals)

@@ -1,0 +1,126 @@
+"""Tests that `draftbridge up` starts a fleet, and leaves nothing running however it ends."""
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from draftbridge import Client
+from services.cli.processes import READY
+
+COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
+
+
+@pytest.fixture
+def up(tiny_models: tuple[Path, Path]) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """`draftbridge up` on a tiny model with the draft that needs none, ready, and its children."""
+    models = ("--target", str(tiny_models[0]), "--draft", "suffix", "--dtype", "float32")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.cli", "up", *models, "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    reader = threading.Thread(target=process.stderr.read, daemon=True)
+    reader.start()
+    for line in process.stdout:
+        if READY in line:
+            break
+    yield process, psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    reader.join()
+    process.stdout.close()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_up_leaves_nothing_behind(
+    up: tuple[subprocess.Popen[str], list[psutil.Process]], signal_: signal.Signals
+) -> None:
+    process, children = up
+    assert len(children) == 3
+    process.send_signal(signal_)
+    process.wait(30)
+    if signal_ is not signal.SIGKILL:
+        assert process.returncode == 0
+    # A killed process cannot stop them, but their standard input ends.
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert not [child for child in alive if child.status() != psutil.STATUS_ZOMBIE], "children outlived their parent"
+
+
+def test_a_target_that_was_killed_may_have_lacked_memory(tiny_models: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "none"]
+    command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        next(line for line in process.stdout if READY in line)
+        target = next(one for one in psutil.Process(process.pid).children() if "serve" in one.cmdline())
+        target.kill()
+        assert process.wait(30) == 1
+        assert "the target has ended by signal 9, perhaps for want of memory: free some" in process.stderr.read()
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
+def test_up_is_stopped_while_it_starts(tiny_models: tuple[Path, Path], signal_: signal.Signals) -> None:
+    models = [
+        word for role, path in zip(("--target", "--draft"), tiny_models, strict=True) for word in (role, str(path))
+    ]
+    command = [sys.executable, "-m", "services.cli", "up", *models, "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        while not (children := psutil.Process(process.pid).children()):
+            assert process.poll() is None
+        process.send_signal(signal_)
+        assert process.wait(30) == 0
+    assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+LOST_SIGNAL = """
+import signal
+from services.cli.processes import StopSignals
+
+class Interrupted:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+stop = StopSignals()
+try:
+    signal.raise_signal(signal.SIGTERM)
+except KeyboardInterrupt:
+    print("raised")
+stop.asked = False
+Interrupted()  # the exception goes no further than the destructor
+print("asked" if stop.asked else "lost")
+"""
+
+
+def test_a_signal_whose_exception_is_lost_is_still_known() -> None:
+    done = subprocess.run([sys.executable, "-c", LOST_SIGNAL], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["raised", "asked"]
+
+
+def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path]) -> None:
+    command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "suffix"]
+    command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stdout is not None
+        output = ""
+        for line in process.stdout:
+            output += line
+            if READY in line:
+                break
+        assert "draft   suffix at " in output
+        with Client(output.split(READY)[1].strip()) as client:
+            assert client.generate("The quick", max_tokens=5).started.draft == "suffix"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
