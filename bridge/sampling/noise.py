@@ -31,7 +31,7 @@ _LAST_SHIFT, _UNUSED_BITS = 31, 12
 # The largest difference between two draws: -log(-log(u)) at the largest u minus that at the smallest.
 GUMBEL_RANGE = -math.log(2.0**-53) + math.log(53 * math.log(2.0)) + 1e-6
 # Noise is computed in chunks of this many keys, which fit in a core's cache.
-_CHUNK_KEYS = 1 << 14
+_CHUNK_KEYS = 1 << 15
 
 
 def signed(value: int) -> int:
@@ -80,7 +80,10 @@ def position_state(seed: int, offset: int, counter: int = 0) -> int:
 
 
 def _mixed(state: int, keys: Int64) -> Iterator[tuple[slice, UInt64]]:
-    """Yields parts of `keys`, as slices, and the mix of each of their keys and the state, which the next overwrites."""
+    """Yields parts of `keys`, as slices, and the mix of each of their keys and the state, but for its last shift.
+
+    The next part overwrites it. The last shift changes only the lower bits, which hardly ever matter to `reaching`.
+    """
     scratch = np.empty((2, min(len(keys), _CHUNK_KEYS)), np.uint64)
     for start in range(0, len(keys), _CHUNK_KEYS):
         part = slice(start, min(start + _CHUNK_KEYS, len(keys)))
@@ -89,7 +92,6 @@ def _mixed(state: int, keys: Int64) -> Iterator[tuple[slice, UInt64]]:
         for bits, factor in _MIX:
             mixed ^= np.right_shift(mixed, np.uint64(bits), out=shifted)
             mixed *= np.uint64(factor)
-        mixed ^= np.right_shift(mixed, np.uint64(_LAST_SHIFT), out=shifted)
         yield part, mixed
 
 
@@ -100,7 +102,7 @@ def uniform(seed: int, offset: int, counter: int, keys: Int64) -> Float64:
     """
     found = np.empty(len(keys))
     for part, mixed in _mixed(position_state(seed, offset, counter), keys):
-        found[part] = mixed >> np.uint64(_UNUSED_BITS)
+        found[part] = (mixed ^ (mixed >> np.uint64(_LAST_SHIFT))) >> np.uint64(_UNUSED_BITS)
     return (found + 0.5) * 2.0**-52
 
 
@@ -116,7 +118,8 @@ def reaching(seed: int, offset: int, counter: int, keys: Int64, least: float) ->
     """
     # -log(-log(u)) grows with u. The margins are far above the rounding of logarithms, and below any use.
     share = math.exp(-math.exp(min(-(least - 1e-9), 700.0)))
-    least_bits = np.uint64(max(int(share * 2.0**52) - 8, 0) << _UNUSED_BITS)
+    least_bits = max(int(share * 2.0**52) - 8, 0) << _UNUSED_BITS
+    least_bits -= least_bits % (1 << 64 - _LAST_SHIFT)  # the bits that the last shift leaves alone
     parts = _mixed(position_state(seed, offset, counter), keys)
-    found = [np.flatnonzero(mixed >= least_bits) + part.start for part, mixed in parts]
+    found = [np.flatnonzero(mixed >= np.uint64(least_bits)) + part.start for part, mixed in parts]
     return np.concatenate(found) if found else np.empty(0, np.int64)

@@ -168,30 +168,39 @@ class Sampler:
         if len(self.missing):
             scores = scores.copy()
             scores[self.missing[self.missing < size]] = -np.inf
-        if not np.isfinite(best := scores.max()):
+        best = int(scores.argmax())
+        if not np.isfinite(scores[best]):
             raise EngineFailure(
-                f"the model's best logit is {best}: its weights are damaged or overflow in this dtype; try float32"
+                f"the model's best logit is {scores[best]}: its weights are damaged or overflow in this dtype; try "
+                "float32"
             )
         adjusted = self._adjusted(scores, history, allowed)
-        if adjusted is not scores and not np.isfinite(adjusted.max()):
+        if adjusted is not scores:
+            best = int(adjusted.argmax())
+        if not np.isfinite(adjusted[best]):
             raise EngineFailure("no token may be chosen: every id ends the text, which min_tokens does not allow yet")
         if self.parameters.temperature:
-            token_id, lead, probability = self._sample(adjusted, offset, counter)
+            token_id, lead, probability = self._sample(adjusted, float(adjusted[best]), offset, counter)
         else:
-            token_id, lead = _best(adjusted)
+            token_id, lead = best, _lead(adjusted, best)
             probability = _probability(adjusted, token_id) if self.confident else None
         logprob, top_logprobs = (None, ()) if self.logprobs is None else _logprobs(scores, token_id, self.logprobs)
         return Choice(token_id, lead < self.tolerance, probability, logprob, top_logprobs)
 
-    def _sample(self, scores: Logits, offset: int, counter: int) -> tuple[int, float, float | None]:
-        """Returns an id, how much higher the score of the next one would have to be, and the id's probability."""
+    def _sample(self, scores: Logits, best: float, offset: int, counter: int) -> tuple[int, float, float | None]:
+        """Returns an id, how much higher the score of the next one would have to be, and the id's probability.
+
+        `best`: the best score.
+        """
         parameters, temperature = self.parameters, self.parameters.temperature
         if parameters.truncates:
             kept, scaled = _truncate(scores, parameters)
         else:
-            kept = self._contenders(scores, offset, counter)
-            scaled = _scaled(scores[kept], float(scores.max()), temperature)
-        index, lead = _best(scaled + gumbel(self.seed, offset, counter, self.keys[kept]))
+            kept = self._contenders(scores, best, offset, counter)
+            scaled = _scaled(scores[kept], best, temperature)
+        sums = scaled + gumbel(self.seed, offset, counter, self.keys[kept])
+        index = int(sums.argmax())
+        lead = _lead(sums, index)
         token_id, probability = int(kept[index]), None
         if self.confident and parameters.truncates:
             probability = _probability(scaled, index)
@@ -199,13 +208,13 @@ class Sampler:
             probability = _probability(scores / np.float32(max(temperature, _LEAST_TEMPERATURE)), token_id)
         return token_id, lead * temperature, probability
 
-    def _contenders(self, scores: Logits, offset: int, counter: int) -> Int64:
+    def _contenders(self, scores: Logits, best: float, offset: int, counter: int) -> Int64:
         """Returns the ids, ascending, that may have one of the two largest sums of score and noise.
 
         Noise for all ids would take longer than anything else here, so it is computed for some of the best ids. Any
         other id needs enough noise to exceed the second largest of their sums.
         """
-        temperature, best, depth = self.parameters.temperature, float(scores.max()), _FIRST_DEPTH_NATS
+        temperature, depth = self.parameters.temperature, _FIRST_DEPTH_NATS
         # Rounding may have decided against ids that are lower by the tolerance: they count for `Choice.near_tie`.
         keys, floor = self.keys[: len(scores)], _floor(best - self.tolerance, temperature)
         near, limit = np.empty(0, np.int64), np.float32(best)
@@ -268,11 +277,10 @@ def _logprobs(scores: Logits, token_id: int, count: int) -> tuple[float, tuple[t
     return float(logp[token_id]), tuple((int(id_), float(logp[id_])) for id_ in best if np.isfinite(logp[id_]))
 
 
-def _best(scores: NDArray[np.floating[Any]]) -> tuple[int, float]:
-    """Returns the index of the largest score, and its distance from the next."""
-    best = int(scores.argmax())
+def _lead(scores: NDArray[np.floating[Any]], best: int) -> float:
+    """Returns how far the largest score, which has the index `best`, is above the next."""
     others = max(scores[:best].max(initial=-np.inf), scores[best + 1 :].max(initial=-np.inf))
-    return best, float(scores[best]) - float(others)
+    return float(scores[best]) - float(others)
 
 
 def _floor(best: float, temperature: float) -> np.float32:
