@@ -21,8 +21,8 @@ from bridge.text.chat import render_ids_for
 from bridge.text.models import Model
 from bridge.text.vocabulary import Rendering
 from services.errors import SandboxBusy
-from tests.bridge.test_guest import IDS, MODEL, TEXT, Reciting, guest_of, joined, opened, stepped
 from tests.support import tiny
+from tests.support.reciting import IDS, MODEL, TEXT, Reciting, guest_of, joined, opened, stepped
 
 
 class Failing(Reciting):

@@ -20,7 +20,7 @@ from services.bridge.pairing import Wish
 from services.bridge.replicas import Balancer
 from services.bridge.zoo import Zoo
 from services.config import Role
-from tests.bridge.test_guest import IDS, MODEL, opened, stepped
+from tests.support.reciting import IDS, MODEL, opened, stepped
 from tests.support.zoo import (
     HangingDraft,
     LyingDraft,

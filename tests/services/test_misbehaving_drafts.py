@@ -27,9 +27,9 @@ from services.bridge.replicas import Balancer
 from services.bridge.zoo import Zoo
 from services.config import Role
 from services.model.target.session import TargetSession
-from tests.bridge.test_guest import IDS, MODEL, opened, stepped
 from tests.support import tiny
 from tests.support.alone import PROMPT, QueuedDrafter, answer, in_order, oracle
+from tests.support.reciting import IDS, MODEL, opened, stepped
 from tests.support.zoo import HangingDraft, cheap, hurry, misbehaving, serving, trained
 
 
