@@ -155,7 +155,7 @@ def silent_bridge() -> Iterator[Proxy]:
             yield bridge_pb2.GenerateResponse(started=bridge_pb2.GenerateStarted(target="one"))
             stopped.wait(60)
 
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         server = grpc.server(pool)
         bridge_pb2_grpc.add_BridgeServiceServicer_to_server(Silent(), server)
         port = server.add_insecure_port("127.0.0.1:0")
