@@ -20,7 +20,7 @@ from services.bridge import connection, endpoint
 from services.bridge.gateway import Gateway
 from services.bridge.pairing import Wish
 from services.bridge.zoo import Zoo
-from services.config import Role
+from services.config import Role, ServerConfig
 from services.engines.engine import Row
 from services.model.draft.servicer import DraftServicer
 from services.model.draft.suffix import SuffixModel
@@ -91,7 +91,7 @@ def trained(
 @asynccontextmanager
 async def serving(model: LoadedModel | str, address: str = "127.0.0.1:0", role: Role = Role.BOTH) -> AsyncIterator[str]:
     """Serves a model, or prompt lookup for "suffix", and yields the address."""
-    server = Server(address)
+    server = Server(address, ServerConfig(grace=1.0))
     if isinstance(model, str):
         suffix = SuffixModel(model, 8)
         described = codec.write_model(suffix.model, role=model_pb2.ROLE_DRAFT, engine="suffix")
