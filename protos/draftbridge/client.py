@@ -50,9 +50,9 @@ def _call_errors(client: "Client | AsyncClient") -> Iterator[None]:
         raise CallError.from_rpc(error, client._address) from error
     except asyncio.CancelledError:
         # grpc.aio raises it for a call that `close` has cancelled, too, though the task itself is not cancelled.
-        if (task := asyncio.current_task()) and task.cancelling():
-            raise
-        _check_open(closed=True)
+        if (task := asyncio.current_task()) and not task.cancelling():
+            _check_open(client._closed)
+        raise
 
 
 class Client:

@@ -76,7 +76,9 @@ def test_the_end_of_a_document_ends_a_text(eos: str, pad: str | None, expected: 
     assert ends(tokenizer) == expected
 
 
-def test_an_engine_that_reads_gguf_needs_no_converted_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_reads_gguf_needs_no_converted_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
     file, steps = tmp_path / "tiny.gguf", list[str]()
     gguf.write_qwen(file)
@@ -85,6 +87,7 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(tmp_path: Path, mo
     assert not list(small.glob("*.safetensors"))
     whole = resolve(str(file), steps.append)
     assert whole != small and list(whole.glob("*.safetensors"))
+    assert "torchao" not in capfd.readouterr().err, "which warns its developers when transformers imports it"
     assert len({file.stat().st_mode for file in whole.iterdir()}) == 1, "other users of a cache can read all of it"
     assert resolve(str(file), steps.append, weights=False) == whole, "one that has them serves as well"
     assert len(steps) == 2
