@@ -3,6 +3,10 @@ PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt
+
+# The commands below start hundreds of processes, so compiled modules are kept even where the environment forbids it.
+unexport PYTHONDONTWRITEBYTECODE
+
 PROTOS := $(wildcard protos/draftbridge/v1/*.proto)
 
 .PHONY: help demo test test-deep test-quick test-engines test-guests test-clients test-zoo soak fuzz llamacpp lint format types layers protos \
@@ -106,13 +110,19 @@ hooks: .venv/dev ## Lint and format before each commit, with pre-commit.
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
+# pip compiles modules one after another, which takes as long as all else here; compileall uses all cores.
+COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
+
 # With a fast engine for GGUF files where there is a prebuilt library for the platform.
 .venv/demo: .venv/bin/python pyproject.toml constraints.txt
-	$(PIP) --quiet --only-binary ik-llama-cpp-python --editable '.[ik-llama]' || $(PIP) --quiet --editable .
+	$(PIP) --quiet --no-compile --only-binary ik-llama-cpp-python --editable '.[ik-llama]' || \
+		$(PIP) --quiet --no-compile --editable .
+	@$(COMPILE)
 	@touch $@
 
 .venv/dev: .venv/demo
-	$(PIP) --quiet --editable '.[dev]'
+	$(PIP) --quiet --no-compile --editable '.[dev]'
+	@$(COMPILE)
 	@touch $@
 
 # GCC 12 leaves out stores that llama.cpp's AMX kernels need, and they crash (llama.cpp issue 20824).
