@@ -6,6 +6,7 @@ import sys
 import tarfile
 from collections.abc import Iterator
 from importlib.metadata import version
+from math import inf
 from typing import Any
 
 import pytest
@@ -66,7 +67,11 @@ def outcomes(suite: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, boo
             yield name, test["valid"], allowed
 
 
-def test_what_is_supported_is_right_and_the_rest_is_refused(suite: list[tuple[str, dict[str, Any]]]) -> None:
+def test_what_is_supported_is_right_and_the_rest_is_refused(
+    suite: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A byte matcher whose time is over refuses nothing, and on a busy machine that may be soon.
+    monkeypatch.setattr("services.grammars.byte_matcher._FOLLOWING_SECONDS", inf)
     found = list(outcomes(suite))
     assert {name for name, valid, allowed in found if allowed and not valid} <= ALLOWED_THOUGH_INVALID
     assert sum(bool(allowed) and not valid for _, valid, allowed in found) < 10
