@@ -110,7 +110,8 @@ hooks: .venv/dev ## Lint and format before each commit, with pre-commit.
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
 
-# pip compiles modules one after another, which takes as long as all else here; compileall uses all cores.
+# pip compiles modules one after another, which takes nearly half of the time; compileall uses all cores. It fails for
+# a file of torch that needs Python 3.12, and which nothing imports.
 COMPILE := $(BIN)/python -W ignore -m compileall -qq -j 0 .venv/lib || true
 
 # With a fast engine for GGUF files where there is a prebuilt library for the platform.

@@ -54,7 +54,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[torch.n
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("services.engines.torch.compiled._COMPILED_WIDTHS", (8,))  # each takes half a minute
         # The choice of kernels takes as long again: it compiles several for each matrix.
-        patch.setattr("services.engines.torch.compiled._COMPILER", _COMPILER | {"max_autotune": DEEP})
+        patch.setitem(_COMPILER, "max_autotune", DEEP)
         yield model, TorchEngine(directory, dtype="float32", slot_count=3, compiled=True)
 
 
