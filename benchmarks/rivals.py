@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.rival_process import RIVALS, Answer
+from benchmarks.rival_libraries.rival import Answer
+from benchmarks.rival_process import RIVALS
 
-_PROGRAM = Path(__file__).with_name("rival_process.py")
+_ROOT = Path(__file__).parents[1]
 _STOP_SECONDS = 10.0
 
 
@@ -48,16 +49,17 @@ class Rival:
     def __init__(self, entry: Entry, options: Sequence[str]) -> None:
         """Starts the process and waits until it is ready. Raises `RivalFailed`."""
         self.name = entry.name
+        path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115, closed with us
         try:
             self._process = subprocess.Popen(
-                [entry.python, str(_PROGRAM), entry.name, *options],
+                [entry.python, "-m", "benchmarks.rival_process", entry.name, *options],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                # PYTHONSAFEPATH keeps it from importing the modules of this folder.
-                env=os.environ | {"PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"},
+                # PYTHONSAFEPATH keeps it from importing the modules of the directory that it is started in.
+                env=os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
                 # As for our services: Linux schedules each session as a group of its own.
                 start_new_session=True,
             )

@@ -84,9 +84,11 @@ def test_a_rival_that_fails_gives_its_reason(tmp_path: Path, script: str, reason
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is asked for it")
 def test_a_stopped_rival_does_not_outlive_a_killed_benchmark(tmp_path: Path) -> None:
-    loads_nothing = "import rival_process as r; r.RIVALS['vllm'] = lambda options: ('all well', print); r.main()"
-    script = f"""cd '{ROOT}/benchmarks'; shift; exec '{sys.executable}' -c "{loads_nothing}" "$@" """
-    entry = interpreter(tmp_path, f"unset PYTHONSAFEPATH; {script}")
+    loads_nothing = (
+        "from benchmarks import rival_process as r; r.RIVALS['vllm'] = lambda options: ('all well', print); r.main()"
+    )
+    script = f"""shift 2; exec '{sys.executable}' -c "{loads_nothing}" "$@" """
+    entry = interpreter(tmp_path, script)
     program = (
         "from benchmarks.rivals import Entry, Rival\n"
         f"rival = Rival(Entry('vllm', {entry.python!r}), ['--model', '']); print(rival.pid, flush=True); input()"
