@@ -22,7 +22,7 @@ def llama_server(options: argparse.Namespace) -> tuple[str, Rival]:
     """
     program = shutil.which(os.environ.get("LLAMA_SERVER", "llama-server"))
     if not program:
-        raise ValueError("there is no llama-server on the PATH: build llama.cpp, or name it in LLAMA_SERVER")
+        raise ValueError("llama-server is not on the PATH: build llama.cpp, or name the program in LLAMA_SERVER")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -53,7 +53,7 @@ def llama_server(options: argparse.Namespace) -> tuple[str, Rival]:
         except (OSError, RuntimeError) as error:
             if server.poll() is not None or time.monotonic() > until:
                 raise RuntimeError("llama-server did not start: see its messages above") from error
-            time.sleep(0.2)
+            time.sleep(0.2)  # it announces its start nowhere else than in its answer
 
     def answer(request: Request) -> Answer:
         clock, ids, timings = Clock(), list[int](), dict[str, Any]()
