@@ -172,7 +172,9 @@ class BridgeMetrics(HttpMetrics, Collector):
             f"{PREFIX}_endpoint_connected", "1 if a model service is connected, else 0.", labels=("address", "role")
         )
         queries = CounterMetricFamily(
-            f"{PREFIX}_encoded_prompt_bytes", "Bytes of prompts, by tokenizer (SHA-256).", labels=("tokenizer",)
+            f"{PREFIX}_encoded_prompt_bytes",
+            "Bytes of prompts, by tokenizer (the first 12 digits of its SHA-256).",
+            labels=("tokenizer",),
         )
         hits = CounterMetricFamily(
             f"{PREFIX}_encoded_prompt_cached_bytes",

@@ -6,7 +6,7 @@ from typing import Any
 
 from bridge.errors import UnusableModel
 
-REMEDY = "--trust-model with --engine torch runs it; do so only if you trust the directory's author"
+REMEDY = "--trust-model, with --engine torch or habana, runs it; do so only if you trust the directory's author"
 
 
 def refuse_code(directory: Path) -> None:

@@ -57,7 +57,7 @@ def test_python_of_a_directory_is_not_run(
     with_python(directory, trace)
     with pytest.raises(ProcessFailed), serve(str(directory), "--threads", "1"):
         pass
-    assert "--trust-model with --engine torch runs it" in " ".join(capfd.readouterr().err.split())
+    assert "--trust-model, with --engine torch or habana, runs it" in " ".join(capfd.readouterr().err.split())
     with pytest.raises(UnusableModel, match="needs Python code of its directory"):
         load_model(directory, torch.float32)
     assert not trace.exists()

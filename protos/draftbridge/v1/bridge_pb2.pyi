@@ -167,8 +167,9 @@ class Speculation(_message.Message):
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the sources that may propose candidates: "grammar" (what the request's grammar leaves no choice about),
-        "draft" (the draft model) and "suffix" (prompt lookup: text that followed an earlier occurrence of the output's
-        end). Empty allows all that the mode uses: AUTO all, the others "draft" only.
+        "draft" (the draft model), "suffix" (prompt lookup: text that followed an earlier occurrence of the output's end)
+        and "learned" (earlier outputs). Empty allows all that the mode uses: AUTO all that the bridge offers, the others
+        "draft" only.
         """
 
     def __init__(

@@ -172,9 +172,9 @@ Global___DraftGrant: _TypeAlias = DraftGrant  # noqa: Y015
 
 @_typing.final
 class DraftResponse(_message.Message):
-    """Proposals, in order; each response continues the one before it. The bridge stops using a draft for the rest of the
-    request if it exceeds its credit, sends more than credit + 1 responses for each epoch (those without tokens count),
-    names an epoch that was not started, or breaks a rule below.
+    """Proposals, in order; each response continues the one before it. The bridge stops using a draft, until its
+    server restarts, if it exceeds its credit, sends more than credit + 1 responses for each epoch (those without tokens
+    count), names an epoch that was not started, or breaks a rule below.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
