@@ -170,11 +170,12 @@ def measure_vllm(python: Path, model: str, chosen: Sequence[Task]) -> list[Sampl
 
     It computes in bfloat16 where the processor does, else in float32, as the torch engine does.
     """
-    from services.engines.torch.engine import auto_dtype
+    from services.engines.torch.packed import computes_bfloat16
 
     samples = []
     with TemporaryDirectory() as folder:
-        options = ("--dtype", auto_dtype(), "--max-model-len", "2048")
+        dtype = "bfloat16" if computes_bfloat16() else "float32"
+        options = ("--dtype", dtype, "--max-model-len", "2048")
         with vllm_server(python, model, Path(folder) / "vllm.log", *options) as server:
             for place, task in enumerate([chosen[-1], *chosen]):
                 prompt = {"messages": task.messages}

@@ -72,7 +72,8 @@ class VirtualScheduler:
             await asyncio.sleep((milliseconds + _AROUND_MS) / 1000)
             (logits,) = self.engine.logits((row,))
             value = finish(logits)
-            found.append(Timed(value, 0, int(milliseconds * 1e6), 0, len(extra)))
+            count = 1 if found else len(ids) - agreed + len(extra)
+            found.append(Timed(value, 0, int(milliseconds * 1e6), count, 0, len(extra)))
             last = next_id(value)
         return found
 

@@ -85,7 +85,7 @@ class TargetLink:
             await self._target.grant(Grant(credit=added))
 
     async def offer(self, offer: Offer, width: int, patience_ns: float, *, awaited: bool) -> None:
-        """Sends a new patience if it has changed, and an offer for the end of the tape unless the target holds it.
+        """Sends a patience that is longer or much shorter, and an offer for the tape's end unless the target holds it.
 
         An empty offer makes the target stop waiting. It is not sent while candidates of a source are `awaited`.
         """

@@ -202,7 +202,7 @@ class RequestEstimates:
         """Records a pass that was made under a plan."""
         result, shared = outcome.result, self.shared
         self.pass_count, self.target_waits = self.pass_count + 1, plan.holds_back
-        self._observe_candidates(outcome)
+        self._observe_candidates(outcome, plan)
         used = set(outcome.tried.sources) or {""}
         if self.chances:  # plain passes of requests without sources do not show what candidates cost
             for way in ("", *self.chances):
@@ -248,7 +248,7 @@ class RequestEstimates:
         if plan.source and plan.name == plan.source and plan.plain_ns:
             corrections.setdefault(plan.source, Correction()).observe(accepted, elapsed_ns, plan)
 
-    def _observe_candidates(self, outcome: Outcome) -> None:
+    def _observe_candidates(self, outcome: Outcome, plan: Plan) -> None:
         accepted, tried = outcome.result.accepted_token_count, outcome.tried
         verified = [
             (source, evidence, float(place < accepted))
@@ -261,3 +261,7 @@ class RequestEstimates:
             self.positions.observe(
                 [(place + 1, right) for place, (source, _, right) in enumerate(verified) if source == DRAFT]
             )
+            answered = outcome.result.waited_ns >= _MIN_WAITED_NS and not outcome.timed_out
+            if plan.pace.turns and not tried.token_ids and answered:
+                # The draft had nothing to propose, which is worth no more than a wrong token.
+                self.positions.observe([(1, 0.0)])

@@ -127,8 +127,8 @@ class DraftSource(CandidateSource):
     """Proposes the bytes that a draft model proposes; `offer_of` turns them into candidates.
 
     The draft's context always spells committed bytes. While the target commits what the draft proposed, the draft
-    continues; where they differ, a sync resets it to the last committed byte. It works in `advance`. `propose` raises
-    the error that made the draft unusable.
+    continues; where they differ, a sync resets it to the last committed byte. It works in `advance`, which raises
+    `PromptTooLong` when its context is full. `propose` raises the error that made the draft unusable.
 
     Creating one encodes its prompt; see `open_draft`.
     """
@@ -255,6 +255,8 @@ class DraftSource(CandidateSource):
         if before is None:
             keep, ids = 0, context.ids
             self._first_lag += self._generated_lag
+        count, limit = keep + len(ids), self.model.context_length
+        require(count < limit, PromptTooLong, count, limit, self.model.name)
         unread = context.unspelled + self._tape.data[context.appended_byte_count :]
         self._epoch = DraftEpoch(before.number + 1 if before else 1, pace.lead, pace.turns, unread)
         self._asked_ns = self._clock()

@@ -147,7 +147,7 @@ class Opening:
 
 
 class CandidateSource(ABC):
-    """Proposes how a text continues, which it reads from the tape. `propose` does not change its state.
+    """Proposes how a text continues, which it reads from the tape. Until the tape grows, `propose` returns the same.
 
     For one that proposes at once, `evidence_edges` divide its evidence into groups; for each group the bridge learns
     how often candidates are right, and starts from the group's item in `prior_chances`. A draft has these in its

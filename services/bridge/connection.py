@@ -125,7 +125,10 @@ class Connection:
         self._changed.set()
 
     def refuse(self, problem: str) -> None:
-        """Stops using a service that broke the contract, until it restarts or describes itself differently."""
+        """Stops using a service that broke the contract, until its health stream ends, as when it restarts.
+
+        One without health checks is used again when it describes itself differently.
+        """
         if self.known and not self.problem:
             self.problem, self.refused = problem, self.known.description
             self._log(f"requests go on without the {ROLES[self.role]} at {self.address}: {problem}")

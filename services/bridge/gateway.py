@@ -8,7 +8,7 @@ from time import perf_counter_ns
 
 import grpc
 
-from bridge.errors import DraftBridgeError, InvalidField
+from bridge.errors import DraftBridgeError, InvalidField, ProtocolViolation
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.choice import DraftChooser
 from bridge.ports import Proposal, TextGrammar
@@ -84,25 +84,8 @@ class Running:
         return next(reversed(self.statistics.drafts), "")
 
 
-class ZooDrafter(RemoteDrafter):
-    """A draft of the zoo. Reports a failed stream to the zoo, because the address may serve another model now."""
-
-    def __init__(self, zoo: Zoo, endpoint: Endpoint, sampling: SamplingParameters, seed: int) -> None:
-        super().__init__(endpoint.channel, endpoint.address, endpoint.model, sampling, seed)
-        self._zoo, self._endpoint = zoo, endpoint
-
-    async def proposals(self) -> AsyncIterator[Proposal]:
-        """See `Drafter`."""
-        try:
-            async for proposal in super().proposals():
-                yield proposal
-        except DraftBridgeError as error:
-            self._zoo.on_error(self._endpoint, error)
-            raise
-
-
-class BalancedDrafter(ZooDrafter):
-    """A draft whose requests, failures and prompts a balancer counts."""
+class BalancedDrafter(RemoteDrafter):
+    """A draft of the zoo, which learns of its faults, and whose requests, failures and prompts a balancer counts."""
 
     def __init__(
         self,
@@ -114,7 +97,8 @@ class BalancedDrafter(ZooDrafter):
         prompt: Sequence[bytes],
         request: object,
     ) -> None:
-        super().__init__(zoo, endpoint, sampling, seed)
+        super().__init__(endpoint.channel, endpoint.address, endpoint.model, sampling, seed)
+        self._zoo, self._endpoint = zoo, endpoint
         self._balancer, self._request, self._closed = balancer, request, False
         balancer.opened(endpoint, prompt)
 
@@ -125,9 +109,17 @@ class BalancedDrafter(ZooDrafter):
                 self._balancer.on_success(self._endpoint)
                 yield proposal
         except DraftBridgeError as error:
+            self._zoo.on_error(self._endpoint, error)  # the address may serve another model now
             if is_broken(error) and not self._closed:
                 self._balancer.on_failure(self._endpoint, self._request)
             raise
+
+    def on_fault(self, error: DraftBridgeError) -> None:
+        """Avoids a replica that breaks the contract or hangs, which its stream does not report."""
+        if isinstance(error, ProtocolViolation):
+            self._zoo.refuse(self._endpoint, f"it broke the contract: {error}")
+        else:
+            self._balancer.on_failure(self._endpoint, self._request)
 
     def close(self) -> None:
         """Ends the stream, and with it the session at the other end. May be called twice."""
@@ -261,7 +253,8 @@ class Gateway:
                 now = verifier.endpoint
                 competes = draft.model.competes_with(now.model)
                 times = now.estimates.draft(draft.model.name, draft.model.forward_costs, competes=competes)
-                return Draft(draft.model, stack.enter_context(closing(drafter)), times, assignment.take_over)
+                stack.enter_context(closing(drafter))
+                return Draft(draft.model, drafter, times, assignment.take_over, drafter.on_fault)
 
             events = generate(
                 request,

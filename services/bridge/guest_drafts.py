@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from time import perf_counter_ns
 
-from bridge.errors import DraftBridgeError, ProtocolViolation
+from bridge.errors import DraftBridgeError
 from bridge.guest import Guest, Held
 from bridge.guest_sequence import GuestOpening
 from bridge.request import Request
@@ -64,14 +64,7 @@ class GuestDrafts:
         drafter.on_close = lambda: self._users.pop(drafter, None)
         competes = replica.model.competes_with(shared.model)
         times = shared.estimates.draft(replica.model.name, replica.model.forward_costs, competes=competes)
-
-        def on_fault(error: DraftBridgeError) -> None:
-            if isinstance(error, ProtocolViolation):
-                self._zoo.refuse(replica, f"it broke the contract: {error}")
-            else:  # the stream of one that hangs reports no error
-                self._balancer.on_failure(replica, request)
-
-        return Draft(replica.model, drafter, times, on_fault=on_fault)
+        return Draft(replica.model, drafter, times, on_fault=drafter.on_fault)
 
     def _make_room(self, is_new: bool) -> bool:
         """Returns whether one more sequence may have a draft, after another one has lost it if necessary.

@@ -26,6 +26,11 @@ class _Kept:
     file_bytes: int
     user_count: int = 0
 
+    @property
+    def memory_bytes(self) -> int:
+        """Returns the estimated memory of the tokenizer and of the prompts that were encoded with it."""
+        return _MEMORY_PER_BYTE * self.file_bytes + self.vocabulary.prefixes.held_byte_count
+
 
 class GuestTokenizers:
     """Receives and reads one tokenizer at a time, and keeps those in use and, as far as memory allows, recent ones.
@@ -35,7 +40,7 @@ class GuestTokenizers:
     """
 
     def __init__(self, reader: ModelReader, memory_bytes: int) -> None:
-        self._reader, self._limit_bytes = reader, memory_bytes // _MEMORY_PER_BYTE
+        self._reader, self._memory_bytes, self._limit_bytes = reader, memory_bytes, memory_bytes // _MEMORY_PER_BYTE
         self._turn = asyncio.Lock()
         # The least recently used first.
         self._kept: dict[str, _Kept] = {}
@@ -107,7 +112,8 @@ class GuestTokenizers:
 
     def _make_room(self, file_bytes: int) -> None:
         """Forgets tokenizers that no engine uses, the least recently used first. Raises `TokenizersFull`."""
-        while sum(one.file_bytes for one in self._kept.values()) + file_bytes > self._limit_bytes:
+        wanted = _MEMORY_PER_BYTE * file_bytes
+        while sum(one.memory_bytes for one in self._kept.values()) + wanted > self._memory_bytes:
             unused = next((sha256 for sha256, one in self._kept.items() if not one.user_count), None)
             if unused is None:
                 raise TokenizersFull(self._limit_bytes)

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, replace
 
 from cachetools import LRUCache
 
-from bridge.errors import DraftBridgeError, InvalidField, PromptTooLong, ProtocolViolation, Unreachable
+from bridge.errors import DraftBridgeError, InvalidField, InvalidRequest, ProtocolViolation, Unreachable
 from bridge.generation import Finished
 from bridge.measuring.costs import Ewma
 from bridge.planning.choice import Candidate, DraftChoice, DraftChooser, Expectation, PairRecord, predicted_gain
@@ -124,15 +124,14 @@ class Assignment:
     def _on_failure(self, draft: Endpoint, replica: Endpoint, error: Exception) -> Endpoint | None:
         """Avoids a replica. Returns its draft if that has another replica; otherwise the draft pauses."""
         self._failed.add(replica.address)
-        broken = isinstance(error, ProtocolViolation)
-        if broken:
-            self._pairing.zoo.refuse(replica, f"it broke the contract: {error}")
-        if isinstance(error, DraftBridgeError) and is_broken(error):  # the stream of one that hangs reports no error
+        known = error if isinstance(error, DraftBridgeError) else None
+        if known and is_broken(known):  # the stream of one that hangs reports no error
             self._pairing.balancer.on_failure(replica, self)
-        lost = isinstance(error, DraftBridgeError) and is_lost(error)
-        if (broken or lost) and self.replicas(draft):
+        broken = isinstance(known, ProtocolViolation)
+        if known and (broken or is_lost(known)) and self.replicas(draft):
             return draft
-        if getattr(error, "reason", "") != PromptTooLong.reason:  # the prompts of other requests may be shorter
+        # A prompt or chat that the draft does not take says nothing about those of other requests.
+        if broken or not isinstance(known, InvalidRequest):
             self._pairing.pauses.failed(self._target, draft)
         return None
 
@@ -177,6 +176,11 @@ def _concerns_draft(plan: str) -> bool:
     return plan.split(" ")[0] in ("plain", DRAFT)  # the first word names the source
 
 
+def _learns(request: Request) -> bool:
+    """Returns whether a request shows how good its drafts are, which take no part if their source is not allowed."""
+    return request.speculation.mode is Mode.AUTO and request.speculation.allows(DRAFT)
+
+
 class Pairing:
     """Knows all pairs of a zoo. `balancer`: that of the drafts' replicas."""
 
@@ -196,8 +200,7 @@ class Pairing:
         if request.speculation.mode is Mode.OFF:
             return Assignment(self, target, (), wish)
         assignment = self._assigned(target, request, wish)
-        # A source that is not allowed takes no part, so its draft does not either.
-        assignment.learns = request.speculation.mode is Mode.AUTO and self._drafts_allowed(request)
+        assignment.learns = _learns(request)
         return assignment
 
     def _assigned(self, target: Endpoint, request: Request, wish: Wish) -> Assignment:
@@ -216,10 +219,6 @@ class Pairing:
             none = _NO_DRAFT if asked else ""
             assignment.note = self.zoo.note_on_drafts or self._note_on_refusals(target) or none
         return assignment
-
-    @staticmethod
-    def _drafts_allowed(request: Request) -> bool:
-        return request.speculation.allows(DRAFT)
 
     def _named(self, target: Endpoint, wish: Wish) -> Assignment:
         found: list[Endpoint] = []
@@ -251,9 +250,8 @@ class Pairing:
         drafts = {self.candidate(target, one): one for one in ready}
         if not drafts:
             return Assignment(self, target, (), wish)
-        explore = request.speculation.mode is Mode.AUTO and self._drafts_allowed(request)
         key, plain = key_of(target), self.plain_bytes_per_second(target)
-        best, choice = self.chooser.choose(key, list(drafts), wish.workload, plain, explore=explore)
+        best, choice = self.chooser.choose(key, list(drafts), wish.workload, plain, explore=_learns(request))
         ranked = sorted(
             (one for one in drafts if one is not best),
             key=lambda one: -self.chooser.expect(key, one, wish.workload).gain,

@@ -165,19 +165,23 @@ class RemoteGateway:
 
     async def _spell(self, model: str, delta: bridge_pb2.GenerateDelta) -> None:
         """Makes sure that the bytes of all tokens of a delta are known."""
-        tokens = (await self.served_target(model)).spelling
+        served = self._targets.get(model) or await self.served_target(model)
+        tokens = served.spelling
         assert isinstance(tokens, _Tokens)
         tops = [top.token_id for one in delta.logprobs for top in one.top_logprobs]
         if unknown := tokens.unknown([*delta.token_ids, *tops]):
             ids = bridge_pb2.TokenIds(token_ids=unknown)
             request = bridge_pb2.TranslateRequest(token_ids=ids, source=model, target=model)
+            until = time.monotonic() + _TIMEOUT_SECONDS
             while True:
                 try:
                     tokens.add((await self._translate(request)).source_tokens)
                     return
                 except RemoteError as error:
-                    # Calls of this door's other clients must not end an answer that has begun.
-                    if error.reason not in (KeyLimitReached.reason, Overloaded.reason):
+                    # Calls of this door's other clients must not end an answer that has begun. But if all calls that
+                    # the bridge admits are such answers, none would ever end.
+                    full = error.reason in (KeyLimitReached.reason, Overloaded.reason)
+                    if not full or time.monotonic() > until:
                         raise
                 await asyncio.sleep(_REFUSED_SECONDS)
 

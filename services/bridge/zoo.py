@@ -116,7 +116,9 @@ class Zoo:
 
     def _on_connected(self, endpoint: Endpoint, before: Endpoint | None) -> None:
         """Forgets what was learned about a draft that is another model, or has another speed, than before."""
-        if endpoint.role == model_pb2.ROLE_DRAFT:
+        others = [one.known for one in self._of(model_pb2.ROLE_DRAFT) if one.known is not endpoint]
+        further_replica = before is None and any(one and one.identity == endpoint.identity for one in others)
+        if endpoint.role == model_pb2.ROLE_DRAFT and not further_replica:
             for one in self._of(model_pb2.ROLE_TARGET):
                 if one.known:
                     one.known.estimates.drafts.pop(endpoint.model.name, None)
@@ -189,8 +191,9 @@ class Zoo:
         return f"no draft is connected (configured: {addresses}); the target decoded alone"
 
     def model(self, name: str) -> Model:
-        """Returns the first model with this name, of either role. Raises `ModelNotFound`."""
-        return self._find(name, self.endpoints, "model").model
+        """Returns the first model with this name, of either role, even if it is away. Raises `ModelNotFound`."""
+        known = [one.known for one in self.connections if one.known]
+        return self._find(name, [*self.endpoints, *known], "model").model
 
     def of_role(self, role: model_pb2.Role.ValueType) -> list[Endpoint]:
         """Returns the usable services of a role."""
@@ -227,7 +230,7 @@ class Zoo:
                 one.on_change(f"{endpoint.model.name} was replaced by another model, which is being connected")
 
     def refuse(self, endpoint: Endpoint, problem: str) -> None:
-        """Stops using a service that broke the contract, until it restarts or changes."""
+        """Stops using a service that broke the contract; see `Connection.refuse`."""
         for one in self.connections:
             now = one.endpoint  # it may have been described anew, with other times
             if now and (now.address, now.role, now.identity) == (endpoint.address, endpoint.role, endpoint.identity):

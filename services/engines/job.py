@@ -16,12 +16,14 @@ T = TypeVar("T")
 class Timed(Generic[T]):
     """A result of a job, its time in the queue and in forwards.
 
-    `cached_token_count`: ids that a new sequence found in a cache. `extra_count`: candidates that were run.
+    `token_count`: ids that its forwards ran, candidates among them. `cached_token_count`: ids that a sequence found in
+    a cache when it got its slot. `extra_count`: candidates that were run.
     """
 
     value: T
     queue_ns: int
     forward_ns: int
+    token_count: int
     cached_token_count: int
     extra_count: int
 
@@ -45,6 +47,7 @@ class Job:
     future: "asyncio.Future[list[Timed[Any]]]"
     submitted_ns: int
     forward_ns: int = 0
+    token_count: int = 0
     cached_token_count: int = 0
     results: list[Timed[Any]] = field(default_factory=list)
     # The context of the request, which its log lines belong to.
@@ -59,7 +62,7 @@ class Job:
         """Appends an id that runs next."""
         assert not self.extra_count
         self.ids += (id_,)
-        self.submitted_ns, self.forward_ns = perf_counter_ns(), 0
+        self.submitted_ns, self.forward_ns, self.token_count = perf_counter_ns(), 0, 0
 
     def settle(self, result: "list[Timed[Any]] | Exception") -> None:
         """Gives the results to the sequence, unless it has some or has left. May be called in any thread."""

@@ -2,7 +2,7 @@
 
 
 class SchedulerObserver:
-    """Receives the figures of a scheduler, from its thread. This one ignores them."""
+    """Receives the figures of a scheduler, from its thread; failures from others, too. This one ignores them."""
 
     def on_start(self, token_count: int, cached_token_count: int) -> None:
         """Reports a sequence that got a slot, and how many of its tokens a cache held."""

@@ -320,6 +320,7 @@ class Scheduler:
         self._expected, self._linger_ns = len(self._jobs), min(max(forward_ns // 10, _LINGER_NS[0]), _LINGER_NS[1])
         for (job, row), logits in zip(planned, tables, strict=True):
             job.forward_ns += forward_ns
+            job.token_count += len(row.token_ids)
             job.agreed = row.keep + len(row.token_ids)
             self._hold(job, job.agreed)
             if row.logits_from < len(row.token_ids):
@@ -344,7 +345,8 @@ class Scheduler:
             return
         waited_ns = max(perf_counter_ns() - job.submitted_ns - job.forward_ns, 0)
         self._observer.on_job(waited_ns)
-        job.results.append(Timed(value, waited_ns, job.forward_ns, job.cached_token_count, len(logits) - 1))
+        cached, extra_count = job.cached_token_count, len(logits) - 1
+        job.results.append(Timed(value, waited_ns, job.forward_ns, job.token_count, cached, extra_count))
         if next_id is None:
             self._end(job, job.results)
         else:

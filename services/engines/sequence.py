@@ -37,11 +37,6 @@ class CachedSequence:
     # Number of extra ids in the last forward.
     _taken: int = 0
 
-    @property
-    def uncached_token_count(self) -> int:
-        """The number of ids that the next forward runs, at least 1."""
-        return len(self.ids) - min(self._cached, len(self.ids) - 1)
-
     def replace(self, keep: int, token_ids: Sequence[int]) -> None:
         """Keeps the first `keep` ids, drops the rest and appends `token_ids`."""
         assert 0 <= keep <= len(self.ids)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,6 +42,20 @@ async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is
 def test_a_prompt_that_a_draft_cannot_hold_is_refused_before_it_is_sent() -> None:
     with pytest.raises(PromptTooLong, match="context of 512 tokens"):
         draft_source(PROMPT * 100)
+
+
+async def test_a_draft_whose_context_is_full_is_given_up() -> None:
+    source, drafter, tape = draft_source()
+    await source.advance(DraftPace(8))
+    await propose(source, drafter, " fox", done=True)
+    commit(tape, source, " a" * 300)
+    await source.advance(DraftPace(8))
+    assert len(drafter.syncs) == 2
+    await propose(source, drafter, " b", done=True)
+    commit(tape, source, " a" * 300)
+    with pytest.raises(PromptTooLong, match="context of 512 tokens"):
+        await source.advance(DraftPace(8))
+    assert len(drafter.syncs) == 2, "it could answer nothing"
 
 
 async def test_a_draft_that_runs_ahead_is_not_waited_for_once_it_hangs() -> None:
@@ -164,6 +179,7 @@ async def test_a_turn_is_waited_for_until_it_is_late() -> None:
 
 async def test_a_long_text_is_encoded_without_holding_up_other_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     source, drafter, tape = draft_source()
+    source.model = replace(source.model, context_length=10_000)
     await source.advance(DraftPace(8))
     turn = DraftPace(8, turns=True)
     append, free = DraftContext.append, threading.Event()

@@ -65,6 +65,21 @@ def test_matches_of_some_length_do_not_speak_for_others() -> None:
     assert RequestChances(chances).of(40) == pytest.approx(chances.of(40))
 
 
+@pytest.mark.parametrize(("waited_ms", "timed_out", "counts"), [(5, False, True), (0, False, False), (5, True, False)])
+def test_a_turn_without_candidates_lowers_what_is_expected_of_the_draft(
+    waited_ms: int, timed_out: bool, counts: bool
+) -> None:
+    estimates = estimates_of(TargetEstimates(measured(FLAT)), DraftEstimates(measured(FLAT)))
+    before = estimates.positions.of(1)
+    turn = Plan(
+        "draft in turns", Prediction(1.0, 10.0 * MS), DraftPace(4, turns=True), source=DRAFT, plain_ns=10.0 * MS
+    )
+    result = Pass(0, (5,), 0, 0, forward_ns=10 * MS, waited_ns=waited_ms * MS)
+    for _ in range(20):
+        estimates.observe(Outcome(result, Offer(), (b"a",), 15 * MS, timed_out), turn)
+    assert (estimates.positions.of(1) < 0.5 * before) == counts
+
+
 def test_a_request_shifts_all_chances_and_forgets() -> None:
     shared = Chances((8,), (0.5, 0.8))
     noise = random.Random(0)

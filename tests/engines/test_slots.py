@@ -74,6 +74,9 @@ async def test_an_idle_sequence_loses_its_slot_to_one_that_waits_and_goes_on_all
     idle.accept((7,), 0)
     result = await asyncio.wait_for(idle.forward((), np.array), 5)
     np.testing.assert_array_equal(result.value[-1], engine.logits([*ids(5), 7]))
+    assert result.token_count == 6, "it read its text again"
+    idle.accept((8,), 0)
+    assert (await idle.forward((), len)).token_count == 1
     scheduler.close()
 
 

@@ -242,6 +242,30 @@ async def test_a_text_goes_on_after_a_move_to_another_replica() -> None:
     assert ids == expected
 
 
+async def test_no_pass_reports_more_cached_tokens_than_its_sequence_has() -> None:
+    """The candidates of the second request, which are certain, are in the cache of the first one."""
+    target, grammar = tiny.model("byte_level"), support.GRAMMARS["schema"]
+    prompt = render(Request(PROMPT), target, target).ids
+    scheduler, sampler = tiny.scheduler(tiny.HashEngine(target, 2)), tiny.sampler(target)
+    certain = tuple(target.vocabulary.pieces(b'{"name": ').ids[:-1])
+    found = []
+    try:
+        for _ in range(2):
+            matcher = support.grammars(target).open(grammar, sampler.ends)
+            with closing(TargetSession(target, scheduler, sampler, matcher=matcher)) as session:
+                await session.run(Run(0, tuple(prompt), 0, 0, 12, 0, 0))
+                await session.candidates(Candidates(1, len(prompt), certain, 12))
+                passes = session.passes()
+                async with asyncio.timeout(10):
+                    found.append(await anext(passes))
+                    await anext(passes)
+                await passes.aclose()
+    finally:
+        scheduler.close()
+    assert [one.cached_token_count for one in found] == [0, len(prompt)]
+    assert found[1].accepted_token_count >= 2
+
+
 @pytest.mark.parametrize("kind", tiny.KINDS)
 def test_control_tokens_and_ids_without_bytes_are_never_allowed(kind: str) -> None:
     model = tiny.model(kind)

@@ -19,6 +19,7 @@ from services.config import ServerConfig
 from services.metrics import HttpMetrics
 from services.rpc.security import warn_of_open_token
 from services.rpc.server import Server
+from services.rpc.status import RemoteError
 from services.traces import Traces
 
 TOKEN = "alice-0123456789abcdef"
@@ -95,6 +96,22 @@ async def test_a_segmentation_does_not_end_an_answer_of_the_same_door(tmp_path: 
         assert not answer.done(), "the bytes of its token are refused for now"
         slow.end.set()
         assert len(await answer) == 1 and (await gateway.served_target("m")).spelling.token_bytes(5) == b"x"
+        await segmentation
+        await gateway.close()
+
+
+async def test_an_answer_ends_if_the_bytes_of_its_tokens_are_refused_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise answers that fill a bridge's limit of calls would wait for one another for ever."""
+    async with limited(tmp_path) as (slow, address):
+        gateway = RemoteGateway(address, Credentials(token=TOKEN, insecure=True), HttpMetrics(), Traces())
+        segmentation = asyncio.create_task(gateway.segment("x", ["m"]))
+        await slow.begun.wait()
+        monkeypatch.setattr("services.bridge.remote_gateway._TIMEOUT_SECONDS", 0.3)
+        with pytest.raises(RemoteError, match="limit"):
+            [one async for one in gateway.generate(Request("a", logprobs=0))]
+        slow.end.set()
         await segmentation
         await gateway.close()
 

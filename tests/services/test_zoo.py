@@ -98,6 +98,30 @@ async def test_a_model_that_restarts_with_another_revision_or_tokenizer_is_read_
         assert event.statistics.sources["draft"].proposed_token_count
 
 
+async def test_what_was_learned_about_a_draft_stays_when_it_gets_another_replica() -> None:
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(serving(trained("gpt-2")))
+        first = await stack.enter_async_context(serving(trained("gemma", "draft")))
+        async with serving(trained("gemma", "draft")) as second:
+            pass
+        gateway = await stack.enter_async_context(bridge([target], [first, second]))
+        await text_of(gateway, "", Wish())
+        learned = gateway.zoo.target("").estimates.drafts["draft"]
+        await stack.enter_async_context(serving(trained("gemma", "draft"), second))
+        await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[2].state is State.AVAILABLE)
+        assert gateway.zoo.target("").estimates.drafts["draft"] is learned
+
+
+async def test_tokens_of_a_model_that_is_away_can_be_spelled() -> None:
+    async with AsyncExitStack() as stack:
+        first = AsyncExitStack()
+        target = await first.enter_async_context(serving(trained("gpt-2", "t")))
+        gateway = await stack.enter_async_context(bridge([target], []))
+        await first.aclose()
+        await asyncio.to_thread(eventually, lambda: gateway.zoo.connections[0].state is State.AWAY)
+        assert b"".join(data for _, data in (await gateway.segment("away", ["t"]))[0]) == b"away"
+
+
 async def test_lists_of_ids_are_no_mistake_of_the_client_while_the_target_is_away() -> None:
     async with AsyncExitStack() as stack:
         first = AsyncExitStack()

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from bridge.statistics import PlanStatistics
 from bridge.text.chat import Chat, Message
 from services.bridge.backend import Opened
 from services.bridge.connection import State
+from services.bridge.endpoint import Endpoint
 from services.bridge.pairing import Assignment, Wish
 from services.bridge.pauses import Pauses
 from services.config import Role
@@ -113,7 +115,13 @@ async def test_a_draft_goes_on_in_the_books_if_the_one_that_was_to_replace_it_re
         chat = Chat((Message("system", "Tell."), Message("user", "The ")))
         speculation = SpeculationParameters(sources=(DRAFT,))
         request = Request(chat, sampling=SAMPLING, seed=1, max_tokens=500, speculation=speculation)
-        shown = set()
+        shown, refused, on_failure = set(), [], Assignment._on_failure
+
+        def record(self: Assignment, draft: Endpoint, *details: Any) -> Endpoint | None:
+            refused.append(draft.model.name)
+            return on_failure(self, draft, *details)
+
+        monkeypatch.setattr(Assignment, "_on_failure", record)
         wish = Wish(("slow", "picky"), workload="tales")
         model, slow_draft, picky_draft = gateway.zoo.target(""), gateway.zoo.draft("slow"), gateway.zoo.draft("picky")
         assert slow_draft and picky_draft
@@ -121,14 +129,15 @@ async def test_a_draft_goes_on_in_the_books_if_the_one_that_was_to_replace_it_re
             async for event in events:
                 if isinstance(event, Delta):
                     shown |= {one.draft for one in gateway.running}
-                    if not gateway.pairing.pauses.holds(model, picky_draft):
+                    if not refused:
                         await asyncio.sleep(0.005)  # until it has refused, which may take longer than the text
         assert isinstance(event, Finished) and event.statistics.drafts == ["slow"]
         assert shown == {"slow"}
         records = {one.draft.model.name: one.record for one in gateway.pairing.states("tales")}
         assert (records["slow"].request_count, records["picky"].request_count) == (1, 0)
         assert records["slow"].pass_count > 100
-        assert [gateway.pairing.pauses.holds(model, one) for one in (slow_draft, picky_draft)] == [False, True]
+        assert refused == ["picky"]
+        assert not any(gateway.pairing.pauses.holds(model, one) for one in (slow_draft, picky_draft))
 
 
 async def test_wishes_that_cannot_be_fulfilled_are_refused_by_field() -> None:
@@ -192,7 +201,7 @@ async def test_the_choice_is_learned_and_told() -> None:
         assert any(pair.record.acceptance_rate > 0 for pair in pairs)
 
 
-async def test_a_draft_that_refuses_the_prompt_is_replaced_and_not_chosen_next_time() -> None:
+async def test_a_draft_that_refuses_a_chat_is_replaced_and_chosen_for_others() -> None:
     refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     plain = "{% for message in messages %}{{ message.content }}{% endfor %}"
     async with AsyncExitStack() as stack:
@@ -206,13 +215,15 @@ async def test_a_draft_that_refuses_the_prompt_is_replaced_and_not_chosen_next_t
         gateway.pairing.pauses = Pauses(lambda: 0)
         chat = Chat((Message("system", "Tell."), Message("user", "The ")))
         request = Request(chat, sampling=SAMPLING, seed=1, max_tokens=8)
-        for wish, drafts in ((Wish(("picky", "other")), ["other"]), (Wish(draft="picky"), []), (Wish(), ["other"])):
+        for wish, drafts in ((Wish(("picky", "other")), ["other"]), (Wish(draft="picky"), [])):
             async with aclosing(gateway.generate(request, "", wish=wish)) as events:
                 found = [event async for event in events]
             assert isinstance(found[0], Opened) and isinstance(found[-1], Finished)
             assert found[-1].statistics.drafts == drafts
             assert found[0].draft == next(iter(drafts), "")
-            assert bool(found[-1].statistics.note) == bool(wish != Wish())
+            assert found[-1].statistics.note
+        target, refused = gateway.zoo.target(""), gateway.zoo.draft("picky")
+        assert refused and not gateway.pairing.pauses.holds(target, refused)
 
 
 async def test_a_list_whose_drafts_cannot_be_used_costs_the_draft_and_names_the_reasons() -> None:

@@ -266,11 +266,6 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def auto_dtype() -> str:
-    """Returns the name of the type that an engine computes in if nothing is asked for."""
-    return str(_dtype("auto", find_device("auto"))).removeprefix("torch.")
-
-
 def _dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         computes = {"cpu": computes_bfloat16, "cuda": torch.cuda.is_bf16_supported}.get(device.type, lambda: True)

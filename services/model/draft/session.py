@@ -53,7 +53,6 @@ class DraftSession(CreditedSession):
             long = self._offset >= _THREAD_MIN_BYTES
             seek = partial(self._seek, self._matcher)
             self._follows = await asyncio.to_thread(seek) if long else seek()
-        read_token_count = self._sequence.uncached_token_count
         room = min(self._batch, self._credit, self._model.context_length - self._held + 1)
         chosen: list[Choice] = []
 
@@ -83,12 +82,12 @@ class DraftSession(CreditedSession):
             cached_token_count=first.cached_token_count,
             queue_ns=sum(one.queue_ns for one in forwards),
             forward_ns=sum(one.forward_ns for one in forwards),
-            read_token_count=max(read_token_count - first.cached_token_count, 1),
+            read_token_count=first.token_count,
             read_ns=first.forward_ns,
         )
 
     def _choose(self, logits: Logits) -> Choice:
-        """Chooses the next token, and moves behind it. The model's thread calls it."""
+        """Chooses the next token, and moves on to its end. The model's thread calls it."""
         mask = self._matcher.allowed() if self._matcher and self._follows else None
         choice = self._sampler.choose(logits, self._offset, 0, None, mask)
         self._offset += len(self._model.vocabulary.token_bytes(choice.token_id))

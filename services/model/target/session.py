@@ -254,7 +254,8 @@ class TargetSession:
                 Logprob(choice.logprob, choice.top_logprobs) for choice in verdict.choices if choice.logprob is not None
             ),
             finish_reason=finish_reason,
-            cached_token_count=done.cached_token_count,
+            # A cache may also hold certain candidates, if another sequence had the same text.
+            cached_token_count=min(done.cached_token_count, base),
             queue_ns=done.queue_ns,
             forward_ns=done.forward_ns,
             waited_ns=waited_ns,
