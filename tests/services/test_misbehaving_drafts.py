@@ -29,7 +29,7 @@ from services.config import Role
 from services.model.target.session import TargetSession
 from tests.support import tiny
 from tests.support.alone import PROMPT, QueuedDrafter, answer, in_order, oracle
-from tests.support.reciting import IDS, MODEL, opened, stepped
+from tests.support.reciting import IDS, MODEL, joined, opened, stepped
 from tests.support.zoo import HangingDraft, cheap, hurry, misbehaving, serving, trained
 
 
@@ -206,6 +206,7 @@ async def test_a_draft_that_hangs_gets_no_further_sequences_of_engines(monkeypat
         number = 1
         await stepped(guest, number, SequenceUpdate(1, 0, tuple(IDS[:20])))
         await opened(guest, 1)
+        await joined(guest, 1)
         while drafts._users:  # until its sequence has given the draft up
             number += 1
             await stepped(guest, number, SequenceUpdate(1, 18 + number, (IDS[18 + number],)), deadline_ns=50_000_000)
