@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from bridge.errors import InvalidGrammar
 from bridge.sampling.grammar import Grammar, GrammarKind
-from services.grammars.lark import check_lark, check_terminals
+from services.grammars.lark import check_lark, check_terminals, complete_schemas
 from services.grammars.schema import (
     UnsupportedPart,
     check_parts,
@@ -127,7 +127,7 @@ def _source(grammar: Grammar) -> str:
     match grammar.kind:
         case GrammarKind.LARK:
             check_lark(grammar.text)
-            lark = grammar.text
+            lark = complete_schemas(grammar.text)
         case GrammarKind.CHOICE:
             lark = "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, json.loads(grammar.text)))
         case GrammarKind.REGEX:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from services.grammars.schema import UnsupportedPart, check_schema
+from services.grammars.schema import UnsupportedPart, check_schema, complete_formats, encode_references
 
 _TOKEN = re.compile(
     r'(?P<terminal>"(?:\\.|[^"\\\n])*"i?|/(?:\\.|[^/\\])+/[imslux]*)|(?P<skip>(?://|#)[^\n]*|\s+)'
@@ -56,6 +56,20 @@ def check_lark(text: str) -> None:
             raise UnsupportedPart(f"at {place}: no text matches {name}, because each one contains another one")
 
 
+def complete_schemas(text: str) -> str:
+    """Returns a grammar with what the library leaves out of its JSON schemas. Lines keep their numbers."""
+    for one in reversed([one for one in _tokens(text) if one.text == "%json"]):
+        begin = _value_begin(text, one.begin + len(one.text))
+        value, end = json.JSONDecoder().raw_decode(text, begin)
+        before = json.dumps(value)
+        complete_formats(value)
+        encode_references(value)
+        if (source := json.dumps(value)) != before:
+            lines = "\n" * text.count("\n", begin, end)
+            text = f"{text[:begin]}{source[0]}{lines}{source[1:]}{text[end:]}"
+    return text
+
+
 def check_terminals(text: str, is_empty: Callable[[str], bool]) -> None:
     """Raises `UnsupportedPart` for a terminal or a regular expression in a rule that no text matches.
 
@@ -86,9 +100,8 @@ def _tokens(text: str) -> Iterator[_Token]:
         token = _Token(found.lastgroup or "", found[0], f"{line}({position - line_start + 1})", position)
         end = found.end()
         if token.text in _INLINE:
-            begin = len(text) - len(text[end:].lstrip())
             try:
-                value, end = json.JSONDecoder().raw_decode(text, begin)
+                value, end = json.JSONDecoder().raw_decode(text, _value_begin(text, end))
                 if token.text == "%json":
                     check_schema(value, embedded=True)
             except UnsupportedPart as error:
@@ -101,6 +114,11 @@ def _tokens(text: str) -> Iterator[_Token]:
         line += text.count("\n", position, end)
         line_start = max(line_start, text.rfind("\n", position, end) + 1)
         position = end
+
+
+def _value_begin(text: str, end: int) -> int:
+    """Returns where the value after the end of a directive begins."""
+    return len(text) - len(text[end:].lstrip())
 
 
 def _rules(tokens: list[_Token]) -> _Rules:

@@ -101,9 +101,9 @@ class _Store:
         return self._compile_one(grammar)
 
     def close(self) -> None:
-        """Ends the threads and the trial's process."""
-        self._trying.shutdown(wait=False)
-        self._compiling.shutdown(wait=False)
+        """Ends the threads and the trial's process. Grammars that wait are not tried, which would start another one."""
+        self._trying.shutdown(wait=False, cancel_futures=True)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         self._trial.close()
 
     def _submit(

@@ -198,6 +198,8 @@ class _Process:
             self._connection.send_bytes(shield(text).encode("utf-8", "surrogatepass"))
 
     def _receive(self, deadline: float) -> tuple[str, str]:
+        if monotonic() >= deadline:  # Linux rounds the limit of a system call up, so messages in a row would have none
+            raise BlockingIOError
         self._limit(socket.SO_RCVTIMEO, deadline - monotonic())
         kind, _, text = self._connection.recv_bytes(_MAX_MESSAGE_BYTES).decode("utf-8", "surrogatepass").partition("\n")
         return kind, text

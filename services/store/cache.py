@@ -100,13 +100,22 @@ def scratch_directory() -> Iterator[Path]:
             yield Path(path)
 
 
+@contextlib.contextmanager
+def making(final: Path) -> Iterator[Path]:
+    """Yields a scratch directory in which to make a directory of the cache; `settle` moves that to its place.
+
+    Only one process at a time makes it: look again whether it is there. Raises `CacheUnusable` and `NoSpace`.
+    """
+    locks = cache_directory() / ".partial"
+    with writing(locks, "the model"), FileLock(locks / f"{final.name}.lock"), scratch_directory() as scratch:
+        yield scratch
+
+
 def settle(finished: Path, final: Path) -> None:
-    """Moves a finished directory to its place, unless another process has put the same one there meanwhile."""
-    try:
-        finished.rename(final)
-    except OSError:
-        if not final.is_dir():
-            raise
+    """Moves a finished directory to its place, instead of what is there: one that is damaged, or of another file."""
+    if final.is_dir():
+        shutil.rmtree(final)
+    finished.rename(final)
 
 
 def name_revision(directory: Path, gguf_sha256: str) -> None:

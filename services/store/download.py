@@ -52,7 +52,7 @@ def built_in_gguf(model: BuiltIn, report: Report) -> Path:
     if final.is_file() and not os.access(final.parent, os.W_OK):  # in a container, as a rule
         return _checked_in_place(final, model)
     partial = cache_directory() / ".partial" / model.name
-    with _alone, writing(partial, "the download"), FileLock(partial.with_suffix(".lock")):
+    with _alone, writing(partial, "the download"), FileLock(partial.parent / f"{model.name}.lock"):
         if not _is_whole(final, model, report):  # another process may have downloaded it while this one waited
             _check_space(model, partial)
             report(f"downloading {model.description} ({model.megabytes} MB; {model.license})")

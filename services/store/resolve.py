@@ -22,8 +22,8 @@ from services.store.cache import (
     Report,
     cache_directory,
     check_space,
+    making,
     name_revision,
-    scratch_directory,
     settle,
     source_of,
     writing,
@@ -121,7 +121,10 @@ def _from_hub(reference: str, report: Report) -> Path:
     try:
         with writing(Path(constants.HF_HUB_CACHE), "the download"):
             found = snapshot_download(
-                reference, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+                reference,
+                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+                # The same weights in another layout, and parts of other programs.
+                ignore_patterns=["consolidated*", "onnx/*", "original/*"],
             )
     except (CacheUnusable, NoSpace):
         raise
@@ -205,8 +208,11 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
     name = name if sha256 else f"{name}-{digest[:12]}"
     if kept := _in_cache(name, digest, weights):
         return kept
-    report(f"converting {name} (once)" if weights else f"reading the tokenizer of {name} (once)")
-    with scratch_directory() as scratch:
+    final = cache_directory() / (name if weights else f"{name}{_WITHOUT_WEIGHTS}")
+    with making(final) as scratch:
+        if kept := _in_cache(name, digest, weights):  # another process has converted it meanwhile
+            return kept
+        report(f"converting {name} (once)" if weights else f"reading the tokenizer of {name} (once)")
         if weights:
             _check_space(path, scratch)
         converted = scratch / "converted"
@@ -237,9 +243,6 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
                 model=path,
             )
         name_revision(converted, digest)
-        final = cache_directory() / (name if weights else f"{name}{_WITHOUT_WEIGHTS}")
-        if source_of(final) != digest:  # of a file that an earlier version of DraftBridge had under this name
-            shutil.rmtree(final, ignore_errors=True)
         settle(converted, final)
     return final
 

@@ -1,8 +1,11 @@
 """Tests that GGUF files are converted once, and that directories of a model are read or refused."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
 from types import SimpleNamespace
 
 import pytest
@@ -63,6 +66,23 @@ def test_a_conversion_of_another_file_is_not_used(
         (directory / "config.json").write_text("old")
         assert resolve(BUILT.name, weights=weights) == directory
         assert (directory / "config.json").read_text() == used
+
+
+def test_of_two_that_need_a_conversion_one_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
+    monkeypatch.setattr("services.store.resolve.built_in_gguf", lambda model, report: Path(__file__))
+    made, both = [], Barrier(2)
+
+    def convert(program: list[str], **options: object) -> SimpleNamespace:
+        made.append(program)
+        with suppress(BrokenBarrierError):
+            both.wait(0.5)  # for the other one, if it converts, too
+        return converted(program)
+
+    monkeypatch.setattr("services.store.resolve.subprocess.run", convert)
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(lambda _: resolve(BUILT.name), range(2)))
+    assert found == [cache_directory() / BUILT.name] * 2 and len(made) == 1
 
 
 @pytest.mark.parametrize(
@@ -180,4 +200,4 @@ def test_room_for_converted_weights_is_checked_before(
     with pytest.raises(NoSpace) as caught:
         resolve(str(file))
     assert caught.value.metadata["needed_bytes"] == str(needed)
-    assert not [one for one in cache_directory().iterdir() if one.is_dir()]
+    assert not [one for one in cache_directory().iterdir() if one.is_dir() and one.name != ".partial"]

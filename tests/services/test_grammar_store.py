@@ -14,6 +14,7 @@ from services.grammars.store import TokenGrammars
 from services.grammars.trial import grammar_busy
 from tests.support import grammars as support
 from tests.support import tiny
+from tests.support.waiting import eventually
 
 
 async def test_a_grammar_is_tried_once_and_an_error_kept() -> None:
@@ -47,6 +48,19 @@ class Slow(support.Untried):
     def check(self, grammar: Grammar) -> None:
         self.tried.append(grammar)
         assert self.may_end.wait(10)
+
+
+async def test_a_store_that_is_closed_tries_no_more() -> None:
+    trial = Slow()
+    store = TokenGrammars(tiny.model("byte_level"), trial)
+    grammars = [SamplingParameters(grammar=Grammar(GrammarKind.REGEX, "a" * count)) for count in range(1, 6)]
+    waiting = [asyncio.create_task(store.prepare(one)) for one in grammars]
+    await asyncio.to_thread(eventually, lambda: bool(trial.tried))
+    store.close()
+    trial.may_end.set()
+    await asyncio.to_thread(store._store._trying._threads.pop().join)
+    assert len(trial.tried) == 1
+    await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def test_requests_for_one_new_grammar_wait_for_the_same_trial() -> None:

@@ -148,6 +148,12 @@ def test_a_template_that_would_fill_the_memory_is_stopped(sandbox: TemplateSandb
     assert caught.value.metadata["limit"] == "memory"
 
 
+def test_a_time_shorter_than_a_system_call_waits_is_kept() -> None:
+    """A template that asks for one thing after another would never exceed it otherwise."""
+    with closing(TemplateSandbox(time_limit=1e-6)) as sandbox, pytest.raises(TemplateLimitExceeded):
+        run(sandbox, "x")
+
+
 @pytest.mark.parametrize("template", TIME_BOMBS.values(), ids=TIME_BOMBS)
 def test_a_template_that_would_run_forever_is_stopped(template: str) -> None:
     with closing(TemplateSandbox(time_limit=0.5)) as sandbox:

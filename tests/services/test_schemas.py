@@ -16,6 +16,7 @@ from bridge.ports import FinishReason
 from bridge.sampling.grammar import Grammar, GrammarKind
 from services.grammars.byte_matcher import ByteMatcher, byte_tokenizer
 from services.grammars.compiler import compile_grammar
+from services.grammars.lark import complete_schemas
 from services.grammars.trial import try_grammar
 from tests.services.test_grammars import alone, follow, together
 from tests.support import grammars as support
@@ -167,15 +168,20 @@ def test_an_object_without_a_possible_property_is_refused_wherever_it_is(schema:
 @pytest.mark.parametrize("own", [{}, {"pattern": "[0-9]"}], ids=["", "with a pattern"])
 def test_dates_and_times_exist(format_: str, right: list[str], wrong: list[str], own: dict[str, str]) -> None:
     schema = json.dumps({"type": "string", "format": format_, **own})
-    matcher = compile_grammar(byte_tokenizer(), Grammar(GrammarKind.JSON_SCHEMA, schema))
-    for text in (*right, *wrong):
-        data = json.dumps(text).encode()
-        assert (ByteMatcher(matcher).accepted(b"", data) == (len(data), True)) is (text in right), text
+    inside = Grammar(GrammarKind.LARK, f"start: %json {schema}")
+    for grammar in (Grammar(GrammarKind.JSON_SCHEMA, schema), inside):
+        matcher = compile_grammar(byte_tokenizer(), grammar)
+        for text in (*right, *wrong):
+            data = json.dumps(text).encode()
+            assert (ByteMatcher(matcher).accepted(b"", data) == (len(data), True)) is (text in right), text
 
 
 def test_names_and_references_may_have_any_characters() -> None:
     with pytest.raises(InvalidGrammar, match=r"at #/properties/ö %41 \"#/items: .*unclosed group"):
         try_grammar(support.schema({"properties": {'ö %41 "#': {"items": {"pattern": "("}}}}))
     for reference in ("#/$defs/ö ß", "#/$defs/%C3%B6%20%C3%9F"):
-        matcher = follow(support.schema({"$ref": reference, "$defs": {"ö ß": {"const": [1]}}}))
-        assert matcher.forced(b"", 9) == (b"[1]", True)
+        schema = {"$ref": reference, "$defs": {"ö ß": {"const": [1]}}}
+        assert follow(support.schema(schema)).forced(b"", 9) == (b"[1]", True)
+        lines = f'start: %json {json.dumps(schema, indent=1)} "x"'
+        assert follow(Grammar(GrammarKind.LARK, lines)).accepted(b"", b"[1]x") == (4, True)
+        assert complete_schemas(lines).count("\n") == lines.count("\n"), "errors name lines"

@@ -1,7 +1,6 @@
 """The `openvino` engine's entry in the registry, and the conversion of models for it."""
 
 import math
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from bridge.errors import UnusableModel
 from services.child import command
 from services.engines.engine import Engine
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
-from services.store.cache import Report, cache_directory, check_space, fingerprint, scratch_directory, settle
+from services.store.cache import Report, cache_directory, check_space, fingerprint, making, settle
 from services.store.resolve import default_name, resolve
 
 # With their scales, at most: with int4, embeddings and the last layer are in 8 bits.
@@ -28,10 +27,12 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
     `NoSpace`.
     """
     final = cache_directory() / f"{name}-{fingerprint(directory)}-openvino{_FORMAT}-{weights}"
-    if not (final / "model.xml").is_file():
-        shutil.rmtree(final, ignore_errors=True)  # what is left of a damaged one
-        report(f"converting {name} for OpenVINO, weights {weights} (once)")
-        with scratch_directory() as scratch:
+    converted_file = final / "model.xml"
+    if not converted_file.is_file():
+        with making(final) as scratch:
+            if converted_file.is_file():  # another process has converted it meanwhile
+                return converted_file
+            report(f"converting {name} for OpenVINO, weights {weights} (once)")
             check_space(scratch, "the converted model", round(_WEIGHT_BYTES[weights] * _weight_count(directory)))
             converted = scratch / "converted"
             program = command("services.engines.openvino.export", str(directory), str(converted), weights)
@@ -50,7 +51,7 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
                     model=directory,
                 )
             settle(converted, final)
-    return final / "model.xml"
+    return converted_file
 
 
 def _weight_count(directory: Path) -> int:
