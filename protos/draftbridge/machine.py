@@ -3,26 +3,44 @@
 import hashlib
 import os
 import uuid
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 
-def compute_units(device: str, threads: int | None) -> tuple[frozenset[str], int]:
-    """Returns names of the cores or the accelerator that an engine on `device` computes on, and how many it uses.
+def compute_units(device: str, threads: int | None, gpus: Sequence[int] = ()) -> tuple[frozenset[str], int]:
+    """Returns names of the cores or accelerators that an engine on `device` computes on, and how many it uses.
 
-    The names are the same in all processes of this machine until it reboots, and reveal nothing else about it.
+    `gpus`: the numbers of the GPUs of an engine that uses several, as this process counts them. Until this machine
+    reboots, all its processes use the same names, and they reveal nothing else about it. But of a GPU, a process knows
+    only what its environment calls it: a number or a UUID. Processes that differ in this do not see that they share it.
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     identity = boot.read_text() if boot.is_file() else str(uuid.getnode())
     machine = hashlib.sha256(identity.encode()).hexdigest()[:16]
     if device.lower() != "cpu":
-        # Engines have different names for the same accelerator.
-        name = device.lower().replace("cuda", "gpu").removesuffix(":0")
+        name, _, number = device.lower().partition(":")
+        if name in ("cuda", "gpu"):  # the latter is llama.cpp's
+            used = _gpus(gpus or [int(number or 0)])
+            return frozenset(f"{machine}/gpu{one}" for one in used), len(used)
+        name = device.lower().removesuffix(":0")
         numbers = _gaudis() if name == "hpu" else [""]
         # A launcher names all Gaudis of a model to each of its processes.
         count = int(os.environ.get("WORLD_SIZE", "0")) if name == "hpu" else 1
         return frozenset(f"{machine}/{name}{one}" for one in numbers), min(max(count, 1), len(numbers))
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return frozenset(f"{machine}/cpu{core}" for core in cores), min(threads or len(cores), len(cores))
+
+
+def _gpus(numbers: Iterable[int]) -> list[str]:
+    """Returns the names of the GPUs to which this process gives these numbers."""
+    names = [str(number) for number in numbers]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
+    # Of the GPUs of its container, a process may use some. Each list numbers its own from 0.
+    for listed in (visible, os.environ.get("NVIDIA_VISIBLE_DEVICES")):
+        if listed and listed not in ("all", "none", "void"):
+            found = {str(place): name.strip() for place, name in enumerate(listed.split(","))}
+            names = [found.get(name, name) for name in names]
+    return [name if name.isdecimal() else hashlib.sha256(name.encode()).hexdigest()[:16] for name in names]
 
 
 def _gaudis() -> list[str]:

@@ -112,8 +112,11 @@ def arguments(tmp_path: Any) -> dict[str, Any]:
     config = SimpleNamespace(
         model_path=path, dtype="torch.float16", context_len=96, vocab_size=VOCABULARY, hf_eos_token_id={2, 3}
     )
-    target = SimpleNamespace(tokenizer=tokenizer, model_runner=SimpleNamespace(model_config=config, device="cpu"))
-    server_args = SimpleNamespace(served_model_name=None, tokenizer_path=None, revision=None, overlap=True)
+    runner = SimpleNamespace(model_config=config, device="cuda", gpu_id=1)
+    target = SimpleNamespace(tokenizer=tokenizer, model_runner=runner)
+    server_args = SimpleNamespace(
+        served_model_name=None, tokenizer_path=None, revision=None, overlap=True, tp_size=2, gpu_id_step=2
+    )
     return {"server_args": server_args, "gpu_id": 0, "nccl_port": 0, "target_worker": target}
 
 
@@ -176,6 +179,17 @@ def test_trees_are_chains_of_the_bridges_candidates(
         worker._prepare_draft_tokens(batch(requests[1:], added[1:]))
         assert set(bridge.held) == {2}
     assert bridge.opening.model.engine == "sglang"
+
+
+def test_the_gpus_of_all_ranks_are_named(
+    worker_class: type, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(variable, raising=False)
+    with connected(worker_class, arguments, monkeypatch) as (_, bridge):
+        described = bridge.opening.model
+    assert described.device == "cuda" and described.compute_unit_count == 2
+    assert [unit.split("/")[1] for unit in described.compute_units] == ["gpu1", "gpu3"]
 
 
 def test_a_request_that_starts_again_or_reuses_an_id_is_a_new_sequence(

@@ -127,13 +127,17 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
     )  # fmt: skip
 
 
-def config(model: SimpleNamespace, replica: int = 0, **settings: object) -> SimpleNamespace:
+def config(
+    model: SimpleNamespace, replica: int = 0, device: str = "cpu", stages: int = 1, **settings: object
+) -> SimpleNamespace:
     speculative = SimpleNamespace(num_speculative_tokens=8)
     return SimpleNamespace(
         speculative_config=speculative,
         model_config=model,
-        parallel_config=SimpleNamespace(data_parallel_index=replica),
-        device_config=SimpleNamespace(device_type="cpu"),
+        parallel_config=SimpleNamespace(
+            data_parallel_index=replica, tensor_parallel_size=2, pipeline_parallel_size=stages
+        ),
+        device_config=SimpleNamespace(device_type=device),
         additional_config={"draftbridge": settings},
     )
 
@@ -233,6 +237,21 @@ def test_the_model_is_described(model: SimpleNamespace) -> None:
     assert described.chat_template == CHAT_TEMPLATE
     assert 0 < described.compute_unit_count <= len(described.compute_units)
     assert bridge.tokenizer == tokenizer_json("byte_level")
+
+
+@pytest.mark.parametrize(("stages", "used"), [(1, {"gpu5", "gpu6"}), (2, {"gpu3", "gpu4", "gpu5", "gpu6"})])
+def test_the_gpus_of_all_ranks_are_named(
+    model: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, stages: int, used: set[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6")
+    monkeypatch.delenv("NVIDIA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    bridge = ScriptedBridge()
+    with served(bridge) as address:
+        connected(model, address, device="cuda", stages=stages)
+    described = bridge.opening.model
+    assert {unit.split("/")[1] for unit in described.compute_units} == used
+    assert described.compute_unit_count == len(used)
 
 
 def test_a_hung_and_a_lost_bridge_cost_a_few_deadlines_and_no_text(model: SimpleNamespace) -> None:

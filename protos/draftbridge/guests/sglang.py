@@ -20,6 +20,7 @@ from draftbridge.candidates import SequenceStep
 from draftbridge.guests.client import Client
 from draftbridge.guests.description import chat_template, log_like, special_ids, tokenizer_json
 from draftbridge.guests.settings import GuestSettings
+from draftbridge.machine import compute_units
 from draftbridge.v1 import model_pb2
 
 NAME = "DRAFTBRIDGE"
@@ -189,15 +190,21 @@ def _parallel() -> Any:
 
 
 def _client(settings: GuestSettings, target_worker: Any, server_args: Any) -> Client:
-    config, tokenizer = target_worker.model_runner.model_config, target_worker.tokenizer
+    runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
+    config = runner.model_config
     if tokenizer is None:
         raise ValueError(
             "DraftBridge needs SGLang's tokenizer to translate candidates: leave out --skip-tokenizer-init"
         )
     generation = getattr(config, "hf_generation_config", None)
+    gpus = range(runner.gpu_id, runner.gpu_id + server_args.tp_size * server_args.gpu_id_step, server_args.gpu_id_step)
+    units, unit_count = compute_units(runner.device, None, gpus)
     model = model_pb2.Model(
         name=Path(server_args.served_model_name or config.model_path).name,
         engine="sglang",
+        device=runner.device,
+        compute_units=sorted(units),
+        compute_unit_count=unit_count,
         dtype=str(config.dtype).removeprefix("torch."),
         context_length=config.context_len,
         vocabulary_size=config.vocab_size,

@@ -9,6 +9,7 @@ sampler, as candidates without probabilities. So they change neither a greedy te
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,13 +102,23 @@ def _is_first_rank() -> bool:
     return bool(get_tensor_model_parallel_rank() == 0)
 
 
+def _gpus(parallel: Any) -> Sequence[int]:
+    """Returns the numbers of the GPUs of all ranks; this one is the first of the last pipeline stage."""
+    from torch.cuda import current_device
+
+    stage, rank = parallel.tensor_parallel_size, current_device()
+    # With several machines, this one has some of the stages.
+    return range(max(rank - stage * (parallel.pipeline_parallel_size - 1), 0), rank + stage)
+
+
 def _client(settings: GuestSettings, vllm_config: Any) -> Client:
     from vllm.tokenizers import cached_tokenizer_from_config
 
     model_config, device = vllm_config.model_config, str(vllm_config.device_config.device_type)
     # This variable holds the number of threads of vLLM's CPU workers.
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    units, unit_count = compute_units(device, int(threads) if threads.isdecimal() else None)
+    gpus = _gpus(vllm_config.parallel_config) if device == "cuda" else ()
+    units, unit_count = compute_units(device, int(threads) if threads.isdecimal() else None, gpus)
     tokenizer = cached_tokenizer_from_config(model_config)
     generation = model_config.try_get_generation_config() or {}
     served: str | list[str] = model_config.served_model_name or model_config.model

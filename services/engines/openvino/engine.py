@@ -56,7 +56,8 @@ class OpenVinoEngine:
         graph = core.read_model(model) if isinstance(model, Path) else model
         weights = str(graph.get_rt_info(["draftbridge", "weights"]).value)
         limit = int(graph.get_rt_info(["draftbridge", "context_length"]).value)
-        self.device, self.slot_count = target.lower(), slot_count
+        # "gpu" is llama.cpp's name of its GPU, so Intel's has a number even if it is the only one.
+        self.device, self.slot_count = "gpu.0" if target == "GPU" else target.lower(), slot_count
         precision, options = _options(core, target, dtype, weights, threads)
         self.dtype = {kind: name for name, kind in _DTYPES.items()}[precision] if weights == "full" else weights
         quantized = weights != "full" and dtype == "auto"
