@@ -20,7 +20,7 @@ from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts, share
 from bridge.planning.prediction import expected_count
 from bridge.ports import MAX_MEASURED_NS
-from bridge.sources.source import Draft, Outcome
+from bridge.sources.source import Draft, Offer, Outcome
 from bridge.statistics import Statistics
 from bridge.text.models import Model
 
@@ -151,7 +151,7 @@ class Guest:
             with self._refusing(held):
                 if sequence := self._commit(one, held, measured):
                     offer, width = await sequence.choose(began + update.deadline_ns)
-                    answer.proposed += sequence.propose(one.id, update.number, offer, width)
+                    sequence.propose(answer, one.id, offer, width)
         elif not self._alone:
             await self._choose_for_all(update, named, answer, began + max(update.deadline_ns, _MIN_DEADLINE_NS))
         self._answered_ns = self._clock()
@@ -327,16 +327,16 @@ class Guest:
                 self._uncommitted = named[place:]
                 break
             with self._refusing(held):
-                sequence = self._commit(one, held, None)
-                if sequence and not plain:
-                    offer, chances = sequence.best_offer(considered)
-                    held.promise = expected_count(chances)
-                    if chances:
-                        offered.append((one.id, sequence, offer, chances))
+                if sequence := self._commit(one, held, None):
+                    offer, chances = Offer(), list[float]()
+                    if not plain:
+                        offer, chances = sequence.best_offer(considered)
+                        held.promise = expected_count(chances)
+                    offered.append((one.id, sequence, offer, chances))
             until = await self._give_way(until)
         widths = self._shared([chances for *_, chances in offered], count)
         for (id_, sequence, offer, _), width in zip(offered, widths, strict=True):
-            answer.proposed += sequence.propose(id_, update.number, offer, width)
+            sequence.propose(answer, id_, offer, width)
             until = await self._give_way(until)
 
     def _shared(self, chances: Sequence[Sequence[float]], sequence_count: int) -> list[int]:
@@ -344,13 +344,13 @@ class Guest:
         widths = share(chances, sequence_count, self._costs)
         if any(widths):
             self._idle_forward_count, self._idle_limit = 0, _IDLE_FORWARDS
-        elif chances:
+        elif any(chances):
             self._idle_forward_count += 1
         if self._idle_forward_count < self._idle_limit:
             return widths
         self._idle_forward_count, self._idle_limit = 0, min(2 * self._idle_limit, _MAX_IDLE_FORWARDS)
-        least = min(_PROMISING, max(one[0] for one in chances))
-        return [int(one[0] >= least) for one in chances]
+        least = min(_PROMISING, max(one[0] for one in chances if one))
+        return [int(bool(one) and one[0] >= least) for one in chances]
 
     def _give_draft(self) -> None:
         """Gives a draft that has come free to a sequence without one: at most one in a step, so that it stays short."""

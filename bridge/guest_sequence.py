@@ -8,7 +8,7 @@ from functools import partial
 from time import perf_counter_ns
 
 from bridge.errors import DraftBridgeError, InvalidRequest, PromptTooLong, UnusableModel
-from bridge.guest_step import Proposed
+from bridge.guest_step import Answer, Proposed
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, expected_count
@@ -97,6 +97,8 @@ class GuestSequence:
         planner.max_wait_ns = 0.0
         self._speculation = Speculation(self._sources, planner, Statistics(), self.room)
         self._answers: dict[int, tuple[int, Offer]] = {}
+        # Whether the engine may hold candidates of an earlier answer.
+        self._offered = False
         self._rest = _NOTHING
         self._observed: tuple[Outcome, Plan] | None = None
         # The plan of the last choice, which the next forward follows.
@@ -187,15 +189,22 @@ class GuestSequence:
         self._observed = outcome, self._plan
         return outcome
 
-    def propose(self, id_: int, step: int, offer: Offer, width: int) -> list[Proposed]:
-        """Returns an offer as a part of the answer to a step, and remembers it; nothing without a width."""
+    def propose(self, answer: Answer, id_: int, offer: Offer, width: int) -> None:
+        """Adds an offer to an answer, and remembers it.
+
+        Without a width, withdraws what an earlier answer offered, unless the deadline has ended a wait for the draft.
+        """
         if not width:
-            return []
+            if self._offered and not self._timed_out:
+                answer.withdrawn.append(id_)
+                self._offered = False
+            return
+        self._offered = True
         base, sent = len(self.tape.ids), offer.part(0, min(_OFFERED_FORWARDS * width, max(self.room, width)))
-        self._answers[step] = base, sent
+        self._answers[answer.number] = base, sent
         if len(self._answers) > _REMEMBERED_ANSWERS:
             del self._answers[next(iter(self._answers))]
-        return [Proposed(id_, base, sent, width)]
+        answer.proposed.append(Proposed(id_, base, sent, width))
 
     async def choose(self, deadline_ns: int) -> tuple[Offer, int]:
         """Chooses candidates for the sequence alone, as our own loop does. Returns them, and how many a forward takes.

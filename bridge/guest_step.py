@@ -42,9 +42,13 @@ class Proposed:
 
 @dataclass
 class Answer:
-    """The answer to a step. `unknown`: sequences to be sent from the beginning. `note`: why some get no candidates."""
+    """The answer to a step. `unknown`: sequences to be sent from the beginning. `note`: why some get no candidates.
+
+    `withdrawn`: sequences for which the candidates of earlier answers are not worth verifying any more.
+    """
 
     number: int
     proposed: list[Proposed] = field(default_factory=list)
+    withdrawn: list[int] = field(default_factory=list)
     unknown: list[int] = field(default_factory=list)
     note: str = ""

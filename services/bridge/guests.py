@@ -270,7 +270,8 @@ def _write_answer(answer: Answer, elapsed_ns: int) -> candidate_pb2.ProposeCandi
                 ],
             )
             for one in answer.proposed
-        ],
+        ]
+        + [candidate_pb2.SequenceCandidates(sequence_id=id_) for id_ in answer.withdrawn],
         unknown_sequence_ids=answer.unknown,
         elapsed_us=elapsed_ns // 1000,
         note=answer.note,

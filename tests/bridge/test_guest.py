@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
 from bridge.guest import Guest, Held
 from bridge.guest_sequence import GuestOpening, GuestSequence
-from bridge.guest_step import SequenceUpdate
+from bridge.guest_step import Answer, SequenceUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.sources.source import Draft, Offer, Outcome
@@ -219,6 +220,63 @@ async def test_candidates_that_seem_too_expensive_are_tried_now_and_then() -> No
             assert all(one.width == 1 for one in answer.proposed)
     guest.close()
     assert 2 <= len(tried) <= 3
+
+
+@pytest.mark.parametrize("reason", ["a plain forward", "no gain", "the deadline"])
+async def test_candidates_that_are_not_worth_verifying_any_more_are_withdrawn(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and only from sequences that the bridge has looked at: others may still use an earlier answer."""
+    now, costs = 0, BatchCosts()
+    for number in range(200):  # candidates cost nothing
+        costs.observe(2, 2 * (number % 4), 2e7)
+    guest = guest_of(clock=lambda: now, costs=costs)
+
+    async def forward(number: int) -> Answer:
+        ends = {id_: 140 + id_ + number for id_ in (1, 2)}
+        updates = [SequenceUpdate(id_, end, (IDS[end],)) for id_, end in ends.items()]
+        return await stepped(guest, number + 2, *updates, deadline_ns=0)
+
+    await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[: 140 + id_])) for id_ in (1, 2)))
+    for id_ in (1, 2):
+        await opened(guest, id_)
+    answer = await forward(0)
+    assert {one.sequence_id for one in answer.proposed} == {1, 2} and not answer.withdrawn
+    commit = GuestSequence.commit
+
+    def slow(sequence: GuestSequence, *arguments: Any) -> Outcome:
+        nonlocal now
+        now += 10 * MS
+        return commit(sequence, *arguments)
+
+    with monkeypatch.context() as patch:
+        if reason == "the deadline":
+            patch.setattr(GuestSequence, "commit", slow)
+        if reason == "a plain forward":
+            patch.setattr("bridge.guest._PLAIN_FORWARDS", 1)
+        else:
+            patch.setattr(GuestSequence, "best_offer", lambda *_: (Offer(), []))
+        answers = [await forward(number) for number in (1, 2)]
+    assert not any(one.proposed for one in answers)
+    # Each of these steps has time for one sequence, and each sequence gets its turn.
+    assert [sorted(one.withdrawn) for one in answers] == ([[1], [2]] if reason == "the deadline" else [[1, 2], []])
+    guest.close()
+
+
+async def test_a_sequence_alone_has_its_candidates_withdrawn() -> None:
+    guest = guest_of()
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:150])))
+    sequence = await opened(guest, 1)
+    updates = [SequenceUpdate(1, 150, (IDS[150],)), SequenceUpdate(1, 151, (7,)), SequenceUpdate(1, 152, (9,))]
+    answers = [await stepped(guest, number, update) for number, update in enumerate(updates, 2)]
+    guest.close()
+    assert [bool(one.proposed) for one in answers] == [True, False, False], "nothing repeats after other tokens"
+    assert [one.withdrawn for one in answers] == [[], [1], []]
+    # A forward that has waited for its draft in vain keeps what an earlier answer offered.
+    sequence.propose(kept := Answer(5), 1, Offer((5,), ("draft",)), 1)
+    sequence._timed_out = True
+    sequence.propose(kept, 1, Offer(), 0)
+    assert kept.proposed and not kept.withdrawn
 
 
 async def test_a_sequence_that_gains_much_at_once_is_opened_in_a_thread() -> None:

@@ -13,9 +13,11 @@ import grpc
 import numpy as np
 import pytest
 
+from bridge.guest_step import Answer
 from draftbridge import candidates
 from draftbridge.candidates import CandidateClient, SequenceStep
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
+from services.bridge.guests import _write_answer
 from tests.support.waiting import eventually
 
 MODEL = model_pb2.Model(name="engine", context_length=64, vocabulary_size=1000)
@@ -194,6 +196,21 @@ def test_a_late_answer_serves_a_later_step(connected: CandidateClient, bridge: S
     # It continues [1, 2, 3], so it has nothing for another continuation.
     eventually(lambda: connected.counts.answer_count == 2)
     assert ask(connected, [1, 2, 3, 9], kept_token_count=3, deadline=0) == ()
+
+
+@pytest.mark.parametrize("withdrawn", [True, False])
+def test_an_answer_in_time_may_withdraw_what_an_earlier_one_offered(
+    bridge: Scripted, connected: CandidateClient, withdrawn: bool
+) -> None:
+    """An answer that does not name the sequence, as when the deadline was too short for it, does not."""
+    assert ask(connected, [1, 2, 3]) == (4, 5)
+
+    def without(step: candidate_pb2.ProposeStep) -> candidate_pb2.ProposeCandidates:
+        return _write_answer(Answer(step.step, withdrawn=[7] if withdrawn else []), 0)
+
+    bridge._answer = without  # type: ignore[method-assign]
+    assert ask(connected, [1, 2, 3, 4]) == (() if withdrawn else (5, 6))
+    assert ask(connected, [1, 2, 3, 4, 5]) == (() if withdrawn else (6, 7))
 
 
 def test_a_hung_bridge_is_not_waited_for(connected: CandidateClient, bridge: Scripted) -> None:

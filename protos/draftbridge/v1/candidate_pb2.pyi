@@ -321,7 +321,9 @@ class ProposeCandidates(_message.Message):
     """Why a sequence of this step gets no candidates, as a sentence; empty if nothing is wrong."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceCandidates]:
-        """The sequences that have candidates; others get none."""
+        """The sequences that have candidates; others get none. A sequence that is listed without any has had candidates in an
+        earlier answer, which are not worth verifying any more.
+        """
 
     @_builtins.property
     def unknown_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -362,8 +364,8 @@ class SequenceCandidates(_message.Message):
     base_token_count: _builtins.int
     """Number of tokens of the sequence that precede the first candidate."""
     width: _builtins.int
-    """The number of candidates that is worth verifying in one forward, at least 1. Further ones are for an engine that
-    receives this answer a few tokens late.
+    """The number of candidates that is worth verifying in one forward; at least 1 if there are any. Further ones are for
+    an engine that receives this answer a few tokens late.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
