@@ -166,6 +166,24 @@ def test_a_bridge_that_has_forgotten_gets_everything_again(connected: CandidateC
     assert ask(connected, [1, 2, 3, 4, 5]) == (6, 7)
 
 
+def test_a_forgotten_sequence_is_sent_again_once_for_all_outstanding_answers(
+    connected: CandidateClient, bridge: Scripted
+) -> None:
+    ask(connected, [1, 2, 3])
+    bridge.held.clear()
+    bridge.answering.clear()
+    for last in (4, 5, 6):
+        ask(connected, list(range(1, last + 1)), deadline=0)
+    answer = candidate_pb2.ProposeCandidates(step=2, unknown_sequence_ids=[7])
+    assert connected._stream
+    connected._on_candidates(connected._stream, answer)
+    ask(connected, list(range(1, 8)), deadline=0)
+    bridge.answering.set()  # the answers to the steps 2 to 4 do not know the sequence either
+    eventually(lambda: connected.counts.answer_count == 6)
+    assert ask(connected, list(range(1, 9))) == (9, 10)
+    assert [step.sequences[0].kept_token_count for step in bridge.steps] == [0, 3, 4, 5, 0, 7]
+
+
 def test_the_tokenizer_is_sent_only_when_asked_for(bridge: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(candidates, "_CHUNK_BYTES", 10)
     bridge.wants_tokenizer = True
