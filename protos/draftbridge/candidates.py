@@ -367,7 +367,7 @@ class CandidateClient:
                 # The note names a sequence; one of them is enough.
                 self._log_once(f"no candidates from {self._address} for some sequences: {message.note}", "note")
             for id_ in message.unknown_sequence_ids:
-                if message.step >= stream.valid_from.get(id_, 0):  # otherwise it is sent again already, or has ended
+                if message.step >= stream.valid_from.get(id_, 0):  # otherwise a later answer counts
                     stream.forget(id_)
             for one in message.sequences:
                 id_ = one.sequence_id

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from draftbridge.guests import description
 from draftbridge.guests.settings import GuestSettings, InvalidSettings
 from draftbridge.guests.vllm import Proposer
 from draftbridge.guests.vllm_sampler import expand_batch_to_tokens
@@ -140,6 +141,18 @@ def config(
         device_config=SimpleNamespace(device_type=device),
         additional_config={"draftbridge": settings},
     )
+
+
+@pytest.mark.parametrize("place", ["a directory", "a file", "a repository"])
+def test_a_tokenizer_without_a_file_is_written_by_transformers(model: SimpleNamespace, place: str) -> None:
+    """A directory may have another format, which transformers converts. Only repositories are in the cache."""
+    directory = Path(model.tokenizer)
+    (directory / "tokenizer.json").rename(directory / "model.gguf")
+    name = {"a directory": model.tokenizer, "a file": str(directory / "model.gguf")}.get(place, "nobody/nothing")
+    tokenizer = sys.modules["vllm.tokenizers"].cached_tokenizer_from_config(model)
+    assert description.tokenizer_json(name, None, tokenizer) == tokenizer.backend_tokenizer.to_str().encode()
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        description.tokenizer_json(name, None, object())
 
 
 def connected(model: SimpleNamespace, address: str, **settings: object) -> Proposer:

@@ -31,14 +31,14 @@ def chat_template(tokenizer: Any) -> str:
 def tokenizer_json(name: str, revision: str | None, tokenizer: Any) -> bytes:
     """Returns the content of the model's `tokenizer.json`, or an equivalent of a tokenizer that has none.
 
-    `name`: a directory, or a repository of which the file has been downloaded. Raises `ValueError`.
+    `name`: a local path, or a repository of which the file has been downloaded. Raises `ValueError`.
     """
     file: Any = Path(name) / "tokenizer.json"
-    if not file.is_file():
+    if not Path(name).exists():
         from huggingface_hub import try_to_load_from_cache
 
         file = try_to_load_from_cache(name, "tokenizer.json", revision=revision)
-    if isinstance(file, str | Path):
+    if isinstance(file, str | Path) and Path(file).is_file():
         return Path(file).read_bytes()
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -23,7 +23,10 @@ from draftbridge.v1 import model_pb2
 
 
 class Proposer:
-    """Proposes candidates for all rows of a worker's batch. Raises only from the constructor, for wrong settings."""
+    """Proposes candidates for all rows of a worker's batch.
+
+    Raises only from the constructor: for wrong settings, and for a tokenizer that the bridge cannot use.
+    """
 
     def __init__(self, vllm_config: Any) -> None:
         self._log = log_like("vllm")
