@@ -88,6 +88,16 @@ def test_a_draft_of_another_tokenizer_is_verified(loaded: tuple[Any, Any]) -> No
         assert client.counts.candidate_count > 0
 
 
+def test_the_model_is_described(loaded: tuple[Any, Any], bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = loaded
+    monkeypatch.setattr(tokenizer, "chat_template", {"default": "the default", "tool_use": "another"})
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [2, 7])
+    with draftbridge.assist(model, tokenizer, bridge.address) as assistance:
+        described = assistance.client._model  # type: ignore[attr-defined]
+    assert described.chat_template == "the default"
+    assert list(described.special_ids.eos) == [2, 7] and described.special_ids.bos == tokenizer.bos_token_id
+
+
 def test_a_batch_runs_as_before(loaded: tuple[Any, Any], bridge: Bridge) -> None:
     model, tokenizer = loaded
     batch = tokenizer([PROMPT, PROMPT], return_tensors="pt", return_token_type_ids=False)

@@ -14,6 +14,7 @@ from typing import Any
 
 from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, SequenceStep
 from draftbridge.guests.client import Client, open_client
+from draftbridge.guests.description import chat_template, special_ids
 from draftbridge.machine import compute_units
 from draftbridge.security import Credentials
 from draftbridge.v1 import model_pb2
@@ -210,8 +211,6 @@ def assist(
             "the tokenizer has no tokenizer.json: load it with AutoTokenizer.from_pretrained(..., use_fast=True)"
         )
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    eos = model.generation_config.eos_token_id
-    ends = (tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos]))
     units, unit_count = compute_units(str(model.device), (threads or _torch_threads)())
     description = model_pb2.Model(
         name=getattr(config, "_name_or_path", "") or type(model).__name__,
@@ -219,12 +218,8 @@ def assist(
         device=str(model.device),
         context_length=getattr(config, "max_position_embeddings", None) or 1 << 20,
         vocabulary_size=config.vocab_size,
-        special_ids=model_pb2.SpecialIds(
-            bos=tokenizer.bos_token_id,
-            eos=dict.fromkeys(id_ for id_ in ends if id_ is not None),
-            pad=tokenizer.pad_token_id,
-        ),
-        chat_template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else "",
+        special_ids=special_ids(tokenizer, (model.generation_config.eos_token_id,)),
+        chat_template=chat_template(tokenizer),
         compute_units=sorted(units),
         compute_unit_count=unit_count,
     )
