@@ -69,8 +69,8 @@ class Answer:
         sources = tuple(run.source for run in one.runs for _ in range(run.token_count))
         return cls(step, one.base_token_count, ids, sources, max(one.width, 1))
 
-    def after(self, token_ids: Sequence[int], limit: int | None) -> tuple[int, Candidates] | None:
-        """Returns the candidates that continue the sequence, and how many it has verified already; None if none do."""
+    def after(self, token_ids: Sequence[int], limit: int | None) -> Candidates | None:
+        """Returns at most `limit` candidates that continue the sequence; None if none do."""
         done = len(token_ids) - self.base
         if not 0 <= done < len(self.token_ids):
             return None
@@ -78,7 +78,7 @@ class Answer:
             return None
         count = self.width if limit is None else min(self.width, limit)
         chosen = slice(done, done + count)
-        return (done, Candidates(self.token_ids[chosen], self.sources[chosen])) if count else None
+        return Candidates(self.token_ids[chosen], self.sources[chosen]) if count else None
 
 
 @dataclass

@@ -53,6 +53,8 @@ __all__ = ["DEFAULT_DEADLINE_SECONDS", "CandidateClient", "CandidateCounts", "Ca
 _log = logging.getLogger("draftbridge")
 
 DEFAULT_DEADLINE_SECONDS = 0.002
+# A longer deadline counts as this one, which is the contract's longest.
+MAX_DEADLINE_SECONDS = 10.0
 # Seconds between two tries to connect: the first, and the longest. Each is twice as long as the one before.
 _PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.1, 5.0
 # The same after a refusal, which may last, such as an unusable tokenizer.
@@ -145,10 +147,11 @@ class CandidateClient:
     ) -> dict[int, Candidates]:
         """Reports a forward, and returns candidates by sequence id; sequences without any are missing.
 
-        `ended`: sequences that no later step will name. `deadline`: the most seconds to block; 0 only reports, and
-        returns what earlier answers still have. `engine_seconds`: what the forward cost the engine, from the candidates
-        to the tokens; by default the time since the last `step` returned. `forward_token_count`: the tokens of all
-        sequences that the forward ran, prompts included; by default one for each sequence and each candidate.
+        `ended`: sequences that no later step will name. `deadline`: the most seconds to block, at most 10; 0 only
+        reports, and returns what earlier answers still have. `engine_seconds`: what the forward cost the engine, from
+        the candidates to the tokens; by default the time since the last `step` returned. `forward_token_count`: the
+        tokens of all sequences that the forward ran, prompts included; by default one for each sequence and each
+        candidate.
         """
         started = time.monotonic()
         try:
@@ -156,6 +159,7 @@ class CandidateClient:
                 engine_seconds = started - self._returned_at if self._returned_at else 0.0
             if not self._start():
                 return {}
+            deadline = min(deadline, MAX_DEADLINE_SECONDS)
             return self._step(sequences, ended, started, deadline, engine_seconds, forward_token_count)
         except Exception:
             if "bug" not in self._logged:
@@ -255,8 +259,8 @@ class CandidateClient:
                 continue
             if (chosen := answer.after(one.token_ids, one.max_candidates)) is None:
                 continue
-            _, found[one.sequence_id] = chosen
-            count = len(found[one.sequence_id].token_ids)
+            found[one.sequence_id] = chosen
+            count = len(chosen.token_ids)
             stream.returned[one.sequence_id] = answer.step, count
             self.counts.candidate_count += count
         return found

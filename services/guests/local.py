@@ -26,7 +26,7 @@ from bridge.sources.ngrams import TABLE_BYTES, NgramMemory
 from bridge.text.models import Model
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.candidate_stream import CandidateCounts, Candidates, SequenceStep
-from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS
+from draftbridge.candidates import DEFAULT_DEADLINE_SECONDS, MAX_DEADLINE_SECONDS
 from draftbridge.v1 import model_pb2
 from services.guests.budget import Budget, GuestLimits
 from services.guests.opening import check_engine
@@ -138,6 +138,7 @@ class LocalCandidates:
                     return {}
                 if engine_seconds is None:
                     engine_seconds = began - self._returned_at if self._returned_at else 0.0
+                deadline = min(deadline, MAX_DEADLINE_SECONDS)
                 return self._step(self._guest, sequences, ended, deadline, engine_seconds, forward_token_count)
         except Exception:
             if not self._failed:
@@ -198,7 +199,7 @@ class LocalCandidates:
                 self._forget(id_)
         if self._number % _SWEEP_STEPS == 0:
             guest.end_idle(int(self._limits.idle_seconds * 1e9))
-        self.counts.late_count += time.monotonic() - began > deadline
+        self.counts.late_count += 0 < deadline < time.monotonic() - began
         if later:
             self._settled = self._beside.submit(lambda: _result(guest.settle()))
         return found
@@ -304,7 +305,7 @@ class LocalCandidates:
             self._noted = True
             _log.warning("no candidates for some sequences: %s", answer.note)
         for id_ in answer.unknown:
-            self._kept.pop(id_, None)
+            self._forget(id_)
         found = {}
         for one in answer.proposed:
             ids = one.offer.token_ids[: one.width]

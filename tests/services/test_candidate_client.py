@@ -205,6 +205,12 @@ def test_a_message_has_limited_tokens(
     assert [len(step.sequences) for step in bridge.steps] == [1, 2]
 
 
+@pytest.mark.parametrize("deadline", [5000.0, float("inf")])
+def test_a_long_deadline_is_that_of_the_contract(connected: CandidateClient, bridge: Scripted, deadline: float) -> None:
+    assert ask(connected, [1, 2, 3], deadline=deadline) == (4, 5)
+    assert 8_000_000 < bridge.steps[0].deadline_us <= 10_000_000
+
+
 def test_a_late_answer_serves_a_later_step(connected: CandidateClient, bridge: Scripted) -> None:
     bridge.answering.clear()
     assert ask(connected, [1, 2, 3], deadline=0.01) == ()

@@ -124,7 +124,13 @@ def test_a_late_answer_is_counted(guest: LocalCandidates) -> None:
     guest.step([SequenceStep(1, IDS)], deadline=60.0)
     assert guest.counts.late_count == 0
     guest.step([SequenceStep(1, IDS)], deadline=0.0)
+    assert guest.counts.late_count == 0, "such a step only reports"
+    guest.step([SequenceStep(1, IDS)], deadline=1e-9)
     assert guest.counts.late_count == 1
+
+
+def test_a_deadline_without_end_is_the_longest(guest: LocalCandidates) -> None:
+    assert guest.step([SequenceStep(1, IDS)], deadline=float("inf"))
 
 
 def test_a_sequence_that_is_not_named_for_long_ends(guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch) -> None:
