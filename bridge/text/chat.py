@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from bridge.errors import DraftBridgeError, InvalidField, InvalidRequest, UnusableModel
+from bridge.text.json_objects import read_object
 from bridge.text.models import Model, derived
 from bridge.text.vocabulary import Marks, Rendering
 
@@ -13,8 +14,6 @@ from bridge.text.vocabulary import Marks, Rendering
 _RESERVED = {"messages", "add_generation_prompt", "bos_token", "eos_token", "pad_token"} | {
     "range", "dict", "lipsum", "cycler", "joiner", "namespace",
 }  # fmt: skip
-
-_MAX_ARGUMENT_DEPTH = 24
 
 
 @dataclass(frozen=True)
@@ -245,17 +244,11 @@ def _with_objects(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _object(text: str) -> Any:
-    """Returns the JSON object that a text spells, or the text if it is not one or is nested too deeply."""
+    """Returns the JSON object that a text spells, or the text if it is not one that can be used."""
     try:
-        value = json.loads(text)
-        json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates, which no text has
-    except (ValueError, RecursionError):
+        return read_object(text)
+    except ValueError:
         return text
-    level = [value]
-    for _ in range(_MAX_ARGUMENT_DEPTH):
-        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [one for values in inner for one in values]
-    return value if isinstance(value, dict) and not level else text
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:

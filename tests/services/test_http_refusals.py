@@ -119,14 +119,14 @@ def test_a_completion_with_a_bad_parameter_is_refused_by_its_name(
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [tool("a", parameters="abc")]}, "tools[0].function.parameters"),
         ({"tools": [tool("a", parameters=5)], "tool_choice": "required"}, "tools[0].function.parameters"),
-        ({"tools": [tool("a", parameters=nested(24))]}, "tools[0].function.parameters"),
+        ({"tools": [tool("a", parameters=nested(25))]}, "tools[0].function.parameters"),
         ({"tools": [tool("a", parameters={"maximum": 10**400})]}, "tools[0].function.parameters"),
         (
             {"tools": [tool("a"), tool("b", parameters=UNSUPPORTED)], "tool_choice": "required"},
             "tools[1].function.parameters",
         ),
         ({"tools": [tool("a")], "tool_choice": {"type": "function"}}, "tool_choice.function"),
-        ({"chat_template_kwargs": nested(24)}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": nested(25)}, "chat_template_kwargs"),
     ],
 )
 def test_a_chat_with_a_bad_parameter_is_refused_by_its_name(
@@ -212,7 +212,7 @@ async def test_a_target_without_grammars_refuses_each_of_their_forms(
         assert refused(answer, 400, param).endswith(f"or send the request without {param}")
 
 
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1" + "0" * 400])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e400", "1" + "0" * 400])
 def test_numbers_beyond_floats_are_refused(http: httpx.Client, number: str) -> None:
     body = (
         '{"model": "tiny-target", "messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"a": [N]}}'
@@ -231,9 +231,9 @@ def test_half_of_a_surrogate_pair_is_named(http: httpx.Client) -> None:
 
 def test_free_json_may_be_as_deep_as_the_bridge_receives_it(http: httpx.Client) -> None:
     assert chat(
-        http, chat_template_kwargs=nested(23), tools=[tool("a", parameters=nested(23))], max_tokens=1
+        http, chat_template_kwargs=nested(24), tools=[tool("a", parameters=nested(24))], max_tokens=1
     ).is_success
-    earlier = {**CALL, "function": {"name": "a", "arguments": nested(23)}}
+    earlier = {**CALL, "function": {"name": "a", "arguments": nested(24)}}
     messages = [*CHAT, {"role": "assistant", "tool_calls": [earlier]}]
     assert chat(http, messages=messages, max_tokens=1).is_success
 

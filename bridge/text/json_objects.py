@@ -1,0 +1,47 @@
+"""Reads JSON objects that users send as text, and checks those that another parser has read."""
+
+import json
+import sys
+from collections import Counter
+from typing import Any
+
+# Levels of objects and lists. Recursive functions, also those of templates, can handle more.
+MAX_DEPTH = 32
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """Returns the object with its keys in order. Raises `ValueError` if the text is not one that can be used.
+
+    >>> read_object('{"b": 1.0, "a": 9007199254740993}')
+    {'b': 1.0, 'a': 9007199254740993}
+    """
+    try:
+        # The time for reading an integer grows with the square of its length. What is cut is still beyond all doubles.
+        value = json.loads(text, object_pairs_hook=_unique, parse_int=lambda digits: int(digits[:400]))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("it is not an object")
+    check_object(value)
+    json.dumps(value, ensure_ascii=False).encode()  # fails for lone surrogates, which no text has
+    return value
+
+
+def check_object(value: dict[str, Any], max_depth: int = MAX_DEPTH) -> None:
+    """Raises `ValueError` for an object that is nested too deeply, or has a number beyond doubles."""
+    level: list[Any] = [value]
+    for _ in range(max_depth):
+        inner = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
+        if not all(abs(item) <= sys.float_info.max for item in inner if isinstance(item, int | float)):
+            raise ValueError("it has a number that is not finite, or beyond 1.8e308")
+        level = [item for item in inner if isinstance(item, dict | list)]
+    if level:
+        raise ValueError(f"it is nested more than {max_depth} levels deep")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {key[:100]!r} more than once")
+    return value

@@ -1,0 +1,49 @@
+"""Which JSON texts of users are read, and that their keys keep their order and their numbers their values."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bridge.text.json_objects import MAX_DEPTH, read_object
+from tests.support.depth import examples
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=9)
+
+
+@settings(max_examples=examples(300))
+@given(st.dictionaries(st.text(), VALUES), st.booleans())
+def test_an_object_is_read_as_it_was_written(value: dict[str, Any], ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only)
+    assert json.dumps(read_object(text), ensure_ascii=ascii_only) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "Expecting value"),
+        ("{} {}", "Extra data"),
+        ("[{}]", "not an object"),
+        ('{"a": NaN}', "not finite"),
+        ('{"a": [-1e400]}', "not finite"),
+        ('{"a": 1' + "0" * 400 + "}", "beyond 1.8e308"),
+        ('{"a": -1' + "0" * 1_000_000 + "}", "beyond 1.8e308"),
+        ('{"a": "\\ud800"}', "surrogates"),
+        ('{"\\udfff": 1}', "surrogates"),
+        ('{"x": {"a": 1, "b": 2, "a": 3}}', "the key 'a' more than once"),
+        ('{"x":' * (MAX_DEPTH + 1) + "0" + "}" * (MAX_DEPTH + 1), "more than 32 levels"),
+        ('{"x":' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}", "more than 32 levels"),
+        ('{"x":' * 200_000, "too deeply"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_an_object_that_templates_cannot_use_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        read_object(text)
+
+
+def test_the_deepest_object() -> None:
+    assert read_object('{"x":' * MAX_DEPTH + "0" + "}" * MAX_DEPTH)
