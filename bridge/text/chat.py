@@ -43,7 +43,7 @@ def render_chat(model: Model, chat: Chat) -> Rendering:
     """
     for name in chat.variables:
         if name in _RESERVED:
-            raise InvalidField("chat.template_variables", f"without the reserved name {name!r}", "it")
+            raise InvalidField("chat.template_variables_json", f"without the reserved name {name!r}", "it")
     adapted = replace(chat, messages=_adapted(model, chat.messages))
     text, marks = rendered(model, adapted, add_generation_prompt=True)
     # A template writes the initial control tokens itself; for a plain transcript the tokenizer adds them.
@@ -54,7 +54,7 @@ def check_tools(model: Model, chat: Chat, rendering: Rendering) -> None:
     """Raises `InvalidField` if `rendering`, that of the chat, would be the same without its tools or their calls."""
     if chat.variables.get("tools"):
         others = {name: value for name, value in chat.variables.items() if name != "tools"}
-        _check_use(model, replace(chat, variables=others), rendering, "chat.template_variables.tools")
+        _check_use(model, replace(chat, variables=others), rendering, "chat.template_variables_json.tools")
     calling = next((place for place, one in enumerate(chat.messages) if one.fields.get("tool_calls")), None)
     if calling is not None:
         messages = tuple(

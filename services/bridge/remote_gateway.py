@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from cachetools import LRUCache
 from grpc import aio
 
-from bridge.errors import DraftBridgeError, InvalidField
+from bridge.errors import DraftBridgeError
 from bridge.generation import Delta, Finished
 from bridge.request import Request, check, check_size
 from draftbridge.security import Credentials, open_aio_channel
@@ -23,7 +23,7 @@ from services.rpc.status import RemoteError, from_rpc_error
 from services.traces import Traces, outgoing_metadata
 
 _MAX_MESSAGE_BYTES = 64 << 20
-# The default of --prompt-limit. The numbers of a template's variables take up to four times as much in a message.
+# The default of --prompt-limit.
 _MAX_INPUT_BYTES = 4 << 20
 _TIMEOUT_SECONDS = 10.0
 # How long a list of models is used before the bridge is asked again.
@@ -136,14 +136,11 @@ class RemoteGateway:
         """See `Backend`."""
         check(request)
         check_size(request, _MAX_INPUT_BYTES)
-        try:
-            message = client_codec.write_request(request, target_name)
-            wish = wish or Wish(draft=draft_name)
-            message.draft = wish.draft
-            message.drafts.extend(wish.drafts)
-            message.workload = wish.workload
-        except (ValueError, OverflowError) as error:  # a lone surrogate or a huge number in a template's variable
-            raise InvalidField("the request", "made of Unicode text and JSON values", type(error).__name__) from None
+        message = client_codec.write_request(request, target_name)
+        wish = wish or Wish(draft=draft_name)
+        message.draft = wish.draft
+        message.drafts.extend(wish.drafts)
+        message.workload = wish.workload
         call = self._stub.Generate(message, metadata=outgoing_metadata())
         target = ""
         try:

@@ -1,5 +1,7 @@
 """Converts between the contract's messages and the values of `bridge` for a client of a bridge; see `codec`."""
 
+import json
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -38,14 +40,15 @@ def write_request(request: Request, target: str) -> bridge_pb2.GenerateRequest:
 
 
 def _write_chat(chat: Chat) -> bridge_pb2.Chat:
-    message = bridge_pb2.Chat()
-    for one in chat.messages:
-        added = message.messages.add(role=one.role, content=one.content)
-        if one.fields:
-            added.fields.update(one.fields)
-    if chat.variables:
-        message.template_variables.update(chat.variables)
-    return message
+    messages = [
+        bridge_pb2.ChatMessage(role=one.role, content=one.content, fields_json=_write_json(one.fields))
+        for one in chat.messages
+    ]
+    return bridge_pb2.Chat(messages=messages, template_variables_json=_write_json(chat.variables))
+
+
+def _write_json(value: Mapping[str, Any]) -> str:
+    return json.dumps(dict(value), ensure_ascii=False) if value else ""
 
 
 def read_delta(message: bridge_pb2.GenerateDelta) -> Delta:

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from google.protobuf import json_format, struct_pb2
 from google.protobuf.descriptor import FieldDescriptor
 
-from bridge.errors import InvalidField
+from bridge.errors import InvalidField, require
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Proposal, Run, Sync
@@ -20,6 +19,7 @@ from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.ngrams import NgramMemory
 from bridge.statistics import Statistics
 from bridge.text.chat import Chat, Message
+from bridge.text.json_objects import read_object
 from bridge.text.models import Model, SpecialIds
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import bridge_pb2, draft_pb2, model_pb2, sampling_pb2, target_pb2
@@ -39,6 +39,9 @@ _MODES = {
     bridge_pb2.Speculation.MODE_OPPORTUNISTIC: Mode.OPPORTUNISTIC,
 }
 _MODE_NUMBERS = {mode: number for number, mode in _MODES.items()}
+
+# In the JSON of a chat. No other thread runs while Python's parser reads a text; with this limit, for up to 15 ms.
+_MAX_JSON_MARKS = 1 << 16
 
 
 def read_sampling(message: sampling_pb2.SamplingParameters) -> SamplingParameters:
@@ -91,33 +94,24 @@ def write_sampling(parameters: SamplingParameters) -> sampling_pb2.SamplingParam
 
 
 def read_chat(message: bridge_pb2.Chat) -> Chat:
-    return Chat(
-        tuple(Message(one.role, one.content, _read_struct(one.fields)) for one in message.messages),
-        _read_struct(message.template_variables),
-    )
+    """Converts a chat. Raises `InvalidField` for fields that are not JSON objects, or too large ones."""
+    variables = message.template_variables_json
+    texts = [variables, *(one.fields_json for one in message.messages)]
+    marks = sum(text.count(mark) for text in texts for mark in ",[{")
+    allowed = f"a chat with at most {_MAX_JSON_MARKS} commas, [ and {{ in its JSON"
+    require(marks <= _MAX_JSON_MARKS, InvalidField, "the prompt", allowed, marks)
+    messages = [
+        Message(one.role, one.content, _read_json(f"chat.messages[{place}].fields_json", one.fields_json))
+        for place, one in enumerate(message.messages)
+    ]
+    return Chat(tuple(messages), _read_json("chat.template_variables_json", variables))
 
 
-def _read_struct(struct: struct_pb2.Struct) -> dict[str, Any]:
-    """Returns JSON values. A Struct holds all numbers as floats; whole numbers become integers again.
-
-    Raises `InvalidField` for numbers that JSON does not have.
-    """
-
-    def whole(value: Any) -> Any:
-        match value:
-            case float() if value.is_integer():
-                return int(value)
-            case dict():
-                return {key: whole(one) for key, one in value.items()}
-            case list():
-                return [whole(one) for one in value]
-        return value
-
+def _read_json(field: str, text: str) -> dict[str, Any]:
     try:
-        values = json_format.MessageToDict(struct)
-    except ValueError:
-        raise InvalidField("chat", "made of JSON values, which have no infinite numbers and no NaN", "one") from None
-    return {key: whole(value) for key, value in values.items()}
+        return read_object(text) if text else {}
+    except ValueError as error:
+        raise InvalidField(field, f"the text of a JSON object ({error})") from None
 
 
 def write_spans(vocabulary: Vocabulary, ids: Sequence[int]) -> list[bridge_pb2.TokenSpan]:

@@ -26,6 +26,8 @@ from draftbridge.v1 import model_pb2
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
         ({"draft_temperature": "x"}, "draft_temperature"),
         ({"regex": 5}, "regex"),
+        ({"prompt": None, "messages": [{"role": "user", "content": "a", "x": {1}}]}, "messages"),
+        ({"prompt": None, "messages": [], "template_variables": {"x": float("nan")}}, "template_variables"),
     ],
 )
 def test_a_wrong_type_is_named(arguments: dict[str, Any], field: str) -> None:

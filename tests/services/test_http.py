@@ -111,10 +111,12 @@ def test_a_token_that_ends_the_text_has_no_log_probability(http: httpx.Client) -
     assert answer["usage"]["completion_tokens"] == 1
 
 
-def test_tools_reach_the_template(http: httpx.Client) -> None:
-    # Over gRPC, the keys may have another order, and with it another text.
-    tools = [tool("look", parameters={"enum": [5, None, "x"]})]
+def test_tools_reach_the_template_with_their_keys_in_order(http: httpx.Client, client: Client) -> None:
+    tools = [tool("look", parameters={"enum": [1.0, 2**53 + 1, None]})]
     answer = chat(http, tools=tools, tool_choice="auto").json()
+    sent = client.generate(messages=CHAT, template_variables={"tools": tools}, max_tokens=12, temperature=1.0, seed=3)
+    assert answer["choices"][0]["message"]["content"] == sent.text
+    assert answer["usage"]["prompt_tokens"] == sent.started.prompt_token_count
     without = chat(http).json()
     assert answer["usage"]["prompt_tokens"] > without["usage"]["prompt_tokens"]
     assert answer["choices"] != without["choices"]

@@ -6,12 +6,12 @@ from time import thread_time
 from typing import Any
 
 import pytest
-from google.protobuf import struct_pb2
 
 from bridge.errors import InvalidField
 from draftbridge.v1 import bridge_pb2, candidate_pb2, sampling_pb2
 from services.bridge.guests import _read_step
 from services.bridge.servicer import _check_counts
+from services.rpc import codec
 
 MIB = 1 << 20
 
@@ -25,11 +25,9 @@ def without_the_heap_of_other_tests() -> Iterator[None]:
     gc.unfreeze()
 
 
-def nulls() -> bridge_pb2.GenerateRequest:
-    values = struct_pb2.ListValue(values=[struct_pb2.Value(null_value=struct_pb2.NULL_VALUE)])
-    list_ = struct_pb2.ListValue.FromString(values.SerializeToString() * (2 * MIB))
-    variables = struct_pb2.Struct(fields={"x": struct_pb2.Value(list_value=list_)})
-    return bridge_pb2.GenerateRequest(chat=bridge_pb2.Chat(template_variables=variables))
+def lists(count: int = 5 * MIB) -> bridge_pb2.GenerateRequest:
+    variables = f'{{"x": [{"[]," * count}[]]}}'
+    return bridge_pb2.GenerateRequest(chat=bridge_pb2.Chat(template_variables_json=variables))
 
 
 def messages() -> bridge_pb2.GenerateRequest:
@@ -44,7 +42,7 @@ def sampled(**fields: Any) -> bridge_pb2.GenerateRequest:
 @pytest.mark.parametrize(
     ("build", "field"),
     [
-        (nulls, "the prompt"),
+        (lists, "the prompt"),
         (messages, "chat.messages"),
         (lambda: bridge_pb2.GenerateRequest(token_ids=bridge_pb2.TokenIds(token_ids=b"F" * (8 * MIB))), "the prompt"),
         (lambda: bridge_pb2.GenerateRequest(prompt="x", stop=[""] * MIB), "stop"),
@@ -53,7 +51,7 @@ def sampled(**fields: Any) -> bridge_pb2.GenerateRequest:
         (lambda: sampled(stop_token_ids=b"F" * (8 * MIB)), "sampling.stop_token_ids"),
         (lambda: sampled(choice=sampling_pb2.Choice(texts=[""] * MIB)), "sampling.choice"),
     ],
-    ids=["nulls", "messages", "ids", "stop", "drafts", "logit_bias", "stop_token_ids", "choice"],
+    ids=["lists", "messages", "ids", "stop", "drafts", "logit_bias", "stop_token_ids", "choice"],
 )
 def test_what_would_take_long_to_convert_is_refused_by_its_size(
     build: Callable[[], bridge_pb2.GenerateRequest], field: str
@@ -66,6 +64,14 @@ def test_what_would_take_long_to_convert_is_refused_by_its_size(
         _check_counts(request, 4 * MIB, 262_144)
     assert thread_time() - parsed < (parsed - started) + 0.02
     assert caught.value.metadata["field"] == field
+
+
+def test_json_with_more_values_than_a_chat_may_have_is_not_parsed() -> None:
+    chat = lists(MIB).chat
+    started = thread_time()
+    with pytest.raises(InvalidField, match=r"^the prompt must be a chat with at most 65536 commas"):
+        codec.read_chat(chat)
+    assert thread_time() - started < 0.05
 
 
 def test_a_step_is_cut_to_what_the_bridge_can_hold() -> None:

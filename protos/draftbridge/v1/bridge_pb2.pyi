@@ -8,7 +8,6 @@ from draftbridge.v1 import model_pb2 as _model_pb2
 from draftbridge.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -30,27 +29,26 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
-    FIELDS_FIELD_NUMBER: _builtins.int
+    FIELDS_JSON_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user", "assistant", or another role that the models' chat templates know."""
     content: _builtins.str
     """The text. Control tokens of any model that are spelled in it are treated as plain text."""
-    @_builtins.property
-    def fields(self) -> _struct_pb2.Struct:
-        """Further fields for the chat template, such as `tool_calls`, `tool_call_id` or `name`. Strings in it are plain text;
-        whole numbers reach the template as integers.
-        """
-
+    fields_json: _builtins.str
+    """Further fields for the chat template, such as `tool_calls`, `tool_call_id` or `name`: empty, or the text of a JSON
+    object. Its keys reach the template in their order, and its numbers unchanged. An object with a key twice, a number
+    beyond 1.8e308 or more than 32 levels is refused. Strings in it are plain text.
+    """
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
-        fields: _struct_pb2.Struct | None = ...,
+        fields_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "fields", b"fields", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "fields_json", b"fields_json", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -63,26 +61,25 @@ class Chat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
-    TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
+    TEMPLATE_VARIABLES_JSON_FIELD_NUMBER: _builtins.int
+    template_variables_json: _builtins.str
+    """Variables for the models' chat templates, such as `tools`: empty, or the text of a JSON object as in `fields_json`.
+    The names `messages`, `add_generation_prompt`, `bos_token`, `eos_token`, `pad_token` and those of Jinja's own
+    functions are refused.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The messages in order, at least one."""
-
-    @_builtins.property
-    def template_variables(self) -> _struct_pb2.Struct:
-        """Variables for the models' chat templates, such as `tools`. Strings in it are plain text. The names `messages`,
-        `add_generation_prompt`, `bos_token`, `eos_token`, `pad_token` and those of Jinja's own functions are refused.
-        """
 
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
-        template_variables: _struct_pb2.Struct | None = ...,
+        template_variables_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["template_variables", b"template_variables"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_variables", b"template_variables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_variables_json", b"template_variables_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
