@@ -246,8 +246,8 @@ def _with_objects(fields: Mapping[str, Any]) -> Mapping[str, Any]:
 def _object(text: str) -> Any:
     """Returns the JSON object that a text spells, or the text if it is not one that can be used."""
     try:
-        return read_object(text)
-    except ValueError:
+        return read_object("arguments", text)
+    except InvalidField:
         return text
 
 

@@ -145,7 +145,7 @@ def generate_request(
         if template_variables is not None:
             if messages is None:
                 raise invalid("template_variables", "template_variables need messages: give both or neither")
-            request.chat.template_variables_json = _json("template_variables", template_variables)
+            request.chat.template_variables_json = _json(template_variables)
         if token_ids is not None:
             request.token_ids.CopyFrom(bridge_pb2.TokenIds(token_ids=token_ids))
     except UnicodeEncodeError as error:
@@ -217,19 +217,12 @@ def _strings(value: str | Sequence[str]) -> Sequence[str]:
 
 
 def _chat_message(message: Mapping[str, Any]) -> bridge_pb2.ChatMessage:
-    sent = bridge_pb2.ChatMessage(role=message["role"], content=message["content"])
     fields = {key: value for key, value in message.items() if key not in ("role", "content")}
-    if fields:
-        sent.fields_json = _json("messages", fields)
-    return sent
+    return bridge_pb2.ChatMessage(role=message["role"], content=message["content"], fields_json=_json(fields))
 
 
-def _json(name: str, value: Mapping[str, Any]) -> str:
-    """Returns JSON text with the keys in order. Raises `CallError` if the argument `name` cannot be sent."""
-    try:
-        return json.dumps(dict(value), ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, RecursionError) as error:
-        raise invalid(name, f"{name} must hold JSON values ({error})") from error
+def _json(value: Mapping[str, Any]) -> str:
+    return json.dumps(dict(value), ensure_ascii=False, allow_nan=False) if value else ""
 
 
 def invalid(field: str, message: str) -> CallError:

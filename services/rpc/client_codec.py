@@ -1,7 +1,6 @@
 """Converts between the contract's messages and the values of `bridge` for a client of a bridge; see `codec`."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -41,14 +40,10 @@ def write_request(request: Request, target: str) -> bridge_pb2.GenerateRequest:
 
 def _write_chat(chat: Chat) -> bridge_pb2.Chat:
     messages = [
-        bridge_pb2.ChatMessage(role=one.role, content=one.content, fields_json=_write_json(one.fields))
+        bridge_pb2.ChatMessage(role=one.role, content=one.content, fields_json=json.dumps(one.fields))
         for one in chat.messages
     ]
-    return bridge_pb2.Chat(messages=messages, template_variables_json=_write_json(chat.variables))
-
-
-def _write_json(value: Mapping[str, Any]) -> str:
-    return json.dumps(dict(value), ensure_ascii=False) if value else ""
+    return bridge_pb2.Chat(messages=messages, template_variables_json=json.dumps(chat.variables))
 
 
 def read_delta(message: bridge_pb2.GenerateDelta) -> Delta:

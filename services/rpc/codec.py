@@ -101,17 +101,10 @@ def read_chat(message: bridge_pb2.Chat) -> Chat:
     allowed = f"a chat with at most {_MAX_JSON_MARKS} commas, [ and {{ in its JSON"
     require(marks <= _MAX_JSON_MARKS, InvalidField, "the prompt", allowed, marks)
     messages = [
-        Message(one.role, one.content, _read_json(f"chat.messages[{place}].fields_json", one.fields_json))
+        Message(one.role, one.content, read_object(f"chat.messages[{place}].fields_json", one.fields_json or "{}"))
         for place, one in enumerate(message.messages)
     ]
-    return Chat(tuple(messages), _read_json("chat.template_variables_json", variables))
-
-
-def _read_json(field: str, text: str) -> dict[str, Any]:
-    try:
-        return read_object(text) if text else {}
-    except ValueError as error:
-        raise InvalidField(field, f"the text of a JSON object ({error})") from None
+    return Chat(tuple(messages), read_object("chat.template_variables_json", variables or "{}"))
 
 
 def write_spans(vocabulary: Vocabulary, ids: Sequence[int]) -> list[bridge_pb2.TokenSpan]:

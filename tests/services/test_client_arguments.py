@@ -12,6 +12,8 @@ from draftbridge.guests.transformers import assist
 from draftbridge.messages import generate_request
 from draftbridge.v1 import model_pb2
 
+CHAT = {"role": "user", "content": "a"}
+
 
 @pytest.mark.parametrize(
     ("arguments", "field"),
@@ -26,14 +28,19 @@ from draftbridge.v1 import model_pb2
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
         ({"draft_temperature": "x"}, "draft_temperature"),
         ({"regex": 5}, "regex"),
-        ({"prompt": None, "messages": [{"role": "user", "content": "a", "x": {1}}]}, "messages"),
-        ({"prompt": None, "messages": [], "template_variables": {"x": float("nan")}}, "template_variables"),
     ],
 )
 def test_a_wrong_type_is_named(arguments: dict[str, Any], field: str) -> None:
     with pytest.raises(CallError, match=f"^{field} ") as caught:
         generate_request(**{"prompt": "a"} | arguments)
     assert (caught.value.reason, caught.value.metadata) == ("INVALID_FIELD", {"field": field})
+
+
+@pytest.mark.parametrize("value", [{1}, float("nan"), "\ud800"])
+def test_what_is_not_json_is_not_sent(value: Any) -> None:
+    for sent in ({"messages": [CHAT | {"x": value}]}, {"messages": [CHAT], "template_variables": {"x": [value]}}):
+        with pytest.raises(CallError, match=r"JSON|surrogates"):
+            generate_request(**sent)
 
 
 def test_bytes_of_a_command_line_that_are_not_utf_8_are_called_that() -> None:
