@@ -21,7 +21,7 @@ _OURS = "/draftbridge."
 _GENERATING = ("/Generate", "/Draft", "/Verify", "/Propose")
 _TRANSLATING = "/Translate"
 
-# The name of the key of the present call; empty if the server has no keys.
+# The name of the key of the present call; empty if it has none.
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 
 
@@ -45,15 +45,14 @@ class Gate(aio.ServerInterceptor):
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Returns the method's handler, or one that refuses the call."""
         method = handler_call_details.method
-        if method.startswith(_OPEN):
-            return await continuation(handler_call_details)
         key = None
         if self._keys:
             try:
                 key = self._keys.find(_authorization(handler_call_details.invocation_metadata))
             except DraftBridgeError as error:
+                handler = await continuation(handler_call_details)
                 # An unknown method has no handler, so that a client cannot make up names for metrics.
-                return _refusal(error) if await continuation(handler_call_details) else None
+                return handler if handler is None or method.startswith(_OPEN) else _refusal(error)
             CALLER.set(key.name)
         handler = await continuation(handler_call_details)
         if handler is None or not method.startswith(_OURS):

@@ -4,14 +4,18 @@ The client is written in frames of HTTP/2, because gRPC's own always reads.
 """
 
 import asyncio
-from contextlib import closing, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from services.config import ServerConfig
 from services.rpc.server import Server, Stop
+from tests.support.secure import ALICE, KEYS
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6
@@ -86,3 +90,51 @@ async def test_a_watcher_that_does_not_read_delays_neither_the_health_nor_the_en
             stop.set()
             await running
         await asyncio.gather(*answers)
+
+
+@asynccontextmanager
+async def guarded(tmp_path: Path) -> AsyncIterator[health_pb2_grpc.HealthStub]:
+    """Yields a stub of the health service of a server with keys."""
+    keys, stop, started = tmp_path / "keys.toml", Stop(), asyncio.Event()
+    keys.write_text(KEYS)
+    server = Server("127.0.0.1:0", ServerConfig.model_validate({"keys": keys}))
+    running = asyncio.create_task(server.run_until(stop, lambda address: started.set()))
+    await started.wait()
+    async with aio.insecure_channel(server.address) as channel, asyncio.timeout(20):
+        yield health_pb2_grpc.HealthStub(channel)
+        stop.set()
+        await running
+
+
+@pytest.mark.timeout(60)
+async def test_strangers_have_a_limit_of_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rpc.health._MAX_WATCHES", 2)
+    request, alice = health_pb2.HealthCheckRequest(), (("authorization", f"Bearer {ALICE}"),)
+    async with guarded(tmp_path) as stub:
+        watching = [stub.Watch(request) for _ in range(2)]
+        for one in watching:
+            assert (await one.read()).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(aio.AioRpcError) as refused:
+            await stub.Watch(request).read()
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        of_a_key = [stub.Watch(request, metadata=alice) for _ in range(3)]
+        for one in of_a_key:
+            assert (await one.read()).status == health_pb2.HealthCheckResponse.SERVING
+        assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+        watching[0].cancel()
+        while True:  # until the server has noticed
+            with suppress(aio.AioRpcError):
+                assert await stub.Watch(request).read()
+                break
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["x" * 257, "x" * (2 << 20)], ids=["257", "2 MiB"])
+async def test_a_long_name_of_a_service_is_neither_held_nor_returned(tmp_path: Path, name: str) -> None:
+    async with guarded(tmp_path) as stub:
+        request = health_pb2.HealthCheckRequest(service=name)
+        for call in (stub.Check(request), stub.Watch(request).read()):
+            with pytest.raises(aio.AioRpcError) as refused:
+                await call
+            assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+            assert "x" * 10 not in (refused.value.details() or "")
