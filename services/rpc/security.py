@@ -146,6 +146,9 @@ class _Certificates:
             if self._client_ca:
                 context.load_verify_locations(self._client_ca)
                 context.verify_mode = ssl.CERT_REQUIRED
+                # A client that resumes a session shows no certificate, so it would stay admitted without its authority.
+                context.num_tickets = 0  # TLS 1.3
+                context.options |= ssl.OP_NO_TICKET  # TLS 1.2
         except (ssl.SSLError, OSError) as error:
             raise InvalidConfiguration(f"{self._client_ca} has no certificates in PEM ({error})") from None
         return context

@@ -61,3 +61,34 @@ def test_the_certificate_and_the_keys_of_the_process_hold(tmp_path: Path) -> Non
         replaced.certificate.replace(pair.certificate)
         trusting = ssl.create_default_context(cafile=str(other))
         assert scrape(url, verify=trusting, headers=bearer).status_code == 200
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_cannot_resume_a_session_after_its_authority_was_removed(
+    tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    ca, clients, others = (tmp_path / name for name in ("ca.pem", "clients.pem", "others.pem"))
+    pair, own = issue(authority(ca), tmp_path, "server"), issue(authority(clients), tmp_path, "own")
+    authority(others)
+    config = ServerConfig(
+        metrics="127.0.0.1:0", tls_certificate=pair.certificate, tls_key=pair.key, tls_client_ca=clients
+    )
+    context = ssl.create_default_context(cafile=str(ca))
+    context.load_cert_chain(own.certificate, own.key)
+    context.maximum_version = version
+    with serving_metrics(config, ServerMetrics().registry) as url:
+        address = ("127.0.0.1", int(url.rpartition(":")[2].removesuffix("/metrics")))
+
+        def connect(session: ssl.SSLSession | None) -> tuple[bytes, ssl.SSLSession | None]:
+            with (
+                socket.create_connection(address, timeout=10) as plain,
+                context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection,
+            ):
+                connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+                return b"".join(iter(lambda: connection.recv(4096), b"")), connection.session
+
+        answer, session = connect(None)
+        assert answer.startswith(b"HTTP/1.0 200")
+        others.replace(clients)
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            connect(session)
