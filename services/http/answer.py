@@ -18,9 +18,11 @@ from services.http.requests import GenerationRequest
 from services.http.responses import Choice, Format, Json, usage
 
 _DONE = b"data: [DONE]\n\n"
+# Of a piece of an answer that is not streamed: as large as a TLS record.
+_PIECE_BYTES = 16 << 10
 # ASCII: some clients split lines at characters such as U+2028 too.
 _write_json = json.JSONEncoder(separators=(",", ":")).encode
-_write_text = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
+write_text = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class _Logprobs:
         for name, values in logprobs.items():
             field = self._fields.setdefault(name, bytearray())
             if values is not None:
-                piece = b"," * bool(field) + _write_text(values)[1:-1].encode()
+                piece = b"," * bool(field) + write_text(values)[1:-1].encode()
                 field += piece
                 size += len(piece)
         return size
@@ -130,24 +132,32 @@ async def _whole(answer: Answer, body: GenerationRequest) -> Response:
                 answer.take(logprobs[index].add(answer.form.logprobs(choice, tokens)))
 
     def pieces() -> Iterator[bytes | bytearray]:
-        before = _write_text(answer.form.whole())[:-1] + ',"choices":['
+        before = write_text(answer.form.whole())[:-1] + ',"choices":['
         for choice in answer.choices:
             part = answer.form.complete(choice, "".join(texts[choice.index]))
-            yield f'{before}{_write_text(part)[:-1]},"logprobs":'.encode()
+            yield f'{before}{write_text(part)[:-1]},"logprobs":'.encode()
             yield from logprobs[choice.index].pieces()
             before = "},"
-        yield f'}}],"usage":{_write_text(usage(answer.choices, body.n or 1))}}}'.encode()
+        yield f'}}],"usage":{write_text(usage(answer.choices, body.n or 1))}}}'.encode()
 
     # In a thread: it may be hundreds of megabytes.
-    return _WholeResponse(await asyncio.to_thread(b"".join, pieces()), media_type="application/json")
+    return WholeResponse(await asyncio.to_thread(b"".join, pieces()))
 
 
-class _WholeResponse(Response):
-    """Ends when the client has read all of it, because its log probabilities count until then."""
+class WholeResponse(Response):
+    """Ends when the client has read all but what is buffered, because its log probabilities count until then.
+
+    It is sent in pieces: a client that reads slowly makes the next piece wait, and loses its connection if it stops.
+    asyncio would take one large piece whole over TLS, and nothing would wait.
+    """
+
+    media_type = "application/json"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        for begin in range(0, len(self.body), _PIECE_BYTES):
+            piece = self.body[begin : begin + _PIECE_BYTES]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body"})  # waits until what was sent before has been read
 
 

@@ -33,7 +33,7 @@ from bridge.request import Request
 from services.bridge.backend import Backend, ServedModel, ServiceState
 from services.errors import ModelNotFound, Unauthenticated
 from services.http import errors
-from services.http.answer import Answer, Budget, Limits, respond
+from services.http.answer import Answer, Budget, Limits, WholeResponse, respond, write_text
 from services.http.generation import Event, Sequences, generate
 from services.http.insight import Insight
 from services.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, SegmentationRequest
@@ -320,7 +320,7 @@ def _segmented(models: Sequence[str], rows: list[list[tuple[int, bytes]]]) -> Re
         }
         for name, tokens in zip(models, rows, strict=True)
     ]
-    return JSONResponse({"object": "list", "data": data})
+    return WholeResponse(write_text({"object": "list", "data": data}).encode())
 
 
 def _owned(request: Request, key: Key | None) -> Request:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import resource
 import socket
+import ssl
 import threading
 import time
 import zlib
@@ -52,13 +53,16 @@ async def door(tiny_fleet: Fleet, limits: Limits | None = None, **options: Any) 
         yield await stack.enter_async_context(http_door(config, gateway, asyncio.Event(), limits=limits)), gateway
 
 
-def raw(url: str, body: bytes, receive_bytes: int | None = None) -> socket.socket:
+def raw(
+    url: str, body: bytes, receive_bytes: int | None = None, context: ssl.SSLContext | None = None
+) -> socket.socket:
     """Sends a completion request over a socket, and leaves the answer to be read."""
     parts = urlsplit(url)
     connection = socket.socket()
     if receive_bytes:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
     connection.connect((parts.hostname, parts.port))
+    connection = context.wrap_socket(connection, server_hostname=parts.hostname) if context else connection
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     return connection
