@@ -20,8 +20,10 @@ from services.rpc.server import host_and_port
 
 _log = logging.getLogger(__name__)
 
-# A connection that sends nothing for this long is closed, and its thread ends.
+# A connection that sends nothing for this long is closed, and its thread ends. Single bytes keep it open.
 _IDLE_SECONDS = 10.0
+# Each connection has a thread, also before its key is checked: further ones are closed at once.
+_MAX_CONNECTIONS = 32
 Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
@@ -67,6 +69,27 @@ def serving_metrics(config: ProcessConfig, registry: CollectorRegistry) -> Itera
 
 
 class _Server(ThreadingWSGIServer):
+    # Of connections that wait to be accepted; the base class has room for 5.
+    request_queue_size = 128
+
+    def __init__(self, *given: Any) -> None:
+        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        super().__init__(*given)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts the thread of a connection, or closes the connection if there are too many."""
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers a connection in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Logs a connection that breaks off, or fails in its handshake, without the traceback of the base class."""
         _log.debug("a connection for metrics has failed", exc_info=True)

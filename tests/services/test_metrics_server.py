@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx2 as httpx
@@ -12,6 +13,7 @@ from services.metrics import ServerMetrics
 from services.rpc.metrics_server import MetricsPortTaken, serving_metrics
 from tests.support.certificates import authority, issue
 from tests.support.secure import ALICE, KEYS
+from tests.support.waiting import eventually
 
 
 def scrape(url: str, **options: object) -> httpx.Response:
@@ -24,6 +26,25 @@ def test_on_this_machine_everyone_may_read_them() -> None:
         with pytest.raises(MetricsPortTaken, match="choose another"):
             config = ServerConfig(metrics=url.removeprefix("http://").removesuffix("/metrics"))
             serving_metrics(config, ServerMetrics().registry).__enter__()
+
+
+def test_connections_that_do_not_end_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rpc.metrics_server._MAX_CONNECTIONS", 2)
+    with serving_metrics(ServerConfig(metrics="127.0.0.1:0"), ServerMetrics().registry) as url, ExitStack() as stack:
+        address = ("127.0.0.1", int(url.rpartition(":")[2].removesuffix("/metrics")))
+        silent = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(2)]
+        beyond = stack.enter_context(socket.create_connection(address, timeout=10))
+        assert beyond.recv(1) == b"", "closed at once"
+        for one in silent:
+            one.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            assert b"build_info" in b"".join(iter(lambda one=one: one.recv(1 << 16), b""))
+
+        def answers() -> bool:
+            with suppress(httpx.TransportError):
+                return scrape(url).status_code == 200
+            return False
+
+        eventually(answers)
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
