@@ -27,7 +27,7 @@ write_text = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may use: bytes of a body, choices at once, seconds for a head, a body, and without reading.
+    """What clients may use: bytes of a body, choices at once, seconds for a head, a MiB of a body, and without reading.
 
     `connections`: open at once; None: the number that the limit on open files allows. `logprob_bytes`: what all answers
     that are not streamed may hold of log probabilities.

@@ -1,6 +1,6 @@
 """The application of the HTTP door: its paths, and the steps of a request.
 
-1. The body is received, up to a limit of bytes and time, and checked (`requests`).
+1. The body is received, up to a limit of bytes and of time for each part, and checked (`requests`).
 2. Its choices run on the gateway, or on a bridge elsewhere, as requests over gRPC do (`generation`).
 3. What they yield is written in OpenAI's form (`responses`); errors have a form of their own (`errors`). A stream's
    status is sent with its first text, so that an error before it can have its own status.
@@ -48,6 +48,8 @@ B = TypeVar("B", bound=BaseModel)
 
 # What all bodies in arrival may have in memory, apart from the beginning of each, so that short requests always arrive.
 _MAX_ARRIVING_BYTES, _FREE_BYTES = 256 << 20, 64 << 10
+# A body has its time limit for each part of this size, so that a slow client can send a large one.
+_TIMED_BYTES = 1 << 20
 _HEALTH_SECONDS = 1.0
 _STATIC = Path(__file__).parent / "static"
 # The page loads from this server only, and no other page may frame it.
@@ -193,24 +195,28 @@ class _Door:
             raise HTTPException(415, "send the body as application/json, with that Content-Type")
         if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise HTTPException(415, "send the body uncompressed, without Content-Encoding")
-        limits, body, counted = self.limits, bytearray(), 0
+        limits, body, counted, timed = self.limits, bytearray(), 0, 0
         budget = max(_MAX_ARRIVING_BYTES, 2 * limits.body_bytes)
         too_large = HTTPException(413, f"the body may have at most {limits.body_bytes} bytes: shorten the prompt")
         if int(request.headers.get("content-length", 0)) > limits.body_bytes:
             raise too_large
         try:
-            async with asyncio.timeout(limits.body_seconds):
+            async with asyncio.timeout(limits.body_seconds) as timeout:
                 async for piece in request.stream():
                     body += piece
                     if len(body) > limits.body_bytes:
                         raise too_large
+                    if len(body) - timed >= _TIMED_BYTES:
+                        timed = len(body)
+                        timeout.reschedule(asyncio.get_running_loop().time() + limits.body_seconds)
                     further = max(len(body) - _FREE_BYTES, 0) - counted
                     counted += further
                     self._arriving_bytes += further
                     if further and self._arriving_bytes > budget:
                         raise HTTPException(503, "too many large bodies are arriving: try again", {"Retry-After": "1"})
         except TimeoutError:
-            raise HTTPException(408, f"the body did not arrive within {limits.body_seconds:g} s") from None
+            allowed = f"{limits.body_seconds:g} s for each MiB"
+            raise HTTPException(408, f"the body did not arrive within {allowed}: send it faster") from None
         finally:
             self._arriving_bytes -= counted
         # Checked before the body, which can take some tenths of a second; the caller takes room for all choices.

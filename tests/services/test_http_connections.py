@@ -6,7 +6,7 @@ import ssl
 import time
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 from weakref import WeakSet
 
@@ -14,11 +14,15 @@ import httpx2 as httpx
 import pytest
 import uvicorn
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
 
 from services.cli.processes import Fleet
 from services.http.answer import Limits
+from services.http.app import _Door
 from services.http.connections import _HEAD_END, Connection
+from services.http.requests import CompletionRequest
 from services.http.shared import Shared
 from tests.services.test_http_limits import LONG, door, open_connections, raw
 from tests.support.certificates import authority, issue
@@ -187,6 +191,39 @@ async def test_a_slow_reader_that_goes_on_gets_its_whole_answer(tiny_fleet: Flee
             await asyncio.sleep(0.1)  # slower than the server writes
         writer.close()
     assert time.monotonic() - started > 2 * seconds
+
+
+class Unasked:
+    """A backend that is not asked for anything."""
+
+    check = None
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status"), [([b'{"prompt": "' + b"a" * (1 << 20), b"b" * (1 << 20), b'"}'], 200), ([b"{"] * 2, 408)]
+)
+async def test_a_body_has_its_time_for_each_part(
+    monkeypatch: pytest.MonkeyPatch, pieces: list[bytes], status: int
+) -> None:
+    loop, seconds = asyncio.get_running_loop(), 0.0
+    time_of_loop, left = loop.time, list(pieces)
+    monkeypatch.setattr(loop, "time", lambda: time_of_loop() + seconds)
+
+    async def receive() -> Any:
+        nonlocal seconds
+        seconds += 20.0
+        for _ in range(3):  # until the loop has noticed a limit of time
+            await asyncio.sleep(0)
+        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+
+    given = HttpRequest({"type": "http", "headers": [(b"content-type", b"application/json")]}, receive)
+    reading = _Door(cast(Any, Unasked()), Limits(), None).read(given, CompletionRequest, None)
+    if status == 200:
+        assert len(str((await reading).prompt)) == 2 << 20
+    else:
+        with pytest.raises(HTTPException) as caught:
+            await reading
+        assert caught.value.status_code == status and "within 30 s for each MiB" in caught.value.detail
 
 
 class Unsent(asyncio.Transport):
