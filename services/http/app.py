@@ -9,7 +9,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -168,9 +168,15 @@ class _Door:
         return self._keys.find(request.headers.get("authorization")) if self._keys else None
 
     @contextmanager
-    def room(self, count: int, key: Key | None) -> Iterator[None]:
-        """Takes room for `count` generations during the block. Raises `TooManySequences` or `KeyLimitReached`."""
-        with self._sequences.take(count), key.request(count) if key else nullcontext():
+    def room(self, kind: type[BaseModel], count: int, key: Key | None) -> Iterator[None]:
+        """Takes room for `count` generations, or segmentations, while the block runs.
+
+        Raises `TooManySequences` or `KeyLimitReached`.
+        """
+        admitted: AbstractContextManager[None] = nullcontext()
+        if key:
+            admitted = key.request(count) if issubclass(kind, GenerationRequest) else key.segmentation(count)
+        with self._sequences.take(count), admitted:
             yield
 
     def check_count(self, body: GenerationRequest, key: Key | None) -> None:
@@ -220,7 +226,7 @@ class _Door:
         finally:
             self._arriving_bytes -= counted
         # Checked before the body, which can take some tenths of a second; the caller takes room for all choices.
-        with self.room(1, key):
+        with self.room(kind, 1, key):
             try:
                 return kind.model_validate_json(bytes(body))
             except ValidationError as error:
@@ -245,7 +251,7 @@ class _Door:
         key = self.key_of(request)
         body = await self.read(request, SegmentationRequest, key)
         try:
-            with self.room(1, key):
+            with self.room(SegmentationRequest, 1, key):
                 rows = await self.backend.segment(body.text, body.models)
                 return await asyncio.to_thread(_segmented, body.models, rows)
         except ModelNotFound as error:
@@ -295,7 +301,7 @@ class _Endpoint(Generic[R]):
             key = self._door.key_of(request)
             body = await self._door.read(request, self._kind, key)
             self._door.check_count(body, key)
-            with self._door.room(body.choice_count, key), self._door.logprobs.share() as take:
+            with self._door.room(self._kind, body.choice_count, key), self._door.logprobs.share() as take:
                 target, ours = body.model or "", body.extension
                 requests = [_owned(one, key) for one in await asyncio.to_thread(body.requests)]
                 model = await self._door.backend.served_target(target)

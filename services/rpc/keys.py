@@ -104,11 +104,18 @@ class Key:
 
         A request begins while tokens are left and is not interrupted when it uses more: the next ones wait for it.
         """
-        allowed, rate = self.settings.concurrent_requests, self.settings.tokens_per_minute
+        with self.segmentation(count):
+            rate = self.settings.tokens_per_minute
+            if rate is not None and (balance := self.usage.refill(rate)) <= 0:
+                raise KeyLimitReached(self.name, f"{rate} tokens a minute", (1 - balance) * 60 / rate)
+            yield
+
+    @contextmanager
+    def segmentation(self, count: int = 1) -> Iterator[None]:
+        """Counts the block as requests that generate no tokens, and so need none. Raises `KeyLimitReached`."""
+        allowed = self.settings.concurrent_requests
         if allowed is not None and self.usage.running + count > allowed:
             raise KeyLimitReached(self.name, f"{allowed} concurrent requests", 1.0)
-        if rate is not None and (balance := self.usage.refill(rate)) <= 0:
-            raise KeyLimitReached(self.name, f"{rate} tokens a minute", (1 - balance) * 60 / rate)
         self.usage.running += count
         try:
             yield
