@@ -11,6 +11,7 @@ from grpc import aio
 
 from bridge.errors import DraftBridgeError
 from services.errors import Overloaded
+from services.rpc.handlers import wrapped
 from services.rpc.keys import Key, Keys
 from services.rpc.status import abort
 
@@ -70,35 +71,31 @@ class Gate(aio.ServerInterceptor):
         limited: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> "grpc.RpcMethodHandler[Any, Any]":
         """Returns a handler that counts its calls. `key` spends the tokens of its answers; `limited` admits a call."""
-        options = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        behavior: Any = handler.stream_stream or handler.unary_stream or handler.unary_unary
-        assert behavior, "the contract has no client streams"
 
-        async def stream(request: Any, context: "aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
-            try:
-                with self._admitted(limited):
-                    async for response in behavior(request, context):
-                        if key:
-                            key.spend(_token_count(response))
-                        yield response
-            except DraftBridgeError as error:
-                await abort(context, error)
+        def streaming(behavior: Any) -> Any:
+            async def call(request: Any, context: "aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
+                try:
+                    with self._admitted(limited):
+                        async for response in behavior(request, context):
+                            if key:
+                                key.spend(_token_count(response))
+                            yield response
+                except DraftBridgeError as error:
+                    await abort(context, error)
 
-        async def single(request: Any, context: "aio.ServicerContext[Any, Any]") -> Any:
-            try:
-                with self._admitted(limited):
-                    return await behavior(request, context)
-            except DraftBridgeError as error:
-                await abort(context, error)
+            return call
 
-        if handler.stream_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(stream, **options)
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(stream, **options)
-        return grpc.unary_unary_rpc_method_handler(single, **options)
+        def single(behavior: Any) -> Any:
+            async def call(request: Any, context: "aio.ServicerContext[Any, Any]") -> Any:
+                try:
+                    with self._admitted(limited):
+                        return await behavior(request, context)
+                except DraftBridgeError as error:
+                    await abort(context, error)
+
+            return call
+
+        return wrapped(handler, streaming, single)
 
     @contextmanager
     def _admitted(self, limited: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:

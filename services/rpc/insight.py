@@ -4,6 +4,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -12,6 +13,7 @@ from grpc import aio
 
 from services.logs import REQUEST_ID_KEY, read_request_id, request_id
 from services.metrics import ServerMetrics
+from services.rpc.handlers import wrapped
 from services.traces import Traces
 
 _log = logging.getLogger(__name__)
@@ -43,16 +45,7 @@ class InsightInterceptor(aio.ServerInterceptor):
         if handler is None or not handler_call_details.method.startswith("/draftbridge."):
             return handler
         method = handler_call_details.method.removeprefix("/")
-        options = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        if handler.stream_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(self._streaming(method, handler.stream_stream), **options)
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._streaming(method, handler.unary_stream), **options)
-        assert handler.unary_unary is not None, "the contract has no client streams"
-        return grpc.unary_unary_rpc_method_handler(self._single(method, handler.unary_unary), **options)
+        return wrapped(handler, partial(self._streaming, method), partial(self._single, method))
 
     @contextmanager
     def _call(self, method: str, context: "aio.ServicerContext[Any, Any]") -> Iterator[None]:

@@ -22,6 +22,7 @@ from bridge.errors import DraftBridgeError, InvalidRequest, NotReady, ProtocolVi
 from draftbridge.errors import read_report, tls_failure
 from services.errors import Exhausted, ModelNotFound, StreamEnded, TlsFailed, TokenRefused, Unauthenticated
 from services.logs import REQUEST_ID_KEY, request_id
+from services.rpc.handlers import wrapped
 
 _log = logging.getLogger(__name__)
 
@@ -198,13 +199,7 @@ class StatusInterceptor(aio.ServerInterceptor):
             except DecodeError as error:
                 return _Malformed(error)
 
-        options = {"request_deserializer": parse_or_keep, "response_serializer": handler.response_serializer}
-        if handler.stream_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(_streaming(handler.stream_stream), **options)
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(_streaming(handler.unary_stream), **options)
-        assert handler.unary_unary is not None, "the contract has no client streams"
-        return grpc.unary_unary_rpc_method_handler(_single(handler.unary_unary), **options)
+        return wrapped(handler, _streaming, _single, parse_or_keep)
 
 
 def _checked(request: Any) -> Any:
