@@ -1,4 +1,7 @@
-"""Bounds what connections hold before their requests are complete: their number, and the time and size of a head."""
+"""Bounds what a connection may hold.
+
+There are limits on the number of connections, the time and size of a head, and the time that an answer stays unread.
+"""
 
 import asyncio
 import logging

@@ -52,9 +52,9 @@ _NAMES = {
     "sampling.grammar": "draftbridge.grammar",
 }
 _NO_NAMES: dict[str, str] = {}
-# Elements of a validation error's place that name an alternative of a union instead of a field.
 # A size that pydantic asks for, such as "Tuple should have at least 1 item after validation, not 0".
 _SIZE = re.compile(r"(?P<kind>\w+) should have (?P<size>at \w+ \d+ \w+)\b.*")
+# Elements of a validation error's place that name an alternative of a union instead of a field.
 _ALTERNATIVE = re.compile(
     r"str|int|float|bool|none|(tuple|dict|literal)\[.*|(constrained|function)-.*|NamedTool|\[key\]"
 )
