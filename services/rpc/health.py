@@ -13,7 +13,8 @@ from services.rpc.gate import CALLER
 # Of calls without a key: strangers may watch too, and a watch takes up to 40 KB. Each worker of a bridge, which has at
 # most 256, watches once.
 _MAX_WATCHES = 2048
-_MAX_NAME_CHARACTERS = 256
+# Of a request for a watch, which gRPC holds until the watch ends; it may have fields that the contract lacks.
+_MAX_REQUEST_BYTES = 512
 _Response = health_pb2.HealthCheckResponse
 
 
@@ -45,11 +46,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
         """Yields the health, and each change of it that the client is quick enough for.
 
-        Aborts with NOT_FOUND if the name is too long, and with RESOURCE_EXHAUSTED if too many calls without a key
+        Aborts with NOT_FOUND if the request is too long, and with RESOURCE_EXHAUSTED if too many calls without a key
         watch already.
         """
         name, is_counted = request.service, not CALLER.get()
-        if len(name) > _MAX_NAME_CHARACTERS:
+        if request.ByteSize() > _MAX_REQUEST_BYTES:
             await context.abort(grpc.StatusCode.NOT_FOUND, "this server does not have the service")
         if is_counted and self._watch_count >= _MAX_WATCHES:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"already {_MAX_WATCHES} calls watch the health")
