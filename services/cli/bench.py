@@ -126,15 +126,27 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
+def measured_pair(pairs: Iterable[bridge_pb2.Pair]) -> bridge_pb2.Pair:
+    """Returns the first pair that can run; one without names, for the first target alone, if there is none."""
+    return next((one for one in pairs if not one.refusal), bridge_pb2.Pair())
+
+
 def measure(
-    client: Client, prompts: Sequence[Mapping[str, Any]], ways: Sequence[str], max_tokens: int, temperature: float
-) -> Iterator[list[Sample] | CallError]:
+    client: Client,
+    pair: bridge_pb2.Pair,
+    prompts: Sequence[Mapping[str, Any]],
+    ways: Sequence[str],
+    max_tokens: int,
+    temperature: float,
+) -> Iterator[list[Sample] | str]:
     """Yields the samples of one prompt after the other, in the order of `ways`, or why there are none.
 
-    Each prompt has its own seed. Raises `CallError` if the bridge itself does not answer.
+    A prompt has none, either, if the draft took no part in all of a generation. Each prompt has its own seed. Raises
+    `CallError` if the bridge itself does not answer.
     """
     for index, prompt in enumerate(prompts):
-        options: dict[str, Any] = {"temperature": temperature, "seed": index, "messages": prompt.get("messages")}
+        options: dict[str, Any] = {"target": pair.target, "draft": pair.draft, "messages": prompt.get("messages")}
+        options |= {"temperature": temperature, "seed": index}
         text = prompt.get("prompt")
         samples = {}
         try:
@@ -145,9 +157,11 @@ def measure(
                 samples[way] = sample_of(events, way, index, prompt["category"])
         except CallError as error:
             client.models()
-            yield error
+            yield str(error)
         else:
-            yield [samples[way] for way in ways]
+            # Without a draft, a note only explains why there is none.
+            notes = [one.speculation.note for one in samples.values() if pair.draft and one.speculation.note]
+            yield notes[0] if notes else [samples[way] for way in ways]
 
 
 def sample_of(events: Iterable[Event], way: str, index: int = 0, category: str = "") -> Sample:

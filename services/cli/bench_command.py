@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftbridge import CallError, Client
+from draftbridge import Client
 from services.cli import bench
 from services.cli.connection import Connect, connecting
 from services.cli.fitted import Fitted
@@ -56,7 +56,7 @@ def run(
     usual |= {"--engine": (engine, "auto"), "--draft-engine": (draft_engine, "auto"), "--dtype": (dtype, "auto")}
     extra = [name for name, (value, default) in usual.items() if value != default]
     if server and extra:
-        problem = "it is for servers that this command starts; of a running bridge, the first pair is measured"
+        problem = "it is for servers that this command starts; of a running bridge, the first usable pair is measured"
         raise typer.BadParameter(problem, param_hint=extra[0])
     drafted = None if draft == "none" else draft
     with ExitStack() as stack:
@@ -78,19 +78,20 @@ def run(
             ).bridge
         client = stack.enter_context(connect(address) if server else Client(address))
         models = {model.name: model for model in client.models()}
-        pairs = client.pairs()
         if not models:
             fail(f"the bridge at {address} has no model to measure: connect it to a target, or wait until it is there")
-        if server:
-            target, draft = next(((pair.target, pair.draft) for pair in pairs), (next(iter(models)), "none"))
-        ways = [way for way in bench.WAYS if pairs or way != "draft model"]
+        pairs = client.pairs()
+        pair = bench.measured_pair(pairs)
+        for one in [] if pair.draft else pairs:
+            report(f"{one.draft} is not measured beside {one.target}: {one.refusal}")
+        ways = [way for way in bench.WAYS if pair.draft or way != "draft model"]
         served = ", ".join(f"{one.name} ({one.engine}, {one.dtype}, {one.device})" for one in models.values())
         samples: list[bench.Sample] = []
         failures: list[dict[str, Any]] = []
         with err.status("measuring") as status:
-            for number, found in enumerate(bench.measure(client, given, ways, tokens, temperature), start=1):
-                if isinstance(found, CallError):
-                    failures.append({"prompt": number - 1, "error": str(found)})
+            for number, found in enumerate(bench.measure(client, pair, given, ways, tokens, temperature), start=1):
+                if isinstance(found, str):
+                    failures.append({"prompt": number - 1, "error": found})
                     report(f"prompt {number} is left out: {found}")
                 else:
                     samples += found
@@ -104,7 +105,7 @@ def run(
     out.print(Fitted(bench.time_table(samples)))
     if differences := bench.differences(samples):
         out.print(differences, style="dim", markup=False, highlight=False, soft_wrap=True)
-    verdict = bench.verdict(samples, draft)
+    verdict = bench.verdict(samples, pair.draft if server else draft)
     out.print(verdict, style="bold", markup=False, highlight=False, soft_wrap=True)
     if json:
         asked = {"prompts": prompts.name, "tokens": tokens, "temperature": temperature, "weights": weights}

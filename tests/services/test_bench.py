@@ -5,15 +5,21 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
+import grpc
 import pytest
 import typer
+from typer.testing import CliRunner
 
-from draftbridge.v1 import bridge_pb2
+from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.cli import bench
+from services.cli.app import app
 from services.cli.bench import ALONE, AUTO, InvalidPrompts, Sample, read_prompts, verdict
 from services.cli.processes import Fleet, ProcessFailed, launched, pinned
 from services.cli.terminal import check_writable
@@ -264,13 +270,67 @@ def test_a_full_disk_is_noticed_before_anything_is_measured(tmp_path: Path, monk
         (["--json", "nowhere/a.json"], "nowhere does not exist"),
         (["--json", "."], ". cannot be written"),
         (["--plot", "a.xyz"], "cannot draw a.xyz"),
-        (["--engine", "torch"], "of a running bridge, the first pair is measured"),
+        (["--engine", "torch"], "of a running bridge, the first usable pair is measured"),
     ],
 )
 def test_what_cannot_be_written_is_said_before_anything_is_measured(option: list[str], words: str) -> None:
     command = [sys.executable, "-m", "services.cli", "bench", "--server", "127.0.0.1:1", *option]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "160"})
     assert done.returncode and words in done.stderr, done.stderr
+
+
+class TwoDrafts(bridge_pb2_grpc.BridgeServiceServicer):
+    """A bridge with a refused pair and a usable one. A text is the name of its draft; the draft is lost on demand."""
+
+    refusals: ClassVar = {"refused": "the only replica", "used": ""}
+
+    def Generate(  # noqa: N802
+        self, request: bridge_pb2.GenerateRequest, context: object
+    ) -> Iterator[bridge_pb2.GenerateResponse]:
+        did = bridge_pb2.SpeculationStatistics(elapsed_ns=9, target_pass_count=2)
+        did.note = "the draft was lost" if request.prompt == "lose it" else ""
+        yield bridge_pb2.GenerateResponse(started=bridge_pb2.GenerateStarted())
+        for text in (f"{request.target} {request.draft}", ""):
+            delta = bridge_pb2.GenerateDelta(text=text, token_ids=[1])
+            yield bridge_pb2.GenerateResponse(delta=delta)
+        yield bridge_pb2.GenerateResponse(finished=bridge_pb2.GenerateFinished(speculation=did))
+
+    def ListModels(  # noqa: N802
+        self, request: bridge_pb2.ListModelsRequest, context: object
+    ) -> bridge_pb2.ListModelsResponse:
+        return bridge_pb2.ListModelsResponse(models=[model_pb2.Model(name="large")])
+
+    def ListPairs(  # noqa: N802
+        self, request: bridge_pb2.ListPairsRequest, context: object
+    ) -> bridge_pb2.ListPairsResponse:
+        pairs = [bridge_pb2.Pair(target="large", draft=name, refusal=reason) for name, reason in self.refusals.items()]
+        return bridge_pb2.ListPairsResponse(pairs=pairs)
+
+
+@pytest.mark.parametrize(
+    ("refusals", "measured", "left_out"),
+    [({"refused": "the only replica", "used": ""}, "large used", [1]), ({"refused": "the only replica"}, " ", [])],
+)
+def test_a_pair_that_can_run_is_measured_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusals: dict[str, str], measured: str, left_out: list[int]
+) -> None:
+    monkeypatch.setattr(TwoDrafts, "refusals", refusals)
+    prompts, found = tmp_path / "p.txt", tmp_path / "found.json"
+    prompts.write_text("one\nlose it\n")
+    with ThreadPoolExecutor(1) as pool:
+        server = grpc.server(pool)
+        bridge_pb2_grpc.add_BridgeServiceServicer_to_server(TwoDrafts(), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        server.start()
+        words = ["bench", "--server", address, "--prompts", str(prompts), "--json", str(found)]
+        result = CliRunner().invoke(app, words)
+        server.stop(None)
+    assert result.exit_code == 0, result.output
+    written = json.loads(found.read_text())
+    assert {one["text"] for one in written["runs"]} == {measured}
+    assert ("draft model" in result.output) is ("used" in refusals)
+    assert [one["prompt"] for one in written["failures"]] == left_out
+    assert ("refused is not measured beside large: the only replica" in result.output) is ("used" not in refusals)
 
 
 def test_a_bridge_without_models_is_not_measured() -> None:
