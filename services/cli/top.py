@@ -43,15 +43,15 @@ def _live(client: Client, server: str, interval: float) -> None:
     # SIGTERM too must leave the terminal as it was.
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts its background jobs with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
-    before, before_time = None, 0.0
+    before = None
     try:
         with Live(screen=True, auto_refresh=False, console=out) as live:
             while True:
                 began = time.monotonic()
                 try:
                     status = client.status()
-                    live.update(view(server, status, before, began - before_time), refresh=True)
-                    before, before_time = status, began
+                    live.update(view(server, status, before), refresh=True)
+                    before = status
                 except CallError as error:
                     live.update(Text(str(error), "bold red"), refresh=True)
                     before = None
@@ -99,7 +99,7 @@ class Figures:
         return figures
 
     def since(self, before: "Figures") -> "Figures":
-        """Returns the differences, 0 where a count has become smaller because a generation failed."""
+        """Returns the differences, 0 where a count is smaller now because a generation failed or was cancelled."""
         return Figures(
             finished=max(self.finished - before.finished, 0),
             tokens=max(self.tokens - before.tokens, 0),
@@ -124,17 +124,14 @@ def _since(now: dict[str, Counts], before: dict[str, Counts]) -> dict[str, Count
 
 
 def view(
-    server: str,
-    status: bridge_pb2.GetStatusResponse,
-    before: bridge_pb2.GetStatusResponse | None = None,
-    seconds: float = 0.0,
+    server: str, status: bridge_pb2.GetStatusResponse, before: bridge_pb2.GetStatusResponse | None = None
 ) -> Group:
-    """Returns the view of a status report: since the one `seconds` before, or since the bridge's start."""
-    figures = Figures.of(status)
-    if before is not None:
-        figures = figures.since(Figures.of(before))
-    seconds = seconds if before is not None else status.uptime_ns / 1e9
-    period = f"the last {seconds:.1f} s" if before is not None else "since the start"
+    """Returns the view of a status report: since an earlier one, or since the bridge's start, which may be later."""
+    figures, seconds, period = Figures.of(status), status.uptime_ns / 1e9, "since the start"
+    if before is not None and status.uptime_ns > before.uptime_ns:
+        # The bridge's own clock: it may have taken seconds to answer, and counts at the end of them.
+        figures, seconds = figures.since(Figures.of(before)), (status.uptime_ns - before.uptime_ns) / 1e9
+        period = f"the last {seconds:.1f} s"
     heading = Text(
         f"{server}   version {status.version}   up {_duration(status.uptime_ns)}   requests: {status.active_count} "
         f"running, {status.finished_count} finished, {status.failed_count - status.refused_count} failed, "
@@ -191,7 +188,9 @@ def _plans(figures: Figures) -> Table:
 
 
 def _running(status: bridge_pb2.GetStatusResponse) -> Table:
-    table = _table("sessions", "target", "draft", "age", "tokens", "tokens/s", "accepted")
+    listed, all_ = len(status.running), status.active_count
+    title = f"sessions, {listed} of {all_}" if listed < all_ else "sessions"
+    table = _table(title, "target", "draft", "age", "tokens", "tokens/s", "accepted")
     for one in status.running:
         speculation = one.speculation
         table.add_row(

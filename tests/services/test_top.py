@@ -68,6 +68,9 @@ def test_figures_since_the_start() -> None:
     assert "draft ahead 100% 100.0 200.0 0.50x" in text
     assert "big small 2.0 s 20 10.0 50%" in text
     assert "far:2 target ready" in text and "far:3 draft it is [red]away" in text
+    many = status(100, 50, 20, 10.0, running=20)
+    many.active_count = 101
+    assert "sessions, 1 of 101" in shown(many) and "sessions," not in text
 
 
 def test_nothing_is_cut_on_a_narrow_terminal() -> None:
@@ -78,11 +81,12 @@ def test_nothing_is_cut_on_a_narrow_terminal() -> None:
 
 def test_figures_of_an_interval_are_differences_and_never_negative() -> None:
     before, after = status(100, 50, 20, 10.0, running=20), status(160, 70, 32, 12.0)
-    text = shown(after, before, 2.0)
+    text = shown(after, before)
     assert "speed, the last 2.0 s" in text
     assert "20.0 7.5 2.67 - 0.00 ms" in text, "40 tokens and 15 passes in 2 s, no first token"
     assert "draft 0.0 3.5 - -" in text, "candidates of the generation that failed are gone"
     assert Figures.of(before).since(Figures.of(after)).tokens == 0
+    assert "speed, since the start" in shown(before, after), "the bridge has started again"
 
 
 def test_an_idle_bridge_has_no_figures() -> None:
