@@ -110,20 +110,23 @@ class _Worker:
     async def run(self, stop: Stop) -> None:
         """Runs the worker, and starts it again when it ends, until `stop` is set. Raises `ProcessFailed`."""
         while not stop.is_set():
-            process = self._process = await asyncio.create_subprocess_exec(
-                *self._arguments, stdin=PIPE, stdout=PIPE, start_new_session=os.name == "posix"
-            )
-            ending = asyncio.create_task(self._end(process, stop))
-            await self._read(process)
-            status = await process.wait()
-            ending.cancel()
+            try:
+                process = self._process = await asyncio.create_subprocess_exec(
+                    *self._arguments, stdin=PIPE, stdout=PIPE, start_new_session=os.name == "posix"
+                )
+            except OSError as error:  # the system may lack memory or processes for a moment
+                ended, reason = f"could not be started ({error.strerror})", str(error.strerror)
+            else:
+                ending = asyncio.create_task(self._end(process, stop))
+                await self._read(process)
+                ended, reason = f"ended with status {await process.wait()}", "see its message above"
+                ending.cancel()
             if stop.is_set():
                 return
             if not self.ready.done():
-                error = ProcessFailed(f"worker {self._number} did not start: see its message above")
-                self.ready.set_exception(error)
+                self.ready.set_exception(ProcessFailed(f"worker {self._number} did not start: {reason}"))
                 return
-            _log.error("worker %d ended with status %d and is started again", self._number, status)
+            _log.error("worker %d %s and is started again", self._number, ended)
             await unless(stop, asyncio.sleep(_RESTART_SECONDS))
 
     def kill(self) -> None:

@@ -1,19 +1,24 @@
 """Tests several worker processes that share one address."""
 
+import asyncio
+import logging
 import signal
 from contextlib import ExitStack
 from pathlib import Path
 
 import grpc
 import psutil
+import pytest
 
 from benchmarks.scripted_service import expected
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
+from services.cli import workers
 from services.cli.options import as_options
-from services.cli.processes import launched
+from services.cli.processes import ProcessFailed, launched
 from services.config import BridgeServerConfig
 from services.config_reading import load
+from services.rpc.server import Stop
 from tests.support.waiting import eventually
 
 
@@ -31,6 +36,30 @@ def test_options_give_the_same_configuration_whatever_the_environment_is() -> No
     assert {"--insecure", "--no-channelz", "--service-ca"} <= set(words)
 
 
+async def test_a_worker_that_the_system_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_RESTART_SECONDS", 0.0)
+    stop, missing = Stop(), ["/nowhere/python"]
+    first = workers._Worker(0, BridgeServerConfig(target=("a:1",)))
+    first._arguments = missing
+    await first.run(stop)
+    with pytest.raises(ProcessFailed, match="worker 0 did not start: No such file"):
+        await first.ready
+    later = workers._Worker(1, BridgeServerConfig(target=("a:1",)))
+    later._arguments = ["echo", "listening on a:2"]
+    task = asyncio.create_task(later.run(stop))
+    assert await later.ready == "a:2"
+    later._arguments = missing
+
+    def end(record: logging.LogRecord) -> bool:
+        if "worker 1 could not be started (No such file" in record.getMessage():
+            stop.set()
+        return True
+
+    workers._log.addFilter(end)
+    await task
+    workers._log.removeFilter(end)
+
+
 def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
     with ExitStack() as stack:
         scripted = ("--role", "target", "--slots", "16")
@@ -42,7 +71,7 @@ def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
         assert url.startswith("http://127.0.0.1:")
         port, text = int(address.rpartition(":")[2]), expected("shared", 20)
 
-        def workers() -> list[psutil.Process]:
+        def running() -> list[psutil.Process]:
             children = psutil.Process(process.pid).children()
             return [one for one in children if one.status() != psutil.STATUS_ZOMBIE and "bridge" in one.cmdline()]
 
@@ -52,7 +81,7 @@ def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
                 any(
                     one.laddr.port == port and one.status == psutil.CONN_ESTABLISHED for one in worker.net_connections()
                 )
-                for worker in workers()
+                for worker in running()
             )
 
         for _ in range(40):
@@ -63,9 +92,9 @@ def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
             if serving() == 2:
                 break
         assert serving() == 2
-        before = {one.pid for one in workers()}
+        before = {one.pid for one in running()}
         psutil.Process(min(before)).kill()
-        eventually(lambda: len({one.pid for one in workers()} | before) == 3, 20)
+        eventually(lambda: len({one.pid for one in running()} | before) == 3, 20)
 
         def works() -> bool:
             try:
@@ -75,7 +104,7 @@ def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
                 return False
 
         assert works(), "the other worker serves meanwhile"
-        running = workers()
+        last = running()
         process.send_signal(signal.SIGTERM)
         assert process.wait(10) == 0
-        assert not any(one.is_running() for one in running)
+        assert not any(one.is_running() for one in last)
