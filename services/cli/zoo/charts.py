@@ -54,39 +54,37 @@ def heat(gain: float) -> tuple[str, str]:
     return "#" + "".join(f"{part:02x}" for part in parts), text
 
 
-def lines(series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, *, from_zero: bool = True) -> Markup:
+def lines(series: Mapping[str, Sequence[Point]], x_label: str, y_label: str) -> Markup:
     """Returns a chart with a line for each series."""
-    return _chart(series, x_label, y_label, from_zero=from_zero, joined=True)
+    return _chart(series, x_label, y_label, joined=True)
 
 
 def scatter(series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, *, diagonal: bool = False) -> Markup:
     """Returns a chart with marks; with `diagonal`, the line on which both values are equal is drawn."""
-    return _chart(series, x_label, y_label, from_zero=True, joined=False, diagonal=diagonal)
+    return _chart(series, x_label, y_label, joined=False, diagonal=diagonal)
 
 
-def intervals(
-    rows: Sequence[tuple[str, float, float | None, float | None]], x_label: str, marked: float = 1.0
-) -> Markup:
-    """Returns a row for each name with its mean, low and high value if known, and a vertical line at `marked`."""
+def intervals(rows: Sequence[tuple[str, float, float | None, float | None]], x_label: str) -> Markup:
+    """Returns a row for each name with its mean, low and high value if known, and a vertical line at 1."""
     if not rows:
         return Markup("<p>Nothing was measured.</p>")
     height, left = 26 * len(rows) + 40, max(260, _LETTER_WIDTH * max(len(name) for name, *_ in rows) + 20)
     width = left + 440
     top = max(high or mean for _, mean, _, high in rows) * 1.05
     low_end = min(0.0, *(mean if low is None else low for _, mean, low, _ in rows))
-    top = max(top, marked * 1.1)
+    top = max(top, 1.1)
 
     def x(value: float) -> float:
         return left + (min(value, top) - low_end) / (top - low_end) * (width - left - 60)
 
     parts = [_open(width, height, x_label)]
-    parts.append(f'<line x1="{x(marked):.1f}" x2="{x(marked):.1f}" y1="0" y2="{height - 36}" class="base"/>')
+    parts.append(f'<line x1="{x(1):.1f}" x2="{x(1):.1f}" y1="0" y2="{height - 36}" class="base"/>')
     for place, (name, mean, low, high) in enumerate(rows):
         y, colour = 16 + 26 * place, COLOURS[7]
         if low is None or high is None:
             low = high = mean
-        elif low > marked or high < marked:
-            colour = COLOURS[0] if low > marked else COLOURS[1]
+        elif low > 1 or high < 1:
+            colour = COLOURS[0] if low > 1 else COLOURS[1]
         parts.append(
             f'<text x="{left - 10}" y="{y + 4}" text-anchor="end">{escape(name)}</text>'
             f'<line x1="{x(low):.1f}" x2="{x(high):.1f}" y1="{y}" y2="{y}" stroke="{colour}" stroke-width="2"/>'
@@ -100,13 +98,7 @@ def intervals(
 
 
 def _chart(
-    series: Mapping[str, Sequence[Point]],
-    x_label: str,
-    y_label: str,
-    *,
-    from_zero: bool,
-    joined: bool,
-    diagonal: bool = False,
+    series: Mapping[str, Sequence[Point]], x_label: str, y_label: str, *, joined: bool, diagonal: bool = False
 ) -> Markup:
     series = {name: some for name, some in series.items() if some}
     if not series:
@@ -114,7 +106,7 @@ def _chart(
     points = [point for some in series.values() for point in some]
     xs, ys = [point.x for point in points], [point.y for point in points]
     x_low, x_high = (0.0 if diagonal or not joined else min(xs)), max(max(xs), 1e-9)
-    y_low, y_high = (0.0 if from_zero else min(ys)), max(max(ys), 1e-9) * 1.05
+    y_high = max(max(ys), 1e-9) * 1.05
     x_high = x_high if x_high > x_low else x_low + 1
     if not joined:  # no mark lies on the edge
         x_high, y_high = 1.05 * x_high, 1.02 * y_high
@@ -124,20 +116,20 @@ def _chart(
     def place(x: float, y: float) -> tuple[float, float]:
         return (
             _LEFT + (x - x_low) / (x_high - x_low) * (_WIDTH - _LEFT - _RIGHT),
-            _HEIGHT - _BOTTOM - (y - y_low) / (y_high - y_low or 1) * (_HEIGHT - _BOTTOM - _TOP),
+            _HEIGHT - _BOTTOM - y / y_high * (_HEIGHT - _BOTTOM - _TOP),
         )
 
     columns = 1 if max(map(len, series)) > _MAX_HALF_ROW else 2
     height = _HEIGHT + _LEGEND_ROW * ceil(len(series) / columns)
     parts = [_open(_WIDTH, height, f"{y_label} by {x_label}")]
-    for tick in _ticks(y_low, y_high):
+    for tick in _ticks(0.0, y_high):
         _, y = place(x_low, tick)
         parts.append(
             f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>'
             f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end" class="tick">{tick:g}</text>'
         )
     for tick in _ticks(x_low, x_high):
-        x, _ = place(tick, y_low)
+        x, _ = place(tick, 0.0)
         parts.append(
             f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 15}" text-anchor="middle" class="tick">{tick:g}</text>'
         )

@@ -113,7 +113,7 @@ def acceptance(samples: Iterable[Sample]) -> float:
 def by_position(samples: Iterable[Sample]) -> list[float]:
     """Returns, for each position in a pass with candidates, how often the candidates up to it were all accepted."""
     samples = list(samples)
-    passes, longest = sum(one.draft_pass_count for one in samples), 0
+    passes = sum(one.draft_pass_count for one in samples)
     longest = max((len(one.accepted_per_position) for one in samples), default=0)
     counts = [0] * longest
     for one in samples:
