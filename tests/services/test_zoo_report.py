@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def sample(target: str, draft: str, way: str, prompt: int, temperature: float = 
     return Sample(
         target, draft, way, f"{prompt}", temperature, 48, "code" if prompt % 2 else "chat", 40, int(4e8 / gain),
         20 if draft else 40, passes, 60 if draft else 0, taken, 3 * taken, proposed, compute_ns,
-        200_000_000, 20_000_000, 0, 120, 0, text, [15, 10, 5] if draft else [], spans,
+        0, 0, text, [15, 10, 5] if draft else [], spans,
     )  # fmt: skip
 
 
@@ -58,6 +58,10 @@ def samples() -> list[Sample]:
     return found
 
 
+def models(targets: Sequence[str], drafts: Sequence[str]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {**{("target", name): MODEL for name in targets}, **{("draft", name): MODEL for name in drafts}}
+
+
 def many() -> Report:
     """Returns a report of 8 targets and 12 drafts with long names that differ only at their ends."""
     targets = [f"a-long-name-of-a-large-model-1.5b-instruct-q{number}" for number in range(8)]
@@ -69,7 +73,7 @@ def many() -> Report:
     pairs = [(target, draft) for target in targets for draft in drafts]
     times = Times(((1, 10_000_000), (8, 12_000_000)))
     return Report(
-        "A zoo", "somewhere", dict.fromkeys((*targets, *drafts), MODEL), targets, drafts, some,
+        "A zoo", "somewhere", models(targets, drafts), targets, drafts, some,
         [figures.pair_figures(some, *pair) for pair in pairs],
         [found for pair in pairs if (found := predict(*pair, 0.0, some, times, times))],
         dict.fromkeys(pairs, 0.4), {},
@@ -86,7 +90,7 @@ def report() -> Report:
         found for pair in pairs for value in (0.0, 1.0) if (found := predict(*pair, value, some, times, draft))
     ]
     return Report(
-        "A zoo", "somewhere", dict.fromkeys((*TARGETS, *DRAFTS), MODEL), TARGETS, DRAFTS, some,
+        "A zoo", "somewhere", models(TARGETS, DRAFTS), TARGETS, DRAFTS, some,
         [figures.pair_figures(some, *pair) for pair in pairs], predictions, dict.fromkeys(pairs, 0.4), refused,
     )  # fmt: skip
 
@@ -191,6 +195,12 @@ def test_the_json_has_every_pair_and_no_sample() -> None:
     assert len(found["pairs"]) == 5 and len(found["refused"]) == 1 and len(found["advice"]) == 2
     assert found["predictions"] and found["pairs"][0]["vocabulary_overlap"] == 0.4
     assert "alert" not in json.dumps(found)
+
+
+def test_a_model_is_shown_by_role_only_if_target_and_draft_of_a_name_differ() -> None:
+    slow = MODEL | {"device": "cpu:1"}
+    found = replace(report(), models={("target", "a"): MODEL, ("draft", "a"): slow, **models("b", "b")}).by_label
+    assert found == {"a (target)": MODEL, "a (draft)": slow, "b": MODEL}
 
 
 def test_what_failed_or_cannot_run_is_shown_with_its_reason(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tests.services.test_zoo_report import sample
 
 PROMPTS = [{"prompt": f"p{number}", "category": ""} for number in range(3)]
 PLAN = Plan(("t",), ("d", "e"), PROMPTS, [0.0], 48, refused=frozenset({("t", "e")}))
-MODELS: dict[str, dict[str, Any]] = {"t": {"revision": "1"}, "d": {"revision": "1"}}
+MODELS: dict[tuple[str, str], dict[str, Any]] = {("target", "t"): {"revision": "1"}, ("draft", "d"): {"revision": "1"}}
 States = bridge_pb2.ServiceState
 
 
@@ -58,18 +58,19 @@ def test_a_stopped_measurement_resumes_after_the_last_whole_sample(tmp_path: Pat
 
 def test_only_models_with_samples_must_be_the_same(tmp_path: Path, taken: list[Any]) -> None:
     path = tmp_path / "samples.jsonl"
-    SampleFile(path, {"d": {"revision": "0"}, "new": {"revision": "0"}})
+    new = ("draft", "new")
+    SampleFile(path, {("draft", "d"): {"revision": "0"}, new: {"revision": "0"}})
     run(path)
-    for models in ({}, MODELS | {"new": {"revision": "1"}}, MODELS | {"another": {}}):
+    for models in ({}, MODELS | {new: {"revision": "1"}}, MODELS | {("target", "d"): {}}):
         assert len(SampleFile(path, models).samples) == 9
-    with pytest.raises(InvalidSamples, match=r"another d: .* instead of"):
-        SampleFile(path, MODELS | {"d": {"revision": "2"}})
+    with pytest.raises(InvalidSamples, match=r"another draft d: .* instead of"):
+        SampleFile(path, MODELS | {("draft", "d"): {"revision": "2"}})
     with pytest.raises(InvalidSamples, match="another machine"):
         SampleFile(path, MODELS, "another processor")
     for text, problem in (
         ('{"models": {"t": {"revision": "1"}}}\n', "another version"),
         ("nonsense\n", "cannot be read"),
-        ('{"format": 2, "processor": ""}\n{"sample": {"target": "t"}}\n', "cannot be read"),
+        ('{"format": 3, "processor": ""}\n{"sample": {"target": "t"}}\n', "cannot be read"),
     ):
         path.write_text(text)
         with pytest.raises(InvalidSamples, match=problem):
@@ -140,9 +141,11 @@ class Listing:
         return [bridge_pb2.Pair(target="t", draft="t", refusal="only replica")]
 
 
-def service(address: str, role: Any, name: str = "", problem: str = "") -> States:
+def service(address: str, role: Any, name: str = "", problem: str = "", forward_ns: int = 0) -> States:
     state = States.STATE_REFUSED if problem else States.STATE_AVAILABLE
-    return States(address=address, role=role, state=state, problem=problem, model=model_pb2.Model(name=name))
+    costs = [model_pb2.ForwardCost(token_count=1, forward_ns=forward_ns)]
+    described = model_pb2.Model(name=name, forward_costs=costs)
+    return States(address=address, role=role, state=state, problem=problem, model=described)
 
 
 def test_models_that_cannot_be_used_stay_in_the_zoo_with_their_problem(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +155,8 @@ def test_models_that_cannot_be_used_stay_in_the_zoo_with_their_problem(capsys: p
         service("c:1", draft, "", "its tokenizer is not understood"), service("d:1", draft, "t", "two models"),
     )  # fmt: skip
     zoo = _read(client, [], [], {"c:1": "gone"})  # type: ignore[arg-type]
-    assert (list(zoo.targets), list(zoo.drafts)) == (["t", "lost"], ["t", "gone"]) and list(zoo.models) == ["t"]
+    assert (list(zoo.targets), list(zoo.drafts)) == (["t", "lost"], ["t", "gone"])
+    assert list(zoo.models) == [("target", "t"), ("draft", "t")]
     assert zoo.refused["t", "t"] == "only replica" and "tokenizer is not" in zoo.refused["t", "gone"]
     assert "it is away" in zoo.refused["lost", ""] and "it is away" in zoo.refused["lost", "t"]
     plan = Plan(zoo.targets, zoo.drafts, PROMPTS[:1], [0.0], 8, refused=frozenset(zoo.refused))
@@ -161,6 +165,18 @@ def test_models_that_cannot_be_used_stay_in_the_zoo_with_their_problem(capsys: p
     assert list(_read(client, ["t"], [], {}).targets) == ["t"]  # type: ignore[arg-type]
     with pytest.raises(InvalidField, match="lost"):
         _read(client, ["nobody"], [], {})  # type: ignore[arg-type]
+
+
+def test_a_target_and_a_draft_of_one_name_have_their_own_times() -> None:
+    target, draft = model_pb2.ROLE_TARGET, model_pb2.ROLE_DRAFT
+    client = Listing(
+        service("a:1", target, "t", forward_ns=1), service("b:1", target, "t", forward_ns=2),
+        service("c:1", draft, "t", forward_ns=3),
+    )  # fmt: skip
+    zoo = _read(client, [], [], {})  # type: ignore[arg-type]
+    assert {place: one.costs for place, one in zoo.times.items()} == {
+        ("target", "t"): ((1, 1),), ("draft", "t"): ((1, 3),)
+    }, "the first of each role"  # fmt: skip
 
 
 def test_all_given_prompts_are_measured_and_the_number_is_told(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def as_json(result: Report) -> dict[str, Any]:
     """Returns all figures of a report, without the samples."""
     return {
         "setting": result.setting,
-        "models": result.models,
+        "models": result.by_label,
         "advice": result.advice,
         "plain_tokens_per_second": {one: figures.plain_speed(result.samples, one) for one in result.targets},
         "pairs": [
@@ -248,7 +248,7 @@ def _predictions(
             report(f"{key.target} ← {key.draft or 'alone'}, temperature {key.temperature:g}: {file.failures[key]}")
     samples, times = [file.samples[key] for key in keys if key in file.samples], zoo.times
     found = (
-        predict(target, draft, temperature, samples, times[target], times[draft])
+        predict(target, draft, temperature, samples, times["target", target], times["draft", draft])
         for target, draft in plan.pairs()
         for temperature in temperatures
     )

@@ -12,21 +12,21 @@ from services.cli.zoo import charts
 from services.cli.zoo.charts import Point
 from services.cli.zoo.figures import PairFigures, advice, plain_speed, ranking
 from services.cli.zoo.predict import Prediction
-from services.cli.zoo.samples import AUTO, TURNS, Key, Sample
+from services.cli.zoo.samples import AUTO, TURNS, Key, Models, Sample
 
 _MAX_EXAMPLES_PER_TARGET = 2
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that a report shows. `models`: descriptions by name.
+    """Everything that a report shows.
 
     `refused`: reasons by pair, or with an empty draft, of a target. `failures`: errors of the samples that are missing.
     """
 
     title: str
     setting: str
-    models: Mapping[str, Mapping[str, Any]]
+    models: Models
     targets: Sequence[str]
     drafts: Sequence[str]
     samples: Sequence[Sample]
@@ -35,6 +35,15 @@ class Report:
     overlaps: Mapping[tuple[str, str], float]
     refused: Mapping[tuple[str, str], str]
     failures: Mapping[Key, str] = field(default_factory=dict)
+
+    @property
+    def by_label(self) -> dict[str, Mapping[str, Any]]:
+        """The models by name, and by name and role where the target of a name differs from the draft."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for (role, name), model in self.models.items():
+            same = all(other == model for (_, one), other in self.models.items() if one == name)
+            found[name if same else f"{name} ({role})"] = model
+        return found
 
     @property
     def advice(self) -> list[str]:
@@ -119,7 +128,7 @@ def _values(report: Report) -> dict[str, Any]:
             "speed over the target alone, with 95% interval",
         ),
         "cost_chart": charts.lines(
-            {name: [Point(count, ns / 1e6) for count, ns in model["costs"]] for name, model in report.models.items()},
+            {name: [Point(count, ns / 1e6) for count, ns in model["costs"]] for name, model in report.by_label.items()},
             "tokens of a forward",
             "milliseconds",
         ),

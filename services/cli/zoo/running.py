@@ -12,6 +12,7 @@ from services.cli.connection import Connect
 from services.cli.processes import launched, serve
 from services.cli.terminal import report
 from services.cli.zoo.predict import Times
+from services.cli.zoo.samples import Models
 from services.store.resolve import SUFFIX, resolve
 
 DEFAULT_MODELS = "gemma-3-270m,smollm2-135m-instruct"
@@ -19,14 +20,14 @@ DEFAULT_MODELS = "gemma-3-270m,smollm2-135m-instruct"
 
 @dataclass(frozen=True)
 class Zoo:
-    """A running zoo: a client of its bridge, its usable models by name, and the names of all its targets and drafts.
+    """A running zoo: a client of its bridge, its usable models, and the names of all its targets and drafts.
 
-    `refused`: why a pair cannot run, or with an empty draft, why a target cannot.
+    `times`: those of `models`. `refused`: why a pair cannot run, or with an empty draft, why a target cannot.
     """
 
     client: Client
-    models: Mapping[str, Mapping[str, Any]]
-    times: Mapping[str, Times]
+    models: Models
+    times: Mapping[tuple[str, str], Times]
     targets: Sequence[str]
     drafts: Sequence[str]
     overlaps: Mapping[tuple[str, str], float]
@@ -52,34 +53,33 @@ def running(connect: Connect, server: str, targets: str | None, drafts: str | No
 
 def _read(client: Client, targets: Sequence[str], drafts: Sequence[str], served: Mapping[str, str]) -> Zoo:
     """Reads the zoo of a bridge. `served`: the models of addresses as they were started."""
-    models, problems = {}, {}
-    names: dict[int, dict[str, None]] = {model_pb2.ROLE_TARGET: {}, model_pb2.ROLE_DRAFT: {}}
-    usable = set()
+    models: dict[tuple[str, str], model_pb2.Model] = {}
+    problems = {}
+    names: dict[str, dict[str, None]] = {"target": {}, "draft": {}}
     for one in client.services():
-        name = one.model.name or served.get(one.address, one.address)
-        names[one.role][name] = None
-        if one.state == one.STATE_AVAILABLE:
-            models[name] = one.model
-            usable.add((one.role, name))
-            continue
         role = "target" if one.role == model_pb2.ROLE_TARGET else "draft"
-        problems[one.role, name] = f"the {role} at {one.address} cannot be used: {one.problem}"
-        report(f"{name}: {problems[one.role, name]}")
-    for place in usable:
+        name = one.model.name or served.get(one.address, one.address)
+        names[role][name] = None
+        if one.state == one.STATE_AVAILABLE:
+            models.setdefault((role, name), one.model)
+            continue
+        problems[role, name] = f"the {role} at {one.address} cannot be used: {one.problem}"
+        report(f"{name}: {problems[role, name]}")
+    for place in models:
         problems.pop(place, None)
-    all_targets = _known(targets, list(names[model_pb2.ROLE_TARGET]), "--targets")
-    all_drafts = _known(drafts, list(names[model_pb2.ROLE_DRAFT]), "--drafts")
+    all_targets = _known(targets, list(names["target"]), "--targets")
+    all_drafts = _known(drafts, list(names["draft"]), "--drafts")
     pairs = client.pairs()
     refused = {(one.target, one.draft): one.refusal for one in pairs if one.refusal}
     for target in all_targets:
-        problem = problems.get((model_pb2.ROLE_TARGET, target), "")
+        problem = problems.get(("target", target), "")
         for draft in ("", *all_drafts):
-            if found := problem or problems.get((model_pb2.ROLE_DRAFT, draft), ""):
+            if found := problem or problems.get(("draft", draft), ""):
                 refused[target, draft] = found
     return Zoo(
         client,
-        {name: _described(model) for name, model in models.items()},
-        {name: _times(model) for name, model in models.items()},
+        {place: _described(model) for place, model in models.items()},
+        {place: _times(model) for place, model in models.items()},
         all_targets,
         all_drafts,
         {(one.target, one.draft): one.vocabulary_overlap for one in pairs},

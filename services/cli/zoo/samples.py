@@ -5,16 +5,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError, Client, Event
 from draftbridge.v1 import bridge_pb2
 from services.cli.terminal import writing
 
+# Descriptions of models by role ("target" or "draft") and name: one name may have two servers, which differ.
+Models: TypeAlias = Mapping[tuple[str, str], Mapping[str, Any]]
 ALONE, AUTO, TURNS = "alone", "auto", "turns"
 # The version of a file of samples. One of another version is refused.
-_FORMAT = 2
+_FORMAT = 3
 # Tokens of a turn in the way TURNS, which shows how often candidates are right even where AUTO uses none.
 TURN_TOKENS = 4
 _WAYS: dict[str, dict[str, Any]] = {
@@ -62,10 +64,7 @@ class Sample:
     accepted_byte_count: int
     proposed_count: int
     compute_ns: int
-    verify_ns: int
-    network_ns: int
     waited_ns: int
-    byte_count: int
     near_ties: int
     text: str
     accepted_per_position: list[int] = field(default_factory=list)
@@ -170,10 +169,7 @@ def sample_of(events: Iterable[Event], key: Key, category: str) -> Sample | str:
         accepted_byte_count=drafted.accepted_byte_count,
         proposed_count=drafted.proposed_token_count,
         compute_ns=drafted.compute_ns,
-        verify_ns=did.verify_ns,
-        network_ns=did.network_ns,
         waited_ns=did.waited_ns,
-        byte_count=did.generated_byte_count,
         near_ties=did.near_ties,
         text=text,
         accepted_per_position=list(did.num_accepted_tokens_per_position),
@@ -184,15 +180,15 @@ def sample_of(events: Iterable[Event], key: Key, category: str) -> Sample | str:
 class SampleFile:
     """A file of samples and failures, one in each line, written as they are taken.
 
-    `models`: descriptions of the models that are there now. A file with samples of other models of the same names, of
-    another processor, or in another format is refused with `InvalidSamples`.
+    `models`: those that are there now. A file with samples of other models of the same names, of another processor, or
+    in another format is refused with `InvalidSamples`.
     """
 
-    def __init__(self, path: Path, models: Mapping[str, Mapping[str, Any]], processor: str = "") -> None:
+    def __init__(self, path: Path, models: Models, processor: str = "") -> None:
         self._path = path
         self.samples: dict[Key, Sample] = {}
         self.failures: dict[Key, str] = {}
-        self._models: dict[str, Any] = {}
+        self._models: dict[tuple[str, str], Any] = {}
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         whole = text[: text.rfind("\n") + 1]  # the process may have been killed while it wrote
         if whole != text:
@@ -230,19 +226,19 @@ class SampleFile:
         elif "failed" in line:
             self.failures[Key(*line["failed"])] = line["error"]
         else:
-            self._models[line["model"]] = line["description"]
+            self._models[line["role"], line["model"]] = line["description"]
 
-    def _describe(self, models: Mapping[str, Mapping[str, Any]]) -> None:
-        used = {name for key in self.samples for name in (key.target, key.draft)}
-        for name, model in models.items():
+    def _describe(self, models: Models) -> None:
+        used = {one for key in self.samples for one in (("target", key.target), ("draft", key.draft))}
+        for (role, name), model in models.items():
             # Times are measured anew at each start of a server.
             now = {key: value for key, value in model.items() if key != "costs"}
-            before = self._models.get(name)
+            before = self._models.get((role, name))
             if before == now:
                 continue
-            if name in used:
-                raise self._invalid(f"has samples of another {name}: {before} instead of {now}")
-            self._append({"model": name, "description": now})
+            if (role, name) in used:
+                raise self._invalid(f"has samples of another {role} {name}: {before} instead of {now}")
+            self._append({"role": role, "model": name, "description": now})
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with writing(self._path), self._path.open("a", encoding="utf-8") as file:
