@@ -94,7 +94,7 @@ def main() -> None:
         fail(str(error))
     except BrokenPipeError:  # the reader of the output has closed the pipe, as `head` does
         _drop_output()
-        sys.exit(0)
+        sys.exit(1)  # as Typer and Rich do when a command notices it before its end
     except OSError as error:
         if error.errno not in FULL:
             raise

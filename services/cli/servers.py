@@ -108,12 +108,12 @@ def up(
     from services.store.resolve import SUFFIX, resolve
 
     stop = StopSignals()
-    _check_addresses(listen, http)
-    drafted = None if draft == "none" else draft
-    for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
-        resolve(model, report, weights=False)
-    options = ("--engine", engine, "--dtype", dtype)
     try:
+        _check_addresses(listen, http)
+        drafted = None if draft == "none" else draft
+        for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
+            resolve(model, report, weights=False)
+        options = ("--engine", engine, "--dtype", dtype)
         target_options = (*options, "--deterministic") if deterministic else options
         draft_options = (*options, "--threads", str(draft_threads()))
         with fleet(

@@ -96,6 +96,15 @@ def test_a_full_disk_is_one_line_of_error(bridge: str, words: tuple[str, ...]) -
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [("generate", "x"), ("models",), ("version",)])
+def test_a_closed_pipe_has_the_same_status_in_every_command(bridge: str, words: tuple[str, ...]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = run("services.cli", *words, stdout=write_end, DRAFTBRIDGE_CLIENT_SERVER=bridge)
+    os.close(write_end)
+    assert done.returncode == 1 and "error" not in done.stderr.lower(), done.stderr
+
+
 def test_a_terminal_without_unicode_shows_escapes(bridge: str) -> None:
     words = ("services.cli", "generate", "x", "--server", bridge)
     done = run(*words, PYTHONIOENCODING="ascii")

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from draftbridge import Client
+from services.cli.app import app
 from services.cli.processes import READY
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
@@ -83,6 +85,17 @@ def test_up_is_stopped_while_it_starts(tiny_models: tuple[Path, Path], signal_: 
         process.send_signal(signal_)
         assert process.wait(30) == 0
     assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
+def test_up_is_stopped_while_it_downloads(monkeypatch: pytest.MonkeyPatch, signal_: signal.Signals) -> None:
+    monkeypatch.setattr("services.store.resolve.resolve", lambda *_, **__: signal.raise_signal(signal_))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert CliRunner().invoke(app, ["up", "--listen", "127.0.0.1:0"]).exit_code == 0
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 LOST_SIGNAL = """

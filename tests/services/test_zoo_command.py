@@ -77,7 +77,17 @@ def test_a_folder_that_cannot_be_made_is_said_before_anything_is_measured(tiny_f
     result = CliRunner().invoke(
         app, ["zoo", "predict", "--server", tiny_fleet.bridge, "--output", str(tmp_path / "file")]
     )
-    assert result.exit_code == 2 and "cannot be made a folder" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "cannot be made a folder" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_zoo_without_a_pair_that_works_is_a_failure(tiny_fleet: Fleet, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("too long " * 200)
+    for name in ("predict", "measure"):
+        command = ["zoo", name, "--server", tiny_fleet.bridge, "--prompts", str(prompts), "--output", str(tmp_path)]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 1 and f"no pair could be {name}" in result.output, result.output
+    assert json.loads((tmp_path / "zoo.json").read_text())["failures"], "the report shows what failed"
 
 
 def test_names_that_the_bridge_does_not_have_are_refused(tiny_fleet: Fleet, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from draftbridge.v1 import bridge_pb2, model_pb2
 from services.cli import bench
 from services.cli.connection import Connect, Server, connecting
 from services.cli.fitted import Fitted
-from services.cli.terminal import check_writable, err, out, report, writing
+from services.cli.terminal import check_writable, err, fail, out, report, writing
 from services.cli.zoo import figures
 from services.cli.zoo.predict import Prediction, predict
 from services.cli.zoo.report import Report, comparisons, write
@@ -133,7 +133,10 @@ def predict_pairs(
     values = _numbers(temperatures)
     _make(output)
     with running(connect, server, targets, drafts, engine) as zoo:
-        _print_predictions(_predictions(zoo, probes, values, output))
+        predictions = _predictions(zoo, probes, values, output)
+    if not predictions:
+        fail("no pair could be predicted")
+    _print_predictions(predictions)
 
 
 @connecting
@@ -170,6 +173,8 @@ def measure_pairs(
     with writing(found):
         found.write_text(json.dumps(as_json(result), indent=1))
     report(f"report: {page}    figures: {found}")
+    if not figures.ranking(result.figures):
+        fail("no pair could be measured")
 
 
 def _make(output: Path) -> None:
