@@ -23,7 +23,11 @@ _CONNECT_SECONDS = 3.0
 
 
 class Level(IntEnum):
-    """How important a finding is: BROKEN: requests fail. SLOW: they work, but slower than they could."""
+    """How important a finding is.
+
+    BROKEN: requests fail. DEGRADED: they succeed, but a part is lost or does not fit the others. SLOW: they succeed,
+    but could be faster. GOOD: nothing is to be changed.
+    """
 
     BROKEN = 0
     DEGRADED = 1
@@ -46,7 +50,7 @@ def examine(
 ) -> list[Finding]:
     """Returns all findings, the most important first; a check that others need ends the examination if it fails.
 
-    `on_finding` receives each of them at once: generating texts takes a while.
+    `on_finding` receives each of them at once: generating texts takes a while. Raises what `connect` raises.
     """
     found = []
     for one in _examine(address, connect):
@@ -60,8 +64,8 @@ def _examine(address: str, connect: Callable[[str], Client]) -> Iterator[Finding
     yield port
     if port.level is Level.BROKEN:
         return
-    try:
-        with connect(address) as client:
+    with connect(address) as client:
+        try:
             status = client.status()
             yield Finding(Level.GOOD, "connection", f"a bridge answers at {address}")
             services = [_checked(one, status) for one in client.services()]
@@ -74,8 +78,8 @@ def _examine(address: str, connect: Callable[[str], Client]) -> Iterator[Finding
             yield from _pairs(services, pairs)
             yield from _templates(client, services)
             yield from _gains(client, services, pairs)
-    except CallError as error:
-        yield _refused(address, error)
+        except CallError as error:
+            yield _failed(address, error)
 
 
 def _port(address: str) -> Finding:
@@ -92,7 +96,7 @@ def _port(address: str) -> Finding:
         )
 
 
-def _refused(address: str, error: CallError) -> Finding:
+def _failed(address: str, error: CallError) -> Finding:
     remedies = {
         "TLS_FAILED": "give --ca with the authority of the bridge's certificate, or --tls if it is a public one",
         "UNAUTHENTICATED": "give --token-file with a token that the bridge knows",
@@ -100,7 +104,7 @@ def _refused(address: str, error: CallError) -> Finding:
         "SERVICE_UNREACHABLE": "if the bridge uses TLS, give --tls or --ca; otherwise look at its log",
     }
     remedy = remedies.get(error.reason, "")
-    return Finding(Level.BROKEN, "connection", f"the bridge at {address} refused a call: {error}", remedy)
+    return Finding(Level.BROKEN, "connection", f"a call to the bridge at {address} failed: {error}", remedy)
 
 
 def _versions(status: bridge_pb2.GetStatusResponse, services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
@@ -287,7 +291,12 @@ def _judge(client: Client, pair: bridge_pb2.Pair, alone: Generation) -> Iterator
     if statistics.note:
         yield Finding(Level.DEGRADED, "drafts", f"{name}: {statistics.note}", "look at the log of the draft's server")
     candidates = statistics.num_draft_tokens
-    acceptance = statistics.num_accepted_tokens / candidates if candidates else 0.0
+    if not candidates:
+        if not statistics.note:
+            remedy = "prompt lookup proposes only what a text repeats; for a model, look at the log of its server"
+            yield Finding(Level.SLOW, "drafts", f"{name}: it proposed no candidate for a small text", remedy)
+        return
+    acceptance = statistics.num_accepted_tokens / candidates
     gain = _speed(drafted) / _speed(alone) if _speed(alone) else 0.0
     found = f"{name}: {gain:.2f}x the target alone on a small text, {acceptance:.0%} of candidates accepted"
     if gain >= _WORTH_IT:

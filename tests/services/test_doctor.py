@@ -40,8 +40,11 @@ class Deployment:
     `near_ties`: by mode. `hanging`: addresses that do not answer the bridge. `refused`: drafts of refused pairs.
     """
 
-    def __init__(self, services: list[States], speeds: dict[str, float], accepted: int = 6) -> None:
-        self._services, self._speeds, self._accepted = services, speeds, accepted
+    def __init__(
+        self, services: list[States], speeds: dict[str, float], accepted: int = 6, candidates: int = 10
+    ) -> None:
+        self._services, self._speeds, self._accepted, self._candidates = services, speeds, accepted, candidates
+        self.note = ""
         self.text = "the same"
         self.near_ties: dict[str, int] = {}
         self.hanging: tuple[str, ...] = ()
@@ -81,7 +84,8 @@ class Deployment:
         assert options["ignore_eos"], "the text might end at once, without a speed"
         draft = options.get("draft", "")
         statistics = bridge_pb2.SpeculationStatistics(
-            measured_tokens_per_second=self._speeds[draft], num_draft_tokens=10, num_accepted_tokens=self._accepted,
+            measured_tokens_per_second=self._speeds[draft], num_draft_tokens=self._candidates,
+            num_accepted_tokens=self._accepted, note=self.note,
             near_ties=self.near_ties.get(options.get("speculation", "auto"), 0),
         )  # fmt: skip
 
@@ -122,6 +126,15 @@ def test_it_judges_every_draft_and_sorts_by_importance() -> None:
     assert chat.level is Level.BROKEN and found[0] == chat
     rare = examined(Deployment(services, {"": 10.0, "slow": 9.0}, accepted=1))
     assert "trained on similar text" in find(rare, "often wrong").remedy
+
+
+def test_a_draft_without_candidates_is_not_called_wrong() -> None:
+    deployment = Deployment([TARGET, service("mute", model_pb2.ROLE_DRAFT)], {"": 10.0, "mute": 9.0}, 0, 0)
+    (found,) = [one for one in examined(deployment) if one.check == "drafts"]
+    assert "mute beside large: it proposed no candidate" in found.text and "prompt lookup" in found.remedy
+    deployment.note = "the draft was lost"
+    (found,) = [one for one in examined(deployment) if one.check == "drafts"]
+    assert found.level is Level.DEGRADED and "the draft was lost" in found.text
 
 
 @pytest.mark.parametrize(
@@ -271,6 +284,11 @@ def test_missing_tls_and_tokens_are_told_with_the_option_that_is_missing(tmp_pat
         for credentials in (None, Credentials(ca=other)):
             found = examine(address, lambda one, given=credentials: Client(one, given))  # type: ignore[misc]
             assert found[0].level is Level.BROKEN and "--ca" in found[0].remedy
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(CallError, match=r"missing\.pem"):  # a mistake of this command's options, not of the bridge
+            examine(address, lambda one: Client(one, Credentials(ca=tmp_path / "missing.pem")))
 
     class Closed(Deployment):
         def status(self) -> bridge_pb2.GetStatusResponse:
