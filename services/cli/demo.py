@@ -15,6 +15,7 @@ from draftbridge.v1 import bridge_pb2
 from services.cli import bench
 from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.fitted import Fitted
+from services.cli.pieces import pieces
 from services.cli.processes import Fleet, ProcessFailed, draft_threads, fleet
 from services.errors import ModelNotFound
 from services.store.cache import NoSpace
@@ -165,20 +166,9 @@ def _printed(console: Console, events: Iterator[Event]) -> Iterator[Event]:
     """Passes events on, and prints their text in the colours of its sources."""
     for event in events:
         if isinstance(event, bridge_pb2.GenerateDelta):
-            for part, source in _by_source(event):
+            for part, source in pieces(event.text, ((span.byte_count, span.source) for span in event.spans)):
                 console.print(part, style=_style(source), end="", soft_wrap=True, markup=False, highlight=False)
         yield event
-
-
-def _by_source(delta: bridge_pb2.GenerateDelta) -> Iterator[tuple[str, str]]:
-    """Yields a delta's text in pieces, each with the name of its source; empty for the target's own."""
-    data, begin = delta.text.encode(), 0
-    for number, span in enumerate(delta.spans, start=1):
-        end = len(data) if number == len(delta.spans) else begin + span.byte_count
-        # A character that spans two pieces belongs to the second.
-        part = data[begin:end].decode(errors="ignore")
-        yield part, span.source
-        begin += len(part.encode())
 
 
 def _style(source: str) -> str:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
+from services.cli.pieces import pieces
 from services.cli.zoo import figures
 from services.cli.zoo.command import as_json
 from services.cli.zoo.predict import Prediction, Times, chances, predict
-from services.cli.zoo.report import Report, comparisons, pieces, write
+from services.cli.zoo.report import Report, comparisons, write
 from services.cli.zoo.samples import ALONE, AUTO, TURNS, Key, Sample
 
 CHROMIUM = next(
@@ -185,9 +186,12 @@ def test_a_prediction_corrects_what_further_tokens_cost() -> None:
 
 
 def test_a_character_of_several_tokens_belongs_to_the_piece_that_completes_it() -> None:
-    found = pieces(sample("t", "small", AUTO, 0))
-    assert "".join(text for text, _ in found) == sample("t", "small", AUTO, 0).text
-    assert found[0] == ("Grü", "target") and found[-1][1] == "draft"
+    text = "Grüße 🎉!"
+    assert list(pieces(text, [(4, ""), (2, "draft"), (1, "suffix"), (2, "draft"), (3, ""), (1, "draft")])) == [
+        ("Grü", ""), ("ß", "draft"), ("e", "suffix"), (" ", "draft"), ("🎉", ""), ("!", "draft")
+    ]  # fmt: skip
+    assert list(pieces(text, [(3, "draft"), (4, "suffix")])) == [("Gr", "draft"), ("üße", "suffix"), (" 🎉!", "")]
+    assert list(pieces(text, [])) == [(text, "")]
 
 
 def test_the_json_has_every_pair_and_no_sample() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from services.cli.pieces import pieces
 from services.cli.zoo import charts
 from services.cli.zoo.charts import Point
 from services.cli.zoo.figures import PairFigures, advice, plain_speed, ranking
@@ -230,27 +231,7 @@ def _examples(report: Report, ranked: Sequence[PairFigures]) -> list[dict[str, A
             own = [one for one in report.samples if (one.target, one.draft) == (target, pair.draft) and one.text]
             own.sort(key=lambda one: (one.way != TURNS, one.way != AUTO, -one.accepted_byte_count))
             if own:
-                found.append(
-                    {"target": target, "draft": pair.draft, "category": own[0].category, "pieces": pieces(own[0])}
-                )
+                one = own[0]
+                parts = list(pieces(one.text, one.spans))
+                found.append({"target": target, "draft": pair.draft, "category": one.category, "pieces": parts})
     return found
-
-
-def pieces(sample: Sample) -> list[tuple[str, str]]:
-    """Returns the text as pieces, each with who wrote it: "draft", or "target".
-
-    A character that several tokens make up belongs to the piece that completes it.
-    """
-    data, found, place = sample.text.encode(), [], 0
-    kept = b""
-    for count, source in sample.spans:
-        kept += data[place : place + count]
-        place += count
-        try:
-            text, kept = kept.decode(), b""
-        except UnicodeDecodeError:
-            continue
-        if text:
-            found.append((text, source or "target"))
-    rest = (kept + data[place:]).decode(errors="replace")
-    return [*found, (rest, "target")] if rest else found
