@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import runpy
 import signal
 import sys
 
@@ -18,6 +19,14 @@ def command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
+def bound_command(module: str, *arguments: str) -> list[str]:
+    """Returns `command` for a process that Linux ends when the thread that starts it ends, also if that is killed.
+
+    This begins before the module's imports, which may take seconds.
+    """
+    return command("services.child", str(os.getpid()), module, *arguments)
+
+
 def quiet_libraries() -> None:
     """Hides what transformers, and libraries that it imports, write for their developers."""
     # They warn about kernels for other devices.
@@ -26,7 +35,15 @@ def quiet_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
-def end_with_parent() -> None:
-    """Makes Linux end this process when the thread that started it ends, also if its process is killed."""
+def _run(parent_id: int, module: str, *arguments: str) -> None:
+    """Runs a module as the main program of this process, unless its parent has ended."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_id:  # it ended before that call
+            sys.exit(1)
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _run(int(sys.argv[1]), *sys.argv[2:])

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from filelock import FileLock, Timeout
 
-from services.child import command
+from services.child import bound_command
 from services.engines.spinning import unlimited_environment
 from services.store.cache import cache_directory
 
@@ -73,7 +73,7 @@ def run(module: str, *arguments: str, seconds: float) -> "subprocess.CompletedPr
     Processes that it started end with it: they would disturb the next measurement.
     """
     with subprocess.Popen(
-        command(module, *arguments),
+        bound_command(module, *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bridge.errors import DraftBridgeError, UnusableModel
-from services.child import end_with_parent
 from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.engine import measure, warm
 from services.engines.fixed_width import as_served
@@ -252,5 +251,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
     main()

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from services.child import end_with_parent, quiet_libraries
+from services.child import quiet_libraries
 from services.store.gguf import CUT_STATUS, is_cut
 
 # The token that ends a document in pretraining, and so ends any text outside a chat.
@@ -52,7 +52,6 @@ def ends(tokenizer: Any) -> list[int]:
 
 
 if __name__ == "__main__":
-    end_with_parent()
     quiet_libraries()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent, which Ctrl-C interrupts too, reports it
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bridge.errors import UnusableModel
 from bridge.text.vocabulary import Vocabulary
-from services.child import command
+from services.child import bound_command
 from services.errors import DamagedFile, ModelNotFound
 from services.store.built_in import BUILT_IN, BuiltIn
 from services.store.cache import (
@@ -218,7 +218,7 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
         converted = scratch / "converted"
         # In a child process, because conversion takes several times the memory of the model.
         done = subprocess.run(
-            command("services.store.convert", str(path), str(converted), *["--weights"] * weights),
+            bound_command("services.store.convert", str(path), str(converted), *["--weights"] * weights),
             stdout=sys.stderr,
             check=False,
         )

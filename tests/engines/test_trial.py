@@ -224,7 +224,7 @@ def test_a_trial_that_takes_too_long_ends_with_all_that_it_started(
         "import subprocess, sys, time; subprocess.Popen(['sleep', '60'], pass_fds=[int(sys.argv[1])]); time.sleep(60)"
     )
     (tmp_path / "starts_another.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     real = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *given, **more: real(*given, pass_fds=[write], **more))
     with pytest.raises(subprocess.TimeoutExpired):

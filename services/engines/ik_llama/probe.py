@@ -21,7 +21,6 @@ from pathlib import Path
 from random import Random
 
 from bridge.errors import UnusableModel
-from services.child import end_with_parent
 from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.measuring import alone, library_facts, run, speed
 from services.engines.timing import Timing, timed
@@ -231,5 +230,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
     main()

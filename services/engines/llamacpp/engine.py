@@ -18,7 +18,7 @@ import numpy as np
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
-from services.child import command
+from services.child import bound_command
 from services.engines.engine import Row, by_row, check, check_copy, core_count, slot_room
 from services.engines.gguf import file_type
 from services.engines.spinning import limit_spinning
@@ -213,7 +213,7 @@ def model_options(gguf: Path, offload: bool = False) -> Any:
 
 
 def _amx_works(gguf: Path) -> bool:
-    probe = command("services.engines.llamacpp.probe", str(gguf))
+    probe = bound_command("services.engines.llamacpp.probe", str(gguf))
     try:
         done = subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, timeout=120)
     except subprocess.TimeoutExpired:

@@ -10,8 +10,6 @@ import sys
 
 import llama_cpp
 
-from services.child import end_with_parent
-
 
 def main() -> None:
     """Exits with status 0 if a forward of several tokens succeeds."""
@@ -27,5 +25,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
     main()

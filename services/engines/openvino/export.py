@@ -14,7 +14,6 @@ import torch
 from openvino.frontend.pytorch import ConversionExtension
 
 from bridge.errors import UnusableModel
-from services.child import end_with_parent
 from services.engines.openvino.engine import OpenVinoEngine
 from services.engines.openvino.graph import INPUTS, AttentionSpec, placeholder
 from services.engines.selftest import SelfTest, narrowed
@@ -105,7 +104,6 @@ def _compressed(graph: ov.Model, weights: str) -> ov.Model:
 
 
 if __name__ == "__main__":
-    end_with_parent()
     try:
         export(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
     except UnusableModel as error:

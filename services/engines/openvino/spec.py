@@ -8,7 +8,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from bridge.errors import UnusableModel
-from services.child import command
+from services.child import bound_command
 from services.engines.engine import Engine
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
 from services.store.cache import Report, cache_directory, check_space, fingerprint, making, settle
@@ -35,7 +35,7 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
             report(f"converting {name} for OpenVINO, weights {weights} (once)")
             check_space(scratch, "the converted model", round(_WEIGHT_BYTES[weights] * _weight_count(directory)))
             converted = scratch / "converted"
-            program = command("services.engines.openvino.export", str(directory), str(converted), weights)
+            program = bound_command("services.engines.openvino.export", str(directory), str(converted), weights)
             done = subprocess.run(
                 program,
                 stdout=subprocess.DEVNULL,
