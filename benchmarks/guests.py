@@ -192,8 +192,8 @@ def _alternate(server: VllmServer, control: Path, arguments: argparse.Namespace,
         for way in (*ways[shift:], *ways[:shift]):
             _turn_to(control, way)
             runs.one(server, place, way)
-    for parallel in arguments.parallel:
-        for way in ways:
+    for turn, parallel in enumerate(arguments.parallel):
+        for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):
             _turn_to(control, way)
             runs.all(server, way, parallel)
 

@@ -9,7 +9,8 @@ The generator is a process of its own, in which each client has its own connecti
 sends requests as fast as they are answered, which measures throughput. Then it is an open loop: requests arrive at
 random times at a rate of `--load` times that throughput, whether earlier ones have been answered or not, and latencies
 count from the time at which a request was due. It lasts for `--seconds`, or until `--open-requests` have arrived, with
-at most `--open-seconds`. "running" is the mean number of requests that ran at once. A first second is left out.
+at most `--open-seconds`. "running" is the mean number of requests that ran at once. A first second is left out. Rates
+include the time until the last requests have been answered, so choose loops that are much longer than a request.
 
 Without `--target`, target and draft are scripted services, which compute nothing (`benchmarks.scripted_service`), and
 every text is compared with the right one. With it, they are real models. `--bridge-cores` and `--other-cores` pin the

@@ -168,7 +168,8 @@ def _run(
     samples: list[Sample] = []
     left = list(rivals)
     for index, one in enumerate(given):
-        results = _generated(client, one, modes, arguments)
+        turn = index % len(modes)
+        results = _generated(client, one, [*modes[turn:], *modes[:turn]], arguments)
         alone = results[ALONE]
         samples += [_sample(one["category"], mode, result, alone) for mode, result in results.items()]
         if spoken is None:

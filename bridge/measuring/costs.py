@@ -84,10 +84,11 @@ class WidthCost:
         """Records one forward of more than one token, by updating the two nearest recorded widths."""
         error = ratio - self.of(width)
         right, share = _bracket(_KNOTS, width)
-        for index, part in ((right - 1, 1 - share), (right, min(share, 1.0))):
+        # Beyond the widest, a change of its ratio changes the estimate `share` times as much.
+        for index, part, reach in ((right - 1, 1 - share, 1.0), (right, min(share, 1.0), max(share, 1.0))):
             if index > 0 and part > 0:
                 self._seen[index] += part
-                fresh = part * max(1 / (1 + self._seen[index]), 2 * _FRESH)
+                fresh = part / reach * max(1 / (1 + self._seen[index]), 2 * _FRESH)
                 self.ratios[index] = max(self.ratios[index] + fresh * error, 1.0)
                 # The ratios never decrease with the width.
                 for narrower in range(index):

@@ -169,6 +169,8 @@ class RequestEstimates:
         self.token_bytes = Ewma(_PRIOR_TOKEN_BYTES)
         # The passes so far, and whether the target waits for candidates before the next one.
         self.pass_count, self.target_waits = 0, False
+        # The time that the intervals between passes were shorter than their forwards.
+        self._lacking_ns = 0.0
         # The passes since the present draft joined.
         self.draft_pass_count, self._tried_draft = 0, False
 
@@ -221,16 +223,20 @@ class RequestEstimates:
         if outcome.elapsed_ns is None:
             return
         self._observe_yield(plan, result.accepted_token_count, outcome.elapsed_ns)
-        taken_ns = max(outcome.elapsed_ns - result.waited_ns, result.forward_ns)
+        # Passes may arrive in bunches: what a short interval lacks, the long one before it had too much.
+        interval_ns = outcome.elapsed_ns - result.waited_ns - self._lacking_ns
+        taken_ns = max(interval_ns, result.forward_ns)
+        self._lacking_ns = min(taken_ns - interval_ns, taken_ns)
         costs, width = shared.costs, result.candidate_token_count + 1
         self.forward.widths = costs.widths
         costs.widths.forget(width)
         if plan.runs_ahead and self.draft:
             # Beside a draft on the same cores, a pass measures the slowdown only, if the time of one alone is known.
-            if self.forward.known or (self.draft.competes and self.forward.single_ns):
+            # Beside a draft elsewhere, a later change comes from the growing text.
+            grows = not self.draft.competes and self.draft.slowdown_is_known
+            if not grows and (self.forward.known or (self.draft.competes and self.forward.single_ns)):
                 self.draft.observe_slowdown(taken_ns / self.forward.of(width))
-            # Beside another one, a later change comes from the growing text.
-            if not self.draft.competes and (self.draft.slowdown_is_known or not self.forward.known):
+            if grows or not (self.draft.competes or self.forward.known):
                 self.forward.observe(width, taken_ns / self.draft.slowdown.value)
         else:
             self.forward.observe(width, taken_ns)

@@ -59,8 +59,9 @@ class SamplingParameters:
             value = getattr(self, name)
             require(value is None or low <= value <= high, InvalidField, f"sampling.{name}", allowed, value)
         for id_, bias in self.logit_bias.items():
-            name, allowed = f"sampling.logit_bias[{id_}]", "between -1e9 and 1e9"
-            require(-1e9 <= bias <= 1e9, InvalidField, name, allowed, bias)
+            # Above that, the sums would be too coarse in float32 to tell two such ids apart.
+            name, allowed = f"sampling.logit_bias[{id_}]", "between -1e9 and 1e4"
+            require(-1e9 <= bias <= 1e4, InvalidField, name, allowed, bias)
         for name in ("logit_bias", "stop_token_ids"):
             for id_ in getattr(self, name):
                 require(has_token(id_), InvalidField, f"sampling.{name}", "ids that the target has a token for", id_)

@@ -172,7 +172,10 @@ def measure(engine: Engine, *, all_logits: bool, widths: Sequence[int] = _MEASUR
         timing = timed(lambda: engine.forward([row]))
         found[width] = min(found.get(width, timing), timing)
 
-    for width in (1, 1, *tuple(widths) * _TIMES):
+    for _ in range(2):  # the first ones take longer
+        run(1)
+    found.clear()
+    for width in tuple(widths) * _TIMES:
         run(width)
     for _ in range(_MOST_TIMES - _TIMES):
         for width in [width for width, timing in found.items() if timing.disturbed]:

@@ -47,6 +47,40 @@ def test_what_a_service_measured_is_expected_from_the_start() -> None:
     assert WidthCost.measured([(1, 10), (5, 2), (9, 30)]).of(5) == 1.0, "a wider forward never costs less"
 
 
+@pytest.mark.parametrize("start", [measured(FLAT), []])
+def test_a_slow_read_beyond_the_widths_that_are_kept_does_not_upset_them(start: list[tuple[int, int]]) -> None:
+    cost = WidthCost.measured(start)
+    before = [cost.of(width) for width in (2, 5, 9)]
+    true = FLAT[60] / FLAT[1]
+    for place in range(12):
+        cost.observe(60, (2 if place == 0 else 1) * true)
+        assert 0.5 * true < cost.of(60) < 2.5 * true
+        assert [cost.of(width) for width in (2, 5, 9)] == before
+    assert cost.of(60) == pytest.approx(true, rel=0.1)
+
+
+def test_what_a_bunch_of_passes_lacks_is_taken_from_the_interval_before() -> None:
+    estimates, noise = estimates_of(TargetEstimates(measured(FLAT)), None), random.Random(0)
+    late_ms = before_ms = 0.0
+    for _ in range(400):
+        before_ms, late_ms = late_ms, noise.uniform(0, 8)
+        result = Pass(0, (5,), 0, 0, forward_ns=int(9.8 * MS))
+        elapsed_ns = int((10 + late_ms - before_ms) * MS)
+        estimates.observe(Outcome(result, Offer(), (b"a",), elapsed_ns), Plan("plain", Prediction(1.0, 10.0 * MS)))
+    assert estimates.forward.single_ns == pytest.approx(10 * MS, rel=0.06)
+
+
+def test_a_growing_text_is_no_slowdown_by_a_draft_elsewhere() -> None:
+    estimates = estimates_of(TargetEstimates(measured(FLAT)), draft := DraftEstimates(measured(FLAT)))
+    ahead = Plan("draft ahead", Prediction(1.0, 10.0 * MS), DraftPace(4), source=DRAFT)
+    for place in range(1000):
+        taken_ns = int((10 + 0.01 * place) * MS)
+        outcome = Outcome(Pass(0, (5,), 0, 0, forward_ns=taken_ns), Offer(), (b"a",), taken_ns)
+        estimates.observe(outcome, ahead if place else Plan("plain", Prediction(1.0, 10.0 * MS)))
+    assert draft.slowdown.value == pytest.approx(1.0, abs=0.02)
+    assert estimates.forward.single_ns == pytest.approx(20 * MS, rel=0.03)
+
+
 def test_one_forward_that_took_long_does_not_count_for_many() -> None:
     cost = ForwardTime(WidthCost(), 0.0)
     for _ in range(20):

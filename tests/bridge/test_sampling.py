@@ -244,6 +244,7 @@ def test_the_test_would_notice_every_biased_scheme() -> None:
         ({"frequency_penalty": math.nan}, "frequency_penalty"),
         ({"logit_bias": {SIZE: 1.0}}, "logit_bias"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),
+        ({"logit_bias": {1: 1e5}}, "logit_bias"),
         ({"stop_token_ids": (1, SIZE)}, "stop_token_ids"),
     ],
 )
@@ -273,11 +274,17 @@ def test_an_end_that_the_model_cannot_produce_is_no_matter() -> None:
 
 def test_extremes_of_what_is_allowed_stay_numbers() -> None:
     for penalty in (0.001, 100.0):
-        for bias in (-1e9, 1e9):
+        for bias in (-1e9, 1e4):
             for temperature in (0.0, 1.0):
                 one = sampler(repetition_penalty=penalty, logit_bias={4: bias, 5: bias}, temperature=temperature)
                 choice = one.choose(np.full(SIZE, -3e3, np.float32), 0, 0, History([4, 99_999], [6]))
                 assert 0.0 <= choice.probability <= 1.0
+
+
+def test_of_two_ids_with_the_largest_bias_the_likelier_one_is_chosen() -> None:
+    logits = np.zeros(SIZE, np.float32)
+    logits[4], logits[5] = 3.0, 3.01
+    assert sampler(logit_bias={4: 1e4, 5: 1e4}).choose(logits, 0, 0).token_id == 5
 
 
 def test_ids_that_cannot_be_chosen_are_no_alternatives() -> None:

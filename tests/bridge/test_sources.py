@@ -30,7 +30,7 @@ from bridge.sources.suffix_index import MAX_PROPOSAL_BYTES
 from bridge.tape import Tape
 from bridge.text.models import Model
 from bridge.text.translation import candidates
-from services.cli.demo import _by_source
+from services.cli.pieces import pieces
 from services.model.draft.session import DraftSession
 from services.rpc.codec import write_delta
 from tests.support import tiny
@@ -358,7 +358,8 @@ async def test_a_delta_names_whoever_proposed_it_and_the_demo_shows_every_byte_o
         async for event in generate(request, MODEL, session):
             if isinstance(event, Delta):
                 assert sum(span.byte_count for span in event.spans) == len(event.text.encode())
-                parts = list(_by_source(write_delta(event)))
+                spans = write_delta(event).spans
+                parts = list(pieces(event.text, ((span.byte_count, span.source) for span in spans)))
                 assert "".join(part for part, _ in parts) == event.text
                 text += event.text
                 for span in event.spans:

@@ -95,6 +95,14 @@ def test_disturbed_forwards_are_measured_again(
     assert machine.count == forwards
 
 
+def test_all_widths_have_the_same_number_of_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of more tries is shorter. The first forwards, of one token, only warm up."""
+    times = iter([1, 1, *[10] * 6])
+    monkeypatch.setattr(engines, "timed", lambda work: (work(), Timing(False, next(times)))[1])
+    found = measure(HashEngine(model("byte_level")), all_logits=True, widths=(1, 2, 3))
+    assert [timing.taken_ns for _, timing in found] == [10, 10, 10]
+
+
 def test_a_slow_engine_is_measured_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The widest forwards are left out, and so are further times of those that were disturbed."""
     now = iter(range(0, 10**12, 10**9))

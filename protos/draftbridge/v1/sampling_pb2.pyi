@@ -128,7 +128,7 @@ class SamplingParameters(_message.Message):
     """Text of this grammar in the Lark syntax of `llguidance`; its first rule is `start`."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these target ids. Ids must exist in the vocabulary; values are between -1e9 and 1e9."""
+        """Added to the logits of these target ids. Ids must exist in the vocabulary; values are between -1e9 and 1e4."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
