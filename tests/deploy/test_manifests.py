@@ -68,8 +68,7 @@ def test_processes_are_configured_as_they_are_connected(overlay: str, tmp_path: 
         values = process.values
         assert ports["grpc"] == port_of(values["listen"])
         assert ports["metrics"] == port_of(values["metrics"])
-        if values.get("http"):
-            assert ports["http"] == port_of(values["http"])
+        assert ports.get("http") == (port_of(values["http"]) if values.get("http") else None)
         assert all(one["targetPort"] in ports for one in services[process.name]["ports"])
         # HTTP/2 in the clear, unless the overlay has TLS.
         named = {one.get("appProtocol") for one in services[process.name]["ports"] if one["name"] == "grpc"}
@@ -121,7 +120,10 @@ def test_processes_are_as_secure_as_their_overlay(overlay: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_probes_ask_the_process_itself(overlay: str, tmp_path: Path) -> None:
-    for process in processes(overlay, tmp_path):
+    found = {one.name: one for one in processes(overlay, tmp_path)}
+    starts = {name: one.container["startupProbe"] for name, one in found.items()}
+    limits = {name: one["periodSeconds"] * one["failureThreshold"] for name, one in starts.items()}
+    for process in found.values():
         environment = {one["name"]: one["value"] for one in process.container.get("env", [])}
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = process.container[kind]
@@ -136,9 +138,10 @@ def test_probes_ask_the_process_itself(overlay: str, tmp_path: Path) -> None:
             assert port_of(environment["DRAFTBRIDGE_CLIENT_SERVER"]) == port_of(process.values["listen"])
             assert environment["DRAFTBRIDGE_CLIENT_SERVER_NAME"] == process.name
             assert environment["DRAFTBRIDGE_CLIENT_CA"] == "/etc/draftbridge-tls/ca.crt"
-        start = process.container["startupProbe"]
-        assert start["periodSeconds"] * start["failureThreshold"] >= 1500
-        assert process.values.get("connect_timeout", 0) <= start["periodSeconds"] * start["failureThreshold"]
+    assert min(limits.values()) >= 1500
+    # A bridge waits for a target that is starting, and is not restarted meanwhile.
+    wait = found["bridge"].values["connect_timeout"]
+    assert limits.get("target", 0) <= wait < limits["bridge"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -147,20 +150,17 @@ def test_selectors_find_pods(overlay: str) -> None:
     labels = [labels_of(one) for one in deployments.values()]
     for budget in of_kind(overlay, "PodDisruptionBudget"):
         assert sum(selects(budget["spec"]["selector"], one) for one in labels) == 1
-    for policy in of_kind(overlay, "NetworkPolicy"):
-        assert any(selects(policy["spec"]["podSelector"], one) for one in labels)
-    for name in ("bridge", "target", "draft"):
-        if name in deployments:
-            chosen = [
-                one
-                for one in of_kind(overlay, "NetworkPolicy")
-                if selects(one["spec"]["podSelector"], labels_of(deployments[name]))
-            ]
-            assert len(chosen) == 1 and set(chosen[0]["spec"]["policyTypes"]) == {"Ingress", "Egress"}
-    (bridge,) = [one["spec"] for one in of_kind(overlay, "NetworkPolicy") if one["metadata"]["name"] == "bridge"]
-    (admitted,) = [one["podSelector"] for one in bridge["ingress"][0]["from"]]
-    assert selects(admitted, {"draftbridge-client": "true"}), "any pod with this label"
-    assert not selects(admitted, labels_of(deployments["draft"]))
+    assert len(of_kind(overlay, "PodDisruptionBudget")) == len(deployments)
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind(overlay, "NetworkPolicy")}
+    for policy in policies.values():
+        assert any(selects(policy["podSelector"], one) for one in labels)
+    for name, one in deployments.items():
+        (policy,) = [policy for policy in policies.values() if selects(policy["podSelector"], labels_of(one))]
+        assert set(policy["policyTypes"]) == ({"Ingress"} if name == "vllm" else {"Ingress", "Egress"})
+    for name in {"bridge", "vllm"} & set(policies):
+        (admitted,) = [one["podSelector"] for one in policies[name]["ingress"][0]["from"]]
+        assert selects(admitted, {"draftbridge-client": "true"}), "any pod with this label"
+        assert not selects(admitted, labels_of(deployments["draft"]))
     # The bridge runs close to the process with which it exchanges a message for each pass or step.
     wanted = "target" if "target" in deployments else "vllm"
     near = deployments["bridge"]["spec"]["template"]["spec"]["affinity"]["podAffinity"]
@@ -206,6 +206,9 @@ def test_vllm_is_given_an_adapter_and_settings_that_exist() -> None:
     read = settings.GuestSettings.read(None, environment)
     bridge = next(one for one in of_kind("overlays/vllm-guests", "Service") if one["metadata"]["name"] == "bridge")
     assert read.bridge == f"bridge:{bridge['spec']['ports'][0]['port']}"
+    (grace,) = [int(one.partition("=")[2]) for one in container["args"] if one.startswith("--shutdown-timeout=")]
+    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert vllm["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] >= pause + grace + 10
     known = {f"DRAFTBRIDGE_GUEST_{one.name.upper()}" for one in fields(settings.GuestSettings)}
     assert set(environment) <= known
     (speculation,) = [one.partition("=")[2] for one in container["args"] if one.startswith("--speculative-config=")]
