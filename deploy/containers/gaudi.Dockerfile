@@ -14,11 +14,13 @@ ARG EXTRA_PACKAGES=""
 WORKDIR /source
 COPY . .
 # The constraints file is for environments without Gaudi, whose transformers is newer. pip keeps the installed torch.
+# The base image has no ensurepip; its own pip installs into the environment whose Python runs it. torch is not
+# imported, because without a Gaudi that may fail or print text.
 RUN --mount=type=cache,target=/root/.cache/pip \
-    python3 -m venv --system-site-packages /opt/draftbridge \
-    && python3 -c 'import torch; print("torch==" + torch.__version__)' > /tmp/installed.txt \
-    && /opt/draftbridge/bin/pip install --disable-pip-version-check --constraint /tmp/installed.txt '.[habana,otel]' \
-        ${EXTRA_PACKAGES}
+    python3 -m venv --without-pip --system-site-packages /opt/draftbridge \
+    && python3 -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > /tmp/installed.txt \
+    && /opt/draftbridge/bin/python -m pip install --disable-pip-version-check --constraint /tmp/installed.txt \
+        '.[habana,otel]' ${EXTRA_PACKAGES}
 
 # Intel names a release in the path, and tags its builds.
 # hadolint ignore=DL3007
