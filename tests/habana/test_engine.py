@@ -233,12 +233,13 @@ def test_logits_of_fixed_widths_do_not_depend_on_the_batch(llama: tuple[Oracle, 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_family_has_static_shapes_and_waits_for_results_only(family: str, tmp_path: Path) -> None:
-    """Without graphs, which hide the operations of the model's class."""
+    """Runs without graphs, which hide the operations of the model's class."""
     Oracle(FAMILIES[family], tmp_path).close()
     with observed.operations() as before:
         engine = opened(tmp_path, use_hpu_graphs=False)
         warm(engine, range(1, 26))
         measure(engine, all_logits=True)
+    assert sum(name.endswith("_cos_cached") for name, _ in engine._model.named_buffers()) == 1, "one for all layers"
     with observed.operations() as after, observed.waits() as waits:
         read = work(engine, seed=0, count=15)
     assert after - before == set()

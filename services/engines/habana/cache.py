@@ -132,7 +132,7 @@ class SlotCache(torch.nn.Module):
 class Past(tuple[tuple[int, int, int, int], ...]):
     """Passed to optimum-habana as one layer's past, so that attention makes tables of positions with `capacity` rows.
 
-    Some classes ask for a shape's last but one number, others for the length that the past has for new tokens.
+    Most classes ask for a shape's last but one number. Gemma's asks for the length that the past has for new tokens.
     """
 
     capacity: int
@@ -152,13 +152,18 @@ class Past(tuple[tuple[int, int, int, int], ...]):
 def install(model: Any) -> list[SlotCache]:
     """Replaces the caches and masks of an optimum-habana model. Returns the caches, none if the model has others.
 
-    The model is usable only inside `attending` afterwards.
+    Layers with equal tables of positions share one afterwards. The model is usable only inside `attending` afterwards.
     """
     caches = []
+    tables: dict[tuple[type, tuple[float, ...]], torch.nn.Module] = {}
     for module in model.modules():
         if hasattr(module, "k_cache") and hasattr(module, "v_cache"):
             module.k_cache, module.v_cache = SlotCache(), SlotCache()
             caches += [module.k_cache, module.v_cache]
+        if hasattr(module, "rotary_emb"):
+            # Each layer has made the same table of sines and cosines: gigabytes in total if the context is long.
+            table = module.rotary_emb
+            module.rotary_emb = tables.setdefault((type(table), tuple(table.inv_freq.tolist())), table)
     family = sys.modules[type(model).__module__]
     if not hasattr(family, _MASK_FUNCTION):
         return []
