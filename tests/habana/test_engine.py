@@ -12,6 +12,7 @@ from habana_frameworks import observed
 from bridge.errors import UnusableModel
 from services.engines.engine import Row, measure, warm
 from services.engines.fixed_width import FixedWidthEngine
+from services.engines.habana.cache import SlotCache
 from services.engines.habana.engine import HabanaEngine
 from tests.habana.fresh import in_fresh_process
 from tests.habana.models import FAMILIES, opened
@@ -194,6 +195,15 @@ def test_bfloat16_is_the_default_and_close(llama: tuple[Oracle, Path]) -> None:
 def test_a_missing_gaudi_is_named(llama: tuple[Oracle, Path]) -> None:
     with pytest.raises(UnusableModel, match="there is no device hpu"):
         HabanaEngine(llama[1])
+
+
+def test_a_full_memory_is_named(llama: tuple[Oracle, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(cache: SlotCache, cell_count: int) -> None:
+        raise RuntimeError("[Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::939524096 (896)MB")
+
+    monkeypatch.setattr(SlotCache, "allocate", allocate)
+    with pytest.raises(UnusableModel, match=r"3 sequences do not fit .*896.*: decrease --kv-memory or --slots"):
+        opened(llama[1])
 
 
 def test_a_window_that_a_class_ignores_limits_the_context(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Rolling back is a smaller `keep`: cells after it are overwritten later, and no m
 import atexit
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,6 +42,8 @@ _log = logging.getLogger(__name__)
 _DTYPES = {"auto": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # As for the torch engine: not measured on a Gaudi, see docs/guides/gaudi.md.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 0.75}
+# Gaudi's library has no type for this error: "... MODULE:PT_DEVMEM Allocation failed for size::939524096 (896)MB".
+_MEMORY_FULL = re.compile("memory|alloc", re.IGNORECASE)
 
 
 class HabanaEngine:
@@ -210,7 +213,13 @@ class HabanaEngine:
             for length in self._shapes.lengths * 2:
                 self.copy(0, 1, length)
 
-    def _unusable(self, reason: object) -> UnusableModel:
+    def _unusable(self, reason: Exception) -> UnusableModel:
+        if isinstance(reason, RuntimeError) and _MEMORY_FULL.search(str(reason)):
+            return UnusableModel(
+                f"the model and {self.slot_count} sequences do not fit into the memory of {self.device} "
+                f"({' '.join(str(reason).split())[:200]}): decrease --kv-memory or --slots, use --limit-hpu-graphs, or "
+                "choose a smaller model"
+            )
         return UnusableModel(
             f"a {self._config.model_type} model cannot be served by optimum-habana with fixed slots ({reason}): choose "
             "a Llama, Qwen2, Mistral or Gemma model, or use --engine torch",
