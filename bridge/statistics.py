@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from bridge.planning.choice import DraftChoice
 from bridge.planning.prediction import Plan
-from bridge.sources.source import CandidateSource, Outcome
+from bridge.sources.source import DRAFT, CandidateSource, Outcome
 
 
 @dataclass
@@ -38,6 +38,18 @@ class PlanStatistics:
 
 
 @dataclass
+class DraftPasses:
+    """The passes by which a draft is judged: with its candidates, or without any. The first pass is left out.
+
+    `plain_passes`: their time, in times of a pass without candidates under the same load.
+    """
+
+    pass_count: int = 0
+    token_count: int = 0
+    plain_passes: float = 0.0
+
+
+@dataclass
 class Statistics:
     """Counts what a generation did. Token counts are in the target's tokens, times in nanoseconds."""
 
@@ -58,6 +70,7 @@ class Statistics:
     current_plan: str = ""
     sources: dict[str, SourceStatistics] = field(default_factory=dict)
     plans: dict[str, PlanStatistics] = field(default_factory=dict)
+    draft_passes: DraftPasses = field(default_factory=DraftPasses)
     # The names of the drafts that took part, in order, and why the first one was chosen.
     drafts: list[str] = field(default_factory=list)
     draft_choice: DraftChoice | None = None
@@ -118,6 +131,11 @@ class Statistics:
         counted.predicted_ns += plan.prediction.ns
         counted.plain_ns += len(result.token_ids) * plan.plain_ns
         self.current_plan = plan.description
+        # Under such a plan, a pass may have candidates of another source all the same.
+        if plan.plain_ns and plan.source in ("", DRAFT) and set(outcome.tried.sources) <= {DRAFT}:
+            self.draft_passes.pass_count += 1
+            self.draft_passes.token_count += len(result.token_ids)
+            self.draft_passes.plain_passes += outcome.elapsed_ns / plan.plain_ns
 
     def finish(self, sources: Sequence[CandidateSource]) -> None:
         """Adds the counts that only the sources have."""

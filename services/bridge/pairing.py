@@ -160,20 +160,15 @@ class Assignment:
 def _shown(statistics: Statistics) -> PairRecord:
     """Returns what a request has shown about its drafts so far."""
     drafted = statistics.sources.get(DRAFT) or SourceStatistics(DRAFT)
-    # The planner knows the load of each pass; passes of prompt lookup show nothing about a draft.
-    plans = [one for one in statistics.plans.values() if one.plain_ns and _concerns_draft(one.plan)]
+    passes = statistics.draft_passes
     return PairRecord(
-        token_count=sum(one.token_count for one in plans),
-        plain_passes=sum(one.token_count * one.elapsed_ns / one.plain_ns for one in plans),
-        pass_count=sum(one.target_pass_count for one in plans),
+        token_count=passes.token_count,
+        plain_passes=passes.plain_passes,
+        pass_count=passes.pass_count,
         candidate_count=drafted.num_draft_tokens,
         accepted_count=drafted.num_accepted_tokens,
         accepted_byte_count=drafted.accepted_byte_count,
     )
-
-
-def _concerns_draft(plan: str) -> bool:
-    return plan.split(" ")[0] in ("plain", DRAFT)  # the first word names the source
 
 
 def _learns(request: Request) -> bool:

@@ -10,9 +10,10 @@ import pytest
 from bridge.errors import PromptTooLong, Unreachable
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.planning.prediction import Plan, Prediction
+from bridge.ports import Pass
 from bridge.request import Request
-from bridge.sources.source import DRAFT
-from bridge.statistics import PlanStatistics
+from bridge.sources.source import DRAFT, Offer, Outcome
 from bridge.text.chat import Chat, Message
 from services.bridge.backend import Opened
 from services.bridge.connection import State
@@ -291,13 +292,21 @@ async def test_each_draft_of_a_request_is_judged_by_its_own_passes_without_those
         assignment = pairing.assign(target, Request("The ", max_tokens=8), Wish(workload="tales"))
         first = assignment.next(None)
         assignment.take_over()
-        plans = assignment.statistics.plans
-        plans["plain"] = PlanStatistics("plain", 64, 64, elapsed_ns=64_000, plain_ns=64_000.0)
-        plans["suffix"] = PlanStatistics("suffix", 10, 100, elapsed_ns=10_000, plain_ns=100_000.0)
+        statistics = assignment.statistics
+
+        def observe(count: int, tokens: int, source: str, *tried: str) -> None:
+            outcome = Outcome(Pass(0, (5,) * tokens, 0, 0), Offer((5,) * len(tried), tried), (b"a",) * tokens, 1000)
+            for _ in range(count):
+                statistics.observe(outcome, Plan(source or "plain", Prediction(1.0, 1e3), source=source, plain_ns=1e3))
+
+        observe(64, 1, "")
+        observe(10, 10, "suffix", "suffix")
+        observe(10, 10, "", "suffix")
         second = assignment.next(Unreachable("x", "it did not answer"))
         assert first and second and second is not first
         assignment.take_over()
-        plans["draft in turns"] = PlanStatistics("draft in turns", 20, 60, elapsed_ns=30_000, plain_ns=60_000.0)
+        observe(30, 2, DRAFT, DRAFT)
+        observe(10, 10, DRAFT, "suffix")
         _, event = await text_of(gateway, "", Wish(), Mode.OFF)
         assignment.finished(event)
         found = {one.draft.model.name: one.record for one in pairing.states("tales")}
