@@ -214,7 +214,7 @@ def write_statistics(statistics: Statistics) -> bridge_pb2.SpeculationStatistics
         "plans": [bridge_pb2.PlanStatistics(**vars(plan)) for plan in statistics.plans.values()],
         "draft_choice": bridge_pb2.DraftChoice(**vars(choice)) if (choice := statistics.draft_choice) else None,
     }
-    del counted["cached_token_count"]
+    del counted["cached_token_count"], counted["draft_passes"]
     return bridge_pb2.SpeculationStatistics(
         predicted_tokens_per_second=statistics.predicted_tokens_per_second,
         measured_tokens_per_second=statistics.measured_tokens_per_second,
