@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bridge.planning.choice import DraftChoice
 from bridge.planning.prediction import Plan
@@ -74,6 +75,11 @@ class Statistics:
     # The names of the drafts that took part, in order, and why the first one was chosen.
     drafts: list[str] = field(default_factory=list)
     draft_choice: DraftChoice | None = None
+
+    @property
+    def reported(self) -> dict[str, Any]:
+        """Returns the fields that clients receive together. Cached tokens are a part of the usage."""
+        return {name: value for name, value in vars(self).items() if name not in ("cached_token_count", "draft_passes")}
 
     @property
     def predicted_tokens_per_second(self) -> float:

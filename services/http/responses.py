@@ -87,9 +87,8 @@ class Choice:
 
 
 def _counted(statistics: Statistics) -> Json:
-    counted = {name: value for name, value in vars(statistics).items() if name != "cached_token_count"}
     return {
-        **counted,
+        **statistics.reported,
         # Meaningful only as a sum, which may be negative while the request runs.
         "network_ns": max(statistics.network_ns, 0),
         "predicted_tokens_per_second": statistics.predicted_tokens_per_second,

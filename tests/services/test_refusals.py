@@ -69,7 +69,7 @@ def test_wrong_requests_are_refused_with_code_reason_and_remedy(
         ({"logit_bias": {-5: 1.0}}, "logit_bias must hold ids between 0"),
         ({"temperature": -1.0}, "sampling.temperature must be between 0 and 100"),
         ({"top_p": 0.0}, "sampling.top_p must be above 0 and at most 1"),
-        ({"logit_bias": {3: 1e39}}, r"sampling.logit_bias\[3\] must be between -1e9 and 1e9"),
+        ({"logit_bias": {3: 1e39}}, r"sampling.logit_bias\[3\] must be between -1e9 and 1e4"),
         ({"repetition_penalty": 1e-46}, "sampling.repetition_penalty must be between 0.001 and 100"),
         ({"stop": ["x"] * 65}, "stop must be at most 64 strings"),
         ({"stop": [""]}, "stop must be made of non-empty strings"),
