@@ -130,7 +130,7 @@ class Assignment:
         broken = isinstance(known, ProtocolViolation)
         if known and (broken or is_lost(known)) and self.replicas(draft):
             return draft
-        # A prompt or chat that the draft does not take says nothing about those of other requests.
+        # Other requests may have prompts and chats that the draft takes.
         if broken or not isinstance(known, InvalidRequest):
             self._pairing.pauses.failed(self._target, draft)
         return None
