@@ -1,16 +1,18 @@
-"""Measures how many candidates are accepted from a greedy draft, an independent one, and one with shared noise.
+"""Measures how many candidates are accepted from drafts of several temperatures, with shared and independent noise.
 
-    python -m benchmarks.acceptance [--swap] [--prompts FILE] [--count 60] [--tokens 32] [--json FILE]
+    python -m benchmarks.acceptance [--target MODEL] [--draft MODEL] [--temperatures 0.7 1]
+        [--drafts 0 independent 0.7 0.85 1] [--prompts FILE] [--count 60] [--tokens 32] [--json FILE]
 
-Runs in lockstep at several temperatures. The three drafts differ only in temperature or seed. Both models run in this
-process, with several prompts at once, in bfloat16 where the machine supports it; so speeds here mean nothing.
-FILE of prompts: see `benchmarks.prompts`; the default is its own 12.
+Runs in lockstep at several temperatures. The drafts differ only in temperature or seed: a number is a draft's
+temperature as a share of the target's, and `independent` has the target's temperature, but noise of its own. Both
+models run in this process, with several prompts at once, in bfloat16 where the machine supports it; so speeds here mean
+nothing. FILE of prompts: see `benchmarks.prompts`; the default is its own 12.
 """
 
 import argparse
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -34,7 +36,8 @@ from services.model.target.session import TargetSession
 from services.store.resolve import resolve
 
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
-DRAFTS = ("greedy", "independent", "shared noise")
+INDEPENDENT = "independent"
+DRAFTS = ("0", INDEPENDENT, "0.7", "0.85", "1")
 SEED = 1
 TOGETHER = 12
 
@@ -42,19 +45,23 @@ TOGETHER = 12
 def main() -> None:
     """Runs the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--swap", action="store_true", help="exchange target and draft")
+    parser.add_argument("--target", default=DEFAULT_TARGET)
+    parser.add_argument("--draft", default=DEFAULT_DRAFT)
+    parser.add_argument("--temperatures", nargs="+", type=float, default=TEMPERATURES)
+    parser.add_argument("--drafts", nargs="+", default=DRAFTS, help="shares of the temperature, or independent")
     parser.add_argument("--prompts", type=Path, default=prompts.OWN)
     parser.add_argument("--count", type=int, default=60, help="maximum number of prompts, spread over the categories")
     parser.add_argument("--tokens", type=int, default=32, help="tokens generated for each prompt")
     parser.add_argument("--draft-tokens", type=int, default=5, help="tokens that the draft proposes per round")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    names = (DEFAULT_DRAFT, DEFAULT_TARGET) if arguments.swap else (DEFAULT_TARGET, DEFAULT_DRAFT)
-    target, draft = (_load(name) for name in names)
+    target, draft = _load(arguments.target), _load(arguments.draft)
     inputs = [prompts.as_input(one) for one in prompts.read(arguments.prompts, arguments.count)]
-    rows = asyncio.run(_measure(target, draft, inputs, arguments.tokens, arguments.draft_tokens))
+    kinds = {temperature: arguments.drafts if temperature else ["0"] for temperature in arguments.temperatures}
+    rows = asyncio.run(_measure(target, draft, inputs, kinds, arguments.tokens, arguments.draft_tokens))
     title = (
-        f"{names[0]} <- {names[1]}, {len(inputs)} prompts, {arguments.tokens} tokens, {arguments.draft_tokens} a round"
+        f"{arguments.target} <- {arguments.draft}, {len(inputs)} prompts, {arguments.tokens} tokens, "
+        f"{arguments.draft_tokens} a round"
     )
     Console(width=120).print(_table(rows, title))
     if arguments.json:
@@ -70,16 +77,20 @@ def _load(name: str) -> LoadedModel:
 
 
 async def _measure(
-    target: LoadedModel, draft: LoadedModel, inputs: Sequence[str | Chat], tokens: int, draft_tokens: int
+    target: LoadedModel,
+    draft: LoadedModel,
+    inputs: Sequence[str | Chat],
+    kinds: Mapping[float, Sequence[str]],
+    tokens: int,
+    draft_tokens: int,
 ) -> list[dict[str, object]]:
     found: dict[tuple[float, str], list[Finished]] = {}
     for start in range(0, len(inputs), TOGETHER):
         batch = inputs[start : start + TOGETHER]
         # Reading this many prompts takes longer than the target's patience, so they are read into the caches first.
-        await asyncio.gather(*(_run(target, draft, one, 0.0, "greedy", 2, draft_tokens) for one in batch))
-        for temperature in TEMPERATURES:
-            # At temperature 0 all three drafts are the same.
-            for kind in DRAFTS if temperature else ("greedy",):
+        await asyncio.gather(*(_run(target, draft, one, 0.0, "0", 2, draft_tokens) for one in batch))
+        for temperature, drafts in kinds.items():
+            for kind in drafts:
                 runs = [_run(target, draft, one, temperature, kind, tokens, draft_tokens) for one in batch]
                 found.setdefault((temperature, kind), []).extend(await asyncio.gather(*runs))
         Console(stderr=True).print(f"[dim]{min(start + TOGETHER, len(inputs))} of {len(inputs)} prompts[/]")
@@ -96,9 +107,9 @@ async def _run(
     draft_tokens: int,
 ) -> Finished:
     sampling = SamplingParameters(temperature=temperature)
-    drafting = sampling.for_draft(0.0 if kind == "greedy" else None)
+    drafting = sampling.for_draft(temperature * (1.0 if kind == INDEPENDENT else float(kind)))
     # Far from the target's seed, so that the two draw independent noise.
-    seed = SEED + 1_000_003 if kind == "independent" else SEED
+    seed = SEED + 1_000_003 if kind == INDEPENDENT else SEED
     request = Request(
         input_,
         sampling=sampling,

@@ -68,7 +68,7 @@ class SpeculationParameters:
     """Holds the user's settings for speculation; names follow Hugging Face's assisted generation.
 
     `sources` names the sources that may propose; if empty, all that the mode uses may. `draft_temperature` is the
-    temperature of the draft; if None, it is the request's.
+    temperature of the draft; if None, see `SamplingParameters.for_draft`.
     """
 
     mode: Mode = Mode.AUTO

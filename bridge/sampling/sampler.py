@@ -28,8 +28,12 @@ _RANGES = {
 _FIRST_DEPTH_NATS = 4.0
 # Probabilities are reported as if the temperature were at least this high, so that scores divided by it are finite.
 _LEAST_TEMPERATURE = 1e-6
-# Sampling from all ids first considers this many of the best ones, at least, and searches them in steps of this factor.
-_NEAR_COUNT, _DEEPER = 64, 1.5
+# A draft's default temperature as a share of the request's. A small model's distribution is flatter than the target's,
+# so at the same temperature it proposes unlikely tokens too often (docs/measurements/sampling.md).
+_DRAFT_SHARPNESS = 0.85
+# Sampling from all ids first considers at least this many of the best ones, which it finds by the maxima of this
+# number of parts.
+_NEAR_COUNT, _PARTS = 64, 512
 
 
 @dataclass(frozen=True)
@@ -79,9 +83,9 @@ class SamplingParameters:
     def for_draft(self, temperature: float | None = None) -> "SamplingParameters":
         """Returns the parameters for a draft: temperature, truncation and grammar, without those on ids or the end.
 
-        `temperature` replaces the request's.
+        `temperature` is the draft's, instead of the default, which is a little lower than the request's.
         """
-        temperature = self.temperature if temperature is None else temperature
+        temperature = _DRAFT_SHARPNESS * self.temperature if temperature is None else temperature
         return SamplingParameters(temperature, self.top_k, self.top_p, self.min_p, grammar=self.grammar)
 
     def ends(self, eos: Iterable[int]) -> frozenset[int]:
@@ -215,15 +219,15 @@ class Sampler:
         Noise for all ids would take longer than anything else here, so it is computed for some of the best ids. Any
         other id needs enough noise to exceed the second largest of their sums.
         """
-        temperature, depth = self.parameters.temperature, _FIRST_DEPTH_NATS
+        temperature = self.parameters.temperature
         # Rounding may have decided against ids that are lower by the tolerance: they count for `Choice.near_tie`.
         keys, floor = self.keys[: len(scores)], _floor(best - self.tolerance, temperature)
-        near, limit = np.empty(0, np.int64), np.float32(best)
-        while len(near) < _NEAR_COUNT:
-            limit = np.float32(best - depth * temperature)
-            if not floor < limit < best:  # at a temperature near 0, differences of the noise do not count at all
-                return np.flatnonzero(scores >= floor)
-            near, depth = np.flatnonzero(scores >= limit), depth * _DEEPER
+        # Each part of the ids has at least one score that is as high as its maximum.
+        parts = scores[: len(scores) // _PARTS * _PARTS].reshape(-1, _PARTS).max(axis=0, initial=-np.inf)
+        limit = np.partition(parts, -_NEAR_COUNT)[-_NEAR_COUNT]
+        if limit <= floor:
+            return np.flatnonzero(scores >= floor)
+        near = np.flatnonzero(scores >= limit)
         sums = _scaled(scores[near], best, temperature) + gumbel(self.seed, offset, counter, keys[near])
         least = float(np.partition(sums, -2)[-2]) - float(_scaled(np.array([limit]), best, temperature)[0])
         others = reaching(self.seed, offset, counter, keys, least)

@@ -160,7 +160,9 @@ class Speculation(_message.Message):
     assistant_confidence_threshold: _builtins.float
     """The draft stops proposing after the first token to which it gives a probability below this. From 0 to 1; default 0."""
     draft_temperature: _builtins.float
-    """Temperature of the draft, 0 to 100; default is the request's. It affects the number of accepted candidates only."""
+    """Temperature of the draft, 0 to 100; by default 0.85 times the request's. It affects only how many candidates are
+    accepted.
+    """
     @_builtins.property
     def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the sources that may propose candidates: "grammar" (what the request's grammar leaves no choice about),

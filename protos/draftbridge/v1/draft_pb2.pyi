@@ -75,8 +75,8 @@ class DraftOpen(_message.Message):
     """SHA-256 in hex of the expected `tokenizer.json`. Another is FAILED_PRECONDITION, MODEL_CHANGED; empty accepts any."""
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplingParameters:
-        """The bridge sends the request's temperature (or `draft_temperature`), `top_k`, `top_p`, `min_p` and grammar, and no
-        other field. They apply to the draft's own vocabulary. A draft may ignore them all.
+        """The bridge sends the draft's temperature (see `Speculation.draft_temperature`) and the request's `top_k`, `top_p`,
+        `min_p` and grammar, and no other field. They apply to the draft's own vocabulary. A draft may ignore them all.
         """
 
     def __init__(
