@@ -100,7 +100,7 @@ class GuestSequence:
         # Whether the engine may hold candidates of an earlier answer.
         self._offered = False
         self._rest = _NOTHING
-        self._observed: tuple[Outcome, Plan] | None = None
+        self._observed: tuple[Outcome, Plan, Sequence[Offer]] | None = None
         # The plan of the last choice, which the next forward follows.
         self._plan = self._speculation.plan
         self._planned = self._refreshed = self._timed_out = False
@@ -185,8 +185,8 @@ class GuestSequence:
         rest = self._rest
         self._rest = rest.part(len(ids)) if rest.token_ids[: len(ids)] == result.token_ids else _NOTHING
         self._sources.observe(outcome)
+        self._observed = outcome, self._plan, self._speculation.offers if self._refreshed else ()
         self._planned = self._refreshed = False
-        self._observed = outcome, self._plan
         return outcome
 
     def propose(self, answer: Answer, id_: int, offer: Offer, width: int) -> None:
@@ -252,8 +252,9 @@ class GuestSequence:
         """
         speculation = self._speculation
         if self._observed:
-            self._estimates.observe(*self._observed)
-            speculation.statistics.observe(*self._observed)
+            outcome, plan, offers = self._observed
+            self._estimates.observe(outcome, plan, offers)
+            speculation.statistics.observe(outcome, plan)
             self._observed = None
             self._look_after_draft()
         if not self._planned and (alone or self.has_draft or self._sources.seeking):

@@ -40,9 +40,9 @@ class Speculation:
         return state is not None and state.stale
 
     def observe(self, outcome: Outcome) -> None:
-        """Reports which candidates of a pass were accepted."""
+        """Reports a pass, and so which of the present offers' candidates were right."""
         self.sources.observe(outcome)
-        self.planner.estimates.observe(outcome, self.plan)
+        self.planner.estimates.observe(outcome, self.plan, self.offers)
         self.statistics.observe(outcome, self.plan)
 
     def refresh(self, limit_bytes: int = MAX_OFFERED_BYTES) -> None:

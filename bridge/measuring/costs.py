@@ -60,6 +60,7 @@ class WidthCost:
     def __post_init__(self) -> None:
         # The forwards seen at each width. Until then its ratio is a prior, or what the service measured at its start.
         self._seen = [0.0] * len(_KNOTS)
+        self._reported = tuple(self.ratios)
         self._tabulate()
 
     def _tabulate(self) -> None:
@@ -98,22 +99,25 @@ class WidthCost:
         self._tabulate()
 
     def forget(self, width: int) -> None:
-        """Lowers the ratios of forwards wider than `width` and all that were seen a little, to what is likely.
+        """Lowers the ratios of forwards wider than `width` and all that were seen, a little, to what is likely.
 
         Other work may have disturbed the service when it measured them, and what seems too expensive is never tried.
-        It is likely that each further token costs as much as in a forward of `width` tokens, or in the widest seen.
+        It is likely that each further token costs as much as in a forward of `width` tokens, or in the widest seen. If
+        these turn out to be expensive, what was lowered rises again.
         """
         seen = (knot for knot, count in zip(_KNOTS, self._seen, strict=True) if count >= _ENOUGH_SEEN)
         widest = max([width, *seen])
         step = max((self.of(widest) - 1) / max(widest - 1, 1), _PRIOR_STEP)
-        faded = False
+        changed = False
         for index, knot in enumerate(_KNOTS):
-            likely = 1 + step * (knot - 1)
-            if knot > widest and self.ratios[index] > _NEARLY_LIKELY * likely:
-                lower = self.ratios[index] + _FORGOTTEN * (likely - self.ratios[index])
-                self.ratios[index] = max(lower, self.ratios[index - 1])
-                faded = True
-        if faded:
+            if knot <= widest:
+                continue
+            ratio, likely = self.ratios[index], 1 + step * (knot - 1)
+            goal = likely if ratio > _NEARLY_LIKELY * likely else max(ratio, min(likely, self._reported[index]))
+            if goal != ratio:
+                self.ratios[index] = max(ratio + _FORGOTTEN * (goal - ratio), self.ratios[index - 1])
+                changed = True
+        if changed:
             self._tabulate()
 
 

@@ -15,6 +15,7 @@ from bridge.measuring.costs import MAX_DELAY_RATIO, PRIOR_HOP_NS, Ewma, ForwardT
 from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.planning.prediction import Plan, Prediction
 from bridge.sources.source import DRAFT, CandidateSource, Offer, Outcome
+from bridge.text.common_prefix import common_prefix_length
 
 # Average bytes of a target token until some were seen, and the weight of each new token.
 _PRIOR_TOKEN_BYTES, _TOKEN_BYTES_FRESH = 4.0, 0.02
@@ -33,7 +34,7 @@ _RATIO_PRIOR, _RATIO_FADE = 6.0, 0.99
 _MIN_RATIO = 0.1
 # A pass counts as at most this multiple of its predicted time: the machine may have stalled.
 _MAX_TIME_RATIO = 3.0
-# The least prior chance of candidates that are tried, once in a while, though they are not expected to pay.
+# The least chance of candidates that are tried, once in a while, though they are not expected to pay.
 _PROMISING = 0.5
 # The weight of the newest pass in the average gain from waiting for candidates.
 _GAIN_FRESH = 0.2
@@ -197,14 +198,14 @@ class RequestEstimates:
         return [self.chances[source].of(evidence) for source, evidence in pairs]
 
     def is_promising(self, offer: Offer) -> bool:
-        """Returns whether the source itself expects the first candidate to be right: only that is worth a trial."""
-        return self.chances[offer.sources[0]].shared.prior_of(offer.evidence[0]) >= _PROMISING
+        """Returns whether the first candidate is probably right: only then does a trial cost next to nothing."""
+        return self.chances_of(offer, 1)[0] >= _PROMISING
 
-    def observe(self, outcome: Outcome, plan: Plan) -> None:
-        """Records a pass that was made under a plan."""
+    def observe(self, outcome: Outcome, plan: Plan, offers: Sequence[Offer] = ()) -> None:
+        """Records a pass that was made under a plan, and what the sources offered for it, sent or not."""
         result, shared = outcome.result, self.shared
         self.pass_count, self.target_waits = self.pass_count + 1, plan.holds_back
-        self._observe_candidates(outcome, plan)
+        self._observe_candidates(outcome, plan, offers)
         used = set(outcome.tried.sources) or {""}
         if self.chances:  # plain passes of requests without sources do not show what candidates cost
             for way in ("", *self.chances):
@@ -254,20 +255,30 @@ class RequestEstimates:
         if plan.source and plan.name == plan.source and plan.plain_ns:
             corrections.setdefault(plan.source, Correction()).observe(accepted, elapsed_ns, plan)
 
-    def _observe_candidates(self, outcome: Outcome, plan: Plan) -> None:
-        accepted, tried = outcome.result.accepted_token_count, outcome.tried
-        verified = [
-            (source, evidence, float(place < accepted))
-            for place, (source, evidence) in enumerate(zip(tried.sources, tried.evidence, strict=True))
-            if place <= accepted
-        ]
+    def _observe_candidates(self, outcome: Outcome, plan: Plan, offers: Sequence[Offer]) -> None:
+        result, tried = outcome.result, outcome.tried
+        verified = _verified(tried, result.accepted_token_count, len(tried.token_ids))
+        drafted = [(place, right) for place, (source, _, right) in enumerate(verified, start=1) if source == DRAFT]
+        for offer in offers:
+            # What a source proposes at once shows its chances even if it was not worth verifying.
+            if not {DRAFT, *tried.sources}.intersection(offer.sources):
+                agreed = common_prefix_length(offer.token_ids, result.token_ids)
+                verified += _verified(offer, agreed, len(result.token_ids))
         for name, chances in self.chances.items():
             chances.observe([(evidence, right) for source, evidence, right in verified if source == name])
         if self.draft:
-            self.positions.observe(
-                [(place + 1, right) for place, (source, _, right) in enumerate(verified) if source == DRAFT]
-            )
-            answered = outcome.result.waited_ns >= _MIN_WAITED_NS and not outcome.timed_out
+            self.positions.observe(drafted)
+            answered = result.waited_ns >= _MIN_WAITED_NS and not outcome.timed_out
             if plan.pace.turns and not tried.token_ids and answered:
                 # The draft had nothing to propose, which is worth no more than a wrong token.
                 self.positions.observe([(1, 0.0)])
+
+
+def _verified(offer: Offer, right_count: int, known_count: int) -> list[tuple[str, float, float]]:
+    """Returns the source and evidence of each candidate up to the first wrong one, and 1 if it was right, else 0.
+
+    Whether the candidates after the first `known_count` were right is not known.
+    """
+    end = min(right_count + 1, known_count)
+    pairs = zip(offer.sources[:end], offer.evidence[:end], strict=True)
+    return [(source, evidence, float(place < right_count)) for place, (source, evidence) in enumerate(pairs)]

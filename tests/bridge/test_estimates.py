@@ -16,8 +16,13 @@ from bridge.planning.prediction import Plan, Prediction
 from bridge.ports import Pass, Proposal
 from bridge.request import Request
 from bridge.sources.source import DRAFT, DraftPace, DraftState, Offer, Outcome
+from bridge.sources.suffix import SuffixSource
+from bridge.tape import Tape
 from tests.bridge.test_credit import MODEL, CreditedTarget
-from tests.support.simulated import FLAT, MS, STEEP, Simulated, estimates_of, measured
+from tests.support import tiny
+from tests.support.simulated import FLAT, HOPELESS, MS, STEEP, Simulated, estimates_of, measured
+
+PLAIN = Plan("plain", Prediction(1.0, MS))
 
 
 def test_an_average_begins_with_its_first_value() -> None:
@@ -190,6 +195,60 @@ def test_a_draft_s_tokens_are_counted_by_their_position() -> None:
     assert draft.positions.of(1) > 0.9
     assert draft.positions.of(2) > 0.9
     assert draft.positions.of(3) < 0.3
+
+
+def test_candidates_that_were_not_sent_show_the_chances_of_their_source() -> None:
+    """A plain pass shows whether the first candidate would have been right, a pass of two tokens whether two were."""
+    shared = TargetEstimates(measured(FLAT))
+    sources = [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))]
+    estimates = estimates_of(shared, shared.draft("draft", [(1, MS)]), sources)
+    offer = Offer((1, 2, 3), ("suffix",) * 3, (0.2, 0.6, 0.95))
+    drafted = Offer((1,), ("draft",), (0.4,))
+    before = {evidence: shared.chances["suffix"].of(evidence) for evidence in offer.evidence}
+    for _ in range(100):
+        right, wrong = (Pass(0, (id_,), 0, 0, forward_ns=MS) for id_ in (1, 9))
+        for result in (right, right, wrong):
+            estimates.observe(Outcome(result, Offer(), (b"a",), MS), PLAIN, [drafted, offer])
+        # The draft's candidate was tried and right, and then the target chose a token itself.
+        result = Pass(0, (1, 9), 1, 1, forward_ns=MS)
+        estimates.observe(Outcome(result, drafted, (b"a", b"b"), MS), PLAIN, [drafted, offer])
+    chances = shared.chances["suffix"]
+    assert chances.of(0.2) == pytest.approx(3 / 4, abs=0.02)
+    assert chances.of(0.6) < 0.1
+    assert chances.of(0.95) == before[0.95], "a wrong candidate shows nothing about the next"
+    draft = shared.drafts["draft"].chances
+    assert draft.of(0.4) > 0.9, "only tried candidates of a draft count"
+
+
+async def test_a_request_learns_from_candidates_that_its_target_ignores() -> None:
+    estimates = TargetEstimates()
+    request = Request("a", max_tokens=60)
+    assert [event async for event in generate(request, MODEL, CreditedTarget(), estimates=lambda: estimates)]
+    assert estimates.chances["suffix"].of(0.99) > 0.99
+
+
+def test_a_candidate_is_not_counted_twice() -> None:
+    shared = TargetEstimates(measured(FLAT))
+    estimates = estimates_of(shared, None, [SuffixSource(Tape(tiny.model("byte_level").vocabulary, ()))])
+    offer = Offer((1,), ("suffix",), (0.2,))
+    twin = Chances(SuffixSource.evidence_edges, SuffixSource.prior_chances)
+    for id_ in (1, 9):
+        result = Pass(0, (1, 5) if id_ == 1 else (9,), int(id_ == 1), 1, forward_ns=MS)
+        estimates.observe(Outcome(result, offer, (b"a",) * len(result.token_ids), MS), PLAIN, [offer])
+        twin.observe(0.2, float(id_ == 1))
+    assert shared.chances["suffix"].of(0.2) == twin.of(0.2)
+
+
+def test_what_was_doubted_is_believed_again_when_narrower_forwards_confirm_it() -> None:
+    costs = WidthCost.measured(measured(HOPELESS))
+    for _ in range(100):
+        costs.forget(1)
+    assert costs.of(9) < 0.5 * HOPELESS[9] / HOPELESS[1], "a disturbed measurement would be found out"
+    for _ in range(10):
+        costs.observe(2, HOPELESS[2] / HOPELESS[1])
+    for _ in range(200):
+        costs.forget(1)
+    assert costs.of(9) == pytest.approx(HOPELESS[9] / HOPELESS[1], rel=0.1)
 
 
 def test_each_level_of_load_has_its_own_costs() -> None:

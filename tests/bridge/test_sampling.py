@@ -253,6 +253,14 @@ def test_what_makes_no_sense_is_refused_by_name_with_its_range(parameters: dict[
         SamplingParameters(**parameters).checked(lambda id_: id_ < SIZE)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("temperature", "chosen", "drafts"), [(1.0, None, 0.85), (0.0, None, 0.0), (1.0, 1.0, 1.0)])
+def test_a_draft_samples_at_a_lower_temperature_unless_one_is_chosen(
+    temperature: float, chosen: float | None, drafts: float
+) -> None:
+    sampling = SamplingParameters(temperature, top_k=5, min_tokens=3, logit_bias={1: 2.0})
+    assert sampling.for_draft(chosen) == SamplingParameters(drafts, top_k=5)
+
+
 def test_a_top_k_of_0_is_off() -> None:
     logits = np.zeros(SIZE, np.float32)
     one, off = sampler(temperature=1.0), sampler(temperature=1.0, top_k=0)

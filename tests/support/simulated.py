@@ -17,6 +17,8 @@ MS = 1_000_000
 # Milliseconds of a forward, by its number of tokens.
 FLAT = {width: 9.7 + 0.3 * width for width in range(1, 65)}
 STEEP = {1: 5.5} | {width: 7.0 + 0.8 * width for width in range(2, 65)}
+# An id that no source proposes.
+_WRONG = 999_999
 HOPELESS = {width: 10.0 * width for width in range(1, 65)}
 
 
@@ -91,11 +93,17 @@ class Simulated:
         offer, width = self.planner.choose(offers, plan)
         tried = offer.part(0, width)
         self.candidates += width
-        accepted = next((place for place in range(width) if self._noise.random() > self._right), width)
+        right = next((place for place in range(len(ids)) if self._noise.random() > self._right), len(ids))
+        accepted = min(right, width)
         taken_ms = self._times[width + 1] * (self._slowdown if plan.runs_ahead else 1.0)
         elapsed_ns = int((taken_ms + waited_ms) * MS)
         result = Pass(
-            0, ids[: accepted + 1], accepted, width, forward_ns=int(taken_ms * MS), waited_ns=int(waited_ms * MS)
+            0,
+            (*ids[:accepted], accepted if accepted < right else _WRONG),
+            accepted,
+            width,
+            forward_ns=int(taken_ms * MS),
+            waited_ns=int(waited_ms * MS),
         )
-        self.planner.estimates.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), elapsed_ns), plan)
+        self.planner.estimates.observe(Outcome(result, tried, (b"abcd",) * (accepted + 1), elapsed_ns), plan, offers)
         self.tokens, self.ns = self.tokens + accepted + 1, self.ns + elapsed_ns
