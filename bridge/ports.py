@@ -23,7 +23,8 @@ class FinishReason(Enum):
 class Sync:
     """Starts an epoch: the draft keeps some tokens, appends others and proposes up to `credit` tokens.
 
-    It sends the first `batch_token_count` proposed tokens in one message and each later token in its own.
+    It sends the first `batch_token_count` proposed tokens in one message and each later token in its own. It ends the
+    epoch when the product of the probabilities in that first message falls below `min_batch_probability`.
     """
 
     epoch: int
@@ -32,6 +33,7 @@ class Sync:
     byte_offset: int
     credit: int
     batch_token_count: int = 1
+    min_batch_probability: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from bridge.planning.prediction import (
     ahead,
     best_turn,
     best_width,
+    min_turn_probability,
     plain,
     with_candidates,
 )
@@ -233,9 +234,10 @@ class Planner:
     def _in_turns(self, draft: DraftCosts, costs: TargetCosts, room: int) -> Plan:
         """Returns the best plan in which the target waits for the draft to propose some tokens, then verifies them."""
         leads = [lead for lead in _LEADS if lead <= (self._number or lead)]
-        if self._number and self.mode is Mode.LOCKSTEP:
+        if self._number and self._keeps_number:
             leads = [self._number]
         lead, best = best_turn(costs, draft, leads, self.max_wait_ns)
+        least = 0.0 if self._keeps_number else min_turn_probability(costs, draft, lead, best)
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
         # The draft reads its prompt once for all passes; on other hardware, it does so while the target reads its own.
         if self.estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
@@ -243,7 +245,7 @@ class Planner:
             if self.max_wait_ns == inf:  # otherwise the room is that of one forward
                 left = min(left, room)
             best = replace(best, ns=best.ns + draft.prompt_ns / max(left / best.tokens, 1.0))
-        return Plan(f"{DRAFT} {_TURNS}", best, DraftPace(lead, turns=True), patience_ns, source=DRAFT)
+        return Plan(f"{DRAFT} {_TURNS}", best, DraftPace(lead, True, least), patience_ns, source=DRAFT)
 
     def _ahead(self, draft: DraftCosts, costs: TargetCosts) -> Plan:
         """Returns the best plan in which the draft computes while the target does.
@@ -278,6 +280,11 @@ class Planner:
         return max(_PATIENCE_FACTOR * costs.hop_ns, _MIN_PATIENCE_NS) if gains else 0.0
 
     @property
+    def _keeps_number(self) -> bool:
+        """Returns whether every turn has the number of tokens that the user chose."""
+        return self.mode is Mode.LOCKSTEP and self._number is not None
+
+    @property
     def _slowdown(self) -> float:
         return self.estimates.draft.slowdown.value if self.estimates.draft else 1.0
 
@@ -294,7 +301,14 @@ class Planner:
         token_ns = draft.forward.single_ns or _PRIOR_DRAFT_SPEED * (estimates.forward.single_ns or _PRIOR_PASS_NS)
         lag = state.lag_token_count
         read_tokens = draft.read_tokens(min(lag, _TURN_LAG))
-        chances = (estimates.positions.of(position) for position in range(1, MAX_CANDIDATES + 1))
+        chances = [estimates.positions.of(position) for position in range(1, MAX_CANDIDATES + 1)]
+        turn_survival: tuple[float, ...] = ()
+        turn_lengths: tuple[float, ...] = ()
+        if not self._keeps_number:
+            stays = [1.0, *(draft.stays.of(position) for position in range(1, MAX_CANDIDATES))]
+            goes_on = [1.0, *(draft.goes_on.of(position) for position in range(1, MAX_CANDIDATES))]
+            turn_survival = tuple(accumulate(map(mul, chances, stays), mul))
+            turn_lengths = tuple(accumulate(accumulate(goes_on, mul)))
         return DraftCosts(
             token_ns=token_ns,
             ahead_ns=token_ns * draft.ahead_slowdown.value,
@@ -304,6 +318,8 @@ class Planner:
             slowdown=draft.slowdown.value,
             target_tokens=state.token_bytes / max(estimates.token_bytes.value, _MIN_TOKEN_BYTES),
             survival=tuple(accumulate(chances, mul)),
+            turn_survival=turn_survival,
+            turn_lengths=turn_lengths,
         )
 
 

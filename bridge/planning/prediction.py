@@ -20,7 +20,7 @@ _SLOWER_TURNS = 3
 class Prediction:
     """Predicts an average pass: the tokens that it yields, and the nanoseconds since the pass before it.
 
-    `waited_ns` is the time that the target waits when a draft starts a turn or an epoch.
+    `waited_ns` is the time that the target waits when a draft starts a turn, if that is not ended early, or an epoch.
     """
 
     tokens: float
@@ -104,6 +104,9 @@ class DraftCosts:
     times as long. `read_ns`: the first token of a turn, for which the draft reads what was committed; `prompt_ns`: the
     extra time, once, to read a prompt, or all that came while the draft was not used. `survival[i]`: the chance that
     the first `i + 1` candidates are all right.
+
+    If the draft may end a turn early, `turn_survival[i]` is the chance that a turn has `i + 1` candidates and all are
+    right, and `turn_lengths[i]` the average number of tokens in a turn of at most `i + 1`; otherwise both are empty.
     """
 
     token_ns: float
@@ -114,14 +117,26 @@ class DraftCosts:
     slowdown: float
     target_tokens: float
     survival: tuple[float, ...]
+    turn_survival: tuple[float, ...] = ()
+    turn_lengths: tuple[float, ...] = ()
 
-    def candidate_count(self, draft_tokens: int) -> int:
+    def candidate_count(self, draft_tokens: float) -> int:
         """Returns the number of candidates that `draft_tokens` tokens of the draft make."""
         return min(max(round(draft_tokens * self.target_tokens), 1), len(self.survival))
 
     def expected(self, candidate_count: int) -> float:
         """Returns the expected tokens of a pass with `candidate_count` candidates."""
         return 1.0 + sum(self.survival[:candidate_count])
+
+    def expected_in_turn(self, candidate_count: int) -> float:
+        """Returns the expected tokens of a pass after a turn of at most `candidate_count` candidates."""
+        return 1.0 + sum((self.turn_survival or self.survival)[:candidate_count])
+
+    def turn_length(self, token_count: int) -> float:
+        """Returns the average number of draft tokens in a turn of at most `token_count`."""
+        if not self.turn_lengths:
+            return float(token_count)
+        return self.turn_lengths[min(token_count, len(self.turn_lengths)) - 1]
 
 
 def plain(costs: TargetCosts) -> Prediction:
@@ -155,10 +170,21 @@ def _restart_ns(costs: TargetCosts, draft: DraftCosts) -> float:
 
 
 def in_turns(costs: TargetCosts, draft: DraftCosts, token_count: int) -> Prediction:
-    """Predicts a pass that waits until the draft has proposed `token_count` tokens."""
-    count = draft.candidate_count(token_count)
-    waited_ns = _restart_ns(costs, draft) + (token_count - 1) * draft.token_ns
-    return Prediction(draft.expected(count), waited_ns + costs.of(count + 1), waited_ns)
+    """Predicts a pass that waits until the draft has proposed `token_count` tokens, or has ended its turn early."""
+    restart_ns, length = _restart_ns(costs, draft), draft.turn_length(token_count)
+    tokens = draft.expected_in_turn(draft.candidate_count(token_count))
+    ns = restart_ns + (length - 1) * draft.token_ns + costs.of(draft.candidate_count(length) + 1)
+    return Prediction(tokens, ns, restart_ns + (token_count - 1) * draft.token_ns)
+
+
+def min_turn_probability(costs: TargetCosts, draft: DraftCosts, token_count: int, found: Prediction) -> float:
+    """Returns the chance of being right below which another token of a turn takes longer than it saves.
+
+    It saves its chance times the average time of a token, which is that of `found`, the prediction for such turns.
+    """
+    count = draft.candidate_count(draft.turn_length(token_count))
+    verify_ns = (costs.of(count + 1) - costs.of(1)) / count
+    return min((draft.token_ns + draft.target_tokens * verify_ns) * found.tokens_per_ns, 1.0)
 
 
 def best_turn(

@@ -40,11 +40,11 @@ class DraftEpoch:
 
     `unread`: committed bytes that the draft has neither proposed nor read. `unconfirmed`: proposed bytes that the
     target has not committed. Bytes that agree are removed from both. In `turns` the draft sends its whole credit in
-    one message.
+    one message, or less if it `may_doubt`.
     """
 
-    def __init__(self, number: int, credit: int, turns: bool, unread: bytes) -> None:
-        self.number, self.credit, self.turns = number, credit, turns
+    def __init__(self, number: int, credit: int, turns: bool, unread: bytes, may_doubt: bool = False) -> None:
+        self.number, self.credit, self.turns, self.may_doubt = number, credit, turns, may_doubt
         self.unread, self.unconfirmed = bytearray(unread), bytearray()
         self.token_ids: list[int] = []
         self.ended = self.done = False
@@ -81,6 +81,11 @@ class DraftEpoch:
     def turn_over(self) -> bool:
         """Returns whether the draft has used up its credit, or proposes no more."""
         return self.done or len(self.token_ids) >= self.credit
+
+    @property
+    def doubts(self) -> bool:
+        """Returns whether the draft has ended its turn early, though not the text."""
+        return self.may_doubt and self.done and not self.ended and len(self.token_ids) < self.credit
 
     @property
     def stale(self) -> bool:
@@ -171,6 +176,7 @@ class DraftSource(CandidateSource):
             overdue=self._overdue,
             stale=epoch.stale,
             runs_ahead=not (epoch.turns or epoch.turn_over),
+            doubts=epoch.doubts,
         )
 
     def start(self, notify: Callable[[], None]) -> None:
@@ -258,12 +264,13 @@ class DraftSource(CandidateSource):
         count, limit = keep + len(ids), self.model.context_length
         require(count < limit, PromptTooLong, count, limit, self.model.name)
         unread = context.unspelled + self._tape.data[context.appended_byte_count :]
-        self._epoch = DraftEpoch(before.number + 1 if before else 1, pace.lead, pace.turns, unread)
+        least = pace.min_probability if pace.turns else 0.0
+        self._epoch = DraftEpoch(before.number + 1 if before else 1, pace.lead, pace.turns, unread, least > 0.0)
         self._asked_ns = self._clock()
         self._allow(pace.lead)
         number, offset = self._epoch.number, max(context.byte_offset, 0)
         batch = pace.lead if pace.turns else 1
-        await self._drafter.sync(Sync(number, keep, tuple(ids), offset, pace.lead, batch))
+        await self._drafter.sync(Sync(number, keep, tuple(ids), offset, pace.lead, batch, least))
 
     def _catches_up(self, epoch: DraftEpoch) -> bool:
         """Returns whether a draft that lags after the target proposes the next useful token sooner without a new epoch.
@@ -301,6 +308,8 @@ class DraftSource(CandidateSource):
         epoch.done |= proposal.done
         if epoch.turn_over:
             self._silent_since_ns = None
+            if epoch.may_doubt:
+                self.times.observe_turn(len(epoch.token_ids), doubts=epoch.doubts)
         if epoch.turn_over or not epoch.turns:
             self._overdue = False
             self._notify()

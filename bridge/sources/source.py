@@ -89,7 +89,7 @@ class DraftState:
     `lag_token_count`: committed tokens, in its own vocabulary, that it must read before it can propose, without those
     that it has probably cached. `token_bytes`: average bytes of its tokens. `awaited`: a proposal is due. `overdue`:
     the target has waited for it in vain. `stale`: its present work has become useless. `runs_ahead`: it works while the
-    target does.
+    target does. `doubts`: it has ended its turn early, because it was too uncertain.
     """
 
     lag_token_count: int = 1
@@ -98,6 +98,7 @@ class DraftState:
     overdue: bool = False
     stale: bool = False
     runs_ahead: bool = False
+    doubts: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,13 @@ class DraftPace:
     """The way in which a draft is to work.
 
     `lead`: the most tokens that it may be ahead of the tape; 0 pauses it. `turns`: it sends them all in one message,
-    and then waits for the target; otherwise each token has its own message.
+    and then waits for the target; otherwise each token has its own message. It ends a turn early when the product of
+    its tokens' probabilities falls below `min_probability`.
     """
 
     lead: int = 0
     turns: bool = False
+    min_probability: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -269,6 +269,7 @@ def read_sync(message: draft_pb2.DraftSync) -> Sync:
         byte_offset=message.byte_offset,
         credit=message.credit,
         batch_token_count=message.batch_token_count,
+        min_batch_probability=message.min_batch_probability,
     )
 
 

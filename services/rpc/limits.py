@@ -7,7 +7,7 @@ converted, so a refused message costs only its parsing.
 from collections.abc import Sized
 from dataclasses import replace
 
-from bridge.errors import InvalidField, PromptTooLong
+from bridge.errors import InvalidField, PromptTooLong, require
 from bridge.ports import Candidates, Grant, Run, Sync
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.models import Model
@@ -62,13 +62,15 @@ def read_grant(message: target_pb2.VerifyGrant) -> Grant:
 
 
 def read_sync(message: draft_pb2.DraftSync, model: Model) -> Sync:
-    """Returns a sync of at most twice the model's context. Raises `PromptTooLong`.
+    """Returns a sync of at most twice the model's context. Raises `PromptTooLong` or `InvalidField`.
 
     A sequence that is a little too long is not refused: the draft then proposes nothing.
     """
     if len(message.token_ids) > 2 * model.context_length:
         length = message.keep_token_count + len(message.token_ids)
         raise PromptTooLong(length, model.context_length, model.name)
+    least = message.min_batch_probability
+    require(0.0 <= least <= 1.0, InvalidField, "sync.min_batch_probability", "between 0 and 1", least)
     return codec.read_sync(message)
 
 

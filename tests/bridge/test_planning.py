@@ -20,6 +20,7 @@ from bridge.planning.prediction import (
     best_turn,
     best_width,
     in_turns,
+    min_turn_probability,
     plain,
     with_candidates,
 )
@@ -59,6 +60,35 @@ def test_a_turn_costs_its_tokens_and_the_way_there_and_back() -> None:
     assert found.tokens == pytest.approx(expected(0.7, 4))
     assert (found.waited_ns, found.ns) == (9.5 * MS, (9.5 + FLAT[5]) * MS)
     assert plain(costs).tokens_per_ns == 1 / (FLAT[1] * MS)
+
+
+def test_a_turn_that_may_end_early_takes_less_time_but_may_take_all_of_it() -> None:
+    """Of turns of 4 tokens, 40% end after 1 and 30% after 2; all candidates of those that go on are right."""
+    costs = TargetCosts(MS, [FLAT[width] for width in range(1, 26)], 0.5 * MS)
+    survival = (0.8, 0.5, 0.3, 0.3)
+    draft = replace(_draft_costs(0.7, 2.0), turn_survival=survival, turn_lengths=(1.0, 1.6, 1.9, 2.2))
+    found = in_turns(costs, draft, 4)
+    assert found.tokens == pytest.approx(1 + sum(survival))
+    assert found.ns == pytest.approx((1.5 + 2.0 + 1.2 * 2.0 + FLAT[3]) * MS)
+    assert found.waited_ns == in_turns(costs, _draft_costs(0.7, 2.0), 4).waited_ns, "patience is for the longest turn"
+
+
+@pytest.mark.parametrize("draft_ms", [0.5, 2.0, 8.0])
+@pytest.mark.parametrize("right", [0.3, 0.6, 0.9])
+def test_a_turn_ends_where_another_token_takes_longer_than_it_saves(draft_ms: float, right: float) -> None:
+    """Of turns whose token `i` is right with a known chance, the one that ends by the rule is the fastest."""
+    costs = TargetCosts(MS, [FLAT[width] for width in range(1, 26)], 0.5 * MS)
+    chances = [right, 0.9, right, right, 0.95, right, right / 2, right, right / 3]
+    turns = [
+        replace(_draft_costs(0.7, draft_ms), survival=tuple(accumulate(chances[:count], mul)))
+        for count in range(1, len(chances) + 1)
+    ]
+    found = [in_turns(costs, one, count) for count, one in enumerate(turns, start=1)]
+    best = max(found, key=lambda one: one.tokens_per_ns)
+    least = min_turn_probability(costs, turns[-1], found.index(best) + 1, best)
+    survival = turns[-1].survival
+    ended = next((count for count, one in enumerate(survival, start=1) if one < least), len(survival))
+    assert found[ended - 1].tokens_per_ns > 0.9 * best.tokens_per_ns
 
 
 @pytest.mark.parametrize("times", [FLAT, STEEP])

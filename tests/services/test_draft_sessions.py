@@ -4,6 +4,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import accumulate
+from operator import mul
 
 import pytest
 
@@ -49,6 +51,21 @@ async def test_a_draft_sends_its_turn_in_one_message() -> None:
         assert all(len(one.confidence) == len(one.token_ids) for one in got)
         assert [one.read_token_count for one in got] == [3, 1, 1]
         assert 0 < got[0].read_ns < got[0].forward_ns
+
+
+async def test_a_turn_ends_when_it_is_too_uncertain() -> None:
+    async with draft() as (session, proposals):
+        await session.sync(Sync(1, 0, PROMPT, 0, 8, batch_token_count=8))
+        whole = await anext(proposals)
+        products = list(accumulate(whole.confidence, mul))
+        await session.sync(Sync(2, len(PROMPT), (), 0, 8, 8, min_batch_probability=products[2] * 1.001))
+        short = await anext(proposals)
+        assert short.done and list(short.token_ids) == list(whole.token_ids[:3])
+        # The next turn is certain enough, and the tokens after it are sent whatever their probability.
+        await session.sync(Sync(3, len(PROMPT), (), 0, 8, 3, min_batch_probability=products[2]))
+        rest = [await anext(proposals) for _ in range(6)]
+        assert [id_ for one in rest for id_ in one.token_ids] == list(whole.token_ids)
+        assert not any(one.done for one in rest)
 
 
 async def test_a_sync_ends_a_turn_early() -> None:

@@ -135,6 +135,15 @@ async def test_numbers_that_make_no_sense_are_refused_by_name(
     assert "must be at most" in str(error)
 
 
+@pytest.mark.parametrize("least", [-0.1, 1.1, float("nan")])
+async def test_a_probability_is_between_0_and_1(tiny_fleet: Fleet, suffix: str, least: float) -> None:
+    messages = [draft_pb2.DraftRequest(open=draft_pb2.DraftOpen()), sync(min_batch_probability=least)]
+    for address in (tiny_fleet.draft, suffix):
+        error = await refusal(address, messages)
+        assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert error.metadata["field"] == "sync.min_batch_probability"
+
+
 @pytest.mark.parametrize(
     "changes",
     [

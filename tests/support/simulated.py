@@ -90,6 +90,8 @@ class Simulated:
                 400_000,
                 plan.runs_ahead,
             )
+            if plan.pace.min_probability:  # which this draft ignores
+                self._draft.observe_turn(count, doubts=False)
         offer, width = self.planner.choose(offers, plan)
         tried = offer.part(0, width)
         self.candidates += width

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from draftbridge.v1 import sampling_pb2 as draftbridge_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64raftbridge/v1/draft.proto\x12\x0e\x64raftbridge.v1\x1a\x1d\x64raftbridge/v1/sampling.proto\"\x99\x01\n\x0c\x44raftRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.draftbridge.v1.DraftOpenH\x00\x12)\n\x04sync\x18\x02 \x01(\x0b\x32\x19.draftbridge.v1.DraftSyncH\x00\x12+\n\x05grant\x18\x03 \x01(\x0b\x32\x1a.draftbridge.v1.DraftGrantH\x00\x42\x06\n\x04kind\"x\n\tDraftOpen\x12\x34\n\x08sampling\x18\x01 \x01(\x0b\x32\".draftbridge.v1.SamplingParameters\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x04 \x01(\t\"\x87\x01\n\tDraftSync\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x18\n\x10keep_token_count\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x62yte_offset\x18\x04 \x01(\x04\x12\x0e\n\x06\x63redit\x18\x05 \x01(\r\x12\x19\n\x11\x62\x61tch_token_count\x18\x06 \x01(\r\"+\n\nDraftGrant\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06\x63redit\x18\x02 \x01(\r\"\xc0\x01\n\rDraftResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nconfidence\x18\x03 \x03(\x02\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x05 \x01(\r\x12\x10\n\x08queue_ns\x18\x06 \x01(\x04\x12\x12\n\nforward_ns\x18\x07 \x01(\x04\x12\x18\n\x10read_token_count\x18\x08 \x01(\r\x12\x0f\n\x07read_ns\x18\t \x01(\x04\x32X\n\x0c\x44raftService\x12H\n\x05\x44raft\x12\x1c.draftbridge.v1.DraftRequest\x1a\x1d.draftbridge.v1.DraftResponse(\x01\x30\x01\x42\x1eZ\x1c\x64raftbridge/v1;draftbridgev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64raftbridge/v1/draft.proto\x12\x0e\x64raftbridge.v1\x1a\x1d\x64raftbridge/v1/sampling.proto\"\x99\x01\n\x0c\x44raftRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.draftbridge.v1.DraftOpenH\x00\x12)\n\x04sync\x18\x02 \x01(\x0b\x32\x19.draftbridge.v1.DraftSyncH\x00\x12+\n\x05grant\x18\x03 \x01(\x0b\x32\x1a.draftbridge.v1.DraftGrantH\x00\x42\x06\n\x04kind\"x\n\tDraftOpen\x12\x34\n\x08sampling\x18\x01 \x01(\x0b\x32\".draftbridge.v1.SamplingParameters\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x04 \x01(\t\"\xa6\x01\n\tDraftSync\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x18\n\x10keep_token_count\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x62yte_offset\x18\x04 \x01(\x04\x12\x0e\n\x06\x63redit\x18\x05 \x01(\r\x12\x19\n\x11\x62\x61tch_token_count\x18\x06 \x01(\r\x12\x1d\n\x15min_batch_probability\x18\x07 \x01(\x01\"+\n\nDraftGrant\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06\x63redit\x18\x02 \x01(\r\"\xc0\x01\n\rDraftResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nconfidence\x18\x03 \x03(\x02\x12\x0c\n\x04\x64one\x18\x04 \x01(\x08\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x05 \x01(\r\x12\x10\n\x08queue_ns\x18\x06 \x01(\x04\x12\x12\n\nforward_ns\x18\x07 \x01(\x04\x12\x18\n\x10read_token_count\x18\x08 \x01(\r\x12\x0f\n\x07read_ns\x18\t \x01(\x04\x32X\n\x0c\x44raftService\x12H\n\x05\x44raft\x12\x1c.draftbridge.v1.DraftRequest\x1a\x1d.draftbridge.v1.DraftResponse(\x01\x30\x01\x42\x1eZ\x1c\x64raftbridge/v1;draftbridgev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,11 +38,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTOPEN']._serialized_start=233
   _globals['_DRAFTOPEN']._serialized_end=353
   _globals['_DRAFTSYNC']._serialized_start=356
-  _globals['_DRAFTSYNC']._serialized_end=491
-  _globals['_DRAFTGRANT']._serialized_start=493
-  _globals['_DRAFTGRANT']._serialized_end=536
-  _globals['_DRAFTRESPONSE']._serialized_start=539
-  _globals['_DRAFTRESPONSE']._serialized_end=731
-  _globals['_DRAFTSERVICE']._serialized_start=733
-  _globals['_DRAFTSERVICE']._serialized_end=821
+  _globals['_DRAFTSYNC']._serialized_end=522
+  _globals['_DRAFTGRANT']._serialized_start=524
+  _globals['_DRAFTGRANT']._serialized_end=567
+  _globals['_DRAFTRESPONSE']._serialized_start=570
+  _globals['_DRAFTRESPONSE']._serialized_end=762
+  _globals['_DRAFTSERVICE']._serialized_start=764
+  _globals['_DRAFTSERVICE']._serialized_end=852
 # @@protoc_insertion_point(module_scope)

@@ -109,6 +109,7 @@ class DraftSync(_message.Message):
     BYTE_OFFSET_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     BATCH_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    MIN_BATCH_PROBABILITY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Number of this epoch: at least 1 and larger than every earlier one on this stream."""
     keep_token_count: _builtins.int
@@ -121,6 +122,11 @@ class DraftSync(_message.Message):
     """Number of tokens to send together in the epoch's first response; 0 and 1 both mean one. That response has fewer if
     credit, context or text end, or if another request arrives. Later tokens should be sent one by one; the
     bridge checks only the credit.
+    """
+    min_batch_probability: _builtins.float
+    """The epoch ends, with `done`, after the token of its first response with which the product of the probabilities of
+    that response's tokens falls below this: more tokens would probably be proposed in vain. From 0 to 1; 0 never ends
+    an epoch. A draft may ignore it.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -135,10 +141,11 @@ class DraftSync(_message.Message):
         byte_offset: _builtins.int = ...,
         credit: _builtins.int = ...,
         batch_token_count: _builtins.int = ...,
+        min_batch_probability: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_token_count", b"batch_token_count", "byte_offset", b"byte_offset", "credit", b"credit", "epoch", b"epoch", "keep_token_count", b"keep_token_count", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_token_count", b"batch_token_count", "byte_offset", b"byte_offset", "credit", b"credit", "epoch", b"epoch", "keep_token_count", b"keep_token_count", "min_batch_probability", b"min_batch_probability", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -191,8 +198,8 @@ class DraftResponse(_message.Message):
     epoch: _builtins.int
     """The epoch that the proposals belong to. The bridge drops those of an old epoch."""
     done: _builtins.bool
-    """True if the draft proposes nothing more in this epoch: it ended the text, cannot continue it, or its
-    context is full.
+    """True if the draft proposes nothing more in this epoch: it ended the text, cannot continue it, its context is full,
+    or what follows is too uncertain (`min_batch_probability`).
     """
     cached_token_count: _builtins.int
     """Tokens found in the server's cache when the sequence got its slot. Set on the first response after that, else 0."""

@@ -32,7 +32,7 @@ class CreditedSession(ABC):
         self._news = asyncio.Event()
         self._epoch = 0
         self._credit = 0
-        self._batch = 1
+        self._batch, self._min_probability = 1, 0.0
         self._done = False
         self._last = False  # the client has closed its side
 
@@ -124,4 +124,5 @@ class CreditedSession(ABC):
         check_ids(sync.token_ids, self._model)
         self._replace(sync.keep_token_count, sync.token_ids, sync.byte_offset)
         self._epoch, self._credit, self._batch = sync.epoch, sync.credit, max(sync.batch_token_count, 1)
+        self._min_probability = sync.min_batch_probability
         self._done = False

@@ -55,30 +55,34 @@ class DraftSession(CreditedSession):
             self._follows = await asyncio.to_thread(seek) if long else seek()
         room = min(self._batch, self._credit, self._model.context_length - self._held + 1)
         chosen: list[Choice] = []
+        likelihood = 1.0
 
         def choose(logits: Logits) -> Choice | None:
+            nonlocal likelihood
             try:
                 choice = self._choose(logits[0])
             except InvalidGrammar:  # this tokenizer cannot write what the grammar requires
                 return None
             chosen.append(choice)
+            likelihood *= 1.0 if choice.probability is None else choice.probability
             return choice
 
         def next_id(choice: Choice | None) -> int | None:
-            if choice is None or len(chosen) == room or self._ends(choice):
+            if choice is None or len(chosen) == room or self._ends(choice) or likelihood < self._min_probability:
                 return None
             # A message may end this epoch.
             return None if self._inbox else choice.token_id
 
         forwards = await self._sequence.run_on(choose, next_id)
         self._sequence.accept(tuple(one.token_id for one in chosen), len(forwards) - 1)
-        self._batch = 1  # the rest of the epoch is sent token by token
+        doubtful = likelihood < self._min_probability
+        self._batch, self._min_probability = 1, 0.0  # the rest of the epoch is sent token by token
         first = forwards[0]
         return Proposal(
             self._epoch,
             tuple(one.token_id for one in chosen),
             tuple(one.probability for one in chosen if one.probability is not None),
-            done=not chosen or self._ends(chosen[-1]),
+            done=not chosen or self._ends(chosen[-1]) or doubtful,
             cached_token_count=first.cached_token_count,
             queue_ns=sum(one.queue_ns for one in forwards),
             forward_ns=sum(one.forward_ns for one in forwards),
