@@ -233,11 +233,10 @@ class Planner:
 
     def _in_turns(self, draft: DraftCosts, costs: TargetCosts, room: int) -> Plan:
         """Returns the best plan in which the target waits for the draft to propose some tokens, then verifies them."""
-        leads = [lead for lead in _LEADS if lead <= (self._number or lead)]
-        if self._number and self._keeps_number:
-            leads = [self._number]
+        fixed = self._fixed_number
+        leads = [fixed] if fixed else [lead for lead in _LEADS if lead <= (self._number or lead)]
         lead, best = best_turn(costs, draft, leads, self.max_wait_ns)
-        least = 0.0 if self._keeps_number else min_turn_probability(costs, draft, lead, best)
+        least = 0.0 if fixed else min_turn_probability(costs, draft, lead, best)
         patience_ns = _PATIENCE_FACTOR * (best.waited_ns + draft.prompt_ns) + _MIN_PATIENCE_NS
         # The draft reads its prompt once for all passes; on other hardware, it does so while the target reads its own.
         if self.estimates.pass_count or self._slowdown > _FREE_SLOWDOWN:
@@ -245,7 +244,8 @@ class Planner:
             if self.max_wait_ns == inf:  # otherwise the room is that of one forward
                 left = min(left, room)
             best = replace(best, ns=best.ns + draft.prompt_ns / max(left / best.tokens, 1.0))
-        return Plan(f"{DRAFT} {_TURNS}", best, DraftPace(lead, True, least), patience_ns, source=DRAFT)
+        pace = DraftPace(lead, turns=True, min_probability=least)
+        return Plan(f"{DRAFT} {_TURNS}", best, pace, patience_ns, source=DRAFT)
 
     def _ahead(self, draft: DraftCosts, costs: TargetCosts) -> Plan:
         """Returns the best plan in which the draft computes while the target does.
@@ -280,9 +280,9 @@ class Planner:
         return max(_PATIENCE_FACTOR * costs.hop_ns, _MIN_PATIENCE_NS) if gains else 0.0
 
     @property
-    def _keeps_number(self) -> bool:
-        """Returns whether every turn has the number of tokens that the user chose."""
-        return self.mode is Mode.LOCKSTEP and self._number is not None
+    def _fixed_number(self) -> int | None:
+        """Returns the number of draft tokens in every turn, if the user chose it."""
+        return self._number if self.mode is Mode.LOCKSTEP else None
 
     @property
     def _slowdown(self) -> float:
@@ -304,7 +304,7 @@ class Planner:
         chances = [estimates.positions.of(position) for position in range(1, MAX_CANDIDATES + 1)]
         turn_survival: tuple[float, ...] = ()
         turn_lengths: tuple[float, ...] = ()
-        if not self._keeps_number:
+        if not self._fixed_number:
             stays = [1.0, *(draft.stays.of(position) for position in range(1, MAX_CANDIDATES))]
             goes_on = [1.0, *(draft.goes_on.of(position) for position in range(1, MAX_CANDIDATES))]
             turn_survival = tuple(accumulate(map(mul, chances, stays), mul))
