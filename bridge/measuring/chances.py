@@ -28,10 +28,6 @@ class Chances:
         right, tried = self._counts[group]
         return (right + self._priors[group] * _PRIOR_COUNT) / (tried + _PRIOR_COUNT)
 
-    def prior_of(self, evidence: float) -> float:
-        """Returns the chance that is assumed until candidates with this evidence were seen."""
-        return self._priors[bisect_right(self._edges, evidence)]
-
     def observe(self, evidence: float, right: float) -> None:
         """Records a candidate whose predecessors were all right: `right` is 1 or 0, or a chance between them."""
         counts = self._counts[bisect_right(self._edges, evidence)]

@@ -18,10 +18,9 @@ _CACHED_CONTEXTS = 4
 # than most drafts reach, because a draft that is never tried is never measured.
 _POSITIONS = (2, 3, 4, 5, 7, 9, 13)
 _POSITION_PRIORS = (0.75, 0.8, 0.8, 0.8, 0.85, 0.85, 0.85, 0.85)
-# Groups of a draft token's or a candidate's position in a turn, and the assumed chance that the turn goes on after it.
-_TURN_POSITIONS = (2, 3, 4, 5, 7, 9, 13)
+# The assumed chance, for each of these groups, that a turn goes on; and if all its candidates so far were right.
 _GOES_ON_PRIORS = (0.85, 0.8, 0.8, 0.75, 0.7, 0.7, 0.7, 0.7)
-_STAYS_PRIORS = (0.98, 0.96, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+_GOES_ON_IF_RIGHT_PRIORS = (0.98, 0.96, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 # Groups of the probability that the draft reports for a candidate, and the assumed chance that it is right.
 _CONFIDENCES = (0.3, 0.5, 0.7, 0.9, 0.97)
 _CONFIDENCE_PRIORS = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95)
@@ -55,9 +54,10 @@ class DraftEstimates:
         self.reading = Ewma(1.0)
         self.positions = Chances(_POSITIONS, _POSITION_PRIORS)
         self.chances = Chances(_CONFIDENCES, _CONFIDENCE_PRIORS)
-        # By position, the chance that a turn that the draft may end early goes on: after a token, and after a candidate
-        # if it and all before it were right.
-        self.goes_on, self.stays = Chances(_TURN_POSITIONS, _GOES_ON_PRIORS), Chances(_TURN_POSITIONS, _STAYS_PRIORS)
+        # The chance that a turn that the draft may end early goes on: by the position of a draft token, and by the
+        # position of a candidate if it and all before it were right.
+        self.goes_on = Chances(_POSITIONS, _GOES_ON_PRIORS)
+        self.goes_on_if_right = Chances(_POSITIONS, _GOES_ON_IF_RIGHT_PRIORS)
         # The passes since the draft was last used, and those after which it is tried.
         self.idle_pass_count, self.trial_interval = 0, _MIN_TRIAL_INTERVAL
         self._contexts: deque[Sequence[int]] = deque(maxlen=_CACHED_CONTEXTS)
@@ -103,11 +103,11 @@ class DraftEstimates:
         if ids not in self._contexts:
             self._contexts.append(ids)
 
-    def observe_turn(self, token_count: int, *, doubts: bool) -> None:
+    def observe_turn(self, token_count: int, *, ended_early: bool) -> None:
         """Records the length of a turn that the draft might end early, and whether it has."""
         for position in range(1, token_count):
             self.goes_on.observe(position, 1.0)
-        if doubts and token_count:
+        if ended_early and token_count:
             self.goes_on.observe(token_count, 0.0)
 
     def observe_proposal(self, proposal: Proposal, round_trip_ns: int | None, ahead: bool) -> None:

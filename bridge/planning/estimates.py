@@ -207,7 +207,7 @@ class RequestEstimates:
         """Records a pass that was made under a plan, all that the sources offered for it, and the draft's state."""
         result, shared = outcome.result, self.shared
         self.pass_count, self.target_waits = self.pass_count + 1, plan.holds_back
-        self._observe_candidates(outcome, plan, offers, doubts=state is not None and state.doubts)
+        self._observe_candidates(outcome, plan, offers, ended_early=state is not None and state.ended_early)
         used = set(outcome.tried.sources) or {""}
         if self.chances:  # plain passes of requests without sources do not show what candidates cost
             for way in ("", *self.chances):
@@ -257,7 +257,7 @@ class RequestEstimates:
         if plan.source and plan.name == plan.source and plan.plain_ns:
             corrections.setdefault(plan.source, Correction()).observe(accepted, elapsed_ns, plan)
 
-    def _observe_candidates(self, outcome: Outcome, plan: Plan, offers: Sequence[Offer], *, doubts: bool) -> None:
+    def _observe_candidates(self, outcome: Outcome, plan: Plan, offers: Sequence[Offer], *, ended_early: bool) -> None:
         result, tried = outcome.result, outcome.tried
         verified = _verified(tried, result.accepted_token_count, len(tried.token_ids))
         drafted = [(place, right) for place, (source, _, right) in enumerate(verified, start=1) if source == DRAFT]
@@ -271,18 +271,18 @@ class RequestEstimates:
         if self.draft:
             self.positions.observe(drafted)
             if plan.pace.min_probability:
-                self._observe_turn([right for _, right in drafted], tried.sources.count(DRAFT), doubts=doubts)
+                self._observe_turn([right for _, right in drafted], tried.sources.count(DRAFT), ended_early=ended_early)
             answered = result.waited_ns >= _MIN_WAITED_NS and not outcome.timed_out
             if plan.pace.turns and not tried.token_ids and answered:
                 # The draft had nothing to propose, which is worth no more than a wrong token.
                 self.positions.observe([(1, 0.0)])
 
-    def _observe_turn(self, right: Sequence[float], count: int, *, doubts: bool) -> None:
+    def _observe_turn(self, right: Sequence[float], count: int, *, ended_early: bool) -> None:
         """Records whether a turn of `count` candidates went on after each that was right, as were all before it."""
         assert self.draft is not None, "a turn has a draft"
         for position, one in enumerate(right, start=1):
-            if one and (position < count or doubts):
-                self.draft.stays.observe(position, float(position < count))
+            if one and (position < count or ended_early):
+                self.draft.goes_on_if_right.observe(position, float(position < count))
 
 
 def _verified(offer: Offer, right_count: int, known_count: int) -> list[tuple[str, float, float]]:

@@ -305,9 +305,9 @@ class Planner:
         turn_survival: tuple[float, ...] = ()
         turn_lengths: tuple[float, ...] = ()
         if not self._fixed_number:
-            stays = [1.0, *(draft.stays.of(position) for position in range(1, MAX_CANDIDATES))]
+            goes_on_if_right = [1.0, *(draft.goes_on_if_right.of(position) for position in range(1, MAX_CANDIDATES))]
             goes_on = [1.0, *(draft.goes_on.of(position) for position in range(1, MAX_CANDIDATES))]
-            turn_survival = tuple(accumulate(map(mul, chances, stays), mul))
+            turn_survival = tuple(accumulate(map(mul, chances, goes_on_if_right), mul))
             turn_lengths = tuple(accumulate(accumulate(goes_on, mul)))
         return DraftCosts(
             token_ns=token_ns,

@@ -14,6 +14,9 @@ from bridge.sources.source import DraftPace
 
 # The number of turns, each slower than the best of the shorter ones, after which no faster one is expected.
 _SLOWER_TURNS = 3
+# The least speedup of a longer turn over a shorter one if the draft may end both early. Few turns are long then, so
+# little is known about them, and the target would wait longer for a draft that hangs.
+_MIN_LONGER_TURN_GAIN = 1.01
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,10 @@ class Plan:
 
     @property
     def description(self) -> str:
-        """Returns the name, with the number of tokens in a turn."""
-        return f"{self.name} of {self.pace.lead}" if self.pace.turns else self.name
+        """Returns the name, with the number of tokens in a turn, or the largest one if the draft may end it early."""
+        if not self.pace.turns:
+            return self.name
+        return f"{self.name} of {'up to ' if self.pace.min_probability else ''}{self.pace.lead}"
 
     @property
     def rests(self) -> bool:
@@ -196,12 +201,13 @@ def best_turn(
     Only the first may wait longer than `max_wait_ns`. A prediction takes processor time, so the search ends after
     `_SLOWER_TURNS` turns in a row that are slower than the best so far.
     """
+    least = _MIN_LONGER_TURN_GAIN if draft.turn_lengths else 1.0
     best_lead, best, slower_count = leads[0], in_turns(costs, draft, leads[0]), 0
     for lead in leads[1:]:
         found = in_turns(costs, draft, lead)
         if found.waited_ns > max_wait_ns:
             break
-        if found.tokens_per_ns > best.tokens_per_ns:
+        if found.tokens_per_ns > least * best.tokens_per_ns:
             best_lead, best, slower_count = lead, found, 0
         elif (slower_count := slower_count + 1) == _SLOWER_TURNS:
             break

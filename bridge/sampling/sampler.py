@@ -30,7 +30,7 @@ _FIRST_DEPTH_NATS = 4.0
 _LEAST_TEMPERATURE = 1e-6
 # A draft's default temperature as a share of the request's. A small model's distribution is flatter than the target's,
 # so at the same temperature it proposes unlikely tokens too often (docs/measurements/sampling.md).
-_DRAFT_SHARPNESS = 0.85
+_DRAFT_TEMPERATURE_SHARE = 0.85
 # Sampling from all ids first considers at least this many of the best ones, which it finds by the maxima of this
 # number of parts.
 _NEAR_COUNT, _PARTS = 64, 512
@@ -85,7 +85,7 @@ class SamplingParameters:
 
         `temperature` is the draft's, instead of the default, which is a little lower than the request's.
         """
-        temperature = _DRAFT_SHARPNESS * self.temperature if temperature is None else temperature
+        temperature = _DRAFT_TEMPERATURE_SHARE * self.temperature if temperature is None else temperature
         return SamplingParameters(temperature, self.top_k, self.top_p, self.min_p, grammar=self.grammar)
 
     def ends(self, eos: Iterable[int]) -> frozenset[int]:

@@ -40,11 +40,11 @@ class DraftEpoch:
 
     `unread`: committed bytes that the draft has neither proposed nor read. `unconfirmed`: proposed bytes that the
     target has not committed. Bytes that agree are removed from both. In `turns` the draft sends its whole credit in
-    one message, or less if it `may_doubt`.
+    one message, or less if it `may_end_early`.
     """
 
-    def __init__(self, number: int, credit: int, turns: bool, unread: bytes, may_doubt: bool = False) -> None:
-        self.number, self.credit, self.turns, self.may_doubt = number, credit, turns, may_doubt
+    def __init__(self, number: int, credit: int, turns: bool, unread: bytes, may_end_early: bool = False) -> None:
+        self.number, self.credit, self.turns, self.may_end_early = number, credit, turns, may_end_early
         self.unread, self.unconfirmed = bytearray(unread), bytearray()
         self.token_ids: list[int] = []
         self.ended = self.done = False
@@ -83,9 +83,9 @@ class DraftEpoch:
         return self.done or len(self.token_ids) >= self.credit
 
     @property
-    def doubts(self) -> bool:
+    def ended_early(self) -> bool:
         """Returns whether the draft has ended its turn early, though not the text."""
-        return self.may_doubt and self.done and not self.ended and len(self.token_ids) < self.credit
+        return self.may_end_early and self.done and not self.ended and len(self.token_ids) < self.credit
 
     @property
     def stale(self) -> bool:
@@ -176,7 +176,7 @@ class DraftSource(CandidateSource):
             overdue=self._overdue,
             stale=epoch.stale,
             runs_ahead=not (epoch.turns or epoch.turn_over),
-            doubts=epoch.doubts,
+            ended_early=epoch.ended_early,
         )
 
     def start(self, notify: Callable[[], None]) -> None:
@@ -308,8 +308,8 @@ class DraftSource(CandidateSource):
         epoch.done |= proposal.done
         if epoch.turn_over:
             self._silent_since_ns = None
-            if epoch.may_doubt:
-                self.times.observe_turn(len(epoch.token_ids), doubts=epoch.doubts)
+            if epoch.may_end_early:
+                self.times.observe_turn(len(epoch.token_ids), ended_early=epoch.ended_early)
         if epoch.turn_over or not epoch.turns:
             self._overdue = False
             self._notify()

@@ -89,7 +89,7 @@ class DraftState:
     `lag_token_count`: committed tokens, in its own vocabulary, that it must read before it can propose, without those
     that it has probably cached. `token_bytes`: average bytes of its tokens. `awaited`: a proposal is due. `overdue`:
     the target has waited for it in vain. `stale`: its present work has become useless. `runs_ahead`: it works while the
-    target does. `doubts`: it has ended its turn early, because it was too uncertain.
+    target does. `ended_early`: it has ended its turn early, because it was too uncertain.
     """
 
     lag_token_count: int = 1
@@ -98,7 +98,7 @@ class DraftState:
     overdue: bool = False
     stale: bool = False
     runs_ahead: bool = False
-    doubts: bool = False
+    ended_early: bool = False
 
 
 @dataclass(frozen=True)

@@ -184,17 +184,17 @@ async def test_a_turn_that_the_draft_ends_early_is_over() -> None:
     count = len(ids_of(" fox"))
     before = source.times.goes_on.of(count)
     await propose(source, drafter, " fox", done=True)
-    assert source.state.doubts and not source.state.awaited
+    assert source.state.ended_early and not source.state.awaited
     assert source.times.goes_on.of(count) < before
     commit(tape, source, " fox")
     await source.advance(DraftPace(8, turns=True))
     assert len(drafter.syncs) == 2 and drafter.syncs[1].min_batch_probability == 0.0
     await propose(source, drafter, " jumps", done=True)
-    assert not source.state.doubts, "it may not end this turn early for doubts"
+    assert not source.state.ended_early, "it may not end this turn early"
     source.close()
 
 
-async def test_a_draft_that_runs_ahead_has_no_doubts() -> None:
+async def test_a_draft_that_runs_ahead_ends_nothing_early() -> None:
     source, drafter, _ = draft_source()
     await source.advance(DraftPace(8, min_probability=0.25))
     assert drafter.syncs[0].min_batch_probability == 0.0

@@ -204,14 +204,16 @@ def test_where_turns_end_is_learned_from_those_that_were_right_so_far() -> None:
     estimates = estimates_of(shared, draft)
     turn = Plan("draft in turns", Prediction(2.0, 2 * MS), DraftPace(2, True, 0.2), source="draft")
     one, two = Offer((1,), ("draft",), (0.5,)), Offer((1, 2), ("draft",) * 2, (0.5, 0.9))
-    doubting, whole = DraftState(doubts=True), DraftState()
+    early, whole = DraftState(ended_early=True), DraftState()
     for _ in range(25):
-        for tried, accepted, state in ((two, 2, whole), (two, 2, whole), (one, 1, doubting), (one, 0, doubting)):
+        for tried, accepted, state in ((two, 2, whole), (two, 2, whole), (one, 1, early), (one, 0, early)):
             ids = (*tried.token_ids[:accepted], 9)
             result = Pass(0, ids, accepted, len(tried.token_ids), forward_ns=MS)
             estimates.observe(Outcome(result, tried, (b"a",) * len(ids), 2 * MS), turn, (), state)
-    assert draft.stays.of(1) == pytest.approx(2 / 3, abs=0.04)
-    assert draft.stays.of(2) == DraftEstimates().stays.of(2), "these turns had all tokens that they might have"
+    assert draft.goes_on_if_right.of(1) == pytest.approx(2 / 3, abs=0.04)
+    assert draft.goes_on_if_right.of(2) == DraftEstimates().goes_on_if_right.of(2), (
+        "these turns had all tokens that they might have"
+    )
     assert draft.positions.of(1) == pytest.approx(0.75, abs=0.03)
 
 

@@ -91,7 +91,7 @@ class Simulated:
                 plan.runs_ahead,
             )
             if plan.pace.min_probability:  # which this draft ignores
-                self._draft.observe_turn(count, doubts=False)
+                self._draft.observe_turn(count, ended_early=False)
         offer, width = self.planner.choose(offers, plan)
         tried = offer.part(0, width)
         self.candidates += width

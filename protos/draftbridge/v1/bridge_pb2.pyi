@@ -600,7 +600,7 @@ class SpeculationStatistics(_message.Message):
     plan_summary: _builtins.str
     """The predicted speed of each plan at the end, as a sentence; empty if the mode was not AUTO."""
     current_plan: _builtins.str
-    """The plan of the last pass, with the number of tokens in a turn of the draft."""
+    """The plan of the last pass, with the number, or largest number, of tokens in a turn of the draft."""
     plain_tokens_per_second: _builtins.float
     """The speed that the planner predicted for the same passes without candidates: the target alone."""
     @_builtins.property

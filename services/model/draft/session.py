@@ -75,14 +75,14 @@ class DraftSession(CreditedSession):
 
         forwards = await self._sequence.run_on(choose, next_id)
         self._sequence.accept(tuple(one.token_id for one in chosen), len(forwards) - 1)
-        doubtful = likelihood < self._min_probability
+        uncertain = likelihood < self._min_probability
         self._batch, self._min_probability = 1, 0.0  # the rest of the epoch is sent token by token
         first = forwards[0]
         return Proposal(
             self._epoch,
             tuple(one.token_id for one in chosen),
             tuple(one.probability for one in chosen if one.probability is not None),
-            done=not chosen or self._ends(chosen[-1]) or doubtful,
+            done=not chosen or self._ends(chosen[-1]) or uncertain,
             cached_token_count=first.cached_token_count,
             queue_ns=sum(one.queue_ns for one in forwards),
             forward_ns=sum(one.forward_ns for one in forwards),
