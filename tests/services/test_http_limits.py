@@ -29,7 +29,7 @@ from services.http.requests import ChatCompletionRequest
 from services.http.server import http_door
 from services.rpc.server import PortTaken
 from tests.support.doors import CHAT, refused
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, held
 
 LONG: dict[str, Any] = {
     "prompt": "The quick brown",
@@ -102,10 +102,11 @@ async def test_the_door_s_own_limit_is_429_too(tiny_fleet: Fleet) -> None:
         running = asyncio.create_task(http.post("/v1/completions", json=LONG))
         await asyncio.to_thread(eventually, lambda: gateway.counts.active == 1)
         segmentation = {"text": "a", "models": ["tiny-target"]}
-        for path, body in (("/v1/completions", LONG), ("/v1/segmentations", segmentation)):
-            answer = await http.post(path, json=body)
-            assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-            assert answer.json()["error"]["code"] == "too_many_sequences" and gateway.counts.failed == 0
+        with held(tiny_fleet.processes["target"].pid):
+            for path, body in (("/v1/completions", LONG), ("/v1/segmentations", segmentation)):
+                answer = await http.post(path, json=body)
+                assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
+                assert answer.json()["error"]["code"] == "too_many_sequences" and gateway.counts.failed == 0
         assert (await running).status_code == 200
         assert (await http.post("/v1/completions", json=LONG | {"max_tokens": 1})).status_code == 200
 

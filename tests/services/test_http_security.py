@@ -14,6 +14,7 @@ from draftbridge.security import Credentials
 from services.cli.processes import Fleet, launched
 from tests.services.test_http_limits import door
 from tests.support.certificates import Pair, authority, issue
+from tests.support.waiting import held
 
 TOKENS = {"ann": "a" * 32, "bob": "b" * 32, "cid": "d" * 32}
 BODY = {"model": "tiny-target", "prompt": "The quick brown", "max_tokens": 20}
@@ -103,13 +104,14 @@ def test_a_key_has_one_limit_for_both_doors(secured: tuple[str, str, Path]) -> N
         talking.generate("The quick", max_tokens=2)
 
 
-def test_each_choice_counts_as_a_request_of_the_key(secured: tuple[str, str, Path]) -> None:
+def test_each_choice_counts_as_a_request_of_the_key(tiny_fleet: Fleet, secured: tuple[str, str, Path]) -> None:
     several = BODY | {"n": 2, "max_tokens": 230, "ignore_eos": True, "stream": True}
     with client(secured, "cid") as http:
         assert all(answer.status_code == 400 for answer in broken(http))
         never = http.post("/v1/completions", json=BODY | {"n": 3})
         assert never.status_code == 400 and never.json()["error"]["param"] == "n"
-        with http.stream("POST", "/v1/completions", json=several) as running:
+        target = tiny_fleet.processes["target"]
+        with http.stream("POST", "/v1/completions", json=several) as running, held(target.pid):
             assert running.status_code == 200
             for path, body in (
                 ("/v1/completions", BODY),

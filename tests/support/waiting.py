@@ -1,8 +1,11 @@
-"""Waits for conditions."""
+"""Waits for conditions, and makes processes wait."""
 
+import os
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
@@ -11,3 +14,13 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     while not condition():
         assert time.monotonic() < end, "the condition did not hold in time"
         threading.Event().wait(0.02)
+
+
+@contextmanager
+def held(pid: int) -> Iterator[None]:
+    """Stops a process for as long as the context is open, so that what it works on cannot end meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
