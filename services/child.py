@@ -41,6 +41,8 @@ def _run(parent_id: int, module: str, *arguments: str) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_id:  # it ended before that call
             sys.exit(1)
+        # OpenMP may have bound the thread that started this process.
+        os.sched_setaffinity(0, os.sched_getaffinity(parent_id))
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

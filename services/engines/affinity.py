@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Set
 from pathlib import Path
 
 from bridge.errors import InvalidField
@@ -19,7 +20,7 @@ def pin(text: str, system: Path = _SYSTEM) -> frozenset[int]:
     if not hasattr(os, "sched_setaffinity"):
         raise InvalidField(_FLAG, "left out: this system does not pin processes to cores", text)
     allowed = os.sched_getaffinity(0)
-    cores = _physical_cores(text, allowed, system) if text.startswith("numa:") else _numbers(text)
+    cores = _first_threads(text, allowed, system) if text.startswith("numa:") else _numbers(text)
     if not cores or not cores <= allowed:
         raise InvalidField(_FLAG, f"some of the cores {_text(allowed)} that this process may use", text)
     for task in Path("/proc/self/task").iterdir():
@@ -28,17 +29,26 @@ def pin(text: str, system: Path = _SYSTEM) -> frozenset[int]:
     return cores
 
 
-def _physical_cores(text: str, allowed: set[int], system: Path) -> frozenset[int]:
+def _first_threads(text: str, allowed: set[int], system: Path) -> frozenset[int]:
     """Returns the allowed cores of a node, one of each set of hyper-threads: two on one core share its matrix units."""
     path = system / "node" / f"node{text.removeprefix('numa:')}" / "cpulist"
     if not path.is_file():
         nodes = sorted(one.name.removeprefix("node") for one in (system / "node").glob("node[0-9]*"))
         raise InvalidField(_FLAG, f"numa: and the number of a node ({', '.join(nodes) or 'none is known here'})", text)
+    return frozenset(map(min, physical_cores(_numbers(path.read_text().strip()) & allowed, allowed, system)))
+
+
+def physical_cores(cores: Set[int], allowed: Set[int] | None = None, system: Path = _SYSTEM) -> list[frozenset[int]]:
+    """Returns the physical cores that `cores` are parts of: the numbers of each one's hyper-threads in `allowed`.
+
+    They are in order of their first numbers. `allowed`: by default `cores`.
+    """
     found = set()
-    for core in _numbers(path.read_text().strip()) & allowed:
-        siblings = system / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list"
-        found.add(min(_numbers(siblings.read_text().strip()) & allowed) if siblings.is_file() else core)
-    return frozenset(found)
+    for core in cores:
+        file = system / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list"
+        siblings = _numbers(file.read_text().strip()) if file.is_file() else {core}
+        found.add(frozenset(siblings & (cores if allowed is None else allowed)))
+    return sorted(found, key=min)
 
 
 def _numbers(text: str) -> frozenset[int]:

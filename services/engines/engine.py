@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -184,8 +186,16 @@ def measure(engine: Engine, *, all_logits: bool, widths: Sequence[int] = _MEASUR
 
 
 def core_count() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Returns the number of cores that this process may use: all threads together, because OpenMP binds some of them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    tasks = Path("/proc/self/task")
+    threads = [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else [0]
+    cores: set[int] = set()
+    for thread in threads:
+        with suppress(ProcessLookupError):  # it has ended
+            cores |= os.sched_getaffinity(thread)
+    return len(cores)
 
 
 def by_row(table: Logits, rows: Sequence[Row]) -> list[Logits]:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 from filelock import FileLock, Timeout
 
 from services.child import bound_command
-from services.engines.spinning import unlimited_environment
+from services.engines.openmp import environment_before
 from services.store.cache import cache_directory
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ def run(module: str, *arguments: str, seconds: float) -> "subprocess.CompletedPr
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=not os.environ.get(_HELD),
-        env=unlimited_environment() | {_HELD: "1"},
+        env=environment_before() | {_HELD: "1"},
     ) as process:
         try:
             out, errors = process.communicate(timeout=seconds)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bridge.errors import InvalidField, UnusableModel
 from services.engines.engine import Engine
+from services.engines.openmp import load_torch
 from services.store.cache import Report
 
 
@@ -67,7 +68,8 @@ class EngineOptions:
     @property
     def on_cpu(self) -> bool:
         """Whether the device is the CPU. "auto" is the CPU if torch finds no GPU."""
-        from torch.cuda import is_available  # takes seconds to import
+        load_torch()
+        from torch.cuda import is_available
 
         return self.device == "cpu" or (self.device == "auto" and not is_available())
 

@@ -26,8 +26,8 @@ from services.engines.engine import measure, warm
 from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
 from services.engines.measuring import alone, library_facts, run, speed
+from services.engines.openmp import bind_threads, limit_spinning
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
-from services.engines.spinning import limit_spinning
 from services.engines.timing import Timing
 from services.errors import DamagedFile
 from services.store.cache import NoSpace, Report, cache_directory
@@ -238,6 +238,7 @@ def main() -> None:
     name, path = sys.argv[1], Path(sys.argv[2])
     options, deterministic = _decoded(sys.argv[3])
     limit_spinning()  # as a server does
+    bind_threads(options.device, options.threads)
     try:
         opened = engine_spec(name).open(path, replace(options, slot_count=1, cache_byte_limit=_CACHE_BYTES))
     except DraftBridgeError as error:

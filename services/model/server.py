@@ -18,9 +18,9 @@ from services.engines.engine import Engine, measure, warm
 from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
 from services.engines.observer import SchedulerObserver
+from services.engines.openmp import bind_this_thread, bind_threads, limit_spinning
 from services.engines.registry import AUTO, choose_engine
 from services.engines.spec import EngineOptions, EngineSpec
-from services.engines.spinning import limit_spinning
 from services.engines.timing import Timing
 from services.engines.trial import fastest
 from services.grammars.store import TokenGrammars
@@ -69,9 +69,11 @@ def run(
     if config.model == SUFFIX:
         _run_suffix_server(config, on_start, until_stdin_closes, insight)
         return
+    options = pinned_options(config)
+    bind_threads(options.device, options.threads)
     drafts = config.role is Role.DRAFT
     selection = partial(fastest, report=report, drafts=drafts, deterministic=config.determinism)
-    spec, options = choose_engine(config.engine, config.model, pinned_options(config), selection)
+    spec, options = choose_engine(config.engine, config.model, options, selection)
     if options.device != "auto":
         spec.check_device(options.device)
     directory = resolve(config.model, report, weights=spec.reads != "gguf")
@@ -127,6 +129,7 @@ def _load(
         plain: Timing | None = None
         opened = spec.open(spec.prepare(config.model, options.weights, report), options)
         if opened.device == "cpu":
+            bind_this_thread()
             use_huge_pages()
         engine = as_served(opened, config.determinism)
         if engine is not opened:

@@ -18,13 +18,14 @@ import numpy as np
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
-from services.engines.spinning import limit_spinning
+from services.engines.openmp import loading
 
 # Alone, a pass of SmolLM2-135M takes a fifth longer than by default (6.2 ms on an EPYC). Beside a busy process it takes
 # 27 ms with this, 137 ms with 10,000 and 830 ms by default.
-limit_spinning(1000)
+_SPIN_COUNT = 1000
 try:
-    from ik_llama_cpp import _ctypes_api as api
+    with loading(_SPIN_COUNT):
+        from ik_llama_cpp import _ctypes_api as api
 except (ImportError, OSError) as error:
     raise UnusableModel(
         f"the library of ik-llama-cpp-python cannot be loaded ({error}): pip install '.[ik-llama]' in the checkout, or "

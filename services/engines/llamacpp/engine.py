@@ -21,13 +21,14 @@ from bridge.sampling.sampler import Logits
 from services.child import bound_command
 from services.engines.engine import Row, by_row, check, check_copy, core_count, slot_room
 from services.engines.gguf import file_type
-from services.engines.spinning import limit_spinning
+from services.engines.openmp import loading
 
 # Alone, a pass of SmolLM2-135M takes 6% longer than by default (10.2 ms on an EPYC), beside a busy process half as long
 # (0.5 instead of 1.1 s), and the other model of a pair gets the core 0.3 ms after a pass. With 1,000: 14%, 39 ms.
-limit_spinning(30_000)
+_SPIN_COUNT = 30_000
 try:
-    import llama_cpp
+    with loading(_SPIN_COUNT):
+        import llama_cpp
 except (ImportError, OSError, RuntimeError) as error:  # the latter two for a library of another platform
     raise UnusableModel(
         f"the library of llama-cpp-python cannot be loaded ({error}): pip install '.[llamacpp]' in the checkout, or "

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from services.engines.engine import Engine
+from services.engines.openmp import load_torch
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
 from services.store.cache import Report
 from services.store.resolve import resolve
@@ -13,7 +14,8 @@ def _prepare(model: str, weights: Weights, report: Report) -> Path:
 
 
 def _open(path: Path, options: EngineOptions) -> Engine:
-    from services.engines.torch.engine import TorchEngine  # takes seconds to import
+    load_torch()
+    from services.engines.torch.engine import TorchEngine
 
     return TorchEngine(
         path,
@@ -29,6 +31,7 @@ def _open(path: Path, options: EngineOptions) -> Engine:
 
 
 def _check_device(device: str) -> None:
+    load_torch()
     from services.engines.torch.engine import find_device
 
     find_device(device)
