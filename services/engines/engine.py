@@ -186,7 +186,7 @@ def measure(engine: Engine, *, all_logits: bool, widths: Sequence[int] = _MEASUR
 
 
 def core_count() -> int:
-    """Returns the number of cores that this process may use: all threads together, because OpenMP binds some of them."""
+    """Returns how many cores this process may use: all its threads together, because OpenMP binds some of them."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     tasks = Path("/proc/self/task")

@@ -11,12 +11,14 @@ for up to a time slice, while the core that is free again stays idle. On two cor
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from services.engines.affinity import physical_cores
 
 _COUNT, _POLICY, _BIND, _PLACES = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES"
+_THREADS = "OMP_NUM_THREADS"
 
 # What of the environment was there before.
 _BEFORE = {name: os.environ.get(name) for name in (_COUNT, _POLICY, _BIND, _PLACES)}
@@ -48,10 +50,12 @@ def bind_threads(device: str, thread_count: int | None) -> None:
     """Has each OpenMP library that is loaded afterwards bind the threads of a forward, if there is one for each core.
 
     `device`: as in `EngineOptions`; nothing is bound if the forwards may run elsewhere than on the CPU.
-    `thread_count`: None for one per core. Nothing changes if the environment decides where threads run, and on systems
-    that do not bind threads.
+    `thread_count`: None for one per core. Nothing changes if the environment decides where threads run or how many
+    there are, on systems that do not bind threads, and once torch is loaded.
     """
-    if not hasattr(os, "sched_getaffinity") or any(name in os.environ for name in _CHOSEN):
+    if not hasattr(os, "sched_getaffinity") or "torch" in sys.modules or any(name in os.environ for name in _CHOSEN):
+        return
+    if thread_count is None and _THREADS in os.environ:
         return
     on_cpu = device == "cpu" or (device == "auto" and not any(map(os.path.exists, _ACCELERATORS)))
     places = physical_cores(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""How threads of a forward wait for one another and where they run, as a server's OpenMP library and Linux report it."""
+"""How threads of a forward wait for one another, as OpenMP's library reports it, and where they run, as Linux does."""
 
 import os
 import re
@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from draftbridge import Client
+from services.cli import processes
 from services.cli.processes import READY, fleet
+from services.engines import openmp
+from services.engines.affinity import physical_cores
+from tests.support import warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux")
 
-_SET_HERE = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES")
+_SET_HERE = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_NUM_THREADS")
 _PLAIN = {name: value for name, value in os.environ.items() if name not in _SET_HERE}
 
 
@@ -37,33 +41,70 @@ def test_a_server_limits_how_long_they_wait(tiny_models: tuple[Path, Path]) -> N
     assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", "".join(printed))) == {"10000"}
 
 
+@pytest.mark.models
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
 @pytest.mark.parametrize(
-    ("options", "environment", "bound"),
-    [((), {}, True), (("--threads", "1"), {}, False), ((), {"OMP_PROC_BIND": "false"}, False)],
+    ("threads", "environment", "bound"),
+    [("all", {}, True), ("1", {}, False), ("all", {"OMP_PROC_BIND": "false"}, False)],
     ids=["a thread for each core", "fewer", "a user decides"],
 )
 def test_threads_for_all_cores_are_bound_to_them(
-    tiny_models: tuple[Path, Path],
-    options: tuple[str, ...],
-    environment: dict[str, str],
-    bound: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    threads: str, environment: dict[str, str], bound: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Tiny models compute with one thread."""
+    monkeypatch.setattr(processes, "_start", warm.cold_start)
     for name in _SET_HERE:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     allowed = os.sched_getaffinity(0)
-    with (
-        fleet(str(tiny_models[0]), None, target_options=("--device", "cpu", *options)) as running,
-        Client(running.bridge) as client,
-    ):
+    count = str(len(allowed)) if threads == "all" else threads
+    options = ("--engine", "ik_llama", "--device", "cpu", "--threads", count)
+    with fleet("smollm2-135m-instruct", None, target_options=options) as running, Client(running.bridge) as client:
         client.generate("The quick brown", max_tokens=4)
         pid = running.processes["target"].pid
         cores = [os.sched_getaffinity(int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()]
         assert os.sched_getaffinity(pid) == allowed, "the main thread may use all cores"
-    assert {min(one) for one in cores if len(one) == 1} == (allowed if bound else set())
+    places = {place for place in map(frozenset, cores) if place < allowed}
+    assert places == (set(physical_cores(allowed)) if bound else set())
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "environment", "bound"),
+    [
+        ("cpu", None, {}, True),
+        ("auto", None, {}, True),
+        ("cuda", None, {}, False),
+        ("cpu", 1, {}, False),
+        ("cpu", 2, {}, True),
+        ("cpu", 4, {}, True),
+        ("cpu", None, {"OMP_NUM_THREADS": "2"}, False),
+        ("cpu", 4, {"OMP_NUM_THREADS": "2"}, True),
+        ("cpu", None, {"OMP_PLACES": "{0}"}, False),
+        ("cpu", None, {"GOMP_CPU_AFFINITY": "0 1"}, False),
+    ],
+)
+def test_what_binds_them(
+    device: str, count: int | None, environment: dict[str, str], bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine with two cores of two hyper-threads."""
+    monkeypatch.setattr(os, "environ", dict(environment))
+    monkeypatch.setattr(openmp, "physical_cores", lambda allowed: [frozenset({0, 2}), frozenset({1, 3})])
+    monkeypatch.setattr(openmp, "_ACCELERATORS", ())
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    openmp.bind_threads(device, count)
+    expected = {"OMP_PROC_BIND": "true", "OMP_PLACES": "{0,2},{1,3}"} if bound else {}
+    assert os.environ == environment | expected
+
+
+def test_nothing_is_bound_where_forwards_may_run_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(openmp, "_ACCELERATORS", ("/dev/null",))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    openmp.bind_threads("auto", None)
+    assert not os.environ
+    openmp.bind_threads("cpu", None)
+    assert os.environ["OMP_PROC_BIND"] == "true"
 
 
 @pytest.mark.parametrize(("given", "used"), [({}, "5"), ({"GOMP_SPINCOUNT": "777"}, "777")])
