@@ -11,7 +11,7 @@ from bridge.sources.source import MAX_OFFERED_BYTES, Offer, Outcome
 from bridge.sources.source_set import SourceSet
 from bridge.statistics import Statistics
 
-# A plan that needs nothing is kept for this many passes while no source offers anything.
+# A plan that needs nothing is kept for this many passes while no source offers anything that is worth sending.
 _KEPT_PASSES = 3
 
 
@@ -32,6 +32,7 @@ class Speculation:
         self.plan = planner.plan((), sources.state, room)
         self.offers: Sequence[Offer] = ()
         self._kept_pass_count = _KEPT_PASSES  # the first pass shows what the plans cost
+        self._nothing_to_send = False  # whether none of the present offers is worth sending
 
     @property
     def stale(self) -> bool:
@@ -51,14 +52,16 @@ class Speculation:
         self.sources.take_over()
         if self.sources.draft is not before:  # the present plan was made without it
             self._kept_pass_count = _KEPT_PASSES
-        self.offers = self.sources.offers(limit_bytes)
+        self.offers, self._nothing_to_send = self.sources.offers(limit_bytes), False
 
     async def replan(self, room: int) -> None:
         """Plans the next pass from the present offers, and lets the sources work accordingly.
 
         Planning takes processor time, which a target may need: a draft that does not pay must not slow it down.
         """
-        if self.plan.rests and not self.offers and self._kept_pass_count < _KEPT_PASSES:
+        may_keep = self.plan.rests and self._kept_pass_count < _KEPT_PASSES
+        self._nothing_to_send = may_keep and not self.planner.is_worth_sending(self.offers)
+        if self._nothing_to_send:
             self._kept_pass_count += 1
             return
         self._kept_pass_count = 0
@@ -67,6 +70,8 @@ class Speculation:
 
     def choose(self) -> Choice:
         """Returns the best of the present offers; nothing while draft and target take turns and it is the draft's."""
+        if self._nothing_to_send:
+            return Choice()
         state = self.sources.state
         awaited = self.plan.pace.lead > 0 and state is not None and state.awaited
         if awaited and self.plan.pace.turns:

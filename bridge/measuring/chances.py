@@ -28,6 +28,12 @@ class Chances:
         right, tried = self._counts[group]
         return (right + self._priors[group] * _PRIOR_COUNT) / (tried + _PRIOR_COUNT)
 
+    def of_all(self, evidence: Iterable[float]) -> list[float]:
+        """Returns the chance for each item of `evidence`, in less time than `of` for one after the other."""
+        groups = zip(self._counts, self._priors, strict=True)
+        chances = [(right + prior * _PRIOR_COUNT) / (tried + _PRIOR_COUNT) for (right, tried), prior in groups]
+        return [chances[bisect_right(self._edges, one)] for one in evidence]
+
     def observe(self, evidence: float, right: float) -> None:
         """Records a candidate whose predecessors were all right: `right` is 1 or 0, or a chance between them."""
         counts = self._counts[bisect_right(self._edges, evidence)]
@@ -52,7 +58,14 @@ class RequestChances:
 
     def of(self, evidence: float) -> float:
         """Returns the chance of a candidate with this evidence."""
-        shared = _within(self.shared.of(evidence))
+        return self._own(self.shared.of(evidence))
+
+    def of_all(self, evidence: Iterable[float]) -> list[float]:
+        """Returns the chance for each item of `evidence`."""
+        return list(map(self._own, self.shared.of_all(evidence)))
+
+    def _own(self, shared: float) -> float:
+        shared = _within(shared)
         if not self._tried:
             return (self._hope + _SHARED_COUNT * shared) / (self._hope + _SHARED_COUNT)
         odds = shared / (1 - shared) * self._odds_factor

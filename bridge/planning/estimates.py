@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from bridge.measuring.chances import Chances, RequestChances
 from bridge.measuring.costs import MAX_DELAY_RATIO, PRIOR_HOP_NS, Ewma, ForwardTime, WidthCost
@@ -194,8 +195,12 @@ class RequestEstimates:
 
     def chances_of(self, offer: Offer, count: int) -> list[float]:
         """Returns the chance of each of an offer's first `count` candidates, if all before it are right."""
-        pairs = zip(offer.sources[:count], offer.evidence[:count], strict=True)
-        return [self.chances[source].of(evidence) for source, evidence in pairs]
+        return list(islice(self.each_chance(offer), count))
+
+    def each_chance(self, offer: Offer) -> Iterator[float]:
+        """Yields the chance of each of an offer's candidates, if all before it are right."""
+        for source, evidence in zip(offer.sources, offer.evidence, strict=True):
+            yield self.chances[source].of(evidence)
 
     def is_promising(self, offer: Offer) -> bool:
         """Returns whether the first candidate is probably right: only then does a trial cost next to nothing."""

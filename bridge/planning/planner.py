@@ -24,6 +24,7 @@ from bridge.sources.source import DRAFT, DraftPace, DraftState, Offer
 
 # The most candidates that are planned for one forward, and the lengths of a draft's turn in tokens.
 MAX_CANDIDATES = MAX_WIDTH - 1
+_POSITIONS = tuple(range(1, MAX_WIDTH))
 _LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 # The smallest lead of a draft that runs ahead, and the tokens that are added to the lead that it needs.
 _MIN_LEAD, _SPARE_LEAD = 8, 4
@@ -135,7 +136,9 @@ class Planner:
             tried = next((offer for offer in offers if offer.sources[0] == plan.source), Offer())
             # Enough for two passes, because the candidates may be too late for the first.
             return tried.part(0, plan.trial_width * (1 if plan.holds_back else 2)), plan.trial_width
-        costs = self._target_costs().slowed(self._slowdown if plan.runs_ahead else 1.0)
+        costs = self._target_costs()
+        if plan.runs_ahead:
+            costs = costs.slowed(self._slowdown)
         found = self._widths(offers, costs)
         if not found:
             return Offer(), 0
@@ -145,6 +148,12 @@ class Planner:
         drafted = best.sources.count(DRAFT)
         # The draft proposes more in time. Candidates of other sources are offered for several passes.
         return best.part(0, max(width, drafted) if drafted else _OFFERED_PASSES * width), width
+
+    def is_worth_sending(self, offers: Sequence[Offer]) -> bool:
+        """Returns whether a pass with candidates of one of the offers would be faster than one without."""
+        if self.mode is not Mode.AUTO:
+            return bool(offers)
+        return bool(offers and self._widths(offers, self._target_costs()))
 
     def begin(self, plan: Plan) -> None:
         """Records that a pass has begun under a plan, for a target that is planned for before it reports the pass."""
@@ -271,7 +280,7 @@ class Planner:
 
     def _widths(self, offers: Sequence[Offer], costs: TargetCosts) -> list[tuple[Offer, int]]:
         """Returns each offer that is worth sending, with the number of its candidates that one forward takes."""
-        widths = ((offer, best_width(self.estimates.chances_of(offer, MAX_CANDIDATES), costs)) for offer in offers)
+        widths = ((offer, best_width(self.estimates.each_chance(offer), costs)) for offer in offers)
         return [(offer, width) for offer, width in widths if width]
 
     def _patience_ns(self, costs: TargetCosts) -> float:
@@ -301,12 +310,12 @@ class Planner:
         token_ns = draft.forward.single_ns or _PRIOR_DRAFT_SPEED * (estimates.forward.single_ns or _PRIOR_PASS_NS)
         lag = state.lag_token_count
         read_tokens = draft.read_tokens(min(lag, _TURN_LAG))
-        chances = [estimates.positions.of(position) for position in range(1, MAX_CANDIDATES + 1)]
+        chances = estimates.positions.of_all(_POSITIONS)
         turn_survival: tuple[float, ...] = ()
         turn_lengths: tuple[float, ...] = ()
         if not self._fixed_number:
-            goes_on_if_right = [1.0, *(draft.goes_on_if_right.of(position) for position in range(1, MAX_CANDIDATES))]
-            goes_on = [1.0, *(draft.goes_on.of(position) for position in range(1, MAX_CANDIDATES))]
+            goes_on_if_right = [1.0, *draft.goes_on_if_right.of_all(_POSITIONS[:-1])]
+            goes_on = [1.0, *draft.goes_on.of_all(_POSITIONS[:-1])]
             turn_survival = tuple(accumulate(map(mul, chances, goes_on_if_right), mul))
             turn_lengths = tuple(accumulate(accumulate(goes_on, mul)))
         return DraftCosts(

@@ -4,9 +4,9 @@ All functions here are pure. Turns are predicted as in Leviathan et al., "Fast I
 Speculative Decoding" (2023), a draft that runs ahead by a small Markov chain over the candidates that a pass finds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import ceil
 from operator import mul
 
@@ -159,13 +159,19 @@ def with_candidates(chances: Sequence[float], costs: TargetCosts) -> Prediction:
     return Prediction(1.0 + expected_count(chances), costs.of(len(chances) + 1))
 
 
-def best_width(chances: Sequence[float], costs: TargetCosts) -> int:
-    """Returns the number of candidates with the highest speed; 0 if plain decoding is at least as fast."""
+def best_width(chances: Iterable[float], costs: TargetCosts) -> int:
+    """Returns the number of candidates with the highest speed; 0 if plain decoding is at least as fast.
+
+    Asks for no more chances than may matter, because each takes processor time.
+    """
+    most = len(costs.ratios) - 1
     best, found, tokens = plain(costs).tokens_per_ns, 0, 1.0
-    for count, survival in enumerate(accumulate(chances, mul), start=1):
-        tokens += survival
-        if tokens / costs.of(count + 1) > best:
-            best, found = tokens / costs.of(count + 1), count
+    for count, survival in enumerate(accumulate(islice(chances, most), mul), start=1):
+        tokens, ns = tokens + survival, costs.of(count + 1)
+        if tokens / ns > best:
+            best, found = tokens / ns, count
+        elif tokens + survival * (most - count) <= best * ns:  # too slow even if all others were right as well
+            break
     return found
 
 

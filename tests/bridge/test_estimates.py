@@ -119,6 +119,15 @@ def test_a_turn_without_candidates_lowers_what_is_expected_of_the_draft(
     assert (estimates.positions.of(1) < 0.5 * before) == counts
 
 
+def test_the_chances_of_several_candidates_are_those_of_each() -> None:
+    shared = Chances((2, 4), (0.2, 0.5, 0.8))
+    own, evidence = RequestChances(shared), (1, 2, 3, 4, 5)
+    for _ in range(3):
+        assert shared.of_all(evidence) == [shared.of(one) for one in evidence]
+        assert own.of_all(evidence) == [own.of(one) for one in evidence]
+        own.observe([(1, 0.0), (3, 1.0), (9, 1.0)])
+
+
 def test_a_request_shifts_all_chances_and_forgets() -> None:
     shared = Chances((8,), (0.5, 0.8))
     noise = random.Random(0)

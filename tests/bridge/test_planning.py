@@ -8,6 +8,8 @@ from itertools import accumulate
 from operator import mul
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bridge.planning.estimates import RequestEstimates, TargetEstimates
 from bridge.planning.planner import MAX_CANDIDATES, Mode, Planner, SpeculationParameters
@@ -45,6 +47,24 @@ def test_the_number_of_candidates_maximises_the_speed(times: dict[int, float], r
     speeds = [expected(right, count) / times[count + 1] / MS for count in range(25)]
     assert prediction.tokens_per_ns == pytest.approx(max(speeds))
     assert speeds[count] == max(speeds)
+
+
+@given(
+    chances=st.lists(st.floats(0.01, 0.99), max_size=30),
+    steps=st.lists(st.floats(0.0, 1.0), min_size=24, max_size=24),
+)
+def test_no_other_number_of_candidates_is_faster(chances: list[float], steps: list[float]) -> None:
+    """Whatever the chances that are not asked for are."""
+    costs = TargetCosts(MS, list(accumulate(steps, initial=1.0)), 0.5 * MS)
+    count = best_width(iter(chances), costs)
+    speeds = [with_candidates(chances[:width], costs).tokens_per_ns for width in range(min(len(chances), 24) + 1)]
+    assert speeds[count] == pytest.approx(max(speeds))
+
+
+def test_chances_that_cannot_matter_are_not_asked_for() -> None:
+    asked = iter([0.05] * 24)
+    assert best_width(asked, TargetCosts(MS, [STEEP[width] for width in range(1, 26)], 0.5 * MS)) == 0
+    assert len(list(asked)) > 20
 
 
 def _draft_costs(right: float, draft_ms: float, slowdown: float = 1.0, round_trip_ms: float = 1.0) -> DraftCosts:

@@ -13,7 +13,7 @@ from bridge.planning.prediction import Plan, Prediction
 from bridge.sources.draft import DraftSource
 from bridge.sources.source import DraftPace, DraftState, Offer
 from bridge.sources.source_set import SourceSet
-from bridge.speculation import Speculation
+from bridge.speculation import Choice, Speculation
 from bridge.statistics import Statistics
 from tests.support.drafted import MODEL, draft_source
 
@@ -25,11 +25,17 @@ class CountingPlanner(Planner):
     """Always returns the same plan, and counts how often it was asked."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self.count = plan, 0
+        self._plan, self.count, self.worth_sending = plan, 0, True
 
     def plan(self, offers: Sequence[Offer], state: DraftState | None, room: int = 64) -> Plan:
         self.count += 1
         return self._plan
+
+    def is_worth_sending(self, offers: Sequence[Offer]) -> bool:
+        return bool(offers) and self.worth_sending
+
+    def choose(self, offers: Sequence[Offer], plan: Plan) -> tuple[Offer, int]:
+        return (offers[0], 1) if offers else (Offer(), 0)
 
 
 def speculation(plan: Plan) -> tuple[Speculation, CountingPlanner]:
@@ -55,6 +61,17 @@ async def test_an_offer_is_planned_for_at_once() -> None:
         found.offers = offers
         await found.replan(64)
     assert planner.count == 3
+    assert found.choose() == Choice(OFFER, 1)
+
+
+async def test_an_offer_that_is_not_worth_sending_changes_no_plan() -> None:
+    found, planner = speculation(PLAIN)
+    planner.worth_sending = False
+    for _ in range(4):
+        found.offers = (OFFER,)
+        await found.replan(64)
+    assert planner.count == 1
+    assert found.choose() == Choice()
 
 
 async def test_a_draft_that_joins_is_planned_for_at_once() -> None:
