@@ -46,16 +46,17 @@ def limit_spinning(count: int = _TORCH) -> None:
     os.environ.setdefault(_POLICY, "ACTIVE")
 
 
-def bind_threads(device: str, thread_count: int | None) -> None:
+def bind_threads(device: str, thread_count: int | None, *, compiles: bool) -> None:
     """Has each OpenMP library that is loaded afterwards bind the threads of a forward, if there is one for each core.
 
-    `device`: as in `EngineOptions`; nothing is bound if the forwards may run elsewhere than on the CPU.
-    `thread_count`: None for one per core. Nothing changes if the environment decides where threads run or how many
-    there are, on systems that do not bind threads, and once torch is loaded.
+    `device`: as in `EngineOptions`; nothing is bound if the forwards may run elsewhere than on the CPU. `thread_count`:
+    None for one per core. `compiles`: torch compiles the model; then nothing is bound, because its compilers would all
+    run on one core. Nothing changes if the environment decides where threads run or how many there are, on systems that
+    do not bind threads, and once torch is loaded.
     """
     if not hasattr(os, "sched_getaffinity") or "torch" in sys.modules or any(name in os.environ for name in _CHOSEN):
         return
-    if thread_count is None and _THREADS in os.environ:
+    if compiles or (thread_count is None and _THREADS in os.environ):
         return
     on_cpu = device == "cpu" or (device == "auto" and not any(map(os.path.exists, _ACCELERATORS)))
     places = physical_cores(os.sched_getaffinity(0))

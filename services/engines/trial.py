@@ -238,7 +238,7 @@ def main() -> None:
     name, path = sys.argv[1], Path(sys.argv[2])
     options, deterministic = _decoded(sys.argv[3])
     limit_spinning()  # as a server does
-    bind_threads(options.device, options.threads)
+    bind_threads(options.device, options.threads, compiles=options.compile)
     try:
         opened = engine_spec(name).open(path, replace(options, slot_count=1, cache_byte_limit=_CACHE_BYTES))
     except DraftBridgeError as error:

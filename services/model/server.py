@@ -70,7 +70,7 @@ def run(
         _run_suffix_server(config, on_start, until_stdin_closes, insight)
         return
     options = pinned_options(config)
-    bind_threads(options.device, options.threads)
+    bind_threads(options.device, options.threads, compiles=options.compile)
     drafts = config.role is Role.DRAFT
     selection = partial(fastest, report=report, drafts=drafts, deterministic=config.determinism)
     spec, options = choose_engine(config.engine, config.model, options, selection)

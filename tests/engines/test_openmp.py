@@ -92,18 +92,20 @@ def test_what_binds_them(
     monkeypatch.setattr(openmp, "physical_cores", lambda allowed: [frozenset({0, 2}), frozenset({1, 3})])
     monkeypatch.setattr(openmp, "_ACCELERATORS", ())
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    openmp.bind_threads(device, count)
+    openmp.bind_threads(device, count, compiles=False)
     expected = {"OMP_PROC_BIND": "true", "OMP_PLACES": "{0,2},{1,3}"} if bound else {}
     assert os.environ == environment | expected
 
 
-def test_nothing_is_bound_where_forwards_may_run_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_bound_for_an_accelerator_or_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(openmp, "_ACCELERATORS", ("/dev/null",))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    openmp.bind_threads("auto", None)
+    openmp.bind_threads("auto", None, compiles=False)
     assert not os.environ
-    openmp.bind_threads("cpu", None)
+    openmp.bind_threads("cpu", None, compiles=True)
+    assert not os.environ
+    openmp.bind_threads("cpu", None, compiles=False)
     assert os.environ["OMP_PROC_BIND"] == "true"
 
 
@@ -121,7 +123,8 @@ def test_a_library_that_is_loaded_leaves_other_threads_and_processes_their_cores
     pytest.importorskip(library)
     module = {"torch": "torch.engine", "llama_cpp": "llamacpp.engine", "ik_llama_cpp": "ik_llama.library"}[library]
     program = (
-        "import os; from services.engines.openmp import bind_threads, load_torch; bind_threads('cpu', None)\n"
+        "import os; from services.engines.openmp import bind_threads, load_torch\n"
+        "bind_threads('cpu', None, compiles=False)\n"
         f"before = os.sched_getaffinity(0); load_torch(); import services.engines.{module}\n"
         "assert os.sched_getaffinity(0) == before and os.environ.get('OMP_PROC_BIND') == 'true'\n"
         "from services.engines.openmp import environment_before\n"
