@@ -59,7 +59,10 @@ def bind_threads(device: str, thread_count: int | None, *, compiles: bool) -> No
     if compiles or (thread_count is None and _THREADS in os.environ):
         return
     on_cpu = device == "cpu" or (device == "auto" and not any(map(os.path.exists, _ACCELERATORS)))
-    places = physical_cores(os.sched_getaffinity(0))
+    allowed = os.sched_getaffinity(0)
+    places = physical_cores(allowed)
+    if thread_count is not None and thread_count >= len(allowed):  # also for the second hyper-threads of the cores
+        places = [frozenset({one}) for one in sorted(allowed)]
     if on_cpu and (thread_count is None or thread_count >= len(places)):
         os.environ[_BIND] = "true"
         os.environ[_PLACES] = ",".join(f"{{{','.join(map(str, sorted(place)))}}}" for place in places)

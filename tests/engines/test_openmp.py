@@ -12,7 +12,7 @@ from draftbridge import Client
 from services.cli import processes
 from services.cli.processes import READY, fleet
 from services.engines import openmp
-from services.engines.affinity import physical_cores
+from services.engines.engine import core_count
 from tests.support import warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux")
@@ -42,7 +42,7 @@ def test_a_server_limits_how_long_they_wait(tiny_models: tuple[Path, Path]) -> N
 
 
 @pytest.mark.models
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one core")
+@pytest.mark.skipif(core_count() < 2, reason="this machine has one core")
 @pytest.mark.parametrize(
     ("threads", "environment", "bound"),
     [("all", {}, True), ("1", {}, False), ("all", {"OMP_PROC_BIND": "false"}, False)],
@@ -66,34 +66,35 @@ def test_threads_for_all_cores_are_bound_to_them(
         cores = [os.sched_getaffinity(int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()]
         assert os.sched_getaffinity(pid) == allowed, "the main thread may use all cores"
     places = {place for place in map(frozenset, cores) if place < allowed}
-    assert places == (set(physical_cores(allowed)) if bound else set())
+    assert places == ({frozenset({one}) for one in allowed} if bound else set())
 
 
 @pytest.mark.parametrize(
-    ("device", "count", "environment", "bound"),
+    ("device", "count", "environment", "places"),
     [
-        ("cpu", None, {}, True),
-        ("auto", None, {}, True),
-        ("cuda", None, {}, False),
-        ("cpu", 1, {}, False),
-        ("cpu", 2, {}, True),
-        ("cpu", 4, {}, True),
-        ("cpu", None, {"OMP_NUM_THREADS": "2"}, False),
-        ("cpu", 4, {"OMP_NUM_THREADS": "2"}, True),
-        ("cpu", None, {"OMP_PLACES": "{0}"}, False),
-        ("cpu", None, {"GOMP_CPU_AFFINITY": "0 1"}, False),
+        ("cpu", None, {}, "{0,2},{1,3}"),
+        ("auto", None, {}, "{0,2},{1,3}"),
+        ("cuda", None, {}, None),
+        ("cpu", 1, {}, None),
+        ("cpu", 2, {}, "{0,2},{1,3}"),
+        ("cpu", 4, {}, "{0},{1},{2},{3}"),
+        ("cpu", None, {"OMP_NUM_THREADS": "2"}, None),
+        ("cpu", 4, {"OMP_NUM_THREADS": "2"}, "{0},{1},{2},{3}"),
+        ("cpu", None, {"OMP_PLACES": "{0}"}, None),
+        ("cpu", None, {"GOMP_CPU_AFFINITY": "0 1"}, None),
     ],
 )
 def test_what_binds_them(
-    device: str, count: int | None, environment: dict[str, str], bound: bool, monkeypatch: pytest.MonkeyPatch
+    device: str, count: int | None, environment: dict[str, str], places: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine with two cores of two hyper-threads."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda task: {0, 1, 2, 3})
     monkeypatch.setattr(os, "environ", dict(environment))
     monkeypatch.setattr(openmp, "physical_cores", lambda allowed: [frozenset({0, 2}), frozenset({1, 3})])
     monkeypatch.setattr(openmp, "_ACCELERATORS", ())
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     openmp.bind_threads(device, count, compiles=False)
-    expected = {"OMP_PROC_BIND": "true", "OMP_PLACES": "{0,2},{1,3}"} if bound else {}
+    expected = {"OMP_PROC_BIND": "true", "OMP_PLACES": places} if places else {}
     assert os.environ == environment | expected
 
 
