@@ -216,10 +216,13 @@ def test_a_bridge_is_measured_and_what_was_found_is_written_down(tiny_fleet: Fle
     prompts.write_text(f"The quick brown\n{'too long ' * 200}\nOnce upon\n")
     command = [sys.executable, "-m", "services.cli", "bench", "--server", tiny_fleet.bridge, "--prompts", str(prompts)]
     command += ["--tokens", "12", "--json", str(found), "--plot", str(picture)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "160"})
-    assert done.returncode == 0, done.stderr
+    for _ in range(3):  # a prompt is also left out if the draft is given up in it, because the machine is busy
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "160"})
+        assert done.returncode == 0, done.stderr
+        if done.stderr.count("is left out") == 1:
+            break
     for word in (*bench.WAYS, "tokens/s", "target alone", "2 prompts of 12 tokens"):
-        assert word in done.stdout, word
+        assert word in done.stdout, (word, done.stderr)
     written = json.loads(found.read_text())
     assert "prompt 2 is left out: " in done.stderr and [one["prompt"] for one in written["failures"]] == [1]
     runs = written["runs"]
