@@ -22,9 +22,9 @@ from bridge.planning.prediction import (
 )
 from bridge.sources.source import DRAFT, DraftPace, DraftState, Offer
 
-# The most candidates that are planned for one forward, and the lengths of a draft's turn in tokens.
+# The most candidates that are planned for one forward, their positions, and the lengths of a draft's turn in tokens.
 MAX_CANDIDATES = MAX_WIDTH - 1
-_POSITIONS = tuple(range(1, MAX_WIDTH))
+_CANDIDATE_POSITIONS = tuple(range(1, MAX_WIDTH))
 _LEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 # The smallest lead of a draft that runs ahead, and the tokens that are added to the lead that it needs.
 _MIN_LEAD, _SPARE_LEAD = 8, 4
@@ -310,12 +310,12 @@ class Planner:
         token_ns = draft.forward.single_ns or _PRIOR_DRAFT_SPEED * (estimates.forward.single_ns or _PRIOR_PASS_NS)
         lag = state.lag_token_count
         read_tokens = draft.read_tokens(min(lag, _TURN_LAG))
-        chances = estimates.positions.of_all(_POSITIONS)
+        chances = estimates.positions.of_all(_CANDIDATE_POSITIONS)
         turn_survival: tuple[float, ...] = ()
         turn_lengths: tuple[float, ...] = ()
         if not self._fixed_number:
-            goes_on_if_right = [1.0, *draft.goes_on_if_right.of_all(_POSITIONS[:-1])]
-            goes_on = [1.0, *draft.goes_on.of_all(_POSITIONS[:-1])]
+            goes_on_if_right = [1.0, *draft.goes_on_if_right.of_all(_CANDIDATE_POSITIONS[:-1])]
+            goes_on = [1.0, *draft.goes_on.of_all(_CANDIDATE_POSITIONS[:-1])]
             turn_survival = tuple(accumulate(map(mul, chances, goes_on_if_right), mul))
             turn_lengths = tuple(accumulate(accumulate(goes_on, mul)))
         return DraftCosts(

@@ -35,19 +35,16 @@ def _first_threads(text: str, allowed: set[int], system: Path) -> frozenset[int]
     if not path.is_file():
         nodes = sorted(one.name.removeprefix("node") for one in (system / "node").glob("node[0-9]*"))
         raise InvalidField(_FLAG, f"numa: and the number of a node ({', '.join(nodes) or 'none is known here'})", text)
-    return frozenset(map(min, physical_cores(_numbers(path.read_text().strip()) & allowed, allowed, system)))
+    return frozenset(map(min, physical_cores(_numbers(path.read_text().strip()) & allowed, system)))
 
 
-def physical_cores(cores: Set[int], allowed: Set[int] | None = None, system: Path = _SYSTEM) -> list[frozenset[int]]:
-    """Returns the physical cores that `cores` are parts of: the numbers of each one's hyper-threads in `allowed`.
-
-    They are in order of their first numbers. `allowed`: by default `cores`.
-    """
+def physical_cores(cores: Set[int], system: Path = _SYSTEM) -> list[frozenset[int]]:
+    """Groups `cores` by physical core: each group has those that are its hyper-threads. Groups are in ascending order."""
     found = set()
     for core in cores:
         file = system / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list"
         siblings = _numbers(file.read_text().strip()) if file.is_file() else {core}
-        found.add(frozenset(siblings & (cores if allowed is None else allowed)))
+        found.add(frozenset(siblings & cores))
     return sorted(found, key=min)
 
 

@@ -6,8 +6,8 @@ is in use elsewhere, and the last ones go on after the forward has ended, when t
 cores wants to start.
 
 With a thread for each core, whatever else runs for a moment moves one of them to the core of another. Both stay there
-for up to a time slice, while the core that is free again stays idle. On two cores of an EPYC this doubled the time of
-2% to 4% of Gemma-3-270M's passes; bound to cores, it generates 2% faster alone and 6% faster while a bridge plans.
+for up to a time slice, while the core that is free again stays idle. On two cores of an EPYC this nearly doubled the
+time of 2% to 4% of Gemma-3-270M's passes; bound to cores, it is 2% faster alone and 3% to 6% while a bridge plans.
 """
 
 import os
@@ -25,11 +25,13 @@ _BEFORE = {name: os.environ.get(name) for name in (_COUNT, _POLICY, _BIND, _PLAC
 # With one of these a user has decided where threads run.
 _CHOSEN = (_BIND, _PLACES, "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # torch's threads also wait while Python prepares the next step: on an EPYC, passes of Gemma-3-270M take a tenth longer
-# with 1,000 attempts and no longer with 10,000. Beside a busy process: 127 ms, by default 1.2 s.
+# with 1,000 attempts and no longer with 10,000. Not bound, beside a busy process: 127 ms, by default 1.2 s.
 _TORCH = 10_000
 # Devices of drivers for NVIDIA, AMD and Gaudi. Forwards there need one thread of the CPU, and several servers may share
 # the cores.
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dxg")
+# The core that `bind_threads` has OpenMP bind the first thread of a forward to; empty if it binds none.
+_first_place: set[int] = set()
 
 
 def limit_spinning(count: int = _TORCH) -> None:
@@ -64,6 +66,7 @@ def bind_threads(device: str, thread_count: int | None, *, compiles: bool) -> No
     if thread_count is not None and thread_count >= len(allowed):  # also for the second hyper-threads of the cores
         places = [frozenset({one}) for one in sorted(allowed)]
     if on_cpu and (thread_count is None or thread_count >= len(places)):
+        _first_place.update(places[0])
         os.environ[_BIND] = "true"
         os.environ[_PLACES] = ",".join(f"{{{','.join(map(str, sorted(place)))}}}" for place in places)
 
@@ -73,10 +76,8 @@ def bind_this_thread() -> None:
 
     OpenMP does so itself only in threads other than the one that loaded it.
     """
-    places = os.environ.get(_PLACES)
-    if places and places != _BEFORE[_PLACES]:
-        first = places.split("}")[0].strip("{")
-        os.sched_setaffinity(0, set(map(int, first.split(","))))
+    if _first_place:
+        os.sched_setaffinity(0, _first_place)
 
 
 @contextmanager

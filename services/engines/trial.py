@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 from bridge.errors import DraftBridgeError, UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
-from services.engines.engine import measure, warm
+from services.engines.engine import core_count, measure, warm
 from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
 from services.engines.measuring import alone, library_facts, run, speed
@@ -205,7 +205,7 @@ def _key(
         (str(file), file.stat().st_size, file.stat().st_mtime_ns) for path in paths.values() for file in _files(path)
     ]
     libraries = [library_facts(name) for one in rivals for name in one.modules]
-    machine = (cpu_name(), sorted(cpu_flags()), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0)
+    machine = (cpu_name(), sorted(cpu_flags()), core_count())
     given = (options.device, options.dtype.value, options.weights.value, options.threads)
     facts = (files, libraries, machine, given, _RULE)
     return hashlib.sha256(repr((facts, drafts, deterministic)).encode()).hexdigest()[:24]

@@ -92,6 +92,7 @@ def test_what_binds_them(
     monkeypatch.setattr(os, "environ", dict(environment))
     monkeypatch.setattr(openmp, "physical_cores", lambda allowed: [frozenset({0, 2}), frozenset({1, 3})])
     monkeypatch.setattr(openmp, "_ACCELERATORS", ())
+    monkeypatch.setattr(openmp, "_first_place", set())
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     openmp.bind_threads(device, count, compiles=False)
     expected = {"OMP_PROC_BIND": "true", "OMP_PLACES": places} if places else {}
@@ -101,6 +102,7 @@ def test_what_binds_them(
 def test_nothing_is_bound_for_an_accelerator_or_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(openmp, "_ACCELERATORS", ("/dev/null",))
+    monkeypatch.setattr(openmp, "_first_place", set())
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     openmp.bind_threads("auto", None, compiles=False)
     assert not os.environ

@@ -1,8 +1,8 @@
 """Starts service processes quickly: forks them from one process per test run that has already imported torch.
 
 They are processes of their own, with their own pipes and environment, and differ from `python -m services.cli ...` in
-nothing but the time that imports take, and freeing all objects at the end. Tests of the start itself use `subprocess`
-or `cold_start`.
+nothing but the time that imports take, threads that are bound to cores, and freeing all objects at the end. Tests of
+the start itself use `subprocess` or `cold_start`.
 """
 
 import atexit

@@ -20,8 +20,8 @@ from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.openmp import loading
 
-# Alone, a pass of SmolLM2-135M takes a fifth longer than by default (6.2 ms on an EPYC). Beside a busy process it takes
-# 27 ms with this, 137 ms with 10,000 and 830 ms by default.
+# With threads that are not bound: alone, a pass of SmolLM2-135M takes a fifth longer than by default (6.2 ms on an
+# EPYC). Beside a busy process it takes 27 ms with this, 137 ms with 10,000 and 830 ms by default.
 _SPIN_COUNT = 1000
 try:
     with loading(_SPIN_COUNT):
