@@ -39,7 +39,7 @@ def _first_threads(text: str, allowed: set[int], system: Path) -> frozenset[int]
 
 
 def physical_cores(cores: Set[int], system: Path = _SYSTEM) -> list[frozenset[int]]:
-    """Groups `cores` by physical core: each group has those that are its hyper-threads. Groups are in ascending order."""
+    """Groups `cores`, which are hyper-threads, by their physical core. Groups are in ascending order."""
     found = set()
     for core in cores:
         file = system / "cpu" / f"cpu{core}" / "topology" / "thread_siblings_list"

@@ -23,8 +23,9 @@ from services.engines.engine import Row, by_row, check, check_copy, core_count, 
 from services.engines.gguf import file_type
 from services.engines.openmp import loading
 
-# With threads that are not bound: alone, a pass of SmolLM2-135M takes 6% longer than by default (10.2 ms on an EPYC), beside a busy process half as long
-# (0.5 instead of 1.1 s), and the other model of a pair gets the core 0.3 ms after a pass. With 1,000: 14%, 39 ms.
+# With threads that are not bound: alone, a pass of SmolLM2-135M takes 6% longer than by default (10.2 ms on an EPYC),
+# beside a busy process half as long (0.5 instead of 1.1 s), and the other model of a pair gets the core 0.3 ms after a
+# pass. With 1,000: 14%, 39 ms.
 _SPIN_COUNT = 30_000
 try:
     with loading(_SPIN_COUNT):
