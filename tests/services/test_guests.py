@@ -61,7 +61,7 @@ def test_a_draft_of_another_tokenizer_runs_ahead() -> None:
         engine = Reciter(ids, 8)
         recite(guest, engine, forward_seconds=0.05)
         guest.close()
-    assert engine.accepted.get("draft", 0) > 0.5 * (len(ids) - 8)
+    assert engine.accepted.get("draft", 0) > 0.2 * (len(ids) - 8)
 
 
 def test_a_draft_leaves_a_sequence_that_is_no_longer_named() -> None:
@@ -71,7 +71,7 @@ def test_a_draft_leaves_a_sequence_that_is_no_longer_named() -> None:
         for number in (1, 2, 3):  # each ends when its text does, which the engine does not report
             engine = Reciter(ids, 8, number)
             recite(guest, engine, forward_seconds=0.05)
-            assert engine.accepted.get("draft", 0) > 0.5 * (len(ids) - 8)
+            assert engine.accepted.get("draft", 0) > 0.2 * (len(ids) - 8)
         assert len(found.servicer._drafts._users) == 1
         guest.close()
         eventually(lambda: not found.servicer._drafts._users)

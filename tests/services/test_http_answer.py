@@ -23,6 +23,7 @@ from services.http.responses import ChatFormat, Choice, CompletionFormat
 from tests.services.test_http_limits import LONG, door
 from tests.support import tiny
 from tests.support.doors import refused
+from tests.support.memory import in_own_process
 
 MODEL = ServedModel("m", 1000, False, (), tiny.model("byte_level").vocabulary)
 
@@ -41,18 +42,21 @@ async def stay() -> Any:
     await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize("chat", [False, True])
-async def test_log_probabilities_are_held_as_they_are_sent(chat: bool) -> None:
+def _answered(chat: bool) -> tuple[bytes, int]:
+    """Returns the body of an answer of 300 tokens, and the most memory that was in use."""
     form, body = (ChatFormat if chat else CompletionFormat), CompletionRequest(prompt="a")
     choices = [Choice(index, Request("a"), MODEL) for index in range(2)]
     tracemalloc.start()
-    try:
-        response = await respond(Answer(form(MODEL), choices, events(300), lambda _: None), body, stay)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert response and len(response.body) > 200_000 and peak < 3 * len(response.body)
-    for choice in json.loads(response.body)["choices"]:
+    response = asyncio.run(respond(Answer(form(MODEL), choices, events(300), lambda _: None), body, stay))
+    assert response
+    return response.body, tracemalloc.get_traced_memory()[1]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_log_probabilities_are_held_as_they_are_sent(chat: bool) -> None:
+    body, peak = in_own_process(_answered, chat)
+    assert len(body) > 200_000 and peak < 3 * len(body)
+    for choice in json.loads(body)["choices"]:
         logprobs = choice["logprobs"]
         assert {len(values) for values in logprobs.values() if values is not None} == {300}
 
