@@ -17,4 +17,3 @@ def in_own_process(function: Callable[P, T], *arguments: P.args, **options: P.kw
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(function, *arguments, **options).result(120)
-
