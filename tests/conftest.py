@@ -1,12 +1,14 @@
 """Settings of the test suite, and fixtures of a running fleet of tiny models."""
 
+import faulthandler
 import gc
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 from draftbridge import Client
@@ -33,6 +35,23 @@ settings.register_profile(
     "here", deadline=None, suppress_health_check=_SUPPRESSED, print_blob=True, derandomize=not DEEP
 )
 settings.load_profile("here")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Shows the stacks of all threads and ends this process shortly before a test's limit.
+
+    pytest-timeout does so too, but not while native code holds the interpreter's lock, and its text is lost in parallel
+    runs.
+    """
+    marker = item.get_closest_marker("timeout")
+    limit = marker.args[0] if marker else item.config.getoption("timeout") or item.config.getini("timeout")
+    errors = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(0.98 * float(limit), exit=True, file=errors)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 CHAT_TEMPLATE = (
