@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,29 @@ def test_threads_for_all_cores_are_bound_to_them(
     assert places == ({frozenset({one}) for one in allowed} if bound else set())
 
 
+@pytest.mark.models
+@pytest.mark.skipif(core_count() < 2, reason="this machine has one core")
+@pytest.mark.parametrize("per_core", [1, 2])
+def test_threads_of_forwards_beside_one_another_use_all_cores(per_core: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ik_llama each sequence has its own forward. With two threads per core, each of two has a team of threads."""
+    monkeypatch.setattr(processes, "_start", warm.cold_start)
+    for name in _SET_HERE:
+        monkeypatch.delenv(name, raising=False)
+    allowed = os.sched_getaffinity(0)
+    options = ("--engine", "ik_llama", "--device", "cpu", "--threads", str(per_core * len(allowed)))
+    with fleet("smollm2-135m-instruct", None, target_options=options) as running, Client(running.bridge) as client:
+
+        def generate(prompt: str) -> None:
+            client.generate(prompt, max_tokens=24, ignore_eos=True, speculation="off")
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(generate, ("The quick brown", "Once upon a time")))
+        tasks = Path(f"/proc/{running.processes['target'].pid}/task").iterdir()
+        bound = [place for task in tasks if (place := os.sched_getaffinity(int(task.name))) < allowed]
+    # Those of a forward that runs alone.
+    assert sorted(map(list, bound)) == sorted([one] for one in allowed for _ in range(per_core))
+
+
 @pytest.mark.parametrize(
     ("device", "count", "environment", "places"),
     [
@@ -92,7 +116,7 @@ def test_what_binds_them(
     monkeypatch.setattr(os, "environ", dict(environment))
     monkeypatch.setattr(openmp, "physical_cores", lambda allowed: [frozenset({0, 2}), frozenset({1, 3})])
     monkeypatch.setattr(openmp, "_ACCELERATORS", ())
-    monkeypatch.setattr(openmp, "_first_place", set())
+    monkeypatch.setattr(openmp, "_bound_to", [])
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     openmp.bind_threads(device, count, compiles=False)
     expected = {"OMP_PROC_BIND": "true", "OMP_PLACES": places} if places else {}
@@ -102,7 +126,7 @@ def test_what_binds_them(
 def test_nothing_is_bound_for_an_accelerator_or_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     monkeypatch.setattr(openmp, "_ACCELERATORS", ("/dev/null",))
-    monkeypatch.setattr(openmp, "_first_place", set())
+    monkeypatch.setattr(openmp, "_bound_to", [])
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     openmp.bind_threads("auto", None, compiles=False)
     assert not os.environ

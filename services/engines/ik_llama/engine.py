@@ -18,6 +18,7 @@ from services.engines.gguf import file_type
 from services.engines.ik_llama.library import MAX_AT_ONCE, Context, Model
 from services.engines.ik_llama.probe import choose_way
 from services.engines.ik_llama.spec import MAX_CONTEXTS
+from services.engines.openmp import unbound
 
 # A token that fills a pass up, and is cut off again.
 _FILLER = 0
@@ -70,8 +71,9 @@ class IkLlamaEngine:
         if len(rows) == 1 or self._at_once == 1:
             return [self._run(row, self._threads) for row in rows]
         threads = self._threads // min(len(rows), self._at_once)
-        running = [self._pool.submit(self._run, row, threads) for row in rows]
-        wait(running)  # also if one fails: the next forward may not meet a context that is still in use
+        with unbound():
+            running = [self._pool.submit(self._run, row, threads) for row in rows]
+            wait(running)  # also if one fails: the next forward may not meet a context that is still in use
         return [one.result() for one in running]
 
     def copy(self, source: int, target: int, token_count: int) -> None:
