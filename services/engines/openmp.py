@@ -77,7 +77,8 @@ def bind_threads(device: str, thread_count: int | None, *, compiles: bool) -> No
 def bind_this_thread() -> None:
     """Binds this thread to the first core, where OpenMP has the one that starts a forward, if `bind_threads` binds.
 
-    OpenMP does so itself only in threads other than the one that loaded it.
+    OpenMP does so itself only in threads other than the one that loaded it. Only for engines that compute with OpenMP:
+    others start their own threads, which would all run where this one is bound.
     """
     if _bound_to:
         os.sched_setaffinity(0, _bound_to[0])

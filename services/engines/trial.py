@@ -26,7 +26,7 @@ from services.engines.engine import core_count, measure, warm
 from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
 from services.engines.measuring import alone, library_facts, run, speed
-from services.engines.openmp import bind_this_thread, bind_threads, limit_spinning
+from services.engines.openmp import bind_threads, limit_spinning
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.engines.timing import Timing
 from services.errors import DamagedFile
@@ -244,7 +244,6 @@ def main() -> None:
     except DraftBridgeError as error:
         print(" ".join(str(error).split()))
         sys.exit(_REFUSED)
-    bind_this_thread()
     use_huge_pages()
     engine = as_served(opened, deterministic)
     if engine is opened:

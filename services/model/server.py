@@ -18,7 +18,7 @@ from services.engines.engine import Engine, measure, warm
 from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
 from services.engines.observer import SchedulerObserver
-from services.engines.openmp import bind_this_thread, bind_threads, limit_spinning
+from services.engines.openmp import bind_threads, limit_spinning
 from services.engines.registry import AUTO, choose_engine
 from services.engines.spec import EngineOptions, EngineSpec
 from services.engines.timing import Timing
@@ -129,7 +129,6 @@ def _load(
         plain: Timing | None = None
         opened = spec.open(spec.prepare(config.model, options.weights, report), options)
         if opened.device == "cpu":
-            bind_this_thread()
             use_huge_pages()
         engine = as_served(opened, config.determinism)
         if engine is not opened:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,12 +15,19 @@ from services.cli import processes
 from services.cli.processes import READY, fleet
 from services.engines import openmp
 from services.engines.engine import core_count
+from services.engines.llamacpp import spec
+from services.engines.spec import EngineOptions
 from tests.support import warm
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU's OpenMP on Linux")
 
 _SET_HERE = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_NUM_THREADS")
 _PLAIN = {name: value for name, value in os.environ.items() if name not in _SET_HERE}
+
+
+def _tasks(process: "subprocess.Popen[str]") -> list[Path]:
+    """Returns the threads of a process, as Linux shows them."""
+    return list(Path(f"/proc/{process.pid}/task").iterdir())
 
 
 def test_a_server_limits_how_long_they_wait(tiny_models: tuple[Path, Path]) -> None:
@@ -63,9 +71,9 @@ def test_threads_for_all_cores_are_bound_to_them(
     options = ("--engine", "ik_llama", "--device", "cpu", "--threads", count)
     with fleet("smollm2-135m-instruct", None, target_options=options) as running, Client(running.bridge) as client:
         client.generate("The quick brown", max_tokens=4)
-        pid = running.processes["target"].pid
-        cores = [os.sched_getaffinity(int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()]
-        assert os.sched_getaffinity(pid) == allowed, "the main thread may use all cores"
+        target = running.processes["target"]
+        cores = [os.sched_getaffinity(int(task.name)) for task in _tasks(target)]
+        assert os.sched_getaffinity(target.pid) == allowed, "the main thread may use all cores"
     places = {place for place in map(frozenset, cores) if place < allowed}
     assert places == ({frozenset({one}) for one in allowed} if bound else set())
 
@@ -87,10 +95,25 @@ def test_threads_of_forwards_beside_one_another_use_all_cores(per_core: int, mon
 
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(generate, ("The quick brown", "Once upon a time")))
-        tasks = Path(f"/proc/{running.processes['target'].pid}/task").iterdir()
+        tasks = _tasks(running.processes["target"])
         bound = [place for task in tasks if (place := os.sched_getaffinity(int(task.name))) < allowed]
     # Those of a forward that runs alone.
     assert sorted(map(list, bound)) == sorted([one] for one in allowed for _ in range(per_core))
+
+
+@pytest.mark.parametrize("openmp_count", [0, 1])
+def test_the_thread_that_starts_those_of_llama_cpp_is_bound_only_beside_openmp(
+    openmp_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without OpenMP, llama.cpp's threads have the cores of the one that starts them."""
+    engine = pytest.importorskip("services.engines.llamacpp.engine")
+    bound: list[bool] = []
+    monkeypatch.setattr(spec, "bind_this_thread", lambda: bound.append(True))
+    monkeypatch.setattr(engine, "LlamaCppEngine", lambda *given, **named: SimpleNamespace(device="cpu"))
+    facts = f"CPU : AVX2 = 1 | OPENMP = {openmp_count} | REPACK = 1 | " if openmp_count else "CPU : AVX2 = 1 | "
+    monkeypatch.setattr(engine.llama_cpp, "llama_print_system_info", facts.encode)
+    spec.LLAMACPP.open(Path("model.gguf"), EngineOptions())
+    assert bound == [True] * openmp_count
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from bridge.errors import UnusableModel
 from services.engines import gguf
 from services.engines.cpu import cpu_flags
 from services.engines.engine import Engine
+from services.engines.openmp import bind_this_thread
 from services.engines.spec import EngineOptions, EngineSpec
 
 # What the prebuilt library is compiled for.
@@ -37,9 +38,11 @@ def _open(path: Path, options: EngineOptions) -> Engine:
     _check_device(options.device)
     from services.engines.ik_llama.engine import IkLlamaEngine  # the library may not be installed
 
-    return IkLlamaEngine(
+    opened = IkLlamaEngine(
         path, threads=options.threads, slot_count=options.slot_count, cache_byte_limit=options.cache_byte_limit
     )
+    bind_this_thread()
+    return opened
 
 
 def _passed_over(model: str, options: EngineOptions) -> str:

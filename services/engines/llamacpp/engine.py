@@ -235,6 +235,11 @@ def uses_gpu(device: str) -> bool:
     return device != "cpu" and supported
 
 
+def uses_openmp() -> bool:
+    """Returns whether llama.cpp was built with OpenMP. Its own threads run where the one is bound that starts them."""
+    return b"OPENMP = 1" in llama_cpp.llama_print_system_info()
+
+
 def _start() -> None:
     """Initializes llama.cpp, once in a process, and forwards its errors to our log."""
     llama_cpp.llama_log_set(_on_log, ctypes.c_void_p(0))

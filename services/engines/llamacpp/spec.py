@@ -4,19 +4,23 @@ from pathlib import Path
 
 from services.engines import gguf
 from services.engines.engine import Engine
+from services.engines.openmp import bind_this_thread
 from services.engines.spec import EngineOptions, EngineSpec
 
 
 def _open(path: Path, options: EngineOptions) -> Engine:
-    from services.engines.llamacpp.engine import LlamaCppEngine  # the library may not be installed
+    from services.engines.llamacpp.engine import LlamaCppEngine, uses_openmp  # the library may not be installed
 
-    return LlamaCppEngine(
+    opened = LlamaCppEngine(
         path,
         device=options.device,
         threads=options.threads,
         slot_count=options.slot_count,
         cache_byte_limit=options.cache_byte_limit,
     )
+    if opened.device == "cpu" and uses_openmp():
+        bind_this_thread()
+    return opened
 
 
 def _check_device(device: str) -> None:

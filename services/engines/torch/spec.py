@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from services.engines.engine import Engine
-from services.engines.openmp import load_torch
+from services.engines.openmp import bind_this_thread, load_torch
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
 from services.store.cache import Report
 from services.store.resolve import resolve
@@ -17,7 +17,7 @@ def _open(path: Path, options: EngineOptions) -> Engine:
     load_torch()
     from services.engines.torch.engine import TorchEngine
 
-    return TorchEngine(
+    opened = TorchEngine(
         path,
         device=options.device,
         dtype=options.dtype.value,
@@ -28,6 +28,9 @@ def _open(path: Path, options: EngineOptions) -> Engine:
         compiled=options.compile,
         trusted=options.trusted,
     )
+    if opened.device == "cpu":
+        bind_this_thread()
+    return opened
 
 
 def _check_device(device: str) -> None:
