@@ -101,6 +101,22 @@ def test_threads_of_forwards_beside_one_another_use_all_cores(per_core: int, mon
     assert sorted(map(list, bound)) == sorted([one] for one in allowed for _ in range(per_core))
 
 
+def test_no_thread_of_openvino_is_bound(
+    tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It computes with threads of its own. The model is converted first."""
+    pytest.importorskip("openvino")
+    pytest.importorskip("nncf")
+    monkeypatch.setattr(processes, "_start", warm.cold_start)
+    for name in _SET_HERE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
+    allowed = os.sched_getaffinity(0)
+    options = ("--engine", "openvino", "--device", "cpu", "--threads", str(len(allowed)))
+    with processes.serve(str(tiny_models[0]), *options) as (_, server):
+        assert {frozenset(os.sched_getaffinity(int(task.name))) for task in _tasks(server)} == {frozenset(allowed)}
+
+
 @pytest.mark.parametrize("openmp_count", [0, 1])
 def test_the_thread_that_starts_those_of_llama_cpp_is_bound_only_beside_openmp(
     openmp_count: int, monkeypatch: pytest.MonkeyPatch

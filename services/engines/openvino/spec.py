@@ -57,7 +57,8 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
 def _weight_count(directory: Path) -> int:
     """Returns the number of weights in the safetensors files of a directory; 0 if that cannot be found out."""
     try:
-        files: list[Any] = [safe_open(path, "pt") for path in directory.glob("*.safetensors")]
+        # Not for torch, which would be loaded: its OpenMP binds the thread that OpenVINO's threads start from.
+        files: list[Any] = [safe_open(path, "np") for path in directory.glob("*.safetensors")]
     except (SafetensorError, OSError):  # the conversion reports damaged files
         return 0
     return sum(int(math.prod(file.get_slice(name).get_shape())) for file in files for name in file.keys())
