@@ -1,5 +1,6 @@
 """Writes what the gateway yields as objects of OpenAI's protocol, with fields of ours under the name `draftbridge`."""
 
+import codecs
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -27,7 +28,8 @@ class Choice:
         self.finished: Finished | None = None
         self._spelling = model.spelling
         self._ends = request.sampling.ends(model.eos)
-        self.character_offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # as the text was decoded
+        self._character_count = 0
 
     def take(self, event: Opened | Delta | Finished) -> None:
         """Keeps the first and the last event."""
@@ -54,6 +56,13 @@ class Choice:
             entry["top_logprobs"] = [self._token(*top) for top in one.top]
             entries.append(entry)
         return entries
+
+    def place(self, token: Json) -> int:
+        """Returns the offset of the next token in the text, in characters: after one that the token completes."""
+        begun, _ = self._decoder.getstate()
+        offset = self._character_count + bool(begun)
+        self._character_count += len(self._decoder.decode(bytes(token["bytes"])))
+        return offset
 
     def _token(self, id_: int, logprob: float) -> Json:
         data = self._spelling.token_bytes(id_)
@@ -196,10 +205,6 @@ class CompletionFormat(Format):
 
     def logprobs(self, choice: Choice, tokens: list[Json]) -> Json:
         """See `Format`."""
-        offsets = []
-        for one in tokens:
-            offsets.append(choice.character_offset)
-            choice.character_offset += sum(byte & 0xC0 != 0x80 for byte in one["bytes"])
         return {
             "tokens": [one["token"] for one in tokens],
             "token_logprobs": [one["logprob"] for one in tokens],
@@ -207,7 +212,7 @@ class CompletionFormat(Format):
             "top_logprobs": [
                 {top["token"]: top["logprob"] for top in [*one["top_logprobs"], one]} for one in tokens
             ],
-            "text_offset": offsets,
+            "text_offset": [choice.place(one) for one in tokens],
         }  # fmt: skip
 
 

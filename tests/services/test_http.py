@@ -105,6 +105,16 @@ def test_log_probabilities(http: httpx.Client, client: Client) -> None:
     assert [one["token"] for part in parts if part for one in part["content"]] == [one["token"] for one in entries]
 
 
+def test_log_probabilities_name_the_place_of_each_token_in_the_text(http: httpx.Client) -> None:
+    choices = complete(http, n=4, max_tokens=24, ignore_eos=True, logprobs=0).json()["choices"]
+    assert any("\ufffd" in choice["text"][:8] for choice in choices), "bytes that are not UTF-8 count, too"
+    for choice in choices:
+        reported = choice["logprobs"]
+        for token, offset in zip(reported["tokens"], reported["text_offset"], strict=True):
+            # Control tokens add no text.
+            assert token.startswith(("bytes:", "<")) or choice["text"].startswith(token, offset)
+
+
 def test_a_token_that_ends_the_text_has_no_log_probability(http: httpx.Client) -> None:
     answer = complete(http, temperature=0, logit_bias={"2": 100}, logprobs=1).json()
     assert answer["choices"] == [{"index": 0, "text": "", "logprobs": None, "finish_reason": "stop"}]
