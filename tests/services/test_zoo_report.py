@@ -168,6 +168,8 @@ def test_predictions_follow_acceptance_and_costs() -> None:
     ]
     rare = predict("large", "small", 0.0, few, times, times)
     assert rare and rare.gain < 1.1, "a draft that seldom proposes"
+    untimed = predict("large", "small", 0.0, [replace(one, compute_ns=0) for one in some], times, times)
+    assert untimed and untimed.gain > 1.0, "a service that reports no times of its forwards"
     far = predict("large", "small", 0.0, [replace(one, waited_ns=300_000_000) for one in some], times, times)
     assert far and 1.0 < far.gain < fast.gain, "a turn that takes longer than its forwards"
 

@@ -98,6 +98,7 @@ def _draft_costs(turns: Sequence[Sample], target: Times, draft: Times) -> DraftC
     # A turn's forwards are one that reads what was committed, and narrow ones.
     reading = WidthCost.measured(draft.costs).of(_READ_TOKENS)
     token_ns = sum(one.compute_ns for one in turns) / proposed * TURN_TOKENS / (TURN_TOKENS - 1 + reading)
+    token_ns = max(token_ns, 1.0)  # a service of another kind may report no times
     # Prompt lookup fills only some turns.
     filled = min(proposed / (TURN_TOKENS * sum(one.pass_count for one in turns)), 1.0)
     slowdown = PRIOR_SLOWDOWN if draft.competes_with(target) else 1.0
