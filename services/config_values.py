@@ -70,7 +70,8 @@ def _engine(value: str) -> str:
 
 
 def _cores(value: str) -> str:
-    if value and not re.fullmatch(r"numa:\d+|\d+(-\d+)?(,\d+(-\d+)?)*", "".join(value.split())):
+    part = r"\s*\d{1,5}(-\d{1,5})?\s*"
+    if value and not re.fullmatch(rf"numa:\d+|{part}(,{part})*", value):
         raise ValueError("numbers of cores as 0-7,16, or numa:0")
     return value
 

@@ -73,6 +73,8 @@ def test_the_environment_names_the_file_and_lists_have_commas(tmp_path: Path) ->
         ("[bridge]\nguest-idle = inf\n", r"line 2: \[bridge\] guest-idle must be a finite number"),
         ("[serve]\nengine = 'nonsense'\n", r"line 2: \[serve\] engine must be one of auto, .*torch, got 'nonsense'"),
         ("[serve]\ncpu-affinity = 'zz'\n", r"line 2: \[serve\] cpu-affinity must be numbers of cores as 0-7,16"),
+        ("[serve]\ncpu-affinity = '0 1'\n", r"line 2: \[serve\] cpu-affinity must be numbers of cores as 0-7,16"),
+        ("[serve]\ncpu-affinity = '0 - 1'\n", r"line 2: \[serve\] cpu-affinity must be numbers of cores as 0-7,16"),
         (
             "[bridge]\nmax-requests = 3\nmax_requests = 4\n",
             r"line 3: \[bridge\] max_requests: given twice: keep this or .*line 2",
