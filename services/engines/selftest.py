@@ -15,7 +15,7 @@ from bridge.errors import UnusableModel
 from services.engines.engine import Engine, Row
 
 # Tokens of each text, of the beginning that both share, and of the first text's part that runs without logits.
-_LENGTH, _SHARED, _READ = 16, 4, 8
+LENGTH, _SHARED, _READ = 16, 4, 8
 # Tokens of a narrowed attention window: not a multiple of anything that an engine divides a text by.
 _NARROW = 6
 # An engine's logits may differ from the model's own by this factor times the rounding noise: the change of the model's
@@ -82,7 +82,7 @@ def narrowed(model: Any) -> Iterator[bool]:
     """
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    if wide := isinstance(window, int) and window >= _LENGTH:
+    if wide := isinstance(window, int) and window >= LENGTH:
         config.sliding_window = _NARROW
     try:
         yield wide
@@ -99,7 +99,7 @@ def _sampled(model: Any) -> list[list[int]]:
     if first is None or first >= size:
         first = int(torch.randint(min(size, 1000), (1,), generator=generator))
     texts, cache = [[first], [first]], None
-    while len(texts[0]) < _LENGTH:
+    while len(texts[0]) < LENGTH:
         newest = torch.tensor([text[-1:] for text in texts], device=model.device)
         found = model(newest, past_key_values=cache, use_cache=True)
         cache = found.past_key_values

@@ -105,6 +105,22 @@ def test_a_model_that_cannot_be_rolled_back_or_masked_is_refused(
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        transformers.MistralConfig(**LLAMA_LIKE | {"max_position_embeddings": 15}),
+        transformers.GPT2Config(vocab_size=120, n_positions=15, n_embd=32, n_layer=2, n_head=4),
+    ],
+    ids=["mistral", "gpt2"],
+)
+def test_a_context_shorter_than_the_self_test_is_refused_with_that_reason(
+    config: transformers.PretrainedConfig, tmp_path: Path
+) -> None:
+    saved(config, tmp_path)
+    with pytest.raises(UnusableModel, match="context of 15 tokens is shorter than the 16 of the self-test"):
+        TorchEngine(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
     ids=["cuda", "cpu"],

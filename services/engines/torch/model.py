@@ -12,6 +12,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from bridge.errors import UnusableModel
+from services.engines.selftest import LENGTH
 from services.store.cache import remedy_for
 from services.store.code import REMEDY, refuse_code
 
@@ -48,7 +49,8 @@ class TokenLogits(torch.nn.Module):
 def load_model(source: Path, dtype: torch.dtype, trusted: bool = False) -> Any:
     """Loads a model directory. Runs no code of it unless it is `trusted`.
 
-    Raises `UnusableModel` if it cannot be read, needs code to be run, or does not support rollback.
+    Raises `UnusableModel` if it cannot be read, needs code to be run, has a context too short for the self-test, or
+    does not support rollback.
     """
     transformers.utils.logging.disable_progress_bar()
     # transformers 4.56 renamed the argument.
@@ -61,6 +63,7 @@ def load_model(source: Path, dtype: torch.dtype, trusted: bool = False) -> Any:
         "use_safetensors": None if trusted else True,
     }
     config = read_config(source, trusted)
+    _refuse_short(source, config.get_text_config())
     with _readable(source):
         # The self-test compares our attention with this reference implementation, which then is not used any more.
         return AutoModelForCausalLM.from_pretrained(source, config=config, attn_implementation="eager", **options)
@@ -130,6 +133,18 @@ def context_limit(config: PretrainedConfig) -> int:
         original = rope.get("original_max_position_embeddings")
         return int(original or getattr(config, "original_max_position_embeddings", None) or limit)
     return limit
+
+
+def _refuse_short(source: Path, config: PretrainedConfig) -> None:
+    """Raises `UnusableModel` for a context that does not hold the texts of the self-test."""
+    if (limit := context_limit(config)) < LENGTH:
+        raise UnusableModel(
+            f"the model in {source} cannot be served: its context of {limit} tokens is shorter than the {LENGTH} of "
+            "the self-test. If its config.json states it wrongly, correct it there; otherwise choose a model with a "
+            "longer context",
+            model=source,
+            context_length=limit,
+        )
 
 
 def _refuse_state(config: PretrainedConfig) -> None:
