@@ -13,7 +13,7 @@ from bridge.text.models import Model
 from services.engines.engine import Engine
 from services.engines.observer import UNOBSERVED, SchedulerObserver
 from services.engines.scheduler import Scheduler
-from services.store.files import ModelFiles, read_model_files
+from services.store.files import ModelFiles, read_model_files, stated_vocabulary_size
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ def load(
     Raises `UnusableModel` for files that do not belong together or cannot be read.
     """
     files = read_model_files(directory)
+    if stated := stated_vocabulary_size(directory):
+        files.check_size(stated, directory, "config.json")  # before the weights, which can take minutes
     scheduler = Scheduler(open_engine, queue_limit, observer)
     files.check_size(scheduler.engine.vocabulary_size, directory)
     model = files.describe(name, scheduler.engine.context_length, scheduler.engine.vocabulary_size)

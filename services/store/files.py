@@ -9,7 +9,7 @@ from bridge.errors import UnusableModel
 from bridge.text.models import Model, SpecialIds
 from bridge.text.vocabulary import Vocabulary
 from services.sandbox.jinja import run_template
-from services.store.cache import fingerprint, remedy_for
+from services.store.cache import fingerprint, remedy_for, source_of
 from services.store.tokenizer import read_tokenizer
 
 # The largest share of a tokenizer's tokens, without added ones, that its model may lack.
@@ -26,10 +26,11 @@ class ModelFiles:
     chat_template: str
     revision: str
 
-    def check_size(self, vocabulary_size: int, directory: Path) -> None:
+    def check_size(self, vocabulary_size: int, directory: Path, stated_by: str = "") -> None:
         """Raises `UnusableModel` for a tokenizer of another model, with a larger vocabulary.
 
         Some models have a few tokens more than rows of their matrices, mostly added ones, which no text needs.
+        `stated_by`: the file that the size is from, if it is not that of the weights.
         """
         words = self.vocabulary
         ids = range(vocabulary_size, words.size)
@@ -37,7 +38,8 @@ class ModelFiles:
         if beyond > _MAX_BEYOND * words.size:
             raise UnusableModel(
                 f"{directory / 'tokenizer.json'} is of another model: {beyond} of its tokens have ids that are beyond "
-                f"this model's vocabulary of {vocabulary_size}. Put the model's own tokenizer.json there",
+                f"this model's vocabulary of {vocabulary_size}{' by its ' * bool(stated_by)}{stated_by}. Put the "
+                "model's own tokenizer.json there",
                 model=directory,
             )
 
@@ -66,6 +68,19 @@ def read_model_files(directory: Path) -> ModelFiles:
         chat_template=_chat_template(directory, settings),
         revision=fingerprint(directory),
     )
+
+
+def stated_vocabulary_size(directory: Path) -> int | None:
+    """Returns the size of the vocabulary by a model's configuration, which is read long before the weights.
+
+    None if it states none. That of a converted GGUF file may be made up, but its tokenizer is of the same file.
+    """
+    if source_of(directory):
+        return None
+    config = _json(directory / "config.json")
+    inner = config.get("text_config")
+    size = (inner if isinstance(inner, dict) else config).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Tests that GGUF files are converted once, and that directories of a model are read or refused."""
 
+import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -156,6 +157,18 @@ def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path: Path) -> None:
     small = replace(tiny.model("byte_level"), vocabulary_size=size // 2)
     with pytest.raises(UnusableModel, match=rf"tokenizer.json is of another model: {size - size // 2} of its tokens"):
         load(tmp_path, "small", lambda: tiny.HashEngine(small))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_tokenizer_that_does_not_fit_the_configuration_is_refused_before_the_weights_are_read(
+    nested: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(tiny.tokenizer_json("byte_level"))
+    size = tiny.vocabulary("byte_level").size
+    stated = {"vocab_size": size // 2}
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": size, "text_config": stated} if nested else stated))
+    with pytest.raises(UnusableModel, match=rf"vocabulary of {size // 2} by its config.json. Put the model's own"):
+        load(tmp_path, "small", lambda: pytest.fail("the weights are read"))
 
 
 def test_a_few_tokens_or_added_ones_beyond_the_vocabulary_and_padding_are_accepted(tmp_path: Path) -> None:
