@@ -4,7 +4,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -22,8 +22,11 @@ _log = logging.getLogger(__name__)
 
 # A connection that sends nothing for this long is closed, and its thread ends. Single bytes keep it open.
 _IDLE_SECONDS = 10.0
-# Each connection has a thread, also before its key is checked: further ones are closed at once.
+# Each connection has a thread, also before its key is checked. A further one takes the place of the oldest one without
+# a request, so that silent ones keep nobody out; it is closed at once if there is none.
 _MAX_CONNECTIONS = 32
+# A thread ends at once when its connection is closed: more is not waited for.
+_ENDING_SECONDS = 1.0
 Application = Callable[[dict[str, Any], Any], Iterable[bytes]]
 
 
@@ -74,21 +77,44 @@ class _Server(ThreadingWSGIServer):
 
     def __init__(self, *given: Any) -> None:
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        # Connections whose request has not arrived yet, by age.
+        self._silent: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
         super().__init__(*given)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Starts the thread of a connection, or closes the connection if there are too many."""
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not (self._free.acquire(blocking=False) or self._makes_room()):
             self.shutdown_request(request)
+            return
+        with self._lock:
+            self._silent[request] = None
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answers a connection in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
+            self.on_request(request)
             self._free.release()
+
+    def on_request(self, connection: socket.socket) -> None:
+        """Keeps a connection whose request has arrived, even if further ones come."""
+        with self._lock:
+            self._silent.pop(connection, None)
+
+    def _makes_room(self) -> bool:
+        """Closes the oldest connection without a request. Returns whether a further one may take its place."""
+        with self._lock:
+            oldest = next(iter(self._silent), None)
+            if oldest is None:
+                return False
+            del self._silent[oldest]
+            with suppress(OSError):  # it has ended meanwhile
+                # Not the method of TLS sockets, which another thread must not call during the handshake.
+                socket.socket.shutdown(oldest, socket.SHUT_RDWR)
+        return self._free.acquire(timeout=_ENDING_SECONDS)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Logs a connection that breaks off, or fails in its handshake, without the traceback of the base class."""
@@ -101,6 +127,13 @@ class _Server6(_Server):
 
 class _Handler(WSGIRequestHandler):
     timeout = _IDLE_SECONDS
+    server: _Server
+
+    def parse_request(self) -> bool:
+        """Reads the request's headers, and tells the server that they have arrived."""
+        whole = super().parse_request()
+        self.server.on_request(self.connection)
+        return whole
 
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing: requests for metrics arrive every few seconds."""

@@ -2,11 +2,15 @@
 
 import socket
 import ssl
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from prometheus_client import Metric
+from prometheus_client.registry import Collector
 
 from services.config import InvalidConfiguration, ServerConfig
 from services.metrics import ServerMetrics
@@ -28,23 +32,62 @@ def test_on_this_machine_everyone_may_read_them() -> None:
             serving_metrics(config, ServerMetrics().registry).__enter__()
 
 
-def test_connections_that_do_not_end_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.rpc.metrics_server._MAX_CONNECTIONS", 2)
-    with serving_metrics(ServerConfig(metrics="127.0.0.1:0"), ServerMetrics().registry) as url, ExitStack() as stack:
-        address = ("127.0.0.1", int(url.rpartition(":")[2].removesuffix("/metrics")))
-        silent = [stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(2)]
-        beyond = stack.enter_context(socket.create_connection(address, timeout=10))
-        assert beyond.recv(1) == b"", "closed at once"
-        for one in silent:
-            one.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-            assert b"build_info" in b"".join(iter(lambda one=one: one.recv(1 << 16), b""))
+def get(connection: socket.socket) -> bytes:
+    connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
-        def answers() -> bool:
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_silent_connections_keep_nobody_out(secure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rpc.metrics_server._MAX_CONNECTIONS", 2)
+    config, options = ServerConfig(metrics="127.0.0.1:0"), dict[str, object]()
+    if secure:
+        pair = issue(authority(tmp_path / "ca.pem"), tmp_path, "server")
+        config = config.model_copy(update={"tls_certificate": pair.certificate, "tls_key": pair.key})
+        options["verify"] = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    with serving_metrics(config, ServerMetrics().registry) as url, ExitStack() as stack:
+        address = ("127.0.0.1", int(url.rpartition(":")[2].removesuffix("/metrics")))
+        first, second = (stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(2))
+        if not secure:
+            second.sendall(b"GET /metrics")  # a part of a request is none
+        assert scrape(url, **options).status_code == 200
+        assert first.recv(1) == b"", "the oldest one was closed"
+        third = stack.enter_context(socket.create_connection(address, timeout=10))
+        if not secure:
+            assert b"build_info" in get(third)
+        assert scrape(url, **options).status_code == 200
+
+
+def test_connections_with_a_request_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rpc.metrics_server._MAX_CONNECTIONS", 2)
+    registry, arrived, go_on = ServerMetrics().registry, threading.Semaphore(0), threading.Event()
+
+    class Slow(Collector):
+        def collect(self) -> list[Metric]:
+            arrived.release()
+            assert go_on.wait(10)
+            return []
+
+    with serving_metrics(ServerConfig(metrics="127.0.0.1:0"), registry) as url, ExitStack() as stack:
+        registry.register(Slow())
+        address = ("127.0.0.1", int(url.rpartition(":")[2].removesuffix("/metrics")))
+        with ThreadPoolExecutor(2) as pool:
+            answers = []
+            for _ in range(2):
+                connection = stack.enter_context(socket.create_connection(address, timeout=10))
+                answers.append(pool.submit(get, connection))
+                assert arrived.acquire(timeout=10)
+            beyond = stack.enter_context(socket.create_connection(address, timeout=10))
+            assert beyond.recv(1) == b"", "closed at once"
+            go_on.set()
+            assert all(b"build_info" in answer.result() for answer in answers)
+
+        def is_served() -> bool:
             with suppress(httpx.TransportError):
                 return scrape(url).status_code == 200
             return False
 
-        eventually(answers)
+        eventually(is_served)
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
