@@ -139,10 +139,15 @@ def _finite(logits: torch.Tensor, model: Any) -> NDArray[np.float32]:
 def distance(logits: NDArray[np.float32], own: NDArray[np.float32]) -> float:
     """Returns the norm of the difference, relative to the norm of the model's own logits.
 
-    Subtracts the mean over the vocabulary from both, because it does not affect probabilities.
+    Subtracts the mean over the vocabulary from both, because it does not affect probabilities. Not a number if the
+    logits of an engine are not.
     """
-    moved, centred = (table - table.mean(axis=-1, keepdims=True) for table in (logits - own, own))
-    return float(np.linalg.norm(moved) / np.linalg.norm(centred))
+    with np.errstate(all="ignore"):
+        # Scaled by a power of two, which is exact: the squares of large logits would overflow, which hides errors.
+        _, exponent = np.frexp(max(own.max(), -own.min()))
+        scaled = (np.ldexp(table, -exponent) for table in (logits - own, own))
+        moved, centred = (table - table.mean(axis=-1, keepdims=True) for table in scaled)
+        return float(np.linalg.norm(moved) / np.linalg.norm(centred))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row
-from services.engines.selftest import SelfTest
+from services.engines.selftest import SelfTest, distance
 from services.engines.torch import cache as torch_cache
 from services.engines.torch import invariant
 from services.engines.torch.engine import TorchEngine
@@ -211,6 +212,30 @@ def test_a_model_that_overflows_is_refused_with_a_dtype_that_does_not(tmp_path: 
     with pytest.raises(UnusableModel, match="not numbers in float16: use --dtype bfloat16 or float32"):
         TorchEngine(tmp_path, dtype="float16")
     TorchEngine(tmp_path, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_engine_is_compared_also_where_squares_of_logits_overflow(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = saved(CONFIG, tmp_path)
+    model.model.norm.weight.data.fill_(1e30)
+    model.save_pretrained(tmp_path)
+    assert TorchEngine(tmp_path, dtype=dtype, slot_count=2).make_invariant()
+    monkeypatch.setattr(*MUTANTS["no positions"])
+    with pytest.raises(UnusableModel, match="logits differ"):
+        TorchEngine(tmp_path, dtype=dtype, slot_count=2)
+
+
+def test_a_distance_is_the_same_at_any_scale_and_not_a_number_where_logits_are_not() -> None:
+    own, logits = np.random.default_rng(0).normal(size=(2, 3, 50)).astype(np.float32)
+    plain = distance(logits, own)
+    assert 1 < plain < 2
+    for exponent in (-60, 10, 70, 120):
+        assert distance(np.ldexp(logits, exponent), np.ldexp(own, exponent)) == plain
+    for wrong in (np.inf, np.nan):
+        logits[1, 7] = wrong
+        assert not distance(logits, own) < 1e30
 
 
 def test_texts_begin_as_the_tokenizer_begins_them(tmp_path: Path) -> None:
