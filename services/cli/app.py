@@ -17,6 +17,7 @@ from services.cli.terminal import FULL, fail, out, report, warn
 from services.cli.variables import misspelt
 from services.cli.zoo import command as zoo
 from services.config import MODEL_HELP, BridgeServerConfig, HttpServerConfig, ModelServerConfig
+from services.interrupts import importing
 from services.logs import LogFormat, LogLevel, configure
 
 app = typer.Typer(
@@ -42,7 +43,8 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=2, help="The most tokens to generate.")] = 96,
 ) -> None:
     """Generate with and without a draft, and compare text and speed."""
-    from services.cli.demo import LARGE, SMALL, run
+    with importing():
+        from services.cli.demo import LARGE, SMALL, run
 
     wanted = SMALL if small else LARGE
     if target or engine:  # the reason applies to the default target and engine only

@@ -18,6 +18,7 @@ from services.cli.connection import Connect, Server, connecting
 from services.cli.fitted import Fitted
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, out, report
 from services.config import DEFAULT_BRIDGE, MODEL_HELP
+from services.interrupts import importing
 
 _TOKENIZER_HELP = f"{MODEL_HELP[:-1]}, or a tokenizer.json. With --server: the name of a model that the bridge knows."
 
@@ -167,10 +168,11 @@ def translate(
     as_json: Annotated[bool, typer.Option("--json", help="Print ids, offsets and bytes (in hex) as JSON.")] = False,
 ) -> None:
     """Show how two models split the same text into tokens."""
-    from bridge.text.translation import segment
-    from services.cli.segmentation import Segmentation, show
-    from services.rpc.codec import write_spans
-    from services.store.resolve import read_vocabulary
+    with importing():
+        from bridge.text.translation import segment
+        from services.cli.segmentation import Segmentation, show
+        from services.rpc.codec import write_spans
+        from services.store.resolve import read_vocabulary
 
     if server:
         with connect(server) as client:

@@ -24,6 +24,7 @@ from services.config import (
 from services.config_reading import check, check_files, load
 from services.engines.registry import engines, follows, prepare
 from services.engines.spec import Weights
+from services.interrupts import importing
 from services.logs import configure
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
 def serve(config: ModelServerConfig, until_stdin_closes: bool) -> None:
     """Serve one model, as target, draft or both, until stopped."""
-    from services.metrics import ModelMetrics
-    from services.model.server import run
+    with importing():
+        from services.metrics import ModelMetrics
+        from services.model.server import run
 
     if follows(config.engine, config.model, config.options):
         config = config.model_copy(update={"metrics": "", "otlp": ""})  # the first process has them
@@ -45,29 +47,32 @@ def serve(config: ModelServerConfig, until_stdin_closes: bool) -> None:
 def bridge(config: BridgeServerConfig, until_stdin_closes: bool) -> None:
     """Run a bridge that connects targets and drafts, until stopped."""
     if config.workers > 1:
-        from services.cli.workers import run_workers
+        with importing():
+            from services.cli.workers import run_workers
 
         configure(config.log_format, config.log_level)
         run_workers(config, until_stdin_closes, announce)
         return
-    from services.bridge.server import Door, run
-    from services.metrics import BridgeMetrics
+    with importing():
+        from services.bridge.server import Door, run
+        from services.metrics import BridgeMetrics
 
-    door: Door | None = None
-    if config.http:
-        from services.http.server import http_door
+        door: Door | None = None
+        if config.http:
+            from services.http.server import http_door
 
-        door = http_door
+            door = http_door
     with _observed(config, metrics := BridgeMetrics(), "draftbridge-bridge") as traces:
         run(config, announce, until_stdin_closes, door, metrics, traces)
 
 
 def http(config: HttpServerConfig, until_stdin_closes: bool) -> None:
     """Serve OpenAI's protocol and a page over HTTP, for a bridge that runs elsewhere, until stopped."""
-    from services.bridge.remote_gateway import RemoteGateway
-    from services.http.server import run
-    from services.metrics import HttpMetrics
-    from services.rpc.security import warn_of_open_token
+    with importing():
+        from services.bridge.remote_gateway import RemoteGateway
+        from services.http.server import run
+        from services.metrics import HttpMetrics
+        from services.rpc.security import warn_of_open_token
 
     with _observed(config, metrics := HttpMetrics(), "draftbridge-http") as traces:
         config.credentials.check(config.bridge)
@@ -78,8 +83,9 @@ def http(config: HttpServerConfig, until_stdin_closes: bool) -> None:
 @contextmanager
 def _observed(config: ProcessConfig, metrics: "ServerMetrics", service: str) -> Iterator["Traces"]:
     """Sets up log, metrics and traces of a process, and prints where its metrics are."""
-    from services.rpc.metrics_server import serving_metrics
-    from services.traces import Traces
+    with importing():
+        from services.rpc.metrics_server import serving_metrics
+        from services.traces import Traces
 
     configure(config.log_format, config.log_level)
     with ExitStack() as stack:
@@ -104,8 +110,9 @@ def up(
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Serve the target with this option.")] = False,
 ) -> None:
     """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
-    from services.cli.processes import StopSignals, draft_threads, fleet, how_ended
-    from services.store.resolve import SUFFIX, resolve
+    with importing():
+        from services.cli.processes import StopSignals, draft_threads, fleet, how_ended
+        from services.store.resolve import SUFFIX, resolve
 
     stop = StopSignals()
     try:

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from services.engines.affinity import physical_cores
+from services.interrupts import importing
 
 _COUNT, _POLICY, _BIND, _PLACES = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES"
 _THREADS = "OMP_NUM_THREADS"
@@ -122,7 +123,7 @@ def loading(count: int = _TORCH) -> Iterator[None]:
 
 def load_torch() -> None:
     """Loads torch, which takes seconds, as `loading` describes."""
-    with loading():
+    with loading(), importing():
         import torch  # noqa: F401
 
 

@@ -120,7 +120,16 @@ def test_an_error_in_mid_stream_begins_on_a_line_of_its_own(bridge: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "slow"), [(("services.cli", "version"), "typer"), (("services.store.convert", "a.gguf", "b"), "gguf")]
+    ("words", "slow"),
+    [
+        (("services.cli", "version"), "typer"),
+        (("services.cli", "serve", "suffix", "--role", "draft", "--listen", "127.0.0.1:0"), "prometheus_client"),
+        (("services.cli", "serve", "none", "--engine", "torch", "--device", "cpu"), "torch"),
+        (("services.cli", "bridge", "--listen", "127.0.0.1:0"), "prometheus_client"),
+        (("services.cli", "http", "--listen", "127.0.0.1:0"), "prometheus_client"),
+        (("services.store.convert", "a.gguf", "b"), "gguf"),
+    ],
+    ids=lambda given: given[1] if isinstance(given, tuple) else given,
 )
 def test_ctrl_c_during_the_imports_prints_nothing(tmp_path: Path, words: tuple[str, ...], slow: str) -> None:
     # It sleeps until the signal arrives.

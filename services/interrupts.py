@@ -1,0 +1,24 @@
+"""Decides what Ctrl-C does while modules are imported. Imports almost nothing itself."""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Lets Ctrl-C end the process at once during the block, which only imports modules.
+
+    A KeyboardInterrupt could come up in a callback of the import system, where Python prints a traceback and goes on.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    # Otherwise it is ignored, as in a background job of a shell, or a caller handles it.
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
