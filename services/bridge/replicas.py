@@ -133,19 +133,28 @@ class Balancer:
         replica.failures = 0
         replica.trial = None
 
-    def on_failure(self, endpoint: Endpoint, request: object) -> None:
+    def on_failure(self, endpoint: Endpoint, request: object) -> Callable[[], None]:
         """Records that a replica failed: its caches are lost, and it gets no request for a while.
 
         One fault ends all requests on a replica: of one that is broken already, only its trial counts.
+        Returns a function that takes the record back, for a fault that turns out to be the request's own.
         """
         replica = self._of(endpoint)
         if replica.failures and replica.trial is not request:
-            return
+            return lambda: None
+        before = replace(replica)
         pause_ns = min(_PAUSE_NS << min(replica.failures, 16), _MAX_PAUSE_NS)
         replica.failures += 1
         replica.retry_ns = self._clock() + pause_ns
         replica.trial = None
-        replica.blocks.clear()
+        replica.blocks = LRUCache(_REMEMBERED_BLOCKS)
+
+        def take_back() -> None:
+            if replica.failures == before.failures + 1:  # it has neither failed again nor worked meanwhile
+                replica.failures, replica.retry_ns, replica.blocks = before.failures, before.retry_ns, before.blocks
+                replica.trial = None
+
+        return take_back
 
     def _of(self, endpoint: Endpoint) -> _Replica:
         return self._replicas.setdefault(endpoint.address, _Replica())
@@ -187,7 +196,8 @@ class ResumingVerifier:
 
     `endpoints` returns the replicas that are connected now, `connect` opens a stream to one. `on_error` receives the
     errors of replicas. Each replica is tried once until one of them makes progress, so that a request that brings down
-    its target does not bring down all of them again and again.
+    its target does not bring down all of them again and again. If it fails alike on all of them, and they stay up, the
+    fault is its own: they are not left alone for it.
     """
 
     def __init__(
@@ -201,6 +211,9 @@ class ResumingVerifier:
         self._balancer, self._endpoints, self._connect, self._on_error = balancer, endpoints, connect, on_error
         self._prompt = prompt
         self._tried: set[str] = set()
+        # Of the failures since a replica made progress: how to take each back, and the codes.
+        self._failures: list[Callable[[], None]] = []
+        self._codes: set[grpc.StatusCode] = set()
         self._generated: list[int] = []
         self._run = Run(0, (), 0, 0, 0, 0)
         self._open(balancer.choose(endpoints(), prompt, self))
@@ -231,6 +244,7 @@ class ResumingVerifier:
             try:
                 async for result in self._verifier.passes():
                     self._tried = {self._endpoint.address}
+                    self._failures, self._codes = [], set()
                     self._generated += result.token_ids
                     yield result
                     if result.finish_reason is not None:
@@ -268,10 +282,14 @@ class ResumingVerifier:
 
     async def _move(self, error: DraftBridgeError) -> None:
         """Resumes on another replica. Raises the error if none is left, or if it would fail there too."""
+        self._codes.add(code_of(error))
         if is_broken(error):
-            self._balancer.on_failure(self._endpoint, self)
+            self._failures.append(self._balancer.on_failure(self._endpoint, self))
         self._on_error(self._endpoint, error)
         others = [one for one in self._endpoints() if one.address not in self._tried]
+        if not others and len(self._tried) > 1 and len(self._codes) == 1 and self._codes.issubset(_FAULTY_CODES):
+            for take_back in self._failures:
+                take_back()
         if not others or not (is_lost(error) or is_broken(error) or error.reason in _MOVED_REASONS):
             raise _named(error, self._endpoint)
         self.close()

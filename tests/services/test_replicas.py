@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, aclosing
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -237,6 +237,55 @@ async def test_a_faulty_replica_is_left_alone_for_a_while_unless_it_is_the_only_
     with pytest.raises(DraftBridgeError) as caught:
         await anext(refusing(balancer, endpoints[:1], {"a": fault}).passes())
     assert caught.value is fault
+
+
+INTERNAL, UNKNOWN, UNAVAILABLE = grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("codes", "left_alone"),
+    [
+        ([INTERNAL, INTERNAL, INTERNAL], ""),
+        ([INTERNAL, INTERNAL], "ab"),
+        ([INTERNAL, UNKNOWN, INTERNAL], "abc"),
+        ([UNAVAILABLE, UNAVAILABLE, UNAVAILABLE], "abc"),
+    ],
+    ids=["all alike", "two of three", "in different ways", "all are lost"],
+)
+async def test_a_request_that_fails_alike_everywhere_pauses_no_replica(
+    codes: list[grpc.StatusCode], left_alone: str
+) -> None:
+    balancer, endpoints = Balancer(Clock()), [endpoint(name) for name in "abc"]
+    balancer.opened(endpoints[2], blocks(LONG))
+    balancer.closed(endpoints[2], ONE)
+    errors = [RemoteError(code, code.name, "it fails", {}) for code in codes]
+    verifier = refusing(balancer, endpoints, dict(zip("abc", errors, strict=False)))
+    with suppress(RemoteError):
+        assert [result.token_ids async for result in verifier.passes()] == [(7,)]
+    verifier.close()
+    broken = [one.address for one in endpoints if balancer._of(one).failures]
+    assert "".join(broken) == left_alone
+    chosen = balancer.choose(endpoints, blocks(LONG), ONE)
+    assert chosen is endpoints[0 if left_alone == "abc" else 2], "what a replica caches that works is remembered"
+
+
+def test_a_failure_that_is_taken_back_leaves_a_broken_replica_broken() -> None:
+    clock = Clock()
+    balancer = Balancer(clock)
+    balancer.on_failure(A, ONE)
+    clock.seconds = 0.6
+    trial = object()
+    assert balancer.choose([A, B], [], trial) is A
+    balancer.on_failure(A, trial)()
+    other = object()
+    assert balancer.choose([A, B], [], other) is A, "its next trial is due, as before"
+    balancer.on_failure(A, other)
+    clock.seconds = 1.5
+    assert balancer.choose([A, B], [], ONE) is B
+    take_back = balancer.on_failure(B, ONE)
+    balancer.on_success(B)
+    take_back()
+    assert balancer.choose([A, B], [], ONE) is B
 
 
 async def test_a_replica_whose_passes_violate_the_contract_is_left_alone_for_a_while(
