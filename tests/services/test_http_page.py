@@ -2,31 +2,25 @@
 
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx2 as httpx
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 
 from services.cli.processes import Fleet, launched
+from tests.support.browser import chromium
 from tests.support.waiting import eventually
 
-_NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((path for name in _NAMES if (path := shutil.which(name))), "")
 WAIT_MS = 30_000
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if not CHROMIUM:
-        pytest.skip("no Chromium: install it with the system's package manager")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture

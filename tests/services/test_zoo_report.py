@@ -1,14 +1,13 @@
 """Tests the zoo's report: its arithmetic, resuming, and the page in headless Chromium (skipped without it)."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page
 
 from services.cli.pieces import pieces
 from services.cli.zoo import figures
@@ -16,10 +15,8 @@ from services.cli.zoo.command import as_json
 from services.cli.zoo.predict import Prediction, Times, chances, predict
 from services.cli.zoo.report import Report, comparisons, write
 from services.cli.zoo.samples import ALONE, AUTO, TURNS, Key, Sample
+from tests.support.browser import chromium
 
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
-)
 # CSS pixels between the default margins of Chromium on A4.
 A4_WIDTH = 718
 TARGETS = ("large", "<b>hostile</b>")
@@ -225,12 +222,8 @@ def test_what_failed_or_cannot_run_is_shown_with_its_reason(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    if not CHROMIUM:
-        pytest.skip("no Chromium: install it with the system's package manager")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with chromium() as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
