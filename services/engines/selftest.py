@@ -127,10 +127,12 @@ def _finite(logits: torch.Tensor, model: Any) -> NDArray[np.float32]:
     """Returns logits. Raises `UnusableModel` if some are not numbers, as where activations exceed float16's range."""
     found: NDArray[np.float32] = logits.float().cpu().numpy()
     if not np.isfinite(found).all():
+        dtype = str(model.dtype).removeprefix("torch.")
+        wider = {"float16": "bfloat16 or float32", "bfloat16": "float32"}.get(dtype)
+        damaged = "its weights are damaged"
         raise UnusableModel(
-            f"this {model.config.model_type} model's logits are not numbers in "
-            f"{str(model.dtype).removeprefix('torch.')}: use --dtype bfloat16 or float32; if that does not help, its "
-            "weights are damaged",
+            f"this {model.config.model_type} model's logits are not numbers in {dtype}: "
+            + (f"use --dtype {wider}; if that does not help, {damaged}" if wider else damaged),
             model_type=model.config.model_type,
         )
     return found

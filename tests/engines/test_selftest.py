@@ -212,6 +212,10 @@ def test_a_model_that_overflows_is_refused_with_a_dtype_that_does_not(tmp_path: 
     with pytest.raises(UnusableModel, match="not numbers in float16: use --dtype bfloat16 or float32"):
         TorchEngine(tmp_path, dtype="float16")
     TorchEngine(tmp_path, dtype="bfloat16")
+    model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnusableModel, match="not numbers in float32: its weights are damaged"):
+        TorchEngine(tmp_path, dtype="float32")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
