@@ -183,7 +183,11 @@ def launched(name: str, *arguments: str, module: str = "services.cli") -> Iterat
 
 
 def stop(process: "subprocess.Popen[str]") -> None:
-    """Ends a process with SIGTERM, and with SIGKILL if it has not ended after 10 seconds."""
+    """Ends a process with SIGTERM, and with SIGKILL if it has not ended after 10 seconds.
+
+    Its standard output is left to the thread that reads it: to close it here would mean to wait, beyond the reach of
+    signals, for that thread's read, which lasts as long as any process has inherited the other end.
+    """
     if process.stdin:
         process.stdin.close()
     if process.poll() is None:
@@ -193,8 +197,6 @@ def stop(process: "subprocess.Popen[str]") -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    if process.stdout:
-        process.stdout.close()
 
 
 def _start(*arguments: str, module: str = "services.cli") -> "subprocess.Popen[str]":
@@ -215,7 +217,7 @@ def _ready(name: str, process: "subprocess.Popen[str]") -> str:
 
     def read() -> None:
         assert process.stdout is not None
-        with contextlib.suppress(ValueError):  # `stop` closed the pipe
+        with process.stdout:
             for line in process.stdout:
                 lines.put(line)
         lines.put(None)

@@ -41,6 +41,7 @@ def served(model: Path | str, address: str, *options: str) -> Iterator[None]:
         yield
     finally:
         stop(process)
+        process.stdout.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to see when signals are handled")

@@ -34,7 +34,7 @@ class Observed:
     def scrape(self, token: str = "") -> Samples:
         """Returns the value of each sample by its name and labels."""
         request = urllib.request.Request(self.metrics, headers={"Authorization": f"Bearer {token}"} if token else {})
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         return {
             (one.name, tuple(sorted(one.labels.items()))): one.value for family in families for one in family.samples
@@ -75,6 +75,7 @@ def observed(
         yield Observed(process, address, metrics, log, http)
     finally:
         stop(process)
+        process.stdout.close()
 
 
 @dataclass
