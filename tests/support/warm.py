@@ -26,6 +26,7 @@ from typing import IO, Any
 from services.cli import processes
 
 _MAX_MESSAGE_BYTES = 1 << 20
+_START_SECONDS = 240.0
 # What the processes would import, except the modules that read the environment: some engines, and the terminal's.
 _IMPORTED = (
     "transformers.models.auto.modeling_auto",
@@ -95,17 +96,20 @@ class _Server:
         """Returns the id of a new process, whose standard streams are the descriptors."""
         with self._lock:
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-            self._started.acquire()
+            # The first process waits until the server has imported everything.
+            assert self._started.acquire(timeout=_START_SECONDS), "the server of processes does not answer"
             return self._pid
 
     def ended(self, pid: int) -> _Ended:
-        return self._ended.setdefault(pid, _Ended())
+        return self._ended[pid]
 
     def _read(self) -> None:
         while data := self._socket.recv(_MAX_MESSAGE_BYTES):
             message = json.loads(data)
             if "started" in message:
                 self._pid = message["started"]
+                # In a long run, numbers come again: the end of an earlier process is not that of this one.
+                self._ended[self._pid] = _Ended()
                 self._started.release()
             else:
                 ended = self.ended(message["ended"])
