@@ -1,5 +1,6 @@
 """Settings of the test suite, and fixtures of a running fleet of tiny models."""
 
+import contextlib
 import faulthandler
 import gc
 import json
@@ -35,6 +36,13 @@ settings.register_profile(
     "here", deadline=None, suppress_health_check=_SUPPRESSED, print_blob=True, derandomize=not DEEP
 )
 settings.load_profile("here")
+
+with contextlib.suppress(ImportError):  # environments of their own may lack it
+    from httpx2._config import DEFAULT_TIMEOUT_CONFIG
+
+    # Where a test sets no limit, it would be 5 seconds, which a busy machine may take for a request.
+    for phase in ("connect", "read", "write", "pool"):
+        setattr(DEFAULT_TIMEOUT_CONFIG, phase, 60.0)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -65,7 +65,7 @@ async def propose(source: DraftSource, drafter: RecordingDrafter, text: str, don
     news = asyncio.Event()
     source.start(news.set)
     drafter.queue.put_nowait(Proposal(drafter.syncs[-1].epoch, ids, (0.5,) * len(ids), done))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await news.wait()
     assert source._reader is not None and source._error is None
     source._reader.cancel()

@@ -14,13 +14,13 @@ def main() -> None:
     model = model_pb2.Model(name="engine", context_length=64, vocabulary_size=VOCABULARY)
     with served(ScriptedBridge(wrong=0.0)) as address:
         client = CandidateClient(address, model, tokenizer_json("byte_level"))
-        eventually(lambda: bool(client.step([SequenceStep(1, [5, 6, 7], max_candidates=4)], deadline=1.0)))
+        eventually(lambda: bool(client.step([SequenceStep(1, [5, 6, 7], max_candidates=4)], deadline=10.0)))
         with client._changed:  # another thread may hold the lock at the fork
             child = os.fork()
         if child == 0:
             status = 1
             try:
-                found = [client.step([SequenceStep(1, [5, 6, 7], max_candidates=4)], deadline=1.0) for _ in range(3)]
+                found = [client.step([SequenceStep(1, [5, 6, 7], max_candidates=4)], deadline=10.0) for _ in range(3)]
                 if not (any(found) or client.connected or client.connect(1.0)):
                     client.close()
                     status = 0

@@ -20,7 +20,7 @@ def main() -> None:
     guest = LocalCandidates(description(KIND), tiny.tokenizer_json(KIND))
 
     def proposes(number: int) -> bool:
-        return bool(guest.step([SequenceStep(number, ids)], deadline=1.0))
+        return bool(guest.step([SequenceStep(number, ids)], deadline=10.0))
 
     eventually(lambda: proposes(1))
     child = os.fork()

@@ -38,7 +38,7 @@ def description(kind: str, name: str = "") -> model_pb2.Model:
 def client(address: str, kind: str = "sentencepiece", **options: object) -> CandidateClient:
     """Returns a connected client of an engine with one of the tiny tokenizers."""
     found = CandidateClient(address, description(kind), tiny.tokenizer_json(kind), **options)  # type: ignore[arg-type]
-    assert found.connect(20)
+    assert found.connect(60)
     return found
 
 
@@ -98,7 +98,7 @@ def running(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(60)
     try:
         if errors:
             raise errors[0]
@@ -106,8 +106,8 @@ def running(
     finally:
         if stop:
             stop[0]()
-        thread.join(20)
-    assert not errors
+        thread.join(60)
+    assert not errors and not thread.is_alive()
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Reciter:
         return SequenceStep(self.sequence_id, self.ids, generated_token_count=len(self.ids) - self.prompt_count)
 
 
-def recite(client: Client, *engines: Reciter, deadline: float = 1.0, forward_seconds: float = 0.01) -> None:
+def recite(client: Client, *engines: Reciter, deadline: float = 10.0, forward_seconds: float = 0.01) -> None:
     """Runs engines, in one forward at a time, to the end of their texts. Reports `forward_seconds` for each."""
     while live := [one for one in engines if not one.done]:
         ended = [one.sequence_id for one in engines if one.done]

@@ -83,7 +83,7 @@ class Proxy:
             self._run(self._in_loop(self._flows.set))
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
     @staticmethod
     async def _in_loop(action: Any) -> None:

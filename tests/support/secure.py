@@ -31,7 +31,7 @@ tokens-per-minute = 10
 def describe(address: str, credentials: Credentials) -> model_pb2.Model:
     """Returns a model server's description of its model."""
     with open_channel(address, credentials, ()) as channel:
-        return model_pb2_grpc.ModelServiceStub(channel).GetModel(model_pb2.GetModelRequest(), timeout=10).model
+        return model_pb2_grpc.ModelServiceStub(channel).GetModel(model_pb2.GetModelRequest(), timeout=60).model
 
 
 @contextlib.contextmanager

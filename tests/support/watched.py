@@ -31,7 +31,7 @@ class Watched(tiny.HashEngine):
 
     def forward(self, rows: Sequence[Row]) -> list[Logits]:
         self.forwards.append(list(rows))
-        self.gate.wait(10)
+        assert self.gate.wait(60)
         time.sleep(self.seconds)  # stands in for the time of a model's forward
         assert len({row.slot for row in rows}) == len(rows)
         if any(self.poison in row.token_ids for row in rows):

@@ -13,6 +13,8 @@ SCRIPTED = "benchmarks.scripted_service"
 # A bridge notices within 1.5 times this period that a service does not answer. On a busy machine a service may
 # take a good part of a second to answer.
 KEEPALIVE_SECONDS = 2.0
+# How long a process that is stopped lets its requests go on: longer than they take on a busy machine.
+GRACE_SECONDS = 90.0
 
 
 class World:
@@ -41,6 +43,7 @@ class World:
         role = "draft" if name == "draft" else "target"
         slots, queue = (self._slots, 0) if self._slots else (3, 0) if role == "draft" else (4, 2)
         words = ["--role", role, "--slots", str(slots), "--queue", str(queue), *self._tls, *options]
+        words += ["--grace", str(GRACE_SECONDS)]
         words += ["--forward-ms", str(self._forward_ms / (4 if role == "draft" else 1))]
         if role == "draft" and "--acceptance" not in options:
             words += ["--acceptance", "0.8"]
@@ -74,6 +77,7 @@ class World:
                 f"bridge{self._started}",
                 *("bridge", *targets, "--draft", self.proxies["draft"].address),
                 *("--service-ca", str(self._directory / "ca.pem"), "--service-keepalive", str(KEEPALIVE_SECONDS)),
+                *("--grace", str(GRACE_SECONDS)),
                 torch=False,
             )
         )
