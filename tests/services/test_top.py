@@ -148,11 +148,17 @@ def test_the_live_view_leaves_the_terminal_as_it_was(tiny_fleet: Fleet, key: byt
     master, slave = pty.openpty()
     before = termios.tcgetattr(slave)
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    command = [sys.executable, "-m", "services.cli", "top", "--server", tiny_fleet.bridge, "--interval", "0.1"]
+    # Opening it makes it the controlling terminal. A `preexec_fn` would do so in a fork of this process, whose other
+    # threads may hold locks.
+    take_terminal = (
+        "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); "
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    command = [sys.executable, "-c", take_terminal, "-m", "services.cli", "top", "--server", tiny_fleet.bridge]
+    command += ["--interval", "0.1"]
     process = subprocess.Popen(
-        command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True,
-        preexec_fn=lambda: os.close(os.open(os.ttyname(0), os.O_RDWR)),  # makes it the controlling terminal
-    )  # fmt: skip
+        command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+    )
     output, deadline = b"", time.monotonic() + 60
     asked = False
     while time.monotonic() < deadline:
@@ -168,7 +174,7 @@ def test_the_live_view_leaves_the_terminal_as_it_was(tiny_fleet: Fleet, key: byt
             else:
                 process.terminate()
     try:
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
     assert termios.tcgetattr(slave) == before
