@@ -22,13 +22,17 @@ from benchmarks.scripted_service import expected
 from bridge.target_link import CREDIT_TOKENS
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from services.bridge.endpoint import CHECK_SECONDS
 from tests.support.depth import DEEP
 from tests.support.observed import value
 from tests.support.proxy import Proxy
+from tests.support.unread import hold_unread
 from tests.support.waiting import eventually
-from tests.support.world import KEEPALIVE_SECONDS, World
+from tests.support.world import World
 
 PROMPT, TOKENS = "a fault", 100
+# More than a fault costs also on a busy machine, and less than what waits for it again and again.
+LIMIT_SECONDS = 60.0
 MODES = ("off", "lockstep", "opportunistic")
 
 
@@ -42,18 +46,19 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @pytest.fixture
-def world(running: World) -> Iterator[World]:
+def world(running: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """Yields the world in good health, and heals it after the test."""
+    hold_unread(monkeypatch)
     yield running
     for name, service in running.services.items():
         running.proxies[name].heal()
         if service.process.poll() is not None:
             running.replace(name)
     with Client(running.bridge.address) as client:
-        eventually(lambda: all(one.reachable for one in client.status().endpoints), 20)
-        eventually(lambda: usable(client), 20)
-        eventually(lambda: client.status().active_count == 0, 5)
-    eventually(lambda: running.slots_in_use() == 0, 5)
+        eventually(lambda: all(one.reachable for one in client.status().endpoints))
+        eventually(lambda: usable(client))
+        eventually(lambda: client.status().active_count == 0)
+    eventually(lambda: running.slots_in_use() == 0)
 
 
 def usable(client: Client) -> bool:
@@ -64,10 +69,14 @@ def usable(client: Client) -> bool:
 def generate(
     world: World, mode: str, fault: Callable[[], object] = lambda: None, tokens: int = TOKENS, **options: Any
 ) -> tuple[str, Any]:
-    """Returns the text of a request and its last event. The fault comes when a third of the text is there."""
+    """Returns the text of a request and its last event. The fault comes when a third of the text is there.
+
+    Until it has come, the bridge cannot send the rest, however late this process is: log probabilities make the text
+    larger than what a connection of `hold_unread` holds.
+    """
     text, faulted = "", False
     with Client(world.bridge.address) as client:
-        for event in client.stream(PROMPT, max_tokens=tokens, speculation=mode, **options):
+        for event in client.stream(PROMPT, max_tokens=tokens, speculation=mode, logprobs=LOGPROBS, **options):
             if isinstance(event, bridge_pb2.GenerateDelta):
                 text += event.text
                 if not faulted and len(text) >= tokens // 3:
@@ -77,6 +86,7 @@ def generate(
     return text, event
 
 
+LOGPROBS = 50
 RIGHT = expected(PROMPT, TOKENS)
 # More than the credit of a target, so that not all of the text can be on its way before the fault.
 LONG_TOKENS = CREDIT_TOKENS + TOKENS
@@ -111,7 +121,7 @@ def test_a_bad_network_to_the_draft(world: World, fault: str, mode: str) -> None
     started = time.monotonic()
     text, finished = generate(world, mode, lambda: NETWORK[fault](world.proxies["draft"]), LONG_TOKENS)
     assert text == RIGHT_LONG
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < LIMIT_SECONDS
     assert fault == "slow" or finished.speculation.note  # the request noticed the fault
 
 
@@ -126,7 +136,7 @@ def test_a_bad_network_to_a_target_with_a_replica(world: World, fault: str) -> N
         NETWORK[fault](world.proxies[name])
 
     assert generate(world, "auto", hit, LONG_TOKENS)[0] == RIGHT_LONG
-    assert time.monotonic() - started < 2 * KEEPALIVE_SECONDS + 5
+    assert time.monotonic() - started < LIMIT_SECONDS
     assert all(forwards(world, other) > before for other, before in others.items())  # the request was moved
 
 
@@ -160,7 +170,7 @@ def test_a_draft_that_is_killed_and_comes_back_as_another_model(world: World, mo
         assert result.text == RIGHT
         return result.started.draft == f"other-{mode}"
 
-    eventually(replaced, 20)
+    eventually(replaced)
 
 
 @pytest.mark.parametrize("mode", MODES[1:] if DEEP else ["opportunistic"])
@@ -169,7 +179,7 @@ def test_a_draft_that_hangs(world: World, mode: str) -> None:
     started = time.monotonic()
     try:
         assert generate(world, mode, lambda: os.kill(draft, signal.SIGSTOP))[0] == RIGHT
-        assert time.monotonic() - started < 8
+        assert time.monotonic() - started < LIMIT_SECONDS
     finally:
         os.kill(draft, signal.SIGCONT)
 
@@ -186,7 +196,7 @@ def test_a_target_with_a_replica(world: World, signal_: signal.Signals) -> None:
         assert generate(world, "auto", fault)[0] == RIGHT
     finally:
         if signal_ is signal.SIGKILL:
-            hit[0].wait()
+            hit[0].wait(60)
         else:
             hit[0].send_signal(signal.SIGCONT)
 
@@ -196,11 +206,11 @@ def test_a_target_without_a_replica_is_unavailable(world: World, fault: str) -> 
     world.proxies["replica"].refuse()
     started = time.monotonic()
     with pytest.raises(CallError) as caught:
-        # Without candidates, this number of tokens takes longer than the fault can be late.
+        # The target's credit does not reach to the end of the text before the fault.
         hit = world.kill if fault == "killed" else lambda name: world.proxies[name].halve()
         generate(world, "off", lambda: hit("target"), LONG_TOKENS)
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVICE_UNREACHABLE")
-    assert time.monotonic() - started < 2 * KEEPALIVE_SECONDS + 3
+    assert time.monotonic() - started < LIMIT_SECONDS
 
 
 def test_a_deadline_ends_a_request_whose_target_is_away(world: World) -> None:
@@ -209,15 +219,16 @@ def test_a_deadline_ends_a_request_whose_target_is_away(world: World) -> None:
     # Its text takes longer than the deadline, also if this process reads too late to stop it.
     speculation = bridge_pb2.Speculation(mode=bridge_pb2.Speculation.MODE_OFF)
     request = bridge_pb2.GenerateRequest(prompt=PROMPT, max_tokens=LONG_TOKENS, speculation=speculation)
-    started = time.monotonic()
-    with pytest.raises(grpc.RpcError) as caught:
-        for response in stub.Generate(request, timeout=0.6):  # before the bridge notices by itself
-            if response.HasField("delta"):
-                world.proxies["target"].halve()
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
-    assert time.monotonic() - started < KEEPALIVE_SECONDS
     with Client(world.bridge.address) as client:
-        eventually(lambda: client.status().active_count == 0, 1)
+        before = client.status()
+        with pytest.raises(grpc.RpcError) as caught:
+            for response in stub.Generate(request, timeout=0.6):  # before the bridge notices by itself
+                if response.HasField("delta"):
+                    world.proxies["target"].halve()
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+        eventually(lambda: client.status().active_count == 0)
+        after = client.status()
+    assert after.failed_count == before.failed_count, "it did not wait until the bridge noticed"
 
 
 def test_deadlines_end_streams_of_services_too(world: World) -> None:
@@ -234,14 +245,14 @@ def test_deadlines_end_streams_of_services_too(world: World) -> None:
 
     def endless(messages: list[Any]) -> Iterator[Any]:
         yield from messages
-        done.wait(20)
+        done.wait(60)
 
     with world.open_channel("target") as one, world.open_channel("draft") as other:
         for channel in (one, other):
-            grpc.channel_ready_future(channel).result(20)
+            grpc.channel_ready_future(channel).result(60)
         calls = [
-            target_pb2_grpc.TargetServiceStub(one).Verify(endless(verify), timeout=2),
-            draft_pb2_grpc.DraftServiceStub(other).Draft(endless(draft), timeout=2),
+            target_pb2_grpc.TargetServiceStub(one).Verify(endless(verify), timeout=5),
+            draft_pb2_grpc.DraftServiceStub(other).Draft(endless(draft), timeout=5),
         ]
         try:
             assert all(next(call).token_ids for call in calls)
@@ -250,7 +261,7 @@ def test_deadlines_end_streams_of_services_too(world: World) -> None:
                 with pytest.raises(grpc.RpcError):
                     list(call)
                 assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            eventually(lambda: world.slots_in_use() == 0, 1)
+            eventually(lambda: world.slots_in_use() == 0, 30)
         finally:
             done.set()
 
@@ -258,14 +269,17 @@ def test_deadlines_end_streams_of_services_too(world: World) -> None:
 def test_status_is_answered_while_all_services_hang(world: World) -> None:
     for proxy in world.proxies.values():
         proxy.halve()
-    stub, started = bridge_stub(world), time.monotonic()
+    stub = bridge_stub(world)
     with pytest.raises(grpc.RpcError) as caught:
         stub.GetStatus(bridge_pb2.GetStatusRequest(), timeout=0.3)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
-    assert time.monotonic() - started < 2
-    answer = stub.GetStatus(bridge_pb2.GetStatusRequest(), timeout=10)
-    assert [one.reachable for one in answer.endpoints] == [False] * 3
-    assert time.monotonic() - started < 4
+    for _ in range(5):  # processes may be held up
+        started = time.monotonic()
+        answer = stub.GetStatus(bridge_pb2.GetStatusRequest(), timeout=60)
+        assert [one.reachable for one in answer.endpoints] == [False] * 3
+        if (taken := time.monotonic() - started) < 2 * CHECK_SECONDS:
+            break
+    assert taken < 2 * CHECK_SECONDS, "they are asked side by side"
 
 
 def bridge_stub(world: World) -> Any:
@@ -297,13 +311,14 @@ def test_full_slots_refuse_some_and_change_nobodys_text(world: World) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "hung up"])
-def test_a_client_that_is_gone_frees_its_sessions_within_a_second(world: World, how: str) -> None:
+def test_a_client_that_is_gone_frees_its_sessions(world: World, how: str) -> None:
     program = (
         "import sys; from draftbridge import Client\n"
         "for event in Client(sys.argv[1]).stream('a client', max_tokens=8000, speculation='opportunistic'):\n"
         "    print('.', flush=True)"
     )
     with Client(world.bridge.address) as client:
+        before = client.status()
         if how == "killed":
             words = [sys.executable, "-c", program, world.bridge.address]
             with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
@@ -315,7 +330,9 @@ def test_a_client_that_is_gone_frees_its_sessions_within_a_second(world: World, 
         else:
             for _ in zip(client.stream("a client", max_tokens=8000), range(10), strict=False):
                 pass
-        eventually(lambda: client.status().active_count == 0 and world.slots_in_use() == 0, 1)
+        eventually(lambda: client.status().active_count == 0 and world.slots_in_use() == 0)
+        after = client.status()
+    assert after.cancelled_count == before.cancelled_count + 1 and after.finished_count == before.finished_count
 
 
 def test_a_killed_bridge_frees_the_sessions_of_its_services(world: World) -> None:
@@ -328,9 +345,10 @@ def test_a_killed_bridge_frees_the_sessions_of_its_services(world: World) -> Non
         thread.start()
     eventually(lambda: world.slots_in_use("target", "replica") == 3)
     world.bridge.process.kill()
-    eventually(lambda: world.slots_in_use() == 0, 1)
+    eventually(lambda: world.slots_in_use() == 0)
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     world.bridge = world.start_bridge()
 
 
@@ -340,18 +358,21 @@ def test_sigterm_lets_running_requests_finish(world: World, which: str) -> None:
     stopped = world.bridge if which == "bridge" else world.services["target"]
     opened = world.open_channel("target") if which == "target" else grpc.insecure_channel(stopped.address)
     with opened as channel, ThreadPoolExecutor(8) as pool:
-        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=30)
+        health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=120)
         assert next(health).status == health_pb2.HealthCheckResponse.SERVING
-        results = [pool.submit(generate, world, "auto", tokens=LONG_TOKENS) for _ in range(6)]
+        going_on = threading.Event()
+        # None of them ends before all of them run.
+        results = [pool.submit(generate, world, "auto", lambda: going_on.wait(60), LONG_TOKENS) for _ in range(6)]
         eventually(lambda: world.slots_in_use("target", "replica") == 6)
         stopped.process.send_signal(signal.SIGTERM)
         assert next(health).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        going_on.set()
         if which == "target":
             results += [pool.submit(generate, world, "off", tokens=LONG_TOKENS) for _ in range(2)]
         assert {result.result()[0] for result in results} == {RIGHT_LONG}
         with pytest.raises(grpc.RpcError):  # a watcher does not delay the process's end
             list(health)
-    assert stopped.process.wait(10) == 0
+    assert stopped.process.wait(60) == 0
     if which == "bridge":
         world.bridge = world.start_bridge()
 
@@ -362,8 +383,9 @@ def test_clocks_that_jump_change_nothing(world: World) -> None:
         for mode in MODES if DEEP else ("auto",):
             result = client.generate(PROMPT, max_tokens=TOKENS, speculation=mode)
             assert result.text == RIGHT
-            assert 0 < result.finished.speculation.elapsed_ns < 20e9
-        assert 0 < client.status().uptime_ns < 60e9
+            # The clocks jump by an hour or more.
+            assert 0 < result.finished.speculation.elapsed_ns < 600e9
+        assert 0 < client.status().uptime_ns < 600e9
 
 
 def test_a_client_that_reads_slowly_holds_back_its_own_target_only(world: World) -> None:
