@@ -152,7 +152,7 @@ async def test_a_round_trip_is_the_time_that_the_draft_did_not_work(pace: DraftP
     for taken in (100, 50):
         now += taken
         drafter.queue.put_nowait(Proposal(1, ids_of(" a")[:1], (), queue_ns=20, forward_ns=30))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await times.news.wait()
         times.news.clear()
     source.close()
@@ -209,7 +209,7 @@ async def test_a_long_text_is_encoded_without_holding_up_other_requests(monkeypa
     append, free = DraftContext.append, threading.Event()
 
     def slow(*args: Any) -> tuple[int, list[int]]:
-        assert free.wait(5), "the event loop waits for the encoder"
+        assert free.wait(60), "the event loop waits for the encoder"
         return append(*args)
 
     monkeypatch.setattr(DraftContext, "append", slow)

@@ -166,7 +166,7 @@ async def test_a_bug_costs_one_sequence_its_candidates(
             patch.setattr(GuestSequence, method, fails)
         await stepped(guest, 2, SequenceUpdate(2, 0, tuple(IDS[:149])))
         with suppress(asyncio.CancelledError):
-            await asyncio.wait_for(asyncio.shield(guest.held[2].opening), 10)  # type: ignore[arg-type]
+            await asyncio.wait_for(asyncio.shield(guest.held[2].opening), 60)  # type: ignore[arg-type]
         if sequence := guest.held[2].sequence:
             patch.setattr(sequence, method, fails)
         await stepped(guest, 3, SequenceUpdate(2, 149, (IDS[149],)))

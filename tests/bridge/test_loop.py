@@ -208,7 +208,7 @@ def test_output_is_the_targets_own_for_any_proposals(
                     planner,
                     Statistics(),
                 )
-                async with asyncio.timeout(20), aclosing(loop) as outcomes:
+                async with asyncio.timeout(60), aclosing(loop) as outcomes:
                     async for outcome in outcomes:
                         result = outcome.result
                         assert len(outcome.tried.token_ids) == result.candidate_token_count

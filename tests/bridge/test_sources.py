@@ -79,7 +79,7 @@ async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Prop
     await chain.advance(DraftPace(4))
     for proposal in proposals:
         drafter.queue.put_nowait(proposal)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not chain.empty:
             await news.wait()
             news.clear()
@@ -140,7 +140,7 @@ async def test_another_draft_that_was_found_too_late_is_closed() -> None:
     chain.start(news.set)
     source._error = Unreachable("host:1", "gone")
     assert chain.offers() == []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await news.wait()
     chain.close()
     assert found.closed
@@ -212,7 +212,7 @@ async def test_a_draft_that_is_lost_during_a_search_for_a_better_one_is_replaced
     pass_alone(chain, tape)
     first._error = lost
     assert chain.offers() == []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while chain.draft is not second:
             await asyncio.sleep(0)
             chain.take_over()

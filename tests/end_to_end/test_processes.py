@@ -189,7 +189,7 @@ async def test_the_asynchronous_client_does_the_same(tiny_fleet: Fleet) -> None:
 
 async def test_a_half_closed_stream_still_gets_what_it_has_credit_for(tiny_fleet: Fleet) -> None:
     async with grpc.aio.insecure_channel(tiny_fleet.target) as channel:
-        call = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=10)
+        call = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=60)
         await call.write(target_pb2.VerifyRequest(open=target_pb2.VerifyOpen()))
         run = target_pb2.VerifyRun(token_ids=[1, 7, 8], credit=5, patience_us=60_000_000)
         await call.write(target_pb2.VerifyRequest(run=run))
@@ -247,7 +247,7 @@ def test_every_server_has_health_and_reflection(tiny_fleet: Fleet, which: str, s
         assert file.package == "draftbridge.v1"
         stub = health_pb2_grpc.HealthStub(channel)
         for name in ("", *services):
-            answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 

@@ -37,7 +37,7 @@ def test_its_ids_are_bytes() -> None:
 @asynccontextmanager
 async def session() -> AsyncIterator[tuple[SuffixSession, AsyncIterator[Proposal]]]:
     with closing(SuffixSession(MODEL)) as opened:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             yield opened, aiter(opened.proposals())
 
 
@@ -248,7 +248,9 @@ def test_it_says_who_it_is(suffix_fleet: Fleet) -> None:
         services = ProtoReflectionDescriptorDatabase(channel).get_services()
         assert "draftbridge.v1.DraftService" in services
         assert "draftbridge.v1.TargetService" not in services
-        pieces = list(model_pb2_grpc.ModelServiceStub(channel).GetTokenizer(model_pb2.GetTokenizerRequest(), timeout=9))
+        pieces = list(
+            model_pb2_grpc.ModelServiceStub(channel).GetTokenizer(model_pb2.GetTokenizerRequest(), timeout=60)
+        )
     assert pieces[-1].sha256 == model.tokenizer_sha256
 
 
@@ -276,7 +278,7 @@ def test_options_of_engines_are_refused(options: tuple[str, ...]) -> None:
 async def test_it_is_no_target(suffix_fleet: Fleet) -> None:
     async with grpc.aio.insecure_channel(suffix_fleet.draft) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=10).read()
+            await target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=60).read()
     assert CallError.from_rpc(caught.value, "").reason == "ROLE_NOT_SERVED"
     assert "does not serve suffix as a target" in refused(
         command("bridge", "--target", suffix_fleet.draft, "--listen", "127.0.0.1:0")
@@ -293,7 +295,7 @@ async def test_more_sessions_than_slots_are_told_to_come_again() -> None:
     with serve("suffix", "--role", "draft", "--slots", "1", "--name", "echo") as (address, _):
         async with grpc.aio.insecure_channel(address) as channel:
             stub = draft_pb2_grpc.DraftServiceStub(channel)
-            first, second = stub.Draft(timeout=10), stub.Draft(timeout=10)
+            first, second = stub.Draft(timeout=60), stub.Draft(timeout=60)
             for call in (first, second):
                 await call.write(opening)
                 await call.write(syncing)
@@ -305,7 +307,7 @@ async def test_more_sessions_than_slots_are_told_to_come_again() -> None:
             # After a client has closed its side and its stream has ended, another client gets the slot.
             await first.done_writing()
             assert await first.read() == grpc.aio.EOF
-            third = stub.Draft(timeout=10)
+            third = stub.Draft(timeout=60)
             await third.write(opening)
             await third.write(syncing)
             assert bytes((await third.read()).token_ids) == b"aa"

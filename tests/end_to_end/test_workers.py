@@ -88,13 +88,13 @@ def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
             # Otherwise all clients of this process share one connection.
             channel = stack.enter_context(grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]))
             stub = bridge_pb2_grpc.BridgeServiceStub(channel)
-            assert len(stub.ListModels(bridge_pb2.ListModelsRequest(), timeout=10).models) == 1
+            assert len(stub.ListModels(bridge_pb2.ListModelsRequest(), timeout=60).models) == 1
             if serving() == 2:
                 break
         assert serving() == 2
         before = {one.pid for one in running()}
         psutil.Process(min(before)).kill()
-        eventually(lambda: len({one.pid for one in running()} | before) == 3, 20)
+        eventually(lambda: len({one.pid for one in running()} | before) == 3)
 
         def works() -> bool:
             try:
@@ -106,5 +106,5 @@ def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
         assert works(), "the other worker serves meanwhile"
         last = running()
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         assert not any(one.is_running() for one in last)

@@ -69,10 +69,10 @@ async def test_an_idle_sequence_loses_its_slot_to_one_that_waits_and_goes_on_all
     await idle.forward((), len)
     other = CachedSequence(scheduler)
     other.replace(0, ids(6, 1))
-    result = await asyncio.wait_for(other.forward((), np.array), 5)
+    result = await asyncio.wait_for(other.forward((), np.array), 60)
     np.testing.assert_array_equal(result.value[-1], engine.logits(ids(6, 1)))
     idle.accept((7,), 0)
-    result = await asyncio.wait_for(idle.forward((), np.array), 5)
+    result = await asyncio.wait_for(idle.forward((), np.array), 60)
     np.testing.assert_array_equal(result.value[-1], engine.logits([*ids(5), 7]))
     assert result.token_count == 6, "it read its text again"
     idle.accept((8,), 0)
@@ -95,7 +95,7 @@ async def test_a_sequence_that_asks_while_it_loses_its_slot_keeps_no_other_one_f
 
     def ask_and_evict(busy: Container[object], before_ns: int) -> object:
         if not jobs:
-            asyncio.run_coroutine_threadsafe(ask(), loop).result(5)
+            asyncio.run_coroutine_threadsafe(ask(), loop).result(60)
         return evict(busy, before_ns)
 
     monkeypatch.setattr(scheduler._slots, "evict", ask_and_evict)
@@ -103,7 +103,7 @@ async def test_a_sequence_that_asks_while_it_loses_its_slot_keeps_no_other_one_f
     await asyncio.gather(*jobs)
     monkeypatch.setattr("services.engines.scheduler._IDLE_NS", 60_000_000_000)
     sequence.close()
-    await asyncio.wait_for(drop(scheduler, ids(6, 2)), 5)
+    await asyncio.wait_for(drop(scheduler, ids(6, 2)), 60)
     scheduler.close()
 
 
@@ -130,11 +130,11 @@ async def test_idle_sequences_do_not_keep_others_out(monkeypatch: pytest.MonkeyP
     for seed in range(6):
         sequence = CachedSequence(scheduler)
         sequence.replace(0, ids(5, seed))
-        await asyncio.wait_for(sequence.forward((), len), 5)
+        await asyncio.wait_for(sequence.forward((), len), 60)
         idle.append(sequence)
     for seed, sequence in enumerate(idle):
         sequence.accept((7,), 0)
-        result = await asyncio.wait_for(sequence.forward((), np.array), 5)
+        result = await asyncio.wait_for(sequence.forward((), np.array), 60)
         np.testing.assert_array_equal(result.value[-1], engine.logits([*ids(5, seed), 7]))
     for sequence in idle:
         sequence.close()

@@ -96,7 +96,7 @@ def bridge() -> Scripted:
 def connected(bridge: Scripted) -> Iterator[CandidateClient]:
     with serving(bridge) as address:
         client = CandidateClient(address, MODEL, b"{}")
-        assert client.connect(10)
+        assert client.connect(60)
         yield client
         client.close()
 
@@ -189,7 +189,7 @@ def test_the_tokenizer_is_sent_only_when_asked_for(bridge: Scripted, monkeypatch
     bridge.wants_tokenizer = True
     with serving(bridge) as address:
         client = CandidateClient(address, MODEL, b"x" * 35, engine="one")
-        assert client.connect(10)
+        assert client.connect(60)
         client.close()
     assert bridge.tokenizer == b"x" * 35
     assert bridge.openings[0].engine == "one" and len(bridge.openings[0].model.tokenizer_sha256) == 64
@@ -237,13 +237,23 @@ def test_an_answer_in_time_may_withdraw_what_an_earlier_one_offered(
     assert ask(connected, [1, 2, 3, 4, 5]) == (() if withdrawn else (6, 7))
 
 
-def test_a_hung_bridge_is_not_waited_for(connected: CandidateClient, bridge: Scripted) -> None:
+def test_a_hung_bridge_is_not_waited_for(
+    connected: CandidateClient, bridge: Scripted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask(connected, [1])
     bridge.answering.clear()
-    started = time.monotonic()
-    for last in range(2, 200):
-        ask(connected, list(range(1, last)), deadline=0.05)
-    assert time.monotonic() - started < 5.0, "it waits for a few of the 198 deadlines only"
+    wait_for, waits = connected._changed.wait_for, list[float]()
+
+    def counted(predicate: Callable[[], bool], seconds: float) -> bool:
+        waits.append(seconds)
+        return wait_for(predicate, seconds)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connected._changed, "wait_for", counted)
+        for last in range(2, 200):
+            ask(connected, list(range(1, last)), deadline=0.05)
+    assert len(waits) <= candidates._MAX_MISSED, "it waits for a few of the 198 deadlines only"
+    assert max(waits) <= 0.05
     assert connected.counts.late_count == 0, "there was no answer at all"
     time.sleep(0.1)  # longer than any deadline above, so that every answer to these steps is late
     assert len(bridge.steps) < 2 * candidates._MAX_UNANSWERED
@@ -261,7 +271,7 @@ def test_a_hung_bridge_is_not_waited_for(connected: CandidateClient, bridge: Scr
 def test_a_forked_process_gets_no_candidates_and_never_hangs() -> None:
     """In a process of its own, because threads of other tests would not survive the fork."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.forked_client"], timeout=60, capture_output=True, text=True
+        [sys.executable, "-m", "tests.support.forked_client"], timeout=200, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("connect after the fork") == 1
@@ -274,13 +284,13 @@ def test_reconnects_and_logs_once(
     monkeypatch.setattr(candidates, "_MAX_PAUSE_SECONDS", 0.1)
     with serving(bridge) as address:
         client = CandidateClient(address, MODEL, b"{}")
-        assert client.connect(10)
+        assert client.connect(60)
         assert ask(client, [1, 2]) == (3, 4)
     eventually(lambda: not client.connected)
     assert ask(client, [1, 2, 3]) == ()
     eventually(lambda: "nothing answers" in caplog.text)
     with serving(bridge, address):
-        assert client.connect(10)
+        assert client.connect(60)
         assert ask(client, [1, 2, 3, 4]) == (5, 6)
         client.close()
     assert bridge.openings[0].instance == bridge.openings[1].instance
@@ -330,7 +340,7 @@ def test_a_bridge_that_fails_at_each_step_is_logged_once(
     with serving(Failing()) as address:  # type: ignore[arg-type]
         client = CandidateClient(address, MODEL, b"{}")
         for _ in range(3):
-            assert client.connect(10)
+            assert client.connect(60)
             ask(client, [1])
             eventually(lambda: not client.connected)
         client.close()

@@ -123,7 +123,7 @@ async def test_a_stream_outlives_a_change_of_its_channels_certificate(tmp_path: 
             (tmp_path / "second.pem").replace(trusted)
             own = issue(second, tmp_path, "own")
             renewed = 0
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not renewed:  # until a call opens a connection with the new certificate
                     await model_pb2_grpc.ModelServiceStub(channel).GetModel(model_pb2.GetModelRequest())
                     renewed = len(channel._retired)  # type: ignore[attr-defined]

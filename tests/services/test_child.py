@@ -46,7 +46,7 @@ def test_a_bound_child_ends_with_a_parent_that_is_killed(environment: dict[str, 
     with subprocess.Popen(parent, stdin=pipe, stdout=pipe, env=environment) as process:
         assert process.stdout and process.stdout.readline() == b"ready\n"
         process.kill()
-        assert select.select([process.stdout], [], [], 5)[0] and not process.stdout.read(), "the child has ended, too"
+        assert select.select([process.stdout], [], [], 60)[0] and not process.stdout.read(), "the child has ended, too"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a feature of Linux")

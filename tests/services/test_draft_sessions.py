@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from itertools import accumulate
 from operator import mul
@@ -11,16 +11,18 @@ import pytest
 
 from bridge.errors import PromptTooLong, ProtocolViolation, TokenOutOfRange
 from bridge.ports import Proposal, Sync
+from bridge.sampling.sampler import Logits
+from services.engines.engine import Row
 from services.model.draft.session import DraftSession
 from tests.services.test_sessions import MODEL, PROMPT, oracle
 from tests.support import tiny
 
 
 @asynccontextmanager
-async def draft() -> AsyncIterator[tuple[DraftSession, AsyncIterator[Proposal]]]:
-    session = DraftSession(MODEL, tiny.scheduler(tiny.HashEngine(MODEL)), tiny.sampler(MODEL))
+async def draft(engine: tiny.HashEngine | None = None) -> AsyncIterator[tuple[DraftSession, AsyncIterator[Proposal]]]:
+    session = DraftSession(MODEL, tiny.scheduler(engine or tiny.HashEngine(MODEL)), tiny.sampler(MODEL))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             yield session, aiter(session.proposals())
     finally:
         session.close()
@@ -68,12 +70,29 @@ async def test_a_turn_ends_when_it_is_too_uncertain() -> None:
         assert not any(one.done for one in rest)
 
 
+class Held(tiny.HashEngine):
+    """Waits in its tenth forward until `goes_on` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(MODEL)
+        self.forward_count, self.waits, self.goes_on = 0, threading.Event(), threading.Event()
+
+    def forward(self, rows: Sequence[Row]) -> list[Logits]:
+        self.forward_count += 1
+        if self.forward_count == 10:
+            self.waits.set()
+            assert self.goes_on.wait(60)
+        return super().forward(rows)
+
+
 async def test_a_sync_ends_a_turn_early() -> None:
-    async with draft() as (session, proposals):
+    engine = Held()
+    async with draft(engine) as (session, proposals):
         await session.sync(Sync(1, 0, PROMPT, 0, 400, batch_token_count=400))
         first = asyncio.ensure_future(anext(proposals))
-        await asyncio.sleep(0)  # the turn has begun
+        assert await asyncio.to_thread(engine.waits.wait, 60)
         await session.sync(Sync(2, 0, PROMPT, 0, 2, batch_token_count=2))
+        engine.goes_on.set()
         assert len((await first).token_ids) < 400
         result = await anext(proposals)
         assert (result.epoch, list(result.token_ids)) == (2, oracle(2))

@@ -10,7 +10,7 @@ from services.cli.processes import Fleet, launched
 from tests.services.test_http_limits import LONG, raw
 from tests.support.certificates import authority, issue
 from tests.support.secure import ALICE, KEYS
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, held
 
 OPTIONS = ("--listen", "127.0.0.1:0", "--until-stdin-closes")
 BODY = {"prompt": "The quick brown", "max_tokens": 8, "temperature": 0}
@@ -47,17 +47,18 @@ def test_a_client_that_leaves_frees_its_sequences_on_the_bridge(tiny_fleet: Flee
     long = json.dumps(LONG | {"n": 2, "stream": True}).encode()
     with launched("http", "http", "--bridge", tiny_fleet.bridge, "--grace", "1", *OPTIONS) as (url, process):
         before = client.status().cancelled_count
-        connection = raw(url, long)
-        assert connection.recv(64).startswith(b"HTTP/1.1 200")
-        connection.close()
-        eventually(lambda: client.status().cancelled_count == before + 2, seconds=1)
+        with held(tiny_fleet.processes["target"].pid):  # so that no request ends by itself
+            connection = raw(url, long)
+            eventually(lambda: client.status().active_count == 2)
+            connection.close()
+            eventually(lambda: client.status().cancelled_count == before + 2)
         # Stopping the door cancels requests, too, and ends in time.
         connection = raw(url, long)
         assert connection.recv(64).startswith(b"HTTP/1.1 200")
         process.terminate()
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         connection.close()
-        eventually(lambda: client.status().active_count == 0, seconds=1)
+        eventually(lambda: client.status().active_count == 0)
 
 
 def test_its_own_keys_hold(tiny_fleet: Fleet, tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_it_does_not_listen_beyond_this_machine_without_both(tiny_fleet: Fleet) 
 def accepted_with(url: str, context: ssl.SSLContext) -> bool:
     """Returns whether the server and a client with this context trust each other in a new connection."""
     try:
-        with httpx.Client(base_url=url, verify=context, timeout=10) as http:
+        with httpx.Client(base_url=url, verify=context, timeout=60) as http:
             return http.get("/v1/models").status_code == 200
     except httpx.TransportError:
         return False

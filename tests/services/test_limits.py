@@ -286,7 +286,7 @@ async def test_a_flood_is_held_up_at_its_source(role: str) -> None:
         call = stubs[role]()
         for message in start:
             await call.write(message)
-        assert await asyncio.to_thread(engine.stalled.wait, 10)
+        assert await asyncio.to_thread(engine.stalled.wait, 60)
         sent, blocked = 0, False
         while not blocked and sent < FLOOD_COUNT:
             _, waiting = await asyncio.wait([asyncio.ensure_future(call.write(flood))], timeout=2)

@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 
 
 def scrape(url: str, **options: object) -> httpx.Response:
-    return httpx.get(url, timeout=10, **options)  # type: ignore[arg-type]
+    return httpx.get(url, timeout=60, **options)  # type: ignore[arg-type]
 
 
 def test_on_this_machine_everyone_may_read_them() -> None:
@@ -47,12 +47,12 @@ def test_silent_connections_keep_nobody_out(secure: bool, tmp_path: Path, monkey
         options["verify"] = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
     with serving_metrics(config, ServerMetrics().registry) as url, ExitStack() as stack:
         address = ("127.0.0.1", int(url.rpartition(":")[2].removesuffix("/metrics")))
-        first, second = (stack.enter_context(socket.create_connection(address, timeout=10)) for _ in range(2))
+        first, second = (stack.enter_context(socket.create_connection(address, timeout=60)) for _ in range(2))
         if not secure:
             second.sendall(b"GET /metrics")  # a part of a request is none
         assert scrape(url, **options).status_code == 200
         assert first.recv(1) == b"", "the oldest one was closed"
-        third = stack.enter_context(socket.create_connection(address, timeout=10))
+        third = stack.enter_context(socket.create_connection(address, timeout=60))
         if not secure:
             assert b"build_info" in get(third)
         assert scrape(url, **options).status_code == 200
@@ -74,10 +74,10 @@ def test_connections_with_a_request_are_bounded_in_number(monkeypatch: pytest.Mo
         with ThreadPoolExecutor(2) as pool:
             answers = []
             for _ in range(2):
-                connection = stack.enter_context(socket.create_connection(address, timeout=10))
+                connection = stack.enter_context(socket.create_connection(address, timeout=60))
                 answers.append(pool.submit(get, connection))
                 assert arrived.acquire(timeout=10)
-            beyond = stack.enter_context(socket.create_connection(address, timeout=10))
+            beyond = stack.enter_context(socket.create_connection(address, timeout=60))
             assert beyond.recv(1) == b"", "closed at once"
             go_on.set()
             assert all(b"build_info" in answer.result() for answer in answers)
@@ -145,7 +145,7 @@ def test_a_client_cannot_resume_a_session_after_its_authority_was_removed(
 
         def connect(session: ssl.SSLSession | None) -> tuple[bytes, ssl.SSLSession | None]:
             with (
-                socket.create_connection(address, timeout=10) as plain,
+                socket.create_connection(address, timeout=60) as plain,
                 context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection,
             ):
                 connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")

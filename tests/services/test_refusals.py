@@ -93,7 +93,7 @@ def _raw(address: str, method: str, data: bytes) -> grpc.RpcError:
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_stream(method, request_serializer=None, response_deserializer=None)
         with pytest.raises(grpc.RpcError) as caught:
-            list(call(data, timeout=10))
+            list(call(data, timeout=60))
     return caught.value
 
 
@@ -146,7 +146,7 @@ def test_errors_carry_a_google_rpc_status(tiny_fleet: Fleet) -> None:
 )
 async def test_a_target_refuses_wrong_streams(tiny_fleet: Fleet, messages: list, reason: str) -> None:
     async with grpc.aio.insecure_channel(tiny_fleet.target) as channel:
-        call = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=10)
+        call = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=60)
         for message in messages:
             await call.write(message)
         if not messages:
@@ -159,8 +159,8 @@ async def test_a_target_refuses_wrong_streams(tiny_fleet: Fleet, messages: list,
 
 async def test_a_role_that_is_not_served_says_so(tiny_fleet: Fleet) -> None:
     for address, method in (
-        (tiny_fleet.draft, lambda channel: target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=10)),
-        (tiny_fleet.target, lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Draft(timeout=10)),
+        (tiny_fleet.draft, lambda channel: target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=60)),
+        (tiny_fleet.target, lambda channel: draft_pb2_grpc.DraftServiceStub(channel).Draft(timeout=60)),
     ):
         async with grpc.aio.insecure_channel(address) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -173,7 +173,7 @@ async def test_a_role_that_is_not_served_says_so(tiny_fleet: Fleet) -> None:
 
 async def test_a_draft_of_another_tokenizer_than_expected_is_refused(tiny_fleet: Fleet) -> None:
     async with grpc.aio.insecure_channel(tiny_fleet.draft) as channel:
-        call = draft_pb2_grpc.DraftServiceStub(channel).Draft(timeout=10)
+        call = draft_pb2_grpc.DraftServiceStub(channel).Draft(timeout=60)
         opening = draft_pb2.DraftOpen(model="tiny-draft", tokenizer_sha256="0" * 64)
         await call.write(draft_pb2.DraftRequest(open=opening))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -193,7 +193,7 @@ async def test_more_sessions_than_slots_are_told_to_come_again(tiny_fleet: Fleet
             if call in calls[:3]:
                 await call.read()
         reading = {asyncio.ensure_future(call.read()): call for call in calls[3:]}
-        done, waiting = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED, timeout=10)
+        done, waiting = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED, timeout=60)
         (refused,) = done
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             refused.result()
@@ -207,7 +207,7 @@ async def test_more_sessions_than_slots_are_told_to_come_again(tiny_fleet: Fleet
         # The two calls that wait run when slots become free.
         for call in calls[:2]:
             call.cancel()
-        answers = await asyncio.wait_for(asyncio.gather(*waiting), 10)
+        answers = await asyncio.wait_for(asyncio.gather(*waiting), 60)
         assert [len(answer.token_ids) for answer in answers] == [1, 1]
         for call in calls:
             call.cancel()

@@ -161,7 +161,7 @@ def test_a_template_that_would_run_forever_is_stopped(template: str) -> None:
         with pytest.raises(TemplateLimitExceeded, match=r"more than 0\.5 s.*mend the template") as caught:
             run(sandbox, template)
         assert caught.value.metadata["limit"] == "time"
-        assert monotonic() - started < 10
+        assert monotonic() - started < 40
 
 
 @pytest.mark.parametrize("template", TEXT_BOMBS.values(), ids=TEXT_BOMBS)
@@ -249,14 +249,14 @@ def test_a_template_that_hung_before_keeps_no_second_chat_waiting() -> None:
 
     def wait_and_shield(text: str) -> str:
         shielding.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
         return text
 
     with closing(TemplateSandbox(time_limit=2.0)) as sandbox, ThreadPoolExecutor() as threads:
         with pytest.raises(TemplateLimitExceeded):
             run(sandbox, template, VARIABLES | {"hang": True})
         running = threads.submit(sandbox, template, VARIABLES, "", wait_and_shield)
-        assert shielding.wait(10)
+        assert shielding.wait(60)
         with pytest.raises(SandboxBusy, match=r"running for other chats.*try again") as caught:
             run(sandbox, template)
         assert caught.value.metadata["retry_seconds"]
@@ -271,7 +271,7 @@ def test_a_sandbox_that_is_closed_stops_what_is_running(workers: Workers) -> Non
         with closing(TemplateSandbox(time_limit=60.0)) as sandbox:
             hung = threads.submit(run, sandbox, TIME_BOMBS["loops in loops"])
             eventually(lambda: any(one.cpu_times().user > 0.5 for one in workers()))
-        assert isinstance(hung.exception(10), SandboxBusy)
+        assert isinstance(hung.exception(60), SandboxBusy)
         assert workers() == []
         with pytest.raises(SandboxBusy, match="stopping"):
             run(sandbox, "x")
@@ -381,7 +381,7 @@ def test_no_process_of_the_sandbox_outlives_its_bridge(hanging: str, content: st
         else:
             eventually(lambda: child.cpu_times().user > 0.5)
         process.kill()
-        assert not psutil.wait_procs([child], timeout=10)[1]
+        assert not psutil.wait_procs([child], timeout=60)[1]
 
 
 def test_old_templates_give_up_their_processes(workers: Workers) -> None:

@@ -25,7 +25,7 @@ async def target(
     scheduler = scheduler or tiny.scheduler(engine or tiny.HashEngine(MODEL))
     session = TargetSession(MODEL, scheduler, tiny.sampler(MODEL))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             yield session
     finally:
         session.close()
@@ -110,7 +110,7 @@ async def test_patience_is_how_long_it_waits_and_an_empty_offer_ends_it() -> Non
         await session.grant(Grant(patience_us=1000))
         started = perf_counter()
         assert (await anext(passes)).token_ids
-        assert perf_counter() - started < 5
+        assert perf_counter() - started < 30
 
 
 @pytest.mark.parametrize(

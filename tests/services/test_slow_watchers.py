@@ -66,7 +66,7 @@ async def watch_without_reading(address: str, answers: list[asyncio.Task[None]])
     return writer
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_a_watcher_that_does_not_read_delays_neither_the_health_nor_the_end() -> None:
     healthy, stop, started = asyncio.Event(), Stop(), asyncio.Event()
     healthy.set()
@@ -74,7 +74,7 @@ async def test_a_watcher_that_does_not_read_delays_neither_the_health_nor_the_en
     running = asyncio.create_task(server.run_until(stop, lambda address: started.set(), healthy.is_set))
     await started.wait()
     status, answers = health_pb2.HealthCheckResponse, list[asyncio.Task[None]]()
-    async with aio.insecure_channel(server.address) as channel, asyncio.timeout(20):
+    async with aio.insecure_channel(server.address) as channel, asyncio.timeout(60):
         stub = health_pb2_grpc.HealthStub(channel)
         with closing(await watch_without_reading(server.address, answers)):
             watch = stub.Watch(health_pb2.HealthCheckRequest())
@@ -100,13 +100,13 @@ async def guarded(tmp_path: Path) -> AsyncIterator[health_pb2_grpc.HealthStub]:
     server = Server("127.0.0.1:0", ServerConfig.model_validate({"keys": keys}))
     running = asyncio.create_task(server.run_until(stop, lambda address: started.set()))
     await started.wait()
-    async with aio.insecure_channel(server.address) as channel, asyncio.timeout(20):
+    async with aio.insecure_channel(server.address) as channel, asyncio.timeout(60):
         yield health_pb2_grpc.HealthStub(channel)
         stop.set()
         await running
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 async def test_strangers_have_a_limit_of_watches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.rpc.health._MAX_WATCHES", 2)
     request, alice = health_pb2.HealthCheckRequest(), (("authorization", f"Bearer {ALICE}"),)
@@ -128,7 +128,7 @@ async def test_strangers_have_a_limit_of_watches(tmp_path: Path, monkeypatch: py
                 break
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", ["x" * 513, "x" * (2 << 20)], ids=["513", "2 MiB"])
 async def test_a_long_name_of_a_service_is_neither_held_nor_returned(tmp_path: Path, name: str) -> None:
     async with guarded(tmp_path) as stub:
