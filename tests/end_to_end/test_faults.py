@@ -69,24 +69,24 @@ def usable(client: Client) -> bool:
 def generate(
     world: World, mode: str, fault: Callable[[], object] = lambda: None, tokens: int = TOKENS, **options: Any
 ) -> tuple[str, Any]:
-    """Returns the text of a request and its last event. The fault comes when a third of the text is there.
+    """Returns the text of a request and its last event. The fault comes when some of the text is there.
 
-    Until it has come, the bridge cannot send the rest, however late this process is: log probabilities make the text
-    larger than what a connection of `hold_unread` holds.
+    Until it has come, the request goes on, however late this process is: with log probabilities, a connection of
+    `hold_unread` holds so little of the text that the target gets no more credit.
     """
     text, faulted = "", False
     with Client(world.bridge.address) as client:
         for event in client.stream(PROMPT, max_tokens=tokens, speculation=mode, logprobs=LOGPROBS, **options):
             if isinstance(event, bridge_pb2.GenerateDelta):
                 text += event.text
-                if not faulted and len(text) >= tokens // 3:
+                if not faulted and len(text) >= FAULT_TOKENS:
                     faulted = True
                     fault()
     assert faulted
     return text, event
 
 
-LOGPROBS = 50
+FAULT_TOKENS, LOGPROBS = TOKENS // 3, 100
 RIGHT = expected(PROMPT, TOKENS)
 # More than the credit of a target, so that not all of the text can be on its way before the fault.
 LONG_TOKENS = CREDIT_TOKENS + TOKENS
