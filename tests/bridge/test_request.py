@@ -66,9 +66,10 @@ async def test_what_only_the_target_can_take_is_generated_all_the_same(
     request = Request(input_, max_tokens=30, speculation=SpeculationParameters(mode))  # type: ignore[arg-type]
     alone = await answer(target, engine, None, None, request, 0.0)
     scheduler = tiny.scheduler(tiny.HashEngine(draft))
-    async with asyncio.timeout(4):
+    async with asyncio.timeout(60):
         with closing(DraftSession(draft, scheduler, tiny.sampler(draft))) as session:
             together = await answer(target, engine, session, draft, request, 0.0)
     scheduler.close()
     assert together[:2] == alone[:2]
+    assert together[2].statistics.waited_ns < 4e9, "the target does not wait for a draft that has nothing"
     assert ("could not take" in together[2].statistics.note) == bool(template)

@@ -33,7 +33,7 @@ def tool(name: str) -> str:
 def render(overlay: str) -> list[dict[str, Any]]:
     """Returns the objects of an overlay."""
     command = [tool("kubectl"), "kustomize", str(KUBERNETES / overlay)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 

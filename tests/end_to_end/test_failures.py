@@ -19,7 +19,7 @@ from draftbridge.v1 import bridge_pb2
 from services.cli.processes import READY, Fleet, fleet, launched, stop
 from tests.support import warm
 from tests.support.alone import did
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, held
 
 PROMPT = "The quick brown fox"
 OPTIONS = ("--dtype", "float32", "--threads", "1")
@@ -58,7 +58,7 @@ def test_a_bridge_that_waits_for_its_models_can_be_stopped(signal_: signal.Signa
         try:
             eventually(handles)
             process.send_signal(signal_)
-            assert process.communicate(timeout=10)[1] == ""
+            assert process.communicate(timeout=60)[1] == ""
             assert process.returncode == 0
         finally:
             process.kill()
@@ -67,7 +67,7 @@ def test_a_bridge_that_waits_for_its_models_can_be_stopped(signal_: signal.Signa
 def bridge_of(target: str, draft: str) -> AbstractContextManager[tuple[str, "subprocess.Popen[str]"]]:
     """Starts a bridge whose draft need not be reachable. Yields its address and its process."""
     addresses = ("--target", target, "--draft", draft, "--listen", "127.0.0.1:0")
-    return launched("bridge", "bridge", *addresses, "--connect-timeout", "60", "--until-stdin-closes")
+    return launched("bridge", "bridge", *addresses, "--connect-timeout", "120", "--until-stdin-closes")
 
 
 def test_a_bridge_starts_without_its_draft_and_takes_it_in(
@@ -76,7 +76,7 @@ def test_a_bridge_starts_without_its_draft_and_takes_it_in(
     at = free_address()
     started = time.monotonic()
     with bridge_of(tiny_fleet.target, at) as (address, _), Client(address) as client:
-        assert time.monotonic() - started < 55
+        assert time.monotonic() - started < 110
         alone = client.generate(PROMPT, max_tokens=60, speculation="lockstep")
         assert alone.started.draft == ""
         assert at in alone.finished.speculation.note
@@ -91,7 +91,7 @@ def test_a_bridge_starts_without_its_draft_and_takes_it_in(
         assert f"no usable service answers at {at}" in client.status().endpoints[1].problem
         assert [model.name for model in client.models()] == ["tiny-target"]
         with served(tiny_models[1], at):
-            eventually(lambda: client.status().endpoints[1].reachable, 60)
+            eventually(lambda: client.status().endpoints[1].reachable)
             result = client.generate(PROMPT, max_tokens=60, speculation="lockstep", draft="tiny-draft")
             assert result.text == alone.text
             assert did(result.finished.speculation, "draft").proposed_token_count > 0
@@ -107,7 +107,7 @@ def test_a_bridge_starts_without_its_draft_and_takes_it_in(
                 assert result.text == alone.text
                 return result.started.draft == "suffix" and result.finished.speculation.note == ""
 
-            eventually(replaced, 60)
+            eventually(replaced)
     lines = [line for line in capfd.readouterr().err.splitlines() if at in line]
     assert "requests go on without the draft" in lines[0]
     # Between these lines there may be others, if the bridge notices a service's end before the next one answers.
@@ -131,7 +131,7 @@ def test_a_bridge_goes_on_without_a_draft_that_it_cannot_use(
             assert caught.value.reason == reason
         # The bridge still tries to connect to the draft, and can be stopped.
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     (line,) = capfd.readouterr().err.splitlines()
     assert "--role draft" in line
 
@@ -158,36 +158,47 @@ def test_services_come_and_go(tiny_models: tuple[Path, Path]) -> None:
 
         # A killed draft changes no text, and is used again after its restart.
         running.processes["draft"].kill()
-        running.processes["draft"].wait()
+        running.processes["draft"].wait(60)
         result = client.generate(PROMPT, max_tokens=100, speculation="lockstep")
         assert result.text == expected.text
         note = result.finished.speculation.note
         assert "SERVICE_UNREACHABLE" in note or "no draft is connected" in note
         assert [one.reachable for one in client.status().endpoints] == [True, False]
         with served(draft, at_draft):
-            for _ in range(50):  # the bridge connects at its next attempt
+            # The bridge connects at its next attempt.
+            def drafted() -> bool:
                 result = client.generate(PROMPT, max_tokens=100, speculation="lockstep")
                 assert result.text == expected.text
-                if any(one.proposed_token_count for one in result.finished.speculation.sources):
-                    break
-            assert result.finished.speculation.note == ""
+                proposed = any(one.proposed_token_count for one in result.finished.speculation.sources)
+                return proposed and result.finished.speculation.note == ""
+
+            eventually(drafted)
 
         # Without its target a generation fails with an error, even halfway through its text.
+        target_process = running.processes["target"]
         with pytest.raises(CallError) as caught:
-            for event in client.stream(PROMPT, speculation="off"):
-                if isinstance(event, bridge_pb2.GenerateDelta):
-                    running.processes["target"].kill()
+            for _ in range(50):  # a text may end before its target is stopped
+                events = client.stream(PROMPT, speculation="off", ignore_eos=True)
+                next(event for event in events if isinstance(event, bridge_pb2.GenerateDelta))
+                with held(target_process.pid):
+                    if client.status().active_count:
+                        target_process.kill()
+                        break
+            list(events)
         assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVICE_UNREACHABLE")
         assert at in str(caught.value)
-        running.processes["target"].wait()
+        running.processes["target"].wait(60)
         with pytest.raises(CallError, match=at):
             client.generate(PROMPT, max_tokens=5)
         with served(target, at):
-            for _ in range(50):
+
+            def served_again() -> bool:
                 try:
-                    result = client.generate(PROMPT, max_tokens=100)
-                    break
+                    assert client.generate(PROMPT, max_tokens=100).text == expected.text
                 except CallError as error:
                     assert error.reason == "SERVICE_UNREACHABLE"
-            assert result.text == expected.text
+                    return False
+                return True
+
+            eventually(served_again)
         assert client.status().failed_count >= 2

@@ -59,11 +59,17 @@ class Faults:
         self._stop.set()
         self._thread.join()
 
+    def _recovered(self) -> bool:
+        """Returns whether both targets can be used, which may take longer on a busy machine."""
+        with Client(self.world.bridge.address) as client:
+            found = {one.address: one.reachable for one in client.status().endpoints}
+        return all(found[self.world.proxies[name].address] for name in TARGETS)
+
     def _run(self) -> None:
         chance, target_at = random.Random(self.seed), 0.0
         while not self._stop.wait(chance.uniform(0.05, 0.4)):
             name, kinds = "draft", ("cut", "truncate", "corrupt", "delay", "halve")
-            if monotonic() >= target_at:
+            if monotonic() >= target_at and self._recovered():
                 name, kinds = chance.choice(TARGETS), ("cut", "truncate", "corrupt", "delay")
             kind, proxy = chance.choice(kinds), self.world.proxies[name]
             hit_count = proxy.hit_count
@@ -88,7 +94,7 @@ class Faults:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    opened = World(tmp_path_factory.mktemp("soak"), slots=2 * CLIENTS, forward_ms=0.2)
+    opened = World(tmp_path_factory.mktemp("soak"), slots=2 * CLIENTS, forward_ms=0.2, keepalive_seconds=15.0)
     try:
         yield opened
     finally:
@@ -111,8 +117,8 @@ class Usage:
 def usage(world: World) -> dict[str, Usage]:
     """Returns what each process holds, when no request is running."""
     with Client(world.bridge.address) as client:
-        eventually(lambda: client.status().active_count == 0, 20)
-    eventually(lambda: world.slots_in_use() == 0, 20)
+        eventually(lambda: client.status().active_count == 0)
+    eventually(lambda: world.slots_in_use() == 0)
     running = {"bridge": world.bridge, **world.services}
     return {name: Usage.of(psutil.Process(one.process.pid)) for name, one in running.items()}
 
@@ -174,7 +180,7 @@ def test_soak(world: World) -> None:
         assert after[name].threads <= one.threads + POOL_THREADS, name
     # Connections that were cut are closed with a delay.
     for name, one in connected.items():
-        eventually(lambda name=name, most=one.files: usage(world)[name].files <= most, 20)
+        eventually(lambda name=name, most=one.files: usage(world)[name].files <= most)
 
 
 def test_an_outage_of_all_targets_ends_with_it(world: World) -> None:
@@ -185,5 +191,5 @@ def test_an_outage_of_all_targets_ends_with_it(world: World) -> None:
     for name in TARGETS:
         world.proxies[name].heal()
     with Client(world.bridge.address) as client:
-        eventually(lambda: all(one.reachable for one in client.status().endpoints), 20)
+        eventually(lambda: all(one.reachable for one in client.status().endpoints))
     assert asyncio.run(requests(world, 2 * CLIENTS, 4))["outage"] == 0

@@ -54,8 +54,8 @@ def test_work_on_a_core_that_others_use_is_disturbed() -> None:
 
 
 def test_a_thread_that_waits_for_something_else_is_undisturbed() -> None:
-    """The sleep is what is timed. Other tests may be running: of several tries, one has a core at once."""
-    assert not min(timed(lambda: time.sleep(0.1)) for _ in range(5)).disturbed
+    """The sleep is what is timed. Other tests may be running: of many tries, one has a core at once."""
+    assert any(not timed(lambda: time.sleep(0.1)).disturbed for _ in range(200))
 
 
 def test_undisturbed_times_are_better_than_shorter_ones() -> None:

@@ -40,7 +40,7 @@ def test_each_command_has_help(name: str) -> None:
 
 def test_version() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "services.cli", "version"], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-m", "services.cli", "version"], capture_output=True, text=True, timeout=200, check=True
     )
     assert done.stdout.strip() == "0.1.0"
 
@@ -146,7 +146,7 @@ def test_wrong_generations_are_refused(tiny_fleet: Fleet) -> None:
     assert "valid UTF-8" in refused(
         subprocess.run(
             [sys.executable.encode(), b"-m", b"services.cli", b"generate", b"\xff\xfe", b"--server", at[1].encode()],
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=200, check=False,
         )
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """The HTTP door with keys and TLS: the same clients, limits and rules as at the gRPC door."""
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -46,10 +47,13 @@ def secured(tiny_fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield grpc_address, url, ca
 
 
-def client(secured: tuple[str, str, Path], name: str | None) -> httpx.Client:
+def client(secured: tuple[str, str, Path], name: str | None, receive_bytes: int | None = None) -> httpx.Client:
     _, url, ca = secured
     headers = {"Authorization": f"Bearer {TOKENS.get(name, name)}"} if name else {}
-    return httpx.Client(base_url=url, headers=headers, verify=ssl.create_default_context(cafile=str(ca)), timeout=60)
+    options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)] if receive_bytes else None
+    context = ssl.create_default_context(cafile=str(ca))
+    transport = httpx.HTTPTransport(verify=context, socket_options=options)
+    return httpx.Client(base_url=url, headers=headers, transport=transport, timeout=60)
 
 
 def broken(http: httpx.Client) -> list[httpx.Response]:
@@ -105,13 +109,14 @@ def test_a_key_has_one_limit_for_both_doors(secured: tuple[str, str, Path]) -> N
 
 
 def test_each_choice_counts_as_a_request_of_the_key(tiny_fleet: Fleet, secured: tuple[str, str, Path]) -> None:
-    several = BODY | {"n": 2, "max_tokens": 230, "ignore_eos": True, "stream": True}
-    with client(secured, "cid") as http:
+    # More text than a small connection holds, so that both go on as long as nobody reads it.
+    several = BODY | {"n": 2, "max_tokens": 230, "ignore_eos": True, "stream": True, "logprobs": 100}
+    with client(secured, "cid") as http, client(secured, "cid", 4096) as reader:
         assert all(answer.status_code == 400 for answer in broken(http))
         never = http.post("/v1/completions", json=BODY | {"n": 3})
         assert never.status_code == 400 and never.json()["error"]["param"] == "n"
         target = tiny_fleet.processes["target"]
-        with http.stream("POST", "/v1/completions", json=several) as running, held(target.pid):
+        with reader.stream("POST", "/v1/completions", json=several) as running, held(target.pid):
             assert running.status_code == 200
             for path, body in (
                 ("/v1/completions", BODY),

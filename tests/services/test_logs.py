@@ -78,7 +78,7 @@ def test_requests_over_http_have_ids_too(trio: dict[str, Observed]) -> None:
 def test_the_command_sends_an_id(trio: dict[str, Observed]) -> None:
     command = [sys.executable, "-m", "services.cli", "generate", "The quick", "--server", trio["bridge"].address]
     command += ["--request-id", "from-the-command", "--max-tokens", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert json.loads(done.stdout.splitlines()[0])["request_id"] == "from-the-command"
 
 

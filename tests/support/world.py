@@ -23,9 +23,15 @@ class World:
     Each target has four slots and a queue of two, the draft three slots and no queue, unless `slots` is given.
     """
 
-    def __init__(self, directory: Path, slots: int | None = None, forward_ms: float = 2.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        slots: int | None = None,
+        forward_ms: float = 2.0,
+        keepalive_seconds: float = KEEPALIVE_SECONDS,
+    ) -> None:
         self._directory, self._stack, self._started = directory, ExitStack(), 0
-        self._slots, self._forward_ms = slots, forward_ms
+        self._slots, self._forward_ms, self._keepalive_seconds = slots, forward_ms, keepalive_seconds
         authority = certificates.authority(directory / "ca.pem")
         self._tls = certificates.issue(authority, directory, "service").options
         self.services = {name: self.start_service(name) for name in ("target", "replica", "draft")}
@@ -76,7 +82,7 @@ class World:
                 self._directory,
                 f"bridge{self._started}",
                 *("bridge", *targets, "--draft", self.proxies["draft"].address),
-                *("--service-ca", str(self._directory / "ca.pem"), "--service-keepalive", str(KEEPALIVE_SECONDS)),
+                *("--service-ca", str(self._directory / "ca.pem"), "--service-keepalive", str(self._keepalive_seconds)),
                 *("--grace", str(GRACE_SECONDS)),
                 torch=False,
             )
@@ -90,7 +96,7 @@ class World:
     def kill(self, name: str) -> None:
         """Kills a service."""
         self.services[name].process.kill()
-        self.services[name].process.wait()
+        self.services[name].process.wait(60)
 
     def replace(self, name: str, *options: str) -> None:
         """Starts a service again, at its former address."""
