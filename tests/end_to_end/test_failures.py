@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,16 +18,11 @@ from draftbridge.v1 import bridge_pb2
 from services.cli.processes import READY, Fleet, fleet, launched, stop
 from tests.support import warm
 from tests.support.alone import did
+from tests.support.ports import free_address
 from tests.support.waiting import eventually, held
 
 PROMPT = "The quick brown fox"
 OPTIONS = ("--dtype", "float32", "--threads", "1")
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from draftbridge.candidates import _MAX_MISSED, CandidateClient, SequenceStep
 from services.cli.processes import Fleet, launched
 from tests.support import tiny
 from tests.support.guests import Reciter, client, description, recite
+from tests.support.ports import free_address
 from tests.support.waiting import eventually, held
 
 TEXT = ("The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore! " * 8).encode()
@@ -41,7 +42,7 @@ def waits(guest: CandidateClient, count: int) -> int:
 @pytest.fixture
 def guest() -> Iterator[CandidateClient]:
     found: list[CandidateClient] = []
-    options = ("--until-stdin-closes", "--listen", "127.0.0.1:0", "--grace", str(GRACE_SECONDS))
+    options = ("--until-stdin-closes", "--listen", free_address(), "--grace", str(GRACE_SECONDS))
     with launched("bridge", "bridge", *options) as (address, process):
         found.append(CandidateClient(address, description("sentencepiece"), tiny.tokenizer_json("sentencepiece")))
         assert found[0].connect(60)

@@ -18,6 +18,7 @@ from draftbridge import candidates
 from draftbridge.candidates import CandidateClient, SequenceStep
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
 from services.bridge.guests import _write_answer
+from tests.support.ports import free_address
 from tests.support.waiting import eventually
 
 MODEL = model_pb2.Model(name="engine", context_length=64, vocabulary_size=1000)
@@ -282,7 +283,7 @@ def test_reconnects_and_logs_once(
 ) -> None:
     monkeypatch.setattr(candidates, "_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(candidates, "_MAX_PAUSE_SECONDS", 0.1)
-    with serving(bridge) as address:
+    with serving(bridge, free_address()) as address:
         client = CandidateClient(address, MODEL, b"{}")
         assert client.connect(60)
         assert ask(client, [1, 2]) == (3, 4)

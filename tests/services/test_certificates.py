@@ -17,6 +17,7 @@ from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, draft_pb2, draft_pb2_grp
 from services.cli.processes import ProcessFailed
 from tests.services.test_cli import command, refused
 from tests.support.certificates import Pair, authority, issue
+from tests.support.ports import free_address
 from tests.support.secure import ALICE, KEYS, describe, suffix_server
 from tests.support.waiting import eventually
 
@@ -90,7 +91,7 @@ def test_a_client_takes_over_a_changed_certificate(tmp_path: Path) -> None:
     options = (*issue(by, tmp_path, "server").options, "--tls-client-ca", str(trusted))
     credentials = Credentials(ca=ca, certificate=own.certificate, key=own.key)
     with contextlib.ExitStack() as stack:
-        with suffix_server(*options) as address:
+        with suffix_server(*options, "--listen", free_address()) as address:
             channel = stack.enter_context(open_channel(address, credentials, ()))
             stub = model_pb2_grpc.ModelServiceStub(channel)
 

@@ -93,7 +93,7 @@ async def test_sequences_of_engines_share_the_replicas_of_a_draft_until_one_brea
         while zoo.connections[0].state is State.AVAILABLE or not proposed:
             for id_, end in ends.items():
                 number += 1
-                answer = await stepped(guest, number, SequenceUpdate(id_, end, (IDS[end],)), deadline_ns=50_000_000)
+                answer = await stepped(guest, number, SequenceUpdate(id_, end, (IDS[end],)), deadline_ns=10**9)
                 proposed += sum(one.offer.sources.count("draft") for one in answer.proposed)
                 ends[id_] = end + 1
         assert zoo.connections[0].state is State.REFUSED and zoo.connections[1].state is State.AVAILABLE
@@ -111,7 +111,7 @@ async def test_sequences_of_engines_share_the_replicas_of_a_draft_until_one_brea
 async def test_a_replica_that_hangs_gets_no_further_requests_while_another_one_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("bridge.planning.planner._LOCKSTEP_PATIENCE_NS", 5e8)
+    monkeypatch.setattr("bridge.planning.planner._LOCKSTEP_PATIENCE_NS", 3e9)
     monkeypatch.setattr("services.bridge.replicas._PAUSE_NS", 60_000_000_000)
     monkeypatch.setattr(HangingDraft, "stream_count", 0)
     async with AsyncExitStack() as stack:

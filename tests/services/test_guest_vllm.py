@@ -21,6 +21,7 @@ from draftbridge.guests.settings import GuestSettings, InvalidSettings
 from draftbridge.guests.vllm import Proposer
 from draftbridge.guests.vllm_sampler import expand_batch_to_tokens
 from tests.conftest import CHAT_TEMPLATE
+from tests.support.ports import free_address
 from tests.support.scripted_bridge import VOCABULARY, ScriptedBridge, closed_clients, continued, served
 from tests.support.tiny import tokenizer_json
 from tests.support.waiting import eventually
@@ -287,7 +288,7 @@ def test_a_hung_and_a_lost_bridge_cost_a_few_deadlines_and_no_text(model: Simple
 
 def test_a_restarted_bridge_is_used_again(model: SimpleNamespace) -> None:
     bridge = ScriptedBridge()
-    with served(bridge) as address:
+    with served(bridge, free_address()) as address:
         proposer = connected(model, address, deadline_ms=2000)
     client = proposer._client
     eventually(lambda: not client.connected)

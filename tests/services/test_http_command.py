@@ -9,6 +9,7 @@ from draftbridge import Client
 from services.cli.processes import Fleet, launched
 from tests.services.test_http_limits import LONG, raw
 from tests.support.certificates import authority, issue
+from tests.support.ports import free_address
 from tests.support.secure import ALICE, KEYS
 from tests.support.waiting import eventually, held
 
@@ -22,7 +23,7 @@ def test_a_secured_bridge_that_starts_later(tiny_fleet: Fleet, tmp_path: Path) -
     keys.write_text(KEYS)
     token.write_text("not-the-token-0123456789")
     bridge = ("bridge", "--target", tiny_fleet.target, "--keys", str(keys), *pair.options, *OPTIONS)
-    with launched("bridge", *bridge) as (address, _):
+    with launched("bridge", *bridge, "--listen", free_address()) as (address, _):
         pass
     shown = ("--bridge-ca", str(ca), "--bridge-token-file", str(token))
     metrics = ("--metrics", "127.0.0.1:0")

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, aclosing, suppress
 from dataclasses import replace
@@ -39,6 +38,7 @@ from services.model.target.session import TargetSession
 from services.rpc.status import RemoteError, code_of
 from tests.services.test_limits import StalledEngine, in_process
 from tests.support import tiny
+from tests.support.ports import free_address
 from tests.support.waiting import eventually
 from tests.support.zoo import bridge, hurry, text_of, trained
 from tests.support.zoo import serving as in_zoo
@@ -426,22 +426,16 @@ async def test_a_full_replica_hands_a_request_on(tiny_models: tuple[Path, Path])
             await zoo.close()
 
 
-@pytest.fixture
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 async def test_a_bridge_starts_with_one_replica_and_uses_the_other_when_it_comes(
-    tiny_models: tuple[Path, Path], free_address: str
+    tiny_models: tuple[Path, Path],
 ) -> None:
+    later = free_address()
     with serve(str(tiny_models[0]), *OPTIONS) as (address, _):
-        zoo = await Zoo([free_address, address], [], timeout=4.0).connect()
+        zoo = await Zoo([later, address], [], timeout=4.0).connect()
         try:
             assert [one.address for one in zoo.endpoints] == [address]
             assert [one.reachable for one in await zoo.check()] == [False, True]
-            with serve(str(tiny_models[0]), *OPTIONS, "--listen", free_address):
+            with serve(str(tiny_models[0]), *OPTIONS, "--listen", later):
                 await asyncio.to_thread(eventually, lambda: len(zoo.endpoints) == 2)
                 assert len(zoo.replicas(zoo.endpoints[0])) == 2
         finally:

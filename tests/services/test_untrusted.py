@@ -24,6 +24,7 @@ from services.sandbox.tokenizer_selftest import self_test
 from services.sandbox.tokenizers import find_flaw
 from tests.support import families
 from tests.support.families import NAMES
+from tests.support.ports import free_address
 from tests.support.tiny import tokenizer_json
 from tests.support.waiting import eventually
 
@@ -224,7 +225,7 @@ async def test_services_that_hang_are_asked_side_by_side() -> None:
     async with AsyncExitStack() as stack:
         async with AsyncExitStack() as healthy:
             servers = [Server(content, model_pb2.ROLE_BOTH) for _ in range(count)]
-            addresses = [await healthy.enter_async_context(served(server)) for server in servers]
+            addresses = [await healthy.enter_async_context(served(server, free_address())) for server in servers]
             known = Zoo(addresses[:2], addresses[2:])
             stack.push_async_callback(known.close)
             await known.connect()

@@ -15,6 +15,7 @@ from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import Role
 from services.errors import DraftAway, PairRefused
+from tests.support.ports import free_address
 from tests.support.waiting import eventually
 from tests.support.zoo import FAMILIES, bridge, cheap, hurry, serving, text_of, trained
 
@@ -61,7 +62,7 @@ async def test_a_model_that_restarts_with_another_revision_or_tokenizer_is_read_
     async with AsyncExitStack() as stack:
         target = await stack.enter_async_context(serving(trained("gpt-2")))
         first = AsyncExitStack()
-        draft = await first.enter_async_context(serving(trained("gemma", "draft")))
+        draft = await first.enter_async_context(serving(trained("gemma", "draft"), free_address()))
         gateway = await stack.enter_async_context(bridge([target], [draft]))
         expected, _ = await text_of(gateway, "", Wish(), Mode.OFF)
         assert (await text_of(gateway, "", Wish()))[0] == expected
@@ -102,7 +103,7 @@ async def test_what_was_learned_about_a_draft_stays_when_it_gets_another_replica
     async with AsyncExitStack() as stack:
         target = await stack.enter_async_context(serving(trained("gpt-2")))
         first = await stack.enter_async_context(serving(trained("gemma", "draft")))
-        async with serving(trained("gemma", "draft")) as second:
+        async with serving(trained("gemma", "draft"), free_address()) as second:
             pass
         gateway = await stack.enter_async_context(bridge([target], [first, second]))
         await text_of(gateway, "", Wish())

@@ -199,6 +199,6 @@ def leaves_nothing(house: House) -> Iterator[None]:
     finally:
         logging.getLogger().removeHandler(errors)
     assert errors.lines == []
-    eventually(lambda: house.quiet, 30)
-    eventually(lambda: len(asyncio.all_tasks(house.loop)) <= tasks + 4, 30)  # channels keep a few
-    eventually(lambda: threading.active_count() <= threads + 10, 5)  # so do pools of threads
+    eventually(lambda: house.quiet)
+    eventually(lambda: len(asyncio.all_tasks(house.loop)) <= tasks + 4)  # channels keep a few
+    eventually(lambda: threading.active_count() <= threads + 10)  # so do pools of threads
