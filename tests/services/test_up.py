@@ -1,5 +1,6 @@
 """Tests that `draftbridge up` starts a fleet, and leaves nothing running however it ends."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from draftbridge import Client
 from services.cli.app import app
-from services.cli.processes import READY
+from services.cli.processes import READY, launched
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
 
@@ -100,6 +101,7 @@ def test_up_is_stopped_while_it_downloads(monkeypatch: pytest.MonkeyPatch, signa
 
 
 LOST_SIGNAL = """
+import os
 import signal
 from services.cli.processes import StopSignals
 
@@ -138,3 +140,17 @@ def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path]) -
             assert client.generate("The quick", max_tokens=5).started.draft == "suffix"
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0
+
+
+def test_a_process_is_stopped_though_another_one_has_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing the output would last as long as the other process, and no signal would end that."""
+    code = "import subprocess, sys; other = subprocess.Popen(['sleep', '60'])\n"
+    (tmp_path / "leaves_another.py").write_text(f"{code}print('{READY}', other.pid, flush=True); sys.stdin.read()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with launched("a process", module="leaves_another") as (pid, process):
+        pass
+    other = psutil.Process(int(pid))
+    assert process.poll() is not None and other.name() == "sleep"
+    other.kill()
