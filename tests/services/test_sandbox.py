@@ -86,8 +86,8 @@ MESSAGES = st.lists(
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[TemplateSandbox]:
-    """Yields a sandbox shared by the tests that do not change it."""
-    with closing(TemplateSandbox()) as sandbox:
+    """Yields a sandbox shared by the tests that do not change it. On a busy machine, they may take long."""
+    with closing(TemplateSandbox(time_limit=60.0)) as sandbox:
         yield sandbox
 
 
@@ -183,13 +183,13 @@ def test_json_of_values_in_the_template_has_the_marks_of_this_chat(sandbox: Temp
         assert sandbox(template, VARIABLES, mark, lambda text, mark=mark: mark + text) == mark + '{"a": "<b>"}'
 
 
-def test_the_next_chat_works_after_every_limit(sandbox: TemplateSandbox) -> None:
+def test_the_next_chat_works_after_every_limit() -> None:
     """All bombs are in one template, so that each of them hits a new process."""
     cases = {**MEMORY_BOMBS, "loops": TIME_BOMBS["loops in loops"], **TEXT_BOMBS}
     template = "{{ bos_token }}" + "".join(
         f"{{% if name == '{name}' %}}{bomb}{{% endif %}}" for name, bomb in cases.items()
     )
-    with closing(TemplateSandbox(time_limit=1.0)) as sandbox:
+    with closing(TemplateSandbox(time_limit=3.0)) as sandbox:
         for name in cases:
             with pytest.raises(TemplateLimitExceeded):
                 run(sandbox, template, VARIABLES | {"name": name})
@@ -332,7 +332,7 @@ def asking(content: str) -> bridge_pb2.GenerateRequest:
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bridge_outlives_every_template(hostile: Fleet, name: str) -> None:
     with grpc.insecure_channel(hostile.bridge) as channel, Client(hostile.bridge) as client:
-        call = bridge_pb2_grpc.BridgeServiceStub(channel).Generate(asking(name), timeout=5 * TIME_LIMIT_SECONDS)
+        call = bridge_pb2_grpc.BridgeServiceStub(channel).Generate(asking(name), timeout=30 * TIME_LIMIT_SECONDS)
         # A prompt needs no template, and does not wait for one.
         assert client.generate("The quick brown fox", max_tokens=5).text
         if name == "time":
