@@ -122,7 +122,7 @@ def _place(kind: type[Configuration], field: str, origins: Mapping[str, str]) ->
 
 def _read(path: Path) -> tuple[dict[str, dict[str, Any]], str]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows put a mark in front
         tables = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -197,4 +197,6 @@ def _explain(kind: type[Configuration], section: str, error: Any, origins: Mappi
 
 def allowed(error: Any) -> str:
     """Returns what a pydantic error reports as allowed, to follow "must be"."""
+    if error["type"] == "tuple_type":  # in TOML a list
+        return f"a list, as [{error['input']!r}]" if isinstance(error["input"], str) else "a list"
     return re.sub(r"^(Input|Value|Tuple) should be |^Input should |^Value error, ", "", error["msg"])

@@ -67,7 +67,7 @@ def read_prompts(path: Path, count: int | None = None) -> list[dict[str, Any]]:
     """
     by_category: dict[str, list[dict[str, Any]]] = {}
     try:
-        for place, entry in _entries(path.read_text(encoding="utf-8"), lines_of_text=path.suffix == ".txt"):
+        for place, entry in _entries(path.read_text(encoding="utf-8-sig"), lines_of_text=path.suffix == ".txt"):
             try:
                 one = _prompt(entry)
             except ValueError as error:

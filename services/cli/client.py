@@ -195,7 +195,7 @@ def translate(
 
 def _read(file: Path | None) -> str | None:
     try:
-        return None if file is None else file.read_text(encoding="utf-8")
+        return None if file is None else file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidField(str(file), "a readable file of UTF-8 text", error) from None
 

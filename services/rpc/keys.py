@@ -189,7 +189,7 @@ class Keys:
 
     def _parsed(self, content: bytes) -> list[Key]:
         try:
-            text = content.decode()
+            text = content.decode("utf-8-sig")  # editors of Windows put a mark in front
             tables = _File.model_validate({"keys": tomllib.loads(text)}).keys
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             # The error of the TOML library names a line, not its content.

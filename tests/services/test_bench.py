@@ -29,6 +29,7 @@ from services.cli.terminal import check_writable
     ("name", "text", "expected"),
     [
         ("a.txt", "one\n\ntwo\n", [{"prompt": "one", "category": ""}, {"prompt": "two", "category": ""}]),
+        ("a.txt", "\ufeffone\n", [{"prompt": "one", "category": ""}]),
         ("a.json", '[{"prompt": "one", "category": "x"}]', [{"prompt": "one", "category": "x"}]),
         (
             "a.jsonl",

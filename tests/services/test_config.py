@@ -15,6 +15,7 @@ from services.config import (
     Role,
 )
 from services.config_reading import check, check_files, load
+from services.rpc.keys import Keys
 from tests.support import warm
 
 
@@ -52,12 +53,12 @@ def test_the_environment_names_the_file_and_lists_have_commas(tmp_path: Path) ->
         ("[serve]\nmodel = 'm'\nslots = 0\n", r"line 3: \[serve\] slots must be greater than or equal to 1, got 0"),
         ("[serve]\nmodel = 'm'\nrole = 'x'\n", r"line 3: \[serve\] role must be 'draft', 'target' or 'both', got 'x'"),
         ("[serve]\nmodle = 'm'\n", r"line 2: \[serve\] modle: unknown setting: did you mean model\?"),
-        ("[bridge]\ntarget = 'a:1'\n", r"line 2: \[bridge\] target must be a valid tuple, got 'a:1'"),
+        ("[bridge]\ntarget = 'a:1'\n", r"line 2: \[bridge\] target must be a list, as \['a:1'\], got 'a:1'"),
         ("\n[briddge]\n", r"line 2: \[briddge\]: unknown table: use \[serve\] or \[bridge\]"),
         ("\nslots = 3\n", r"line 2: slots is outside any table: put it under \[serve\] or \[bridge\]"),
         ("\nbridge.max-requests = 0\n", r"line 2: \[bridge\] max-requests must be greater than or equal to 1, got 0"),
         ("\nbridge = {max-requests = 0}\n", r"line 2: \[bridge\] max-requests must be"),
-        ("[bridge]\ntarget.x = 1\n", r"line 2: \[bridge\] target must be a valid tuple"),
+        ("[bridge]\ntarget.x = 1\n", r"line 2: \[bridge\] target must be a list, got"),
         ("[bridge]\ntarget = ['gpu-1']\n", r"line 2: \[bridge\] target must be HOST:PORT .*got 'gpu-1'"),
         ("[bridge]\nlisten = 'nowhere'\n", r"line 2: \[bridge\] listen must be HOST:PORT .*got 'nowhere'"),
         ("[bridge]\nlisten = ''\n", r"line 2: \[bridge\] listen must be HOST:PORT"),
@@ -140,6 +141,14 @@ def test_a_file_that_cannot_be_read_is_named_with_its_place(tmp_path: Path) -> N
     checked = run("config", "check", str(path))
     assert checked.returncode == 1 and "none.pem" in checked.stderr
     assert run("config", "check", str(path), "--no-files").returncode == 0
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = written(tmp_path, "\ufeff[bridge]\ntarget = ['a:1']\n")
+    assert load(BridgeServerConfig, {}, path, {}).values.target == ("a:1",)
+    keys = tmp_path / "keys.toml"
+    keys.write_text('\ufeff[ann]\ntoken = "a-secret-of-some-length"\n')
+    Keys(keys)
 
 
 def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
