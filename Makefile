@@ -22,9 +22,10 @@ demo: .venv/demo ## See what a draft gains. PROMPT="...", TARGET=..., DRAFT=...,
 export PROMPT TARGET DRAFT
 
 # Three workers for two cores, because tests often wait. Files in their order: those with real models take the longest,
-# and would otherwise come last. A test that exceeds its time ends its worker, and would do so again in each new one.
+# and would otherwise come last. The end of a worker, as by a test that exceeds its time, ends the run: xdist may wait for
+# ever for a worker that replaces it.
 WORKERS ?= $(shell echo $$(( ($$(getconf _NPROCESSORS_ONLN) * 3 + 1) / 2 )))
-TEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1
+TEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 test: .venv/dev ## Run all tests. PYTEST_ARGS="..." goes to pytest.
 	$(TEST) -m "not guests and not zoo" $(PYTEST_ARGS)

@@ -122,7 +122,9 @@ def test_the_thread_that_starts_those_of_llama_cpp_is_bound_only_beside_openmp(
     openmp_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without OpenMP, llama.cpp's threads have the cores of the one that starts them."""
-    engine = pytest.importorskip("services.engines.llamacpp.engine")
+    pytest.importorskip("llama_cpp")
+    from services.engines.llamacpp import engine
+
     bound: list[bool] = []
     monkeypatch.setattr(spec, "bind_this_thread", lambda: bound.append(True))
     monkeypatch.setattr(engine, "LlamaCppEngine", lambda *given, **named: SimpleNamespace(device="cpu"))
