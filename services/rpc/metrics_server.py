@@ -130,7 +130,7 @@ class _Handler(WSGIRequestHandler):
     server: _Server
 
     def parse_request(self) -> bool:
-        """Reads the request's headers, and tells the server that they have arrived."""
+        """Reads the request's headers, and notes that they have arrived."""
         whole = super().parse_request()
         self.server.on_request(self.connection)
         return whole

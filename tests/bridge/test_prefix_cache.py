@@ -138,7 +138,7 @@ def test_a_text_finds_the_prompt_that_begins_most_like_it(texts: list[tuple[int,
 
 
 def _held_after(texts: list[str]) -> tuple[int, int, int]:
-    """Returns the number of prompts in the cache, the memory that it says it holds, and what was allocated."""
+    """Returns the number of prompts in the cache, the memory that it reports, and what was allocated."""
     words = Vocabulary(tokenizer_json("byte_level"))
     for warm in texts[:20]:
         words.prompt(warm, framed=True)
@@ -153,9 +153,9 @@ def _held_after(texts: list[str]) -> tuple[int, int, int]:
 
 def test_it_holds_no_more_memory_than_it_says() -> None:
     texts = [f"{number} {SYSTEM[: number * 7]}" for number in range(400)]
-    count, said, held = in_own_process(_held_after, texts)
+    count, reported, held = in_own_process(_held_after, texts)
     assert count == len(texts)
-    assert 0.5 * said < held <= said
+    assert 0.5 * reported < held <= reported
 
 
 def test_a_conversation_that_goes_on_is_held_once() -> None:

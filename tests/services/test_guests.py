@@ -21,7 +21,7 @@ from tests.support.guests import Bridge, Reciter, client, description, recite, r
 from tests.support.waiting import eventually
 
 REPETITIVE = ("The quick brown fox jumps over the lazy dog. She sells sea shells by the sea shore! " * 6).encode()
-# What an engine reports of its forwards: long, so that a draft pays also where a busy machine slows it down.
+# What an engine reports of its forwards: long, so that a draft is worth using also if a busy machine slows it down.
 FORWARD_SECONDS = 2.0
 FRESH = ("Grüße aus Köln: naïve café, señor, 1234 of them, for $56.78 by the sea shore! He said hello, world.").encode()
 

@@ -3,7 +3,7 @@
 import random
 import socket
 
-# Below the ports that Linux gives to whoever asks for any: another test would soon get one of those.
+# Below the ports that Linux chooses itself where a program asks for any: another test would soon get one of those.
 _FIRST, _LAST = 15_000, 32_000
 
 
