@@ -23,8 +23,9 @@ _PRIOR_STEP = 0.05
 # The part of the distance to a likely cost by which that of an unseen width shrinks in a forward, the multiple of the
 # likely cost at which it no longer does, and the forwards after which a width counts as seen.
 _FORGOTTEN, _NEARLY_LIKELY, _ENOUGH_SEEN = 0.02, 1.05, 1.5
-# A wide forward updates the cost of its width only if a 1-token forward was seen at most this many forwards earlier.
-_RECENT_FORWARDS = 16
+# A wide forward updates the cost of its width if a 1-token forward was seen at most this many forwards earlier, or as
+# long as its width was seen in fewer forwards than the second number; else it updates that of a 1-token forward.
+_RECENT_FORWARDS, _KNOWN_SEEN = 16, 8.0
 # The weight of a 1-token forward that is the first in more than `_RECENT_FORWARDS` forwards.
 _FRESH_RARE = 0.5
 # A network's delay counts as at most this multiple of the average: networks differ a lot from the priors, and a stall
@@ -81,6 +82,16 @@ class WidthCost:
         """Returns the ratio for `width` tokens."""
         return _interpolated(_KNOTS, self.ratios, width)
 
+    def knows(self, width: float) -> bool:
+        """Returns whether so many forwards of about this width were seen that its ratio is known."""
+        right, share = _bracket(_KNOTS, width)
+        return self._seen[right if share >= 0.5 else right - 1] >= _KNOWN_SEEN
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all ratios, because a 1-token forward costs less or more than was assumed for them."""
+        self.ratios = [1.0, *(max(ratio * factor, 1.0) for ratio in self.ratios[1:])]
+        self._tabulate()
+
     def observe(self, width: float, ratio: float) -> None:
         """Records one forward of more than one token, by updating the two nearest recorded widths."""
         error = ratio - self.of(width)
@@ -99,7 +110,7 @@ class WidthCost:
         self._tabulate()
 
     def forget(self, width: int) -> None:
-        """Lowers the ratios of forwards wider than `width` and all that were seen, a little, to what is likely.
+        """Lowers the ratios of forwards wider than `width` that were not seen, a little, to what is likely.
 
         Other work may have disturbed the service when it measured them, and what seems too expensive is never tried.
         It is likely that each further token costs as much as in a forward of `width` tokens, or in the widest seen. If
@@ -110,7 +121,7 @@ class WidthCost:
         step = max((self.of(widest) - 1) / max(widest - 1, 1), _PRIOR_STEP)
         changed = False
         for index, knot in enumerate(_KNOTS):
-            if knot <= widest:
+            if knot <= width or self._seen[index] >= _ENOUGH_SEEN:
                 continue
             ratio, likely = self.ratios[index], 1 + step * (knot - 1)
             goal = likely if ratio > _NEARLY_LIKELY * likely else max(ratio, min(likely, self._reported[index]))
@@ -146,6 +157,8 @@ class ForwardTime:
         self._single = Ewma(single_ns, count=1 if single_ns else 0)
         self.known = False
         self._since_narrow = _RECENT_FORWARDS + 1
+        # Whether wide forwards have changed the time of a 1-token forward since the last one.
+        self._inferred = False
 
     @property
     def single_ns(self) -> float:
@@ -161,10 +174,16 @@ class ForwardTime:
         self.known, nanoseconds = True, max(nanoseconds, 1.0)
         if self._single.count:
             nanoseconds = min(nanoseconds, _OUTLIER * self.of(width))
-        rare = self._since_narrow > _RECENT_FORWARDS
+        alone = self._since_narrow > _RECENT_FORWARDS
         self._since_narrow = 0 if width == 1 else self._since_narrow + 1
-        if width > 1 and not rare:
+        if width == 1:
+            expected = self._single.value
+            self._single.observe(nanoseconds, _FRESH_RARE if alone else _FRESH)
+            if self._inferred:  # then it is the ratios that were wrong: the times of wide forwards were seen
+                self.widths.scale(expected / self._single.value)
+            self._inferred = False
+        elif self._single.count and not (alone and self.widths.knows(width)):
             self.widths.observe(width, nanoseconds / self._single.value)
-        else:
-            fresh = _FRESH_RARE if width == 1 and rare else _FRESH
-            self._single.observe(nanoseconds / self.widths.of(width), fresh)
+        else:  # Without a 1-token forward nearby, an unexpected time comes from the length of the text.
+            self._single.observe(nanoseconds / self.widths.of(width))
+            self._inferred = True

@@ -237,7 +237,8 @@ class RequestEstimates:
         self._lacking_ns = min(taken_ns - interval_ns, taken_ns)
         costs, width = shared.costs, result.candidate_token_count + 1
         self.forward.widths = costs.widths
-        costs.widths.forget(width)
+        if self.chances:  # only where candidates are chosen does a cost that is too high keep anything from being tried
+            costs.widths.forget(width)
         if plan.runs_ahead and self.draft:
             # Beside a draft on the same cores, a pass measures the slowdown only, if the time of one alone is known.
             # Beside a draft elsewhere, a later change comes from the growing text.

@@ -280,6 +280,44 @@ def test_what_was_doubted_is_believed_again_when_narrower_forwards_confirm_it() 
     assert costs.of(9) == pytest.approx(HOPELESS[9] / HOPELESS[1], rel=0.1)
 
 
+def test_wide_forwards_alone_show_their_own_cost_then_that_of_a_longer_text() -> None:
+    """Plain passes made the costs that the service reported doubtful; then a user chose turns of four."""
+    cost = ForwardTime(WidthCost.measured(measured(HOPELESS)), HOPELESS[1] * MS)
+    for _ in range(100):
+        cost.widths.forget(1)
+    for _ in range(40):
+        cost.observe(5, HOPELESS[5] * MS)
+    assert cost.of(5) == pytest.approx(HOPELESS[5] * MS, rel=0.05)
+    assert cost.single_ns == pytest.approx(HOPELESS[1] * MS, rel=0.1)
+    for _ in range(40):
+        cost.observe(5, 2 * HOPELESS[5] * MS)
+    assert cost.single_ns == pytest.approx(2 * HOPELESS[1] * MS, rel=0.1)
+
+
+def test_a_plain_forward_corrects_the_ratios_from_which_its_time_was_inferred() -> None:
+    """Wide forwards become as cheap as those of one token; no forward shows which of the two costs has changed."""
+    cost = ForwardTime(WidthCost.measured(measured(HOPELESS)), HOPELESS[1] * MS)
+    for _ in range(60):
+        cost.observe(5, HOPELESS[5] * MS)
+    for _ in range(60):
+        cost.observe(5, FLAT[5] * MS)
+    inferred = cost.single_ns
+    assert inferred < 0.3 * FLAT[1] * MS
+    cost.observe(1, FLAT[1] * MS)
+    assert cost.of(5) == pytest.approx(FLAT[5] * MS, rel=0.05)
+    assert cost.single_ns > 1.5 * inferred
+
+
+def test_widths_between_those_that_were_seen_are_doubted_too() -> None:
+    """Otherwise a forward of 9 tokens would never be tried, however cheap 3 and 17 are."""
+    costs = WidthCost.measured(measured(HOPELESS))
+    for width in (3, 17) * 30:
+        costs.observe(width, STEEP[width] / STEEP[1])
+    for _ in range(200):
+        costs.forget(3)
+    assert costs.of(9) == pytest.approx(STEEP[9] / STEEP[1], rel=0.1)
+
+
 def test_each_level_of_load_has_its_own_costs() -> None:
     shared, held = TargetEstimates(measured(FLAT)), []
     with ExitStack() as running:
