@@ -83,7 +83,7 @@ class WidthCost:
         return _interpolated(_KNOTS, self.ratios, width)
 
     def knows(self, width: float) -> bool:
-        """Returns whether so many forwards of about this width were seen that its ratio is known."""
+        """Returns whether enough forwards of about this width were seen to rely on its ratio."""
         right, share = _bracket(_KNOTS, width)
         return self._seen[right if share >= 0.5 else right - 1] >= _KNOWN_SEEN
 

@@ -231,7 +231,8 @@ class Sampler:
         sums = _scaled(scores[near], best, temperature) + gumbel(self.seed, offset, counter, keys[near])
         least = float(np.partition(sums, -2)[-2]) - float(_scaled(np.array([limit]), best, temperature)[0])
         others = reaching(self.seed, offset, counter, keys, least)
-        return np.union1d(near, others[scores[others] >= floor])
+        others = others[(scores[others] >= floor) & (scores[others] < limit)]
+        return np.sort(np.concatenate([near, others]))
 
     def _adjusted(self, scores: Logits, history: History | None, allowed: NDArray[np.bool_] | None = None) -> Logits:
         """Applies bias and penalties in the order of Hugging Face's logits processors, then the grammar.
