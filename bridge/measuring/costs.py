@@ -157,8 +157,8 @@ class ForwardTime:
         self._single = Ewma(single_ns, count=1 if single_ns else 0)
         self.known = False
         self._since_narrow = _RECENT_FORWARDS + 1
-        # Whether wide forwards have changed the time of a 1-token forward since the last one.
-        self._inferred = False
+        # The ratios by which wide forwards have changed the time of a 1-token forward since the last one.
+        self._inferred_by: WidthCost | None = None
 
     @property
     def single_ns(self) -> float:
@@ -179,11 +179,12 @@ class ForwardTime:
         if width == 1:
             expected = self._single.value
             self._single.observe(nanoseconds, _FRESH_RARE if alone else _FRESH)
-            if self._inferred:  # then it is the ratios that were wrong: the times of wide forwards were seen
+            # The times of wide forwards were seen, so it is these ratios that were wrong; not those under another load.
+            if self._inferred_by is self.widths:
                 self.widths.scale(expected / self._single.value)
-            self._inferred = False
+            self._inferred_by = None
         elif self._single.count and not (alone and self.widths.knows(width)):
             self.widths.observe(width, nanoseconds / self._single.value)
         else:  # Without a 1-token forward nearby, an unexpected time comes from the length of the text.
             self._single.observe(nanoseconds / self.widths.of(width))
-            self._inferred = True
+            self._inferred_by = self.widths

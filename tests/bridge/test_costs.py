@@ -95,6 +95,16 @@ def test_a_plain_forward_corrects_the_ratios_from_which_its_time_was_inferred() 
     assert cost.single_ns > 1.5 * inferred
 
 
+def test_a_plain_forward_under_another_load_leaves_its_ratios_alone() -> None:
+    quiet, busy = WidthCost.measured(measured(STEEP)), WidthCost.measured(measured(STEEP))
+    cost, before = ForwardTime(quiet, STEEP[1] * MS), list(busy.ratios)
+    for _ in range(60):
+        cost.observe(5, STEEP[5] * MS)
+    cost.widths = busy
+    cost.observe(1, 3 * STEEP[1] * MS)
+    assert busy.ratios == before
+
+
 def test_widths_between_those_that_were_seen_are_doubted_too() -> None:
     """Otherwise a forward of 9 tokens would never be tried, however cheap 3 and 17 are."""
     costs = WidthCost.measured(measured(HOPELESS))
