@@ -1,7 +1,7 @@
 """Compares the planner's choices on real models with every fixed way of speculating, in one run.
 
     python -m benchmarks.planner --setting a [--temperature 0] [--prompts FILE] [--count 12] [--tokens 96]
-        [--ways off auto ...] [--fresh N] [--json FILE]
+        [--ways off auto ...] [--draft-engine llamacpp] [--fresh N] [--json FILE]
 
 Starts a target, a draft and a bridge as processes on this machine, in one of these settings:
 
@@ -11,6 +11,7 @@ Starts a target, a draft and a bridge as processes on this machine, in one of th
     c   Gemma-3-270M <- SmolLM2-135M, both in llamacpp with all cores
     d   Gemma-3-270M in llamacpp, no draft
 
+--draft-engine names another engine for the draft, such as the one that `draftbridge serve` chooses by itself.
 Every prompt runs in every way, one after the other, in an order that rotates from prompt to prompt. `turns k`: the
 draft proposes k tokens, then the target verifies them. `ahead n`: both run, the draft at most n tokens ahead. `suffix`:
 prompt lookup only. Times exclude the target's first pass and its tokens; a request before the first
@@ -68,18 +69,19 @@ class Setting:
     draft: Server | None
 
 
-def _settings() -> dict[str, Setting]:
+def _settings(draft_engine: str = "llamacpp") -> dict[str, Setting]:
     everything = ("--threads", str(os.cpu_count()))
     llamacpp = ("--engine", "llamacpp")
     torch, openvino = ("--engine", "torch", "--dtype"), ("--engine", "openvino", "--weights", "int8")
-    smollm = Server(_SMOLLM, (*llamacpp, *everything))
+    draft = ("--engine", draft_engine)
+    smollm = Server(_SMOLLM, (*draft, *everything))
     gemma = Server(_GEMMA, (*llamacpp, *everything))
     return {
         "a": Setting(Server(_QWEN, (*torch, "bfloat16", *everything)), smollm),
         "a32": Setting(Server(_QWEN, (*torch, "float32", *everything)), smollm),
         "b": Setting(
             Server(_QWEN, (*openvino, "--threads", "1"), core=0),
-            Server(_SMOLLM, (*llamacpp, "--threads", "1"), core=1),
+            Server(_SMOLLM, (*draft, "--threads", "1"), core=1),
         ),
         "c": Setting(gemma, smollm),
         "d": Setting(gemma, None),
@@ -231,18 +233,18 @@ def _version(package: str) -> str:
 
 def main() -> None:
     """Runs the benchmark."""
-    settings = _settings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", required=True, choices=list(settings))
+    parser.add_argument("--setting", required=True, choices=list(_settings()))
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=Path, default=prompts.OWN)
     parser.add_argument("--count", type=int, default=12, help="maximum number of prompts, spread over the categories")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--ways", nargs="+", choices=[way.name for way in WAYS], help="off is always added")
+    parser.add_argument("--draft-engine", default="llamacpp", choices=["llamacpp", "ik_llama", "torch", "openvino"])
     parser.add_argument("--fresh", type=int, metavar="N", help="measure auto in the first requests of N new bridges")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    setting = settings[arguments.setting]
+    setting = _settings(arguments.draft_engine)[arguments.setting]
     chosen = ways(setting, arguments.ways)
     fresh = arguments.fresh is not None
     if fresh and AUTO not in [way.name for way in chosen]:

@@ -40,7 +40,10 @@ def demo(
         bool, typer.Option("--small", help="Use models of 270M and 135M parameters; skips the 1.1 GB download.")
     ] = False,
     engine: Annotated[str, typer.Option(help="Another engine for the target; see `draftbridge engines`.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=2, help="The most tokens to generate.")] = 96,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="The most tokens to generate; by default 96, or fewer with a slow target."),
+    ] = None,
 ) -> None:
     """Generate with and without a draft, and compare text and speed."""
     with importing():

@@ -24,6 +24,10 @@ from services.store.resolve import SUFFIX, default_name, resolve
 # Colours of the sources, by name; any other source gets `OTHER`.
 STYLES = {"": "", "draft": "green", "suffix": "cyan", "grammar": "magenta", "learned": "yellow"}
 OTHER = "blue"
+# The most and the fewest tokens of the text; in between, the target alone takes about this long for them.
+_MAX_TOKENS, _MIN_TOKENS, _ALONE_SECONDS = 96, 48, 30
+# The tokens of the first requests, which read the prompt and are slower.
+_FIRST_TOKENS = 8
 NAMES = {
     "": "the target's own",
     "draft": "proposed by the draft",
@@ -62,10 +66,11 @@ SMALL = Demonstration(
 )
 
 
-def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callable[[str], None]) -> None:
+def run(console: Console, wanted: Demonstration, max_tokens: int | None, report: Callable[[str], None]) -> None:
     """Starts three processes, prints the text as it comes and a table, and stops the processes.
 
-    If the large pair cannot be had or does not start, reports it and runs the small one.
+    If the large pair cannot be had or does not start, reports it and runs the small one. `max_tokens`: None for as many
+    as are soon generated.
     """
     wanted = _fetched(wanted, report)
     with ExitStack() as stack:
@@ -82,8 +87,10 @@ def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callab
         options: dict[str, Any] = {"prompt": wanted.prompt}
         if chats:
             options = {"messages": [{"role": "user", "content": wanted.prompt}]}
-        for speculation in ("off", "auto"):  # the first requests read the prompt and are slower
-            client.generate(**options, max_tokens=8, speculation=speculation)
+        first = bench.sample_of(client.stream(**options, max_tokens=_FIRST_TOKENS, speculation="off"), ALONE)
+        client.generate(**options, max_tokens=_FIRST_TOKENS)
+        if max_tokens is None:
+            max_tokens = _token_count(bench.speed([first]))
         console.print()
         console.print(_legend(("", "draft", "suffix")))
         console.print()
@@ -93,6 +100,7 @@ def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callab
         events = client.stream(**options, max_tokens=max_tokens)
         together = bench.sample_of(_printed(console, events), AUTO)
         console.print()
+        report("the same text by the target alone, for comparison")
         alone = bench.sample_of(client.stream(**options, max_tokens=max_tokens, speculation="off"), ALONE)
     console.print(Fitted(bench.table([alone, together])))
     console.print(_why(together, alone), highlight=False, soft_wrap=True)
@@ -103,13 +111,18 @@ def run(console: Console, wanted: Demonstration, max_tokens: int, report: Callab
 
 def _started(wanted: Demonstration, report: Callable[[str], None]) -> AbstractContextManager[Fleet]:
     """Returns the three processes, which start when it is entered."""
-    report("starting a target, a draft and a bridge")
+    report("starting a target, a draft and a bridge: the models are loaded, checked and measured")
     return fleet(
         wanted.target,
         None if wanted.draft == "none" else wanted.draft,
         target_options=("--engine", wanted.engine, "--deterministic"),
         draft_options=("--engine", "auto", "--threads", str(draft_threads())),
     )
+
+
+def _token_count(alone: float) -> int:
+    """Returns how many tokens to generate, given how many the target alone generates per second."""
+    return min(max(int(_ALONE_SECONDS * alone), _MIN_TOKENS), _MAX_TOKENS)
 
 
 def _smaller(wanted: Demonstration, error: DraftBridgeError, report: Callable[[str], None]) -> Demonstration:

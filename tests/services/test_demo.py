@@ -65,13 +65,18 @@ def test_a_large_target_that_does_not_start_is_replaced_and_the_small_pair_runs(
     monkeypatch.setattr(demo, "LARGE", replace(LARGE, target=str(tmp_path / "empty"), draft=draft))
     monkeypatch.setattr(demo, "SMALL", replace(SMALL, target=target, draft=draft, engine="torch"))
     lines, console = list[str](), Console(file=io.StringIO(), width=100)
-    demo.run(console, demo.LARGE, 24, lines.append)
+    demo.run(console, demo.LARGE, None, lines.append)
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert "the target did not start: see its message above; going on with the small pair" in lines
     assert SMALL.prompt in printed and "target alone" in printed and "auto" in printed
     assert "Both texts are the same" in printed or "The two texts part after" in printed
     with pytest.raises(ProcessFailed, match="the target did not start"):
         demo.run(console, replace(demo.LARGE, draft="none"), 24, lines.append)
+
+
+@pytest.mark.parametrize(("alone", "count"), [(0.0, 48), (1.4, 48), (2.0, 60), (8.7, 96), (50.0, 96)])
+def test_a_slow_target_generates_a_shorter_text(alone: float, count: int) -> None:
+    assert demo._token_count(alone) == count
 
 
 @pytest.mark.parametrize(
