@@ -57,7 +57,7 @@ class _TimedGateway(Gateway):
         self._pace = pace_seconds
 
     async def generate(
-        self, request: Request, target_name: str = "", draft_name: str = "", wish: object = None
+        self, request: Request, target_name: str = "", wish: object = None
     ) -> AsyncGenerator[Opened | Delta | Finished, None]:
         """See `Gateway`."""
         count = request.max_tokens or 0

@@ -98,8 +98,7 @@ async def generate(
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
     started = clock()
-    check(request)
-    request.sampling.checked(model.has)
+    check(request, model.has)
     # Encoding a long prompt takes time, and other requests must not wait for it.
     prompt = await asyncio.to_thread(render, request, model, model)
     max_tokens = token_room(request, model, prompt.ids)

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTooLong, TokenOutOfRange, require
@@ -35,9 +35,9 @@ class Request:
     reports_progress: bool = False
 
 
-def check(request: Request) -> None:
-    """Raises `InvalidField` or `EmptyPrompt` for a request that no target could serve."""
-    request.sampling.checked()
+def check(request: Request, has_token: Callable[[int], bool] = lambda id_: True) -> None:
+    """Raises `InvalidField` or `EmptyPrompt` for a request that no target, or one with these tokens, could serve."""
+    request.sampling.checked(has_token)
     if not (request.input.messages if isinstance(request.input, Chat) else request.input):
         raise EmptyPrompt
     texts = [request.input] if isinstance(request.input, str) else []
@@ -79,8 +79,13 @@ def check_size(request: Request, limit_bytes: int) -> None:
             size += len(json.dumps([dict(variables), *(dict(one.fields) for one in messages)]))
         case ids:
             size = 4 * len(ids)
+    check_bytes("the prompt", size, limit_bytes)
+
+
+def check_bytes(field: str, size: int, limit_bytes: int) -> None:
+    """Raises `InvalidField` for a field of more bytes than a bridge takes."""
     allowed = f"at most {limit_bytes} bytes long on this bridge (--prompt-limit)"
-    require(size <= limit_bytes, InvalidField, "the prompt", allowed, size)
+    require(size <= limit_bytes, InvalidField, field, allowed, size)
 
 
 def render(request: Request, model: Model, source: Model) -> Rendering:

@@ -78,8 +78,18 @@ class Statistics:
 
     @property
     def reported(self) -> dict[str, Any]:
-        """Returns the fields that clients receive together. Cached tokens are a part of the usage."""
-        return {name: value for name, value in vars(self).items() if name not in ("cached_token_count", "draft_passes")}
+        """Returns what clients receive, by the names of the contract. Cached tokens are a part of the usage."""
+        left_out = ("cached_token_count", "draft_passes")
+        return {name: value for name, value in vars(self).items() if name not in left_out} | {
+            # Meaningful only as a sum, which may be negative while the request runs.
+            "network_ns": max(self.network_ns, 0),
+            "predicted_tokens_per_second": self.predicted_tokens_per_second,
+            "measured_tokens_per_second": self.measured_tokens_per_second,
+            "plain_tokens_per_second": self.plain_tokens_per_second,
+            "sources": [vars(source) for source in self.sources.values()],
+            "plans": [vars(plan) for plan in self.plans.values()],
+            "draft_choice": vars(self.draft_choice) if self.draft_choice else None,
+        }
 
     @property
     def predicted_tokens_per_second(self) -> float:

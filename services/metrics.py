@@ -211,13 +211,11 @@ class RequestMetrics:
         self._metrics, self._statistics = metrics, statistics
         self._started_ns = perf_counter_ns()
         self._counted: dict[Counter, float] = {}
-        self._first = True
         self.generated_token_count = 0
 
     def on_delta(self, token_count: int) -> None:
         """Counts tokens that are sent to the client."""
-        if self._first:
-            self._first = False
+        if not self.generated_token_count:
             self._metrics.first_token.observe((perf_counter_ns() - self._started_ns) / 1e9)
         self.generated_token_count += token_count
 

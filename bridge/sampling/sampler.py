@@ -63,12 +63,13 @@ class SamplingParameters:
             value = getattr(self, name)
             require(value is None or low <= value <= high, InvalidField, f"sampling.{name}", allowed, value)
         for id_, bias in self.logit_bias.items():
-            # Above that, the sums would be too coarse in float32 to tell two such ids apart.
-            name, allowed = f"sampling.logit_bias[{id_}]", "between -1e9 and 1e4"
-            require(-1e9 <= bias <= 1e4, InvalidField, name, allowed, bias)
+            # Above that, the sums would be too coarse in float32 to tell two such ids apart. Only an error has a name,
+            # because there may be 100,000 ids.
+            if not -1e9 <= bias <= 1e4:
+                raise InvalidField(f"sampling.logit_bias[{id_}]", "between -1e9 and 1e4", bias)
         for name in ("logit_bias", "stop_token_ids"):
-            for id_ in getattr(self, name):
-                require(has_token(id_), InvalidField, f"sampling.{name}", "ids that the target has a token for", id_)
+            unknown = next((id_ for id_ in getattr(self, name) if not has_token(id_)), None)
+            require(unknown is None, InvalidField, f"sampling.{name}", "ids that the target has a token for", unknown)
         if self.grammar:
             self.grammar.checked()
             allowed = "false with a grammar, which ends the text"

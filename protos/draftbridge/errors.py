@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from draftbridge.tracing import REQUEST_ID_KEY
 
-_DETAILS_KEY = "grpc-status-details-bin"
+DETAILS_KEY = "grpc-status-details-bin"
 _CODES = {code.value[0]: code for code in grpc.StatusCode if code is not grpc.StatusCode.OK}
 # What gRPC reports of a handshake, such as "Tls handshake failed (TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:
 # SSL routines:OPENSSL_internal:CERTIFICATE_VERIFY_FAILED: ...: OK".
@@ -35,7 +35,7 @@ class ErrorReport:
 def read_report(metadata: Any) -> ErrorReport | None:
     """Returns the report in the metadata of a failed call, or None if they have no readable one."""
     for key, value in metadata or ():
-        if key == _DETAILS_KEY and (report := _parsed(value)):
+        if key == DETAILS_KEY and (report := _parsed(value)):
             return report
     return None
 

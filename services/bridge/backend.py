@@ -83,10 +83,7 @@ class Backend(Protocol):
         ...
 
     def generate(
-        self, request: Request, target_name: str = "", draft_name: str = "", wish: Wish | None = None
+        self, request: Request, target_name: str = "", wish: Wish | None = None
     ) -> AsyncGenerator[Opened | Delta | Finished, None]:
-        """Yields `Opened`, then deltas, then `Finished`. An empty name lets the bridge choose.
-
-        `wish` replaces `draft_name`.
-        """
+        """Yields `Opened`, then deltas, then `Finished`. An empty name, or no wish, lets the bridge choose."""
         ...

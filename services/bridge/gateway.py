@@ -8,11 +8,11 @@ from time import perf_counter_ns
 
 import grpc
 
-from bridge.errors import DraftBridgeError, InvalidField, ProtocolViolation
+from bridge.errors import DraftBridgeError, ProtocolViolation
 from bridge.generation import Delta, Finished, Started, generate
 from bridge.planning.choice import DraftChooser
 from bridge.ports import Proposal, TextGrammar
-from bridge.request import Request, check, check_size
+from bridge.request import Request, check, check_bytes, check_size
 from bridge.sampling.sampler import SamplingParameters
 from bridge.sources.learned import LearnedSource
 from bridge.sources.ngrams import NgramMemory
@@ -199,8 +199,7 @@ class Gateway:
     async def segment(self, text: str, models: Sequence[str]) -> list[list[tuple[int, bytes]]]:
         """See `Backend`. Raises `ModelNotFound`, or `InvalidField` for a long text."""
         found, data = [self.zoo.model(name).vocabulary for name in models], text.encode()
-        if len(data) > (limit := self.prompt_limit_bytes):
-            raise InvalidField("text", f"at most {limit} bytes long on this bridge (--prompt-limit)", len(data))
+        check_bytes("text", len(data), self.prompt_limit_bytes)
         rows = await asyncio.gather(*(asyncio.to_thread(segment, one, data) for one in found))
         return [[(id_, one.token_bytes(id_)) for id_ in ids] for one, ids in zip(found, rows, strict=True)]
 
@@ -210,11 +209,11 @@ class Gateway:
         return [ServiceState(one.address, one.role == model_pb2.ROLE_TARGET, one.problem) for one in found]
 
     async def generate(
-        self, request: Request, target_name: str = "", draft_name: str = "", wish: Wish | None = None
+        self, request: Request, target_name: str = "", wish: Wish | None = None
     ) -> AsyncGenerator[Opened | Delta | Finished, None]:
-        """Yields `Opened`, then deltas, then `Finished`. An empty name lets the bridge choose.
+        """Yields `Opened`, then deltas, then `Finished`. An empty name, or no wish, lets the bridge choose.
 
-        `wish` replaces `draft_name`. Raises a `DraftBridgeError` at any point.
+        Raises a `DraftBridgeError` at any point.
         """
         with self._request() as running, ExitStack() as stack:
             if self.counts.active > self._max_requests:
@@ -236,7 +235,7 @@ class Gateway:
             stack.enter_context(closing(verifier))
             stack.enter_context(verifier.judged())
             target = verifier.endpoint
-            assignment = self.pairing.assign(target, request, wish or Wish(draft=draft_name))
+            assignment = self.pairing.assign(target, request, wish or Wish())
             assignment.statistics, assignment.prompt = running.statistics, prompt
             running.statistics.draft_choice = assignment.choice
 

@@ -125,7 +125,8 @@ class Assignment:
         """Avoids a replica. Returns its draft if that has another replica; otherwise the draft pauses."""
         self._failed.add(replica.address)
         known = error if isinstance(error, DraftBridgeError) else None
-        if known and is_broken(known):  # the stream of one that hangs reports no error
+        configured = any(one.address == replica.address for one in self._pairing.zoo.connections)
+        if known and is_broken(known) and configured:  # the stream of one that hangs reports no error
             self._pairing.balancer.on_failure(replica, self)
         broken = isinstance(known, ProtocolViolation)
         if known and (broken or is_lost(known)) and self.replicas(draft):

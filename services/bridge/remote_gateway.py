@@ -9,7 +9,7 @@ from grpc import aio
 
 from bridge.errors import DraftBridgeError
 from bridge.generation import Delta, Finished
-from bridge.request import Request, check, check_size
+from bridge.request import Request, check
 from draftbridge.security import Credentials, open_aio_channel
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.bridge.backend import Opened, ServedModel, ServiceState
@@ -23,8 +23,6 @@ from services.rpc.status import RemoteError, from_rpc_error
 from services.traces import Traces, outgoing_metadata
 
 _MAX_MESSAGE_BYTES = 64 << 20
-# The default of --prompt-limit.
-_MAX_INPUT_BYTES = 4 << 20
 _TIMEOUT_SECONDS = 10.0
 # How long a list of models is used before the bridge is asked again.
 _LIST_SECONDS = 1.0
@@ -90,16 +88,19 @@ class RemoteGateway:
                 )
             except aio.AioRpcError as error:
                 raise self._converted(error) from error
-            # Those that can be used come first, so that their models are served where others have the same name.
-            states = (bridge_pb2.ServiceState.STATE_AVAILABLE, bridge_pb2.ServiceState.STATE_AWAY)
-            known = [one for state in states for one in answer.services if one.state == state and one.model.name]
-            usable = {(one.role, one.model.name) for one in known if one.state == states[0]}
-            self._targets = {}
-            for one in known:
-                if one.role == model_pb2.ROLE_TARGET and one.model.name not in self._targets:
-                    self._targets[one.model.name] = self._served(one.model)
+            usable, away = (
+                {(one.role, one.model.name): one.model for one in reversed(answer.services) if one.state == state}
+                for state in (bridge_pb2.ServiceState.STATE_AVAILABLE, bridge_pb2.ServiceState.STATE_AWAY)
+            )
+            known = away | usable  # of services with the same name, one that can be used counts
+            configured = dict.fromkeys((one.role, one.model.name) for one in answer.services if one.model.name)
+            keys = [key for key in configured if key in known]
+            self._targets = {
+                name: self._served(known[role, name]) for role, name in keys if role == model_pb2.ROLE_TARGET
+            }
             targets = [one for name, one in self._targets.items() if (model_pb2.ROLE_TARGET, name) in usable]
-            self._listed = targets, sorted(name for role, name in usable if role == model_pb2.ROLE_DRAFT)
+            drafts = [name for role, name in keys if role == model_pb2.ROLE_DRAFT and (role, name) in usable]
+            self._listed = targets, drafts
             self._listed_at = time.monotonic()
         return self._listed
 
@@ -131,13 +132,12 @@ class RemoteGateway:
         return [[(one.token_id, one.data) for one in row] for row in rows]
 
     async def generate(
-        self, request: Request, target_name: str = "", draft_name: str = "", wish: Wish | None = None
+        self, request: Request, target_name: str = "", wish: Wish | None = None
     ) -> AsyncGenerator[Opened | Delta | Finished, None]:
         """See `Backend`."""
         check(request)
-        check_size(request, _MAX_INPUT_BYTES)
         message = client_codec.write_request(request, target_name)
-        wish = wish or Wish(draft=draft_name)
+        wish = wish or Wish()
         message.draft = wish.draft
         message.drafts.extend(wish.drafts)
         message.workload = wish.workload

@@ -13,7 +13,7 @@ from grpc import aio
 from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import SpeculationParameters
-from bridge.request import MAX_STOP_STRINGS, Request
+from bridge.request import MAX_STOP_STRINGS, Request, check_bytes
 from bridge.text.chat import Chat
 from bridge.text.models import Model
 from bridge.text.translation import segment, translate
@@ -129,7 +129,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         if kind is None:
             raise InvalidField("input", "a text or token ids", "neither")
         size = len(request.text.encode()) if kind == "text" else 4 * len(request.token_ids.token_ids)
-        _check_size(kind, size, self._gateway.prompt_limit_bytes)
+        check_bytes(kind, size, self._gateway.prompt_limit_bytes)
         return await asyncio.to_thread(_translated, request, source, target)
 
 
@@ -149,16 +149,11 @@ def _translated(request: bridge_pb2.TranslateRequest, source: Model, target: Mod
     )
 
 
-def _check_size(field: str, size: int, limit: int) -> None:
-    if size > limit:
-        raise InvalidField(field, f"at most {limit} bytes long on this bridge (--prompt-limit)", size)
-
-
 def _check_counts(message: bridge_pb2.GenerateRequest, prompt_limit_bytes: int, vocabulary_size: int) -> None:
     """Raises `InvalidField` for a request that would take long to convert: that would hold up all others."""
     sampling = message.sampling
     size = message.chat.ByteSize() if message.HasField("chat") else 4 * len(message.token_ids.token_ids)
-    _check_size("the prompt", size, prompt_limit_bytes)
+    check_bytes("the prompt", size, prompt_limit_bytes)
     for field, values, limit, what in (
         ("chat.messages", message.chat.messages, _MAX_MESSAGES, "messages"),
         ("stop", message.stop, MAX_STOP_STRINGS, "strings"),

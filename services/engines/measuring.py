@@ -1,5 +1,6 @@
 """Measurements in other processes: one at a time on a machine, ended with all that they started, of one library."""
 
+import json
 import logging
 import os
 import signal
@@ -92,6 +93,17 @@ def _end(process: "subprocess.Popen[str]") -> None:
     if sys.platform != "win32" and not os.environ.get(_HELD):
         with suppress(ProcessLookupError, PermissionError):  # the group has ended
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def remember(file: Path, value: object) -> None:
+    """Writes what was measured as JSON, in one step. Where that is not possible, the next start measures again."""
+    scratch = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(json.dumps(value))
+        scratch.replace(file)
+    except OSError as error:
+        _log.warning("%s cannot be written (%s)", file, error.strerror)
 
 
 def library_facts(module: str) -> list[tuple[str, int, int]]:

@@ -10,7 +10,6 @@ if each candidate is right with a chance of 0.7. A draft makes passes of one tok
 import hashlib
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from services.engines.cpu import cpu_flags, cpu_name
 from services.engines.engine import core_count, measure, warm
 from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
-from services.engines.measuring import alone, library_facts, run, speed
+from services.engines.measuring import alone, library_facts, remember, run, speed
 from services.engines.openmp import bind_threads, limit_spinning
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.engines.timing import Timing
@@ -100,7 +99,7 @@ def fastest(
                 speeds |= found
                 if disturbed:
                     report(f"other work slowed down {', '.join(sorted(disturbed))}: the next start measures again")
-                _write(file, {name: value for name, value in speeds.items() if name not in disturbed})
+                remember(file, {name: value for name, value in speeds.items() if name not in disturbed})
     if all(speeds.get(name) == 0.0 for name in paths):
         report(f"{model} does not run here with {', '.join(paths)}")
         return None
@@ -219,16 +218,6 @@ def _read(file: Path) -> dict[str, float]:
         return {name: value for name, value in speeds.items() if value}
     except (OSError, ValueError, TypeError, AttributeError):  # absent, or not written by this version
         return {}
-
-
-def _write(file: Path, speeds: dict[str, float]) -> None:
-    scratch = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(speeds))
-        scratch.replace(file)
-    except OSError as error:  # then the next start measures again
-        _log.warning("%s cannot be written (%s)", file, error.strerror)
 
 
 def main() -> None:

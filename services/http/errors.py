@@ -1,10 +1,9 @@
 """Reports errors in OpenAI's form: a status and `{"error": {"message", "type", "param", "code"}}`."""
 
 import logging
-import math
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from bridge.errors import DraftBridgeError, InvalidField, InvalidGrammar, InvalidRequest, Unreachable
 from services.errors import Exhausted, GrammarNotSupported
-from services.rpc.status import RemoteError, code_of
+from services.rpc.status import RemoteError, code_of, retry_seconds
 
 _log = logging.getLogger(__name__)
 
@@ -181,7 +180,7 @@ def report(
         error = DraftBridgeError("an internal error occurred; see the server's log")
     status = _STATUS.get(code_of(error).name, 500)
     headers = {}
-    if seconds := _retry_seconds(error.metadata):
+    if seconds := retry_seconds(error.metadata):
         headers["Retry-After"] = str(seconds)
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
@@ -222,12 +221,3 @@ def _fields(error: DraftBridgeError, model: str, names: dict[str, str]) -> tuple
         if field.startswith(prefix) and field not in names:
             return field, replacement + field.removeprefix(prefix)
     return field, names.get(field, field)
-
-
-def _retry_seconds(metadata: Mapping[str, str]) -> int:
-    """Returns the delay in whole seconds, at most a day; 0 if there is none. A remote error may hold any text."""
-    try:
-        delay = float(metadata.get("retry_seconds", 0))
-    except ValueError:
-        return 0
-    return min(math.ceil(delay), 86_400) if math.isfinite(delay) and delay > 0 else 0

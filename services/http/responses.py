@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from bridge.generation import Delta, Finished
 from bridge.ports import FinishReason
 from bridge.request import Request
-from bridge.statistics import Statistics
 from services.bridge.backend import Opened, ServedModel
 from services.http.tools import Call
 
@@ -91,22 +90,8 @@ class Choice:
             "generated_byte_count": finished.generated_byte_count,
             "elapsed_ns": finished.elapsed_ns,
             "first_token_ns": finished.first_token_ns,
-            **_counted(finished.statistics),
+            **finished.statistics.reported,
         }
-
-
-def _counted(statistics: Statistics) -> Json:
-    return {
-        **statistics.reported,
-        # Meaningful only as a sum, which may be negative while the request runs.
-        "network_ns": max(statistics.network_ns, 0),
-        "predicted_tokens_per_second": statistics.predicted_tokens_per_second,
-        "measured_tokens_per_second": statistics.measured_tokens_per_second,
-        "plain_tokens_per_second": statistics.plain_tokens_per_second,
-        "sources": [vars(source) for source in statistics.sources.values()],
-        "plans": [vars(plan) for plan in statistics.plans.values()],
-        "draft_choice": vars(choice) if (choice := statistics.draft_choice) else None,
-    }
 
 
 def usage(choices: Sequence[Choice], choices_per_prompt: int) -> Json:
@@ -160,7 +145,7 @@ class Format(ABC):
         if self._spans:
             ours["spans"] = [vars(span) for span in delta.spans]
         if delta.progress:
-            ours["progress"] = _counted(delta.progress)
+            ours["progress"] = delta.progress.reported
         return part | {"draftbridge": ours} if ours else part
 
     @abstractmethod

@@ -40,8 +40,7 @@ class LoadedModel:
     def sampler(
         self, parameters: SamplingParameters, seed: int, logprobs: int | None = None, *, confident: bool = False
     ) -> Sampler:
-        """Returns a `Sampler` over the model's vocabulary. Raises `InvalidField`."""
-        parameters.checked(self.model.has)
+        """Returns a `Sampler` over the model's vocabulary, for parameters that were checked."""
         ends = parameters.ends(self.model.special_ids.eos)
         tolerance = self.engine.logit_tolerance
         return Sampler(parameters, seed, self._keys, self._missing, ends, logprobs, tolerance, confident)

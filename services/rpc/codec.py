@@ -207,19 +207,7 @@ def write_finished(event: Finished) -> bridge_pb2.GenerateFinished:
 
 def write_statistics(statistics: Statistics) -> bridge_pb2.SpeculationStatistics:
     """Returns what the passes of a generation, running or finished, have counted."""
-    counted = statistics.reported | {
-        # Meaningful only as a sum, which may be negative while the request runs.
-        "network_ns": max(statistics.network_ns, 0),
-        "sources": [bridge_pb2.SourceStatistics(**vars(source)) for source in statistics.sources.values()],
-        "plans": [bridge_pb2.PlanStatistics(**vars(plan)) for plan in statistics.plans.values()],
-        "draft_choice": bridge_pb2.DraftChoice(**vars(choice)) if (choice := statistics.draft_choice) else None,
-    }
-    return bridge_pb2.SpeculationStatistics(
-        predicted_tokens_per_second=statistics.predicted_tokens_per_second,
-        measured_tokens_per_second=statistics.measured_tokens_per_second,
-        plain_tokens_per_second=statistics.plain_tokens_per_second,
-        **counted,
-    )
+    return bridge_pb2.SpeculationStatistics(**statistics.reported)
 
 
 def read_model(message: model_pb2.Model, vocabulary: Vocabulary) -> Model:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -76,10 +76,12 @@ class Gate(aio.ServerInterceptor):
             async def call(request: Any, context: "aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
                 try:
                     with self._admitted(limited):
-                        async for response in behavior(request, context):
-                            if key:
-                                key.spend(_token_count(response))
-                            yield response
+                        # The call must have ended before it counts as ended.
+                        async with aclosing(behavior(request, context)) as responses:
+                            async for response in responses:
+                                if key:
+                                    key.spend(_token_count(response))
+                                yield response
                 except DraftBridgeError as error:
                     await abort(context, error)
 

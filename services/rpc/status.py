@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any, NoReturn
 
 import grpc
@@ -19,7 +19,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from bridge.errors import DraftBridgeError, InvalidRequest, NotReady, ProtocolViolation, Unreachable
-from draftbridge.errors import read_report, tls_failure
+from draftbridge.errors import DETAILS_KEY, read_report, tls_failure
 from services.errors import Exhausted, ModelNotFound, StreamEnded, TlsFailed, TokenRefused, Unauthenticated
 from services.logs import REQUEST_ID_KEY, request_id
 from services.rpc.handlers import wrapped
@@ -27,7 +27,6 @@ from services.rpc.handlers import wrapped
 _log = logging.getLogger(__name__)
 
 DOMAIN = "draftbridge"
-_DETAILS_KEY = "grpc-status-details-bin"
 
 # Clients may refuse more than 8 KiB of trailing metadata and lose the status with it. The text is sent twice, once with
 # three bytes for each that is not ASCII; the details are sent as base64. These limits keep the total below 6 KiB.
@@ -117,8 +116,8 @@ def status_of(error: Exception) -> status_pb2.Status:
         error = DraftBridgeError("an internal error occurred; see the server's log")
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_bounded(error.metadata))
     details: list[Message] = [info]
-    if delay := _retry_delay(error.metadata.get("retry_seconds", "")):
-        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if seconds := retry_seconds(error.metadata):
+        details.append(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=seconds)))
     packed = [AnyMessage() for _ in details]
     for detail, one in zip(packed, details, strict=True):
         detail.Pack(one)
@@ -129,7 +128,7 @@ async def abort(context: "aio.ServicerContext[Any, Any]", error: Exception) -> N
     """Ends a call with the status of an error."""
     status = status_of(error)
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
-    report = (_DETAILS_KEY, status.SerializeToString())
+    report = (DETAILS_KEY, status.SerializeToString())
     # A client whose next message finds the stream ended loses the trailing metadata, but not the initial ones.
     with suppress(aio.UsageError):  # they have been sent
         await context.send_initial_metadata(((REQUEST_ID_KEY, request_id.get()), report))
@@ -150,15 +149,13 @@ def _bounded(metadata: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def _retry_delay(seconds: str) -> Duration | None:
-    """Returns the delay, at most a day, or None unless it is a positive number of seconds."""
+def retry_seconds(metadata: Mapping[str, str]) -> int:
+    """Returns the delay in whole seconds, at most a day; 0 if there is none. A remote error may hold any text."""
     try:
-        delay = float(seconds)
+        delay = float(metadata.get("retry_seconds", 0))
     except ValueError:
-        return None
-    if not (math.isfinite(delay) and delay > 0):
-        return None
-    return Duration(seconds=min(math.ceil(delay), _MAX_RETRY_SECONDS))
+        return 0
+    return min(math.ceil(delay), _MAX_RETRY_SECONDS) if math.isfinite(delay) and delay > 0 else 0
 
 
 def _clipped(text: str) -> str:
@@ -228,8 +225,9 @@ def _single(behavior: Callable[..., Awaitable[Any]]) -> Any:
 def _streaming(behavior: Any) -> Any:
     async def call(request: Any, context: "aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
         try:
-            async for response in behavior(_checked(request), context):
-                yield response
+            async with aclosing(behavior(_checked(request), context)) as responses:
+                async for response in responses:
+                    yield response
         except Exception as error:
             await abort(context, error)
 

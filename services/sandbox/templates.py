@@ -153,7 +153,8 @@ def _stopping() -> SandboxBusy:
 class _Process:
     """A process that runs one template. Only `kill` may be called while another thread uses the object.
 
-    Methods raise `BlockingIOError` if the process takes too long, and `EOFError` or another `OSError` if it has ended.
+    Methods raise `BlockingIOError` if the process takes too long, `EOFError` or another `OSError` if it has ended, and
+    `EOFError` if it answers what the protocol does not allow.
     """
 
     def __init__(self, time_limit: float) -> None:
@@ -179,7 +180,8 @@ class _Process:
     def prepare(self, template: str) -> None:
         """Waits until the process has started and sends it the template."""
         kind, _ = self._receive(monotonic() + _START_LIMIT_SECONDS)
-        assert kind == READY
+        if kind != READY:
+            raise _garbled()
         self._connection.send(template)
 
     def ask(self, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> tuple[Outcome, str]:
@@ -191,7 +193,7 @@ class _Process:
         while True:
             kind, text = self._receive(deadline)
             if kind != SHIELD:
-                return Outcome(kind), text
+                return _outcome(kind), text
             shielded_characters += len(text)
             if shielded_characters > MAX_TEXT_CHARACTERS:
                 return Outcome.TOO_LONG, ""
@@ -201,7 +203,11 @@ class _Process:
         if monotonic() >= deadline:  # Linux rounds the limit of a system call up, so messages in a row would have none
             raise BlockingIOError
         self._limit(socket.SO_RCVTIMEO, deadline - monotonic())
-        kind, _, text = self._connection.recv_bytes(_MAX_MESSAGE_BYTES).decode("utf-8", "surrogatepass").partition("\n")
+        message = self._connection.recv_bytes(_MAX_MESSAGE_BYTES)
+        try:
+            kind, _, text = message.decode("utf-8", "surrogatepass").partition("\n")
+        except UnicodeDecodeError:
+            raise _garbled() from None
         return kind, text
 
     def _limit(self, option: int, seconds: float) -> None:
@@ -222,3 +228,14 @@ class _Process:
     def _disconnect(self) -> None:
         self._connection.close()
         self._socket.close()
+
+
+def _outcome(kind: str) -> Outcome:
+    try:
+        return Outcome(kind)
+    except ValueError:
+        raise _garbled() from None
+
+
+def _garbled() -> EOFError:
+    return EOFError("its process does not follow the protocol: a template may have taken it over")

@@ -58,7 +58,7 @@ def test_a_sequence_has_one_id_and_its_own_tokens(data: st.DataObject) -> None:
                 # The row continues the tokens that the bridge holds for this id.
                 assert text[: len(seen[one.id])] == seen[one.id]
             else:
-                assert one.is_new and one.prompt_count == len(text) - gain
+                assert one.prompt_count == len(text) - gain
             seen[one.id] = list(text)
             ids.setdefault(request, set()).add(one.id)
         for ended in rows.ended():
@@ -73,7 +73,7 @@ def test_a_row_that_another_request_takes_over_is_a_new_sequence() -> None:
     first = rows.follow([1], [4], tokens)[0].id
     tokens[0, :6] = [1, 2, 9, 4, 5, 6]
     (taken,) = rows.follow([1], [6], tokens)
-    assert taken.id != first and taken.is_new and taken.prompt_count == 5
+    assert taken.id != first and taken.prompt_count == 5
 
 
 def test_a_prompt_that_continues_an_ended_text_is_a_new_sequence() -> None:
@@ -87,7 +87,7 @@ def test_steps_that_the_engine_skipped_are_caught_up() -> None:
     rows, tokens = Rows(), np.arange(2 * WIDTH, dtype=np.int32).reshape(2, WIDTH)
     first = rows.follow([1], [10], tokens)[0].id
     (later,) = rows.follow([1], [15], tokens)
-    assert later.id == first and not later.is_new and later.count == 15
+    assert later.id == first and later.count == 15
     assert later.read_prompt, "perhaps a short prompt that continues an ended text"
     assert not rows.follow([1], [16], tokens)[0].read_prompt
 

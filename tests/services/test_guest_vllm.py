@@ -342,6 +342,8 @@ def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with pytest.raises(InvalidSettings, match=remedy):
             GuestSettings.read(wrong, {})
+    with pytest.raises(InvalidSettings, match="no setting 'deadline': did you mean deadline_ms"):
+        GuestSettings.read({}, {"DRAFTBRIDGE_GUEST_DEADLINE": "5"})
 
 
 def test_the_adapter_imports_nothing_heavy() -> None:

@@ -67,6 +67,42 @@ async def limited(tmp_path: Path) -> AsyncIterator[tuple[Slow, str]]:
         await server._server.stop(0)
 
 
+class Listing(bridge_pb2_grpc.BridgeServiceServicer):
+    """A bridge with several services, some of which are away."""
+
+    async def ListModels(self, request: object, context: object) -> bridge_pb2.ListModelsResponse:  # noqa: N802
+        states = bridge_pb2.ServiceState
+        services = [
+            states(role=role, state=state, model=model_pb2.Model(name=name, context_length=length))
+            for role, state, name, length in (
+                (model_pb2.ROLE_TARGET, states.STATE_AWAY, "z", 1),
+                (model_pb2.ROLE_TARGET, states.STATE_AVAILABLE, "b", 1),
+                (model_pb2.ROLE_TARGET, states.STATE_AWAY, "a", 1),
+                (model_pb2.ROLE_TARGET, states.STATE_AVAILABLE, "a", 2),
+                (model_pb2.ROLE_DRAFT, states.STATE_AVAILABLE, "y", 1),
+                (model_pb2.ROLE_DRAFT, states.STATE_AWAY, "c", 1),
+                (model_pb2.ROLE_DRAFT, states.STATE_AVAILABLE, "x", 1),
+            )
+        ]
+        return bridge_pb2.ListModelsResponse(services=services)
+
+
+async def test_a_door_of_its_own_lists_models_in_the_bridge_s_order() -> None:
+    server = aio.server()
+    bridge_pb2_grpc.add_BridgeServiceServicer_to_server(Listing(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    door = RemoteGateway(f"127.0.0.1:{port}", Credentials(), HttpMetrics(), Traces())
+    try:
+        targets, drafts = await door.served()
+        assert [(one.name, one.context_length) for one in targets] == [("b", 1), ("a", 2)]
+        assert drafts == ["y", "x"]
+        assert (await door.served_target("")).name == "z", "the default, also while it is away"
+    finally:
+        await door.close()
+        await server.stop(0)
+
+
 async def test_translations_are_limited_apart_from_requests(tmp_path: Path) -> None:
     async with limited(tmp_path) as (slow, address), aio.insecure_channel(address) as channel:
         stub, request = bridge_pb2_grpc.BridgeServiceStub(channel), bridge_pb2.TranslateRequest(text="x")

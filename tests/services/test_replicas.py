@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc import aio
 
-from bridge.errors import DraftBridgeError, NotReady, TargetFault
+from bridge.errors import DraftBridgeError, NotReady, TargetFault, Unreachable
 from bridge.generation import Delta, Finished
 from bridge.planning.estimates import TargetEstimates
 from bridge.planning.planner import Mode, SpeculationParameters
@@ -24,7 +24,7 @@ from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat, Message
 from draftbridge.v1 import target_pb2
 from services.bridge.gateway import Gateway
-from services.bridge.pairing import Wish
+from services.bridge.pairing import Assignment, Wish
 from services.bridge.remote import RemoteVerifier
 from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of
 from services.bridge.zoo import Zoo
@@ -68,6 +68,24 @@ def blocks(text: str) -> list[bytes]:
 A, B, C = (endpoint(name) for name in "abc")
 LONG = "x" * 2000
 ONE = object()
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_a_replica_that_breaks_when_it_is_no_longer_configured_is_forgotten(configured: bool) -> None:
+    balancer = Balancer()
+    pairing: Any = SimpleNamespace(
+        balancer=balancer,
+        pauses=SimpleNamespace(failed=lambda target, draft: None),
+        replicas=lambda target, draft: [],
+        zoo=SimpleNamespace(connections=[A, B] if configured else [A]),
+    )
+    assignment = Assignment(pairing, A, [], Wish())
+    balancer.opened(B, [])
+    if not configured:
+        balancer.retire(B.address)
+    balancer.closed(B, assignment)
+    assignment._on_failure(B, B, Unreachable("b", "its stream broke"))
+    assert balancer._replicas.keys() == ({B.address} if configured else set())
 
 
 def test_requests_go_to_the_least_loaded_replica() -> None:

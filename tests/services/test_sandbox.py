@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ from draftbridge.errors import read_report
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.cli.processes import Fleet, fleet, launched, serve
 from services.errors import SandboxBusy, TemplateLimitExceeded
+from services.sandbox import templates
 from services.sandbox.jinja import run_template
 from services.sandbox.templates import TIME_LIMIT_SECONDS, TemplateSandbox
 from tests.conftest import CHAT_TEMPLATE
@@ -220,6 +222,22 @@ def test_a_process_that_is_killed_is_replaced_also_in_the_middle(workers: Worker
         assert sandbox(template, VARIABLES, "", kill_and_shield) == expected
         assert len(workers()) == 1
     assert workers() == []
+
+
+@pytest.mark.parametrize("answer", [b"\xff\xfe", b"hacked\nx", b""])
+@pytest.mark.parametrize("at_start", [True, False])
+def test_what_a_process_answers_that_was_taken_over_is_no_bug_of_the_bridge(
+    answer: bytes, at_start: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [answer] if at_start else [b"ready\n", answer]
+    script = (
+        "import multiprocessing.connection as m, os; c = m.Connection(os.dup(0)); "
+        f"[(c.send_bytes(one), c.recv()) for one in {answers}]; c.recv()"
+    )
+    monkeypatch.setattr(templates, "command", lambda *_: [sys.executable, "-c", script])
+    error: type[DraftBridgeError] = SandboxBusy if at_start else UnusableModel
+    with closing(TemplateSandbox()) as sandbox, pytest.raises(error, match=r"protocol|ended with status -9"):
+        sandbox("x", VARIABLES, "", str)
 
 
 def test_what_goes_wrong_with_shielding_is_not_the_templates_fault(sandbox: TemplateSandbox) -> None:

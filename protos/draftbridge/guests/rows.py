@@ -26,12 +26,11 @@ _SPARE_TOKENS = 256
 class RowSequence:
     """A sequence, found in a row.
 
-    `is_new`: it has just been found for the first time. `read_prompt`: the step may have read its tokens, or a part of
-    them, again or for the first time, because it is new, was preempted, or has tokens that no step reported.
+    `read_prompt`: the step may have read its tokens, or a part of them, again or for the first time, because it is new,
+    was preempted, or has tokens that no step reported.
     """
 
     id: int
-    is_new: bool
     read_prompt: bool
     count: int
     prompt_count: int
@@ -51,7 +50,7 @@ class RowSequence:
             self._tokens = row[: count + max(count // 2, _SPARE_TOKENS)].copy()
         else:
             self._tokens[self.count : count] = row[self.count : count]
-        self.count, self.last_step, self.is_new = count, step, False
+        self.count, self.last_step = count, step
 
 
 class Rows:
@@ -125,6 +124,6 @@ class Rows:
 
     def _start(self, row: Any, count: int, prompt_count: int) -> RowSequence:
         copy = row[: count + _SPARE_TOKENS].copy()
-        sequence = RowSequence(next(self._numbers), True, True, count, prompt_count, self._step, copy)
+        sequence = RowSequence(next(self._numbers), True, count, prompt_count, self._step, copy)
         self._known[sequence.id] = sequence
         return sequence

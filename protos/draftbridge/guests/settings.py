@@ -48,7 +48,7 @@ class GuestSettings:
     def read(cls, given: Mapping[str, Any] | None, environ: Mapping[str, str] = os.environ) -> "GuestSettings":
         """Returns the settings of the engine's configuration and the environment. Raises `InvalidSettings`."""
         defaults = {one.name: one.default for one in fields(cls)}
-        named = {name: environ[_PREFIX + name.upper()] for name in defaults if _PREFIX + name.upper() in environ}
+        named = {name[len(_PREFIX) :].lower(): environ[name] for name in environ if name.startswith(_PREFIX)}
         values = {**named, **(given or {})}
         for name in values:
             if name not in defaults:

@@ -127,7 +127,8 @@ class Asker:
             generated = len(text.ids) - text.prompt_count
             sequences.append(SequenceStep(text.number, text.ids, generated_token_count=generated, max_candidates=limit))
         ended, self._ended = self._ended, []
-        found = client.step(sequences, ended=ended, deadline=self._deadline, engine_seconds=began - self._returned_at)
+        engine_seconds = began - self._returned_at if self._returned_at else 0.0
+        found = client.step(sequences, ended=ended, deadline=self._deadline, engine_seconds=engine_seconds)
         self._returned_at = time.monotonic()
         return [list(found[text.number].token_ids) if text.number in found else [] for text in texts]
 

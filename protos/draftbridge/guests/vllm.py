@@ -78,7 +78,7 @@ class Proposer:
             [self._step_of(row, place, sampled[place], tokens) for place, row in enumerate(rows)],
             ended=self._rows.ended(),
             deadline=self._deadline,
-            engine_seconds=began - self._returned_at,
+            engine_seconds=began - self._returned_at if self._returned_at else 0.0,
             # vLLM does not tell how many tokens of a prompt it read. This many at most, so the bridge leaves the step
             # out where it learns what candidates cost.
             forward_token_count=sum(row.count for row in rows) if any(row.read_prompt for row in rows) else 0,

@@ -269,8 +269,8 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def drafts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of drafts in order of preference, instead of `draft`; at most 64. The first one that can be used is used, and
-        the next ones replace it if it fails or does not pay. A name that is unknown fails with NOT_FOUND; if none can be
-        used, the target runs without a draft.
+        the next ones replace it if it fails or does not pay. If all names are unknown, the request fails with NOT_FOUND;
+        if none can be used, the target runs without a draft.
         """
 
     def __init__(

@@ -10,7 +10,6 @@ a token to it, so a way with repacked weights is charged two tokens for one. Wha
 import hashlib
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from random import Random
 
 from bridge.errors import UnusableModel
 from services.engines.cpu import cpu_flags, cpu_name
-from services.engines.measuring import alone, library_facts, run, speed
+from services.engines.measuring import alone, library_facts, remember, run, speed
 from services.engines.timing import Timing, timed
 from services.store.cache import cache_directory
 
@@ -96,7 +95,7 @@ def _measured(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way 
         raise UnusableModel(f"{how} with {gguf.name} here: use --engine llamacpp or torch", model=gguf)
     way = _better(plain, repacked_way)
     if not (unfinished or any(one and one.disturbed for one in found.values())):
-        _write(file, way)
+        remember(file, asdict(way))
     return way
 
 
@@ -163,16 +162,6 @@ def _read(file: Path) -> Way | None:
         return _way(file.read_text())
     except (OSError, ValueError, TypeError, KeyError):  # absent, or not written by this version
         return None
-
-
-def _write(file: Path, way: Way) -> None:
-    scratch = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps(asdict(way)))
-        scratch.replace(file)
-    except OSError as error:  # then the next start measures again
-        _log.warning("%s cannot be written (%s)", file, error.strerror)
 
 
 def _measure(gguf: Path, threads: int, repacked: bool) -> Way:
