@@ -11,7 +11,8 @@ Starts a target, a draft and a bridge as processes on this machine, in one of th
     c   Gemma-3-270M <- SmolLM2-135M, both in llamacpp with all cores
     d   Gemma-3-270M in llamacpp, no draft
 
---draft-engine names another engine for the draft, such as the one that `draftbridge serve` chooses by itself.
+--draft-engine names another engine for the draft, such as the one that `draftbridge serve --engine auto` chooses.
+
 Every prompt runs in every way, one after the other, in an order that rotates from prompt to prompt. `turns k`: the
 draft proposes k tokens, then the target verifies them. `ahead n`: both run, the draft at most n tokens ahead. `suffix`:
 prompt lookup only. Times exclude the target's first pass and its tokens; a request before the first
@@ -259,6 +260,7 @@ def main() -> None:
             found = about(arguments) | {"setting": asdict(setting), "runs": [asdict(run) for run in runs]}
             arguments.json.write_text(json.dumps(found, indent=1, default=str))
     title = f"{setting.target.model} <- {setting.draft.model if setting.draft else 'no draft'} ({arguments.setting})"
+    title += f", draft in {arguments.draft_engine}" if setting.draft else ""
     title += f", T={arguments.temperature:g}, {len(given)} prompts of {arguments.tokens} tokens"
     console = Console(width=130, soft_wrap=True)
     console.print(table(runs, title))

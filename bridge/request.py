@@ -36,7 +36,10 @@ class Request:
 
 
 def check(request: Request, has_token: Callable[[int], bool] = lambda id_: True) -> None:
-    """Raises `InvalidField` or `EmptyPrompt` for a request that no target, or one with these tokens, could serve."""
+    """Raises `InvalidField` or `EmptyPrompt` for a request that no target could serve.
+
+    `has_token` returns whether the target has an id, if the target is known.
+    """
     request.sampling.checked(has_token)
     if not (request.input.messages if isinstance(request.input, Chat) else request.input):
         raise EmptyPrompt

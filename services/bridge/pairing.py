@@ -125,6 +125,7 @@ class Assignment:
         """Avoids a replica. Returns its draft if that has another replica; otherwise the draft pauses."""
         self._failed.add(replica.address)
         known = error if isinstance(error, DraftBridgeError) else None
+        # One that is no longer configured has been forgotten with its last stream: nothing would forget it again.
         configured = any(one.address == replica.address for one in self._pairing.zoo.connections)
         if known and is_broken(known) and configured:  # the stream of one that hangs reports no error
             self._pairing.balancer.on_failure(replica, self)

@@ -24,10 +24,6 @@ from services.store.resolve import SUFFIX, default_name, resolve
 # Colours of the sources, by name; any other source gets `OTHER`.
 STYLES = {"": "", "draft": "green", "suffix": "cyan", "grammar": "magenta", "learned": "yellow"}
 OTHER = "blue"
-# The most and the fewest tokens of the text; in between, the target alone takes about this long for them.
-_MAX_TOKENS, _MIN_TOKENS, _ALONE_SECONDS = 96, 48, 30
-# The tokens of the first requests, which read the prompt and are slower.
-_FIRST_TOKENS = 8
 NAMES = {
     "": "the target's own",
     "draft": "proposed by the draft",
@@ -35,6 +31,10 @@ NAMES = {
     "grammar": "by the grammar",
     "learned": "by n-grams of earlier outputs",
 }
+# The most and the fewest tokens of the text; in between, the target alone takes about this long for them.
+_MAX_TOKENS, _MIN_TOKENS, _ALONE_SECONDS = 96, 48, 30
+# The tokens of the first requests, which read the prompt and are slower.
+_FIRST_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ SMALL = Demonstration(
 def run(console: Console, wanted: Demonstration, max_tokens: int | None, report: Callable[[str], None]) -> None:
     """Starts three processes, prints the text as it comes and a table, and stops the processes.
 
-    If the large pair cannot be had or does not start, reports it and runs the small one. `max_tokens`: None for as many
-    as are soon generated.
+    If the large pair cannot be had or does not start, reports it and runs the small one. `max_tokens`: None for fewer
+    with a slower target.
     """
     wanted = _fetched(wanted, report)
     with ExitStack() as stack:
