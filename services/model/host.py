@@ -34,7 +34,7 @@ class LoadedModel:
         return np.array(sorted(self.model.vocabulary.missing), np.int64)
 
     def warm(self) -> None:
-        """Computes the noise keys, which would delay the first request."""
+        """Computes the noise keys, which would delay the first request. A copy of this object has none of them."""
         self.sampler(SamplingParameters(), 0)
 
     def sampler(
@@ -63,6 +63,4 @@ def load(
     scheduler = Scheduler(open_engine, queue_limit, observer)
     files.check_size(scheduler.engine.vocabulary_size, directory)
     model = files.describe(name, scheduler.engine.context_length, scheduler.engine.vocabulary_size)
-    loaded = LoadedModel(files, scheduler.engine, model, scheduler)
-    loaded.warm()
-    return loaded
+    return LoadedModel(files, scheduler.engine, model, scheduler)

@@ -147,7 +147,9 @@ def _load(
     model = replace(
         loaded.model, forward_costs=_undisturbed(timings), compute_units=units, compute_unit_count=unit_count
     )
-    return replace(loaded, model=model)
+    served = replace(loaded, model=model)
+    served.warm()
+    return served
 
 
 def _undisturbed(timings: Sequence[tuple[int, Timing]]) -> tuple[tuple[int, int], ...]:

@@ -1,12 +1,18 @@
 """Tests the forwards before the first request: which there are, and how long an engine is warmed."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bridge.sampling.sampler import Logits
+from bridge.sampling.sampler import Logits, SamplingParameters
+from services.config import ModelServerConfig
 from services.engines.engine import Row, measure, warm
+from services.engines.observer import UNOBSERVED
+from services.engines.registry import engine_spec
+from services.model import host
+from services.model.server import _load
 from tests.support.watched import Watched
 
 
@@ -63,3 +69,21 @@ def test_no_forward_without_a_text_repeats_an_id() -> None:
     measure(engine, all_logits=True)
     for (row,) in engine.forwards:
         assert len(set(row.token_ids)) >= min(len(row.token_ids), engine.vocabulary_size // 2)
+
+
+def test_a_served_model_has_its_noise_keys_before_the_first_request(
+    tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of 262,144 ids take most of a second, in which the event loop would serve nobody."""
+    directory, _ = tiny_models
+    config = ModelServerConfig(model=str(directory), threads=1, slots=1)
+    loaded = _load(config, engine_spec("torch"), config.options, directory, lambda text: None, UNOBSERVED)
+
+    def token_keys(*_: object) -> None:
+        raise AssertionError("the keys are computed during a request")
+
+    monkeypatch.setattr(host, "token_keys", token_keys)
+    try:
+        loaded.sampler(SamplingParameters(), 0)
+    finally:
+        loaded.scheduler.close()
