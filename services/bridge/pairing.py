@@ -266,28 +266,30 @@ class Pairing:
 
     def drafts_of(self, target: Endpoint) -> list[Endpoint]:
         """Returns the drafts that can be paired with a target, one for each name, in the order of the configuration."""
+        able = {one.identity for one in self._beside(target)}
         by_name: dict[str, Endpoint] = {}
         for draft in self.zoo.of_role(model_pb2.ROLE_DRAFT):
-            if not self.refusal(target, draft):
+            if draft.identity in able:
                 by_name.setdefault(draft.model.name, draft)
         return list(by_name.values())
 
     def replicas(self, target: Endpoint, draft: Endpoint) -> list[Endpoint]:
         """Returns the usable replicas of a draft that can be paired with a target."""
-        found = [one for one in self.zoo.of_role(model_pb2.ROLE_DRAFT) if one.identity == draft.identity]
-        return [one for one in found if not self._is_only_replica(target, one)]
+        return [one for one in self._beside(target) if one.identity == draft.identity]
 
     def refusal(self, target: Endpoint, draft: Endpoint) -> str:
-        """Returns why a target and a draft cannot be paired, or ""."""
-        if self._is_only_replica(target, draft) and not self.replicas(target, draft):
-            return (
-                f"the draft {draft.model.name} is the target's only replica ({draft.address}): its passes would take "
-                "the target's time; start another server for one of them"
-            )
-        return ""
+        """Returns why a target and a usable draft cannot be paired, or ""."""
+        if self.replicas(target, draft):
+            return ""
+        return (
+            f"the draft {draft.model.name} is the target's only replica ({draft.address}): its passes would take "
+            "the target's time; start another server for one of them"
+        )
 
-    def _is_only_replica(self, target: Endpoint, draft: Endpoint) -> bool:
-        return all(_same_server(one, draft) for one in self.zoo.replicas(target))
+    def _beside(self, target: Endpoint) -> list[Endpoint]:
+        """Returns the usable services of drafts that are not the target's only replica."""
+        targets, drafts = self.zoo.replicas(target), self.zoo.of_role(model_pb2.ROLE_DRAFT)
+        return [one for one in drafts if not all(_same_server(other, one) for other in targets)]
 
     def is_faster(self, target: Endpoint, draft: Endpoint, workload: str) -> bool:
         """Returns whether a draft may be faster than the target alone: one without times and requests may be, too."""

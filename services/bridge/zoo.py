@@ -132,7 +132,14 @@ class Zoo:
     @property
     def endpoints(self) -> list[Endpoint]:
         """The usable services: targets, then drafts, each in the order of the configuration."""
-        return [one.endpoint for one in self.connections if one.endpoint and not self.conflict(one)]
+        owners: dict[tuple[model_pb2.Role.ValueType, str], Endpoint] = {}
+        found = []
+        for one in self.connections:
+            if known := one.known:
+                owner = owners.setdefault((known.role, known.model.name), known)
+                if one.endpoint and owner.identity == known.identity:  # see `conflict`
+                    found.append(known)
+        return found
 
     def conflict(self, connection: Connection) -> str:
         """Returns why a connected model cannot be used beside the others, or "".
@@ -143,16 +150,15 @@ class Zoo:
         endpoint = connection.endpoint
         if endpoint is None:
             return ""
-        for other in self._of(connection.role):
-            if other is connection:
-                return ""
-            if (one := other.known) and one.model.name == endpoint.model.name and one.identity != endpoint.identity:
-                what = "tokenizer" if one.identity[1] == endpoint.identity[1] else "revision"
-                return (
-                    f"two models are named {one.model.name}: this one differs in its {what} from the one at "
-                    f"{one.address}, which has the name; serve one of them under another name with --name"
-                )
-        return ""
+        known = [one.known for one in self._of(connection.role) if one.known]
+        owner = next(one for one in known if one.model.name == endpoint.model.name)
+        if owner.identity == endpoint.identity:
+            return ""
+        what = "tokenizer" if owner.identity[1] == endpoint.identity[1] else "revision"
+        return (
+            f"two models are named {owner.model.name}: this one differs in its {what} from the one at {owner.address}, "
+            "which has the name; serve one of them under another name with --name"
+        )
 
     def target(self, name: str) -> Endpoint:
         """Returns the target with this name, or the first one if the name is empty. Raises `ModelNotFound`.

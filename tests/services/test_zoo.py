@@ -3,18 +3,24 @@
 import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bridge.errors import Unreachable, UnusableModel
 from bridge.planning.planner import Mode
+from bridge.request import Request
+from bridge.text.models import Model
 from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
 from services.bridge.connection import State
-from services.bridge.pairing import Wish
+from services.bridge.endpoint import Endpoint
+from services.bridge.pairing import Pairing, Wish
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import Role
 from services.errors import DraftAway, PairRefused
+from tests.support import families
 from tests.support.ports import free_address
 from tests.support.waiting import eventually
 from tests.support.zoo import FAMILIES, bridge, cheap, hurry, serving, text_of, trained
@@ -156,6 +162,52 @@ async def test_of_two_models_with_one_name_the_first_is_used_and_the_other_refus
         for name in ("twin", ""):
             with pytest.raises(Unreachable, match=a):
                 await text_of(gateway, name, Wish(), Mode.OFF)
+
+
+async def test_a_model_that_has_no_right_to_its_name_does_not_take_it_from_replicas_of_the_one_that_has() -> None:
+    async with AsyncExitStack() as stack:
+        a = await stack.enter_async_context(serving(trained("gpt-2", "twin")))
+        b = await stack.enter_async_context(serving(trained("gemma", "twin")))
+        c = await stack.enter_async_context(serving(trained("gpt-2", "twin")))
+        gateway = await stack.enter_async_context(bridge([a, b, c], []))
+        assert [one.reachable for one in await gateway.zoo.check()] == [True, False, True]
+        assert [one.address for one in gateway.zoo.replicas(gateway.zoo.target("twin"))] == [a, c]
+
+
+class Counted:
+    """A connected service. `read_count`: how often the model of any of them was read."""
+
+    read_count = 0
+
+    def __init__(self, number: int, role: Any) -> None:
+        words = families.vocabulary("gpt-2")
+        name = "draft" if role == model_pb2.ROLE_DRAFT else "target"
+        model = Model(name, 512, words.size, words, forward_costs=((1, 1_000_000),))
+        described = model_pb2.Model(name=name, instance_id=f"{name}{number}")
+        self.address, self.role, self.problem, self.refused = f"{name}:{number}", role, "", None
+        self._endpoint = Endpoint(self.address, role, None, described, model)  # type: ignore[arg-type]
+
+    @property
+    def known(self) -> Endpoint:
+        Counted.read_count += 1
+        return self._endpoint
+
+    endpoint = known
+
+
+async def test_the_work_for_a_request_grows_no_faster_than_the_zoo() -> None:
+    reads = []
+    for count in (10, 40):
+        zoo = Zoo([], [])
+        roles = (model_pb2.ROLE_TARGET, model_pb2.ROLE_DRAFT)
+        services = [Counted(number, role) for role in roles for number in range(count)]
+        zoo._entries = [SimpleNamespace(connections=services)]  # type: ignore[list-item]
+        pairing, Counted.read_count = Pairing(zoo), 0
+        assignment = pairing.assign(zoo.target(""), Request("Hello"), Wish())
+        first = assignment.next(None)
+        assert first and first.model.name == "draft"
+        reads.append(Counted.read_count)
+    assert reads[1] <= 5 * reads[0], reads
 
 
 async def test_a_model_that_lies_about_its_vocabulary_is_refused() -> None:
