@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Set
+from contextlib import suppress
 from pathlib import Path
 
 from bridge.errors import InvalidField
@@ -23,9 +24,9 @@ def pin(text: str, system: Path = _SYSTEM) -> frozenset[int]:
     cores = _first_threads(text, allowed, system) if text.startswith("numa:") else _numbers(text)
     if not cores or not cores <= allowed:
         raise InvalidField(_FLAG, f"some of the cores {_text(allowed)} that this process may use", text)
-    for task in Path("/proc/self/task").iterdir():
-        # Threads of libraries exist already.
-        os.sched_setaffinity(int(task.name), cores)
+    for task in Path("/proc/self/task").iterdir():  # threads of libraries exist already
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(task.name), cores)
     return cores
 
 

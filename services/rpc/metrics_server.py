@@ -89,15 +89,22 @@ class _Server(ThreadingWSGIServer):
             return
         with self._lock:
             self._silent[request] = None
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the system has no more threads; the caller closes the connection
+            self._release(request)
+            raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answers a connection in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self.on_request(request)
-            self._free.release()
+            self._release(request)
+
+    def _release(self, request: Any) -> None:
+        self.on_request(request)
+        self._free.release()
 
     def on_request(self, connection: socket.socket) -> None:
         """Keeps a connection whose request has arrived, even if further ones come."""

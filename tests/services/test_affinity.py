@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,21 @@ def test_all_threads_of_a_process_are_pinned() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=200)
     assert {core for cores in ast.literal_eval(done.stdout) for core in cores} == {first}
+
+
+def test_a_thread_that_ends_meanwhile_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, pinned = min(os.sched_getaffinity(0)), []
+
+    def set_affinity(task: int, cores: frozenset[int]) -> None:
+        pinned.append(task)
+        if len(pinned) == 1:
+            raise ProcessLookupError
+
+    monkeypatch.setattr(os, "sched_setaffinity", set_affinity)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int)
+        assert pin(str(first)) == {first}
+        assert len(pinned) == len(list(Path("/proc/self/task").iterdir()))
 
 
 def test_a_node_is_its_physical_cores(system: Path) -> None:

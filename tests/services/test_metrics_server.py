@@ -90,6 +90,22 @@ def test_connections_with_a_request_are_bounded_in_number(monkeypatch: pytest.Mo
         eventually(is_served)
 
 
+def test_connections_that_got_no_thread_take_up_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.rpc.metrics_server._MAX_CONNECTIONS", 2)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with serving_metrics(ServerConfig(metrics="127.0.0.1:0"), ServerMetrics().registry) as url:
+        address = ("127.0.0.1", int(url.rpartition(":")[2].removesuffix("/metrics")))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            for _ in range(3):
+                with socket.create_connection(address, timeout=60) as connection:
+                    assert connection.recv(1) == b"", "closed at once"
+        assert scrape(url).status_code == 200
+
+
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0"])
 def test_other_machines_may_not_unless_it_is_secured(listen: str, caplog: pytest.LogCaptureFixture) -> None:
     registry = ServerMetrics().registry
