@@ -112,6 +112,8 @@ class _Certificates:
             if content == self._content:
                 return False
             context = self._load()
+            if content != self._read():  # they changed meanwhile, so what was checked is not what was read
+                return False
         except InvalidConfiguration as error:
             self._report(content or str(error), error)
             return False

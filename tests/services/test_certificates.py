@@ -15,6 +15,7 @@ from draftbridge import CallError, Client, Credentials, security
 from draftbridge.security import open_aio_channel, open_channel
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc
 from services.cli.processes import ProcessFailed
+from services.rpc.security import _Certificates
 from tests.services.test_cli import command, refused
 from tests.support.certificates import Pair, authority, issue
 from tests.support.ports import free_address
@@ -82,6 +83,20 @@ def test_a_server_takes_over_a_changed_certificate(tmp_path: Path) -> None:
         replaced.certificate.replace(pair.certificate)
         assert trusts(address, new) and not trusts(address, old)
         stub.GetModel(model_pb2.GetModelRequest())  # a connection outlives the change
+
+
+def test_files_that_change_while_they_are_checked_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by = authority(tmp_path / "ca.pem")
+    pair, replaced = issue(by, tmp_path, "server"), issue(by, tmp_path, "replaced")
+    files = _Certificates(pair.certificate, pair.key, None)
+    check = files._load
+    monkeypatch.setattr(files, "_load", lambda: (replaced.key.replace(pair.key), check())[1])
+    replaced.certificate.replace(pair.certificate)
+    assert not files.renew(), "the certificate is new and the key that was read is old"
+    monkeypatch.undo()
+    assert files.renew() and not files.renew()
 
 
 def test_a_client_takes_over_a_changed_certificate(tmp_path: Path) -> None:
