@@ -45,8 +45,8 @@ from benchmarks import prompts
 from benchmarks.planner_report import AUTO, OFF, WAYS, Run, Statistics, Way, fresh_verdicts, speed, table, verdicts
 from draftbridge.messages import generate_request
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
-from services.cli.bench import processor
 from services.cli.processes import launched, pinned, serve
+from services.engines.cpu import cpu_name
 from services.store.resolve import default_name
 
 _QWEN, _GEMMA, _SMOLLM = "qwen2.5-coder-1.5b-instruct", "gemma-3-270m", "smollm2-135m-instruct"
@@ -218,7 +218,7 @@ def about(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "command": shlex.join(sys.orig_argv),
         "arguments": vars(arguments),
-        "processor": processor(),
+        "processor": cpu_name(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "libraries": {name: found for name in _LIBRARIES if (found := _version(name))},

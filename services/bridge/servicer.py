@@ -194,7 +194,7 @@ def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
             draft_temperature=speculation.draft_temperature if speculation.HasField("draft_temperature") else None,
             sources=tuple(speculation.sources),
         ),
-        # A key cannot name the tenants of another key.
         reports_progress=message.reports_progress,
+        # A key cannot name the tenants of another key.
         tenant=f"{CALLER.get()}/{message.tenant}" if CALLER.get() and message.tenant else message.tenant,
     )

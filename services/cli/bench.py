@@ -6,7 +6,6 @@ the target, which mostly measures how long the prompt is.
 """
 
 import json
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -20,6 +19,7 @@ from rich.table import Table
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError, Client, Event
 from draftbridge.v1 import bridge_pb2
+from services.engines.cpu import cpu_name
 from services.engines.engine import core_count
 
 T = TypeVar("T")
@@ -369,13 +369,4 @@ def as_json(samples: Sequence[Sample], about: Mapping[str, Any]) -> str:
         | {"speculation": MessageToDict(one.speculation, preserving_proto_field_name=True)}
         for one in samples
     ]
-    return json.dumps({**about, "processor": processor(), "cores": core_count(), "runs": runs}, indent=1)
-
-
-def processor() -> str:
-    """Returns the processor's name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
+    return json.dumps({**about, "processor": cpu_name(), "cores": core_count(), "runs": runs}, indent=1)

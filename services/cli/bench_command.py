@@ -13,6 +13,7 @@ from services.cli.fitted import Fitted
 from services.cli.processes import check_cores, draft_threads, fleet
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, fail, out, report, writing
 from services.config import MODEL_HELP
+from services.engines.cpu import cpu_name
 from services.store.resolve import SUFFIX, resolve
 
 _CORES_HELP = "Cores for the {}, such as 0,1 or 0-3. Disjoint cores simulate two machines."
@@ -99,7 +100,7 @@ def run(
     if not samples:
         fail("no prompt could be measured")
     count = len(given) - len(failures)
-    title = f"{served}; {bench.processor()}; {count} prompts of {tokens} tokens, temperature {temperature:g}"
+    title = f"{served}; {cpu_name()}; {count} prompts of {tokens} tokens, temperature {temperature:g}"
     out.print(title, markup=False, highlight=False, soft_wrap=True)
     out.print(Fitted(bench.table(samples)))
     out.print(Fitted(bench.time_table(samples)))

@@ -25,6 +25,7 @@ from services.cli.zoo.report import Report, comparisons, write
 from services.cli.zoo.running import DEFAULT_MODELS, Zoo, running
 from services.cli.zoo.samples import TURNS, Plan, SampleFile, measure
 from services.config import DEFAULT_BRIDGE, MODEL_HELP
+from services.engines.cpu import cpu_name
 
 app = typer.Typer(no_args_is_help=True, help="Measure and predict which pairs of many models pay.")
 
@@ -159,10 +160,10 @@ def measure_pairs(
     with running(connect, server, targets, drafts, engine) as zoo:
         predictions = _predictions(zoo, probes, values, output)
         plan = Plan(zoo.targets, zoo.drafts, measured, values, tokens, refused=frozenset(zoo.refused))
-        file = SampleFile(output / "samples.jsonl", zoo.models, bench.processor())
+        file = SampleFile(output / "samples.jsonl", zoo.models, cpu_name())
         _run(zoo.client, plan, file, "measuring")
     setting = (
-        f"{bench.processor()}; {setting}, {tokens} tokens each, temperatures {temperatures}; "
+        f"{cpu_name()}; {setting}, {tokens} tokens each, temperatures {temperatures}; "
         f"{datetime.now(UTC):%Y-%m-%d}; draftbridge zoo measure"
     )
     result = _result(zoo, plan, file, predictions, setting)
@@ -245,7 +246,7 @@ def _predictions(
     zoo: Zoo, probes: Sequence[Mapping[str, Any]], temperatures: Sequence[float], output: Path
 ) -> list[Prediction]:
     plan = Plan(zoo.targets, zoo.drafts, probes, temperatures, _PROBE_TOKENS, (TURNS,), frozenset(zoo.refused))
-    file = SampleFile(output / "probes.jsonl", zoo.models, bench.processor())
+    file = SampleFile(output / "probes.jsonl", zoo.models, cpu_name())
     _run(zoo.client, plan, file, "predicting")
     keys = [key for key, _ in plan.keys()]
     for key in keys:
