@@ -52,7 +52,7 @@ class Configuration(BaseModel):
     def _pair(self, certificate: str, key: str) -> Iterator[tuple[str, str]]:
         for given, other in ((certificate, key), (key, certificate)):
             if getattr(self, given) and not getattr(self, other):
-                yield given, f"needs {_option(other)} too: a certificate and its key belong together"
+                yield given, f"needs {option(other)} too: a certificate and its key belong together"
 
 
 class ProcessConfig(Configuration):
@@ -337,10 +337,6 @@ SECTIONS: dict[str, type[Configuration]] = {
 }
 
 
-def option(kind: type[Configuration], field: str) -> str:
+def option(field: str) -> str:
     """Returns the name of a field's option or argument on the command line."""
-    return field.upper() if field == "model" else _option(field)
-
-
-def _option(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
+    return field.upper() if field == "model" else f"--{field.replace('_', '-')}"

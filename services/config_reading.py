@@ -52,29 +52,29 @@ def load(
         tables, text = _read(path)
         for key, value in tables.get(section, {}).items():
             place = f"{path}, {line_of(text, section, key)}[{section}] {key}"
-            name = _field(kind, key.replace("-", "_"), place, key)
+            name = _field(kind, key.replace("-", "_"), place)
             if name in values:
                 raise InvalidConfiguration(f"{place}: given twice: keep this or {origins[name]}")
             values[name], origins[name] = value, place
     prefix = f"DRAFTBRIDGE_{section.upper()}_"
     for key, value in environment.items():
         if key.startswith(prefix):
-            name = _field(kind, key.removeprefix(prefix).lower(), key, key)
+            name = _field(kind, key.removeprefix(prefix).lower(), key)
             many = "tuple" in str(kind.model_fields[name].annotation)
             values[name], origins[name] = value.replace(",", " ").split() if many else value, key
     for name, value in flags.items():
-        values[name], origins[name] = value, option(kind, name)
+        values[name], origins[name] = value, option(name)
     # Conflicts are looked for even if a required value is missing.
     absent = [name for name, field in kind.model_fields.items() if field.is_required() and name not in values]
     try:
         config = kind.model_validate(values | (dict.fromkeys(absent, "") if partial else {}))
     except ValidationError as error:
-        text = "; ".join(_explain(kind, section, one, origins) for one in error.errors())
+        text = "; ".join(_explain(section, one, origins) for one in error.errors())
         raise InvalidConfiguration(text) from None
     if partial:
         given = {name: value for name, value in config if name not in absent}
         return Loaded(kind.model_construct(**given), origins)
-    problems = [f"{_place(kind, field, origins)} {problem}" for field, problem in config.conflicts()]
+    problems = [f"{_place(field, origins)} {problem}" for field, problem in config.conflicts()]
     if problems:
         raise InvalidConfiguration("; ".join(problems))
     return Loaded(config, origins)
@@ -110,14 +110,14 @@ def check_files(loaded: Loaded[C]) -> None:
             try:
                 file.open("rb").close()
             except OSError as error:
-                place = _place(type(loaded.values), name, loaded.origins)
+                place = _place(name, loaded.origins)
                 problems.append(f"{place} must be a readable file, got {str(file)!r} ({error.strerror})")
     if problems:
         raise InvalidConfiguration("; ".join(problems))
 
 
-def _place(kind: type[Configuration], field: str, origins: Mapping[str, str]) -> str:
-    return option(kind, field) if origins[field] == "default" else origins[field]
+def _place(field: str, origins: Mapping[str, str]) -> str:
+    return option(field) if origins[field] == "default" else origins[field]
 
 
 def _read(path: Path) -> tuple[dict[str, dict[str, Any]], str]:
@@ -167,7 +167,7 @@ def _dotted(path: str) -> str:
     return ".".join(part.strip().strip("\"'") for part in path.split("."))
 
 
-def _field(kind: type[Configuration], name: str, place: str, written: str) -> str:
+def _field(kind: type[Configuration], name: str, place: str) -> str:
     """Returns `name` if it is a field. Raises `InvalidConfiguration` with the most similar name otherwise."""
     if name in kind.model_fields:
         return name
@@ -181,13 +181,13 @@ def unknown(name: str, fields: Iterable[str]) -> str:
     return f"unknown setting: {f'did you mean {names}?' if similar else f'the settings are {names}'}"
 
 
-def _explain(kind: type[Configuration], section: str, error: Any, origins: Mapping[str, str]) -> str:
+def _explain(section: str, error: Any, origins: Mapping[str, str]) -> str:
     """Formats one pydantic error as the place, what is allowed there, and what it has."""
     name = str(error["loc"][0])
     if error["type"] == "missing":
         key = name.replace("_", "-")
         return (
-            f"{option(kind, name)} is missing: give it on the command line, as "
+            f"{option(name)} is missing: give it on the command line, as "
             f"DRAFTBRIDGE_{section.upper()}_{name.upper()} or as {key} under [{section}] in the configuration file"
         )
     empty_variable = error["input"] == "" and origins[name].startswith("DRAFTBRIDGE_")

@@ -26,7 +26,7 @@ def configured(kind: type[C], run: Callable[[C, bool], None]) -> Callable[..., N
         check_files(loaded)
         run(loaded.values, until_stdin_closes)
 
-    parameters = {name: _annotation(kind, name, field) for name, field in kind.model_fields.items()}
+    parameters = {name: _annotation(name, field) for name, field in kind.model_fields.items()}
     parameters["config"] = Annotated[Path | None, typer.Option(help=CONFIG_HELP)]
     # A parent process passes this and keeps the pipe open, so that the process ends with its parent.
     parameters["until_stdin_closes"] = Annotated[bool, typer.Option(hidden=True)]
@@ -49,7 +49,7 @@ def as_options(config: ServerConfig) -> list[str]:
     """Returns the command line that gives a process this configuration, whatever its file and environment are."""
     words: list[str] = []
     for name in type(config).model_fields:
-        flag, value = option(type(config), name), getattr(config, name)
+        flag, value = option(name), getattr(config, name)
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag.removeprefix('--')}")
         elif value is not None:
@@ -58,9 +58,9 @@ def as_options(config: ServerConfig) -> list[str]:
     return words
 
 
-def _annotation(kind: type[C], name: str, field: FieldInfo) -> Any:
+def _annotation(name: str, field: FieldInfo) -> Any:
     """Returns a field's annotation for Typer. Types are plain, because the configuration validates the values."""
-    flag = option(kind, name)
+    flag = option(name)
     if not flag.startswith("--"):
         return Annotated[str | None, typer.Argument(help=field.description, metavar=flag, show_default=False)]
     # The backslash keeps rich from reading the bracket as markup.

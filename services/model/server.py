@@ -174,7 +174,7 @@ def _run_suffix_server(
         value, default = getattr(config, name), ModelServerConfig.model_fields[name].default
         if value not in (default, AUTO):
             allowed = f"left out with {SUFFIX}, which runs without an engine"
-            raise InvalidField(option(ModelServerConfig, name), allowed, value)
+            raise InvalidField(option(name), allowed, value)
     if config.cpu_affinity:
         pin(config.cpu_affinity)
     suffix = SuffixModel(config.name or SUFFIX, config.slots)
