@@ -302,7 +302,8 @@ class Scheduler:
         except Exception as error:
             if len(planned) > 1:  # runs each job alone, so that only the one at fault fails
                 for one in planned:
-                    self._run([one])
+                    if not one[0].future.done():  # it may have left, or was failed because the forward hung
+                        self._run([one])
                 return
             self.failure_count += 1
             job, row = planned[0]

@@ -1,13 +1,14 @@
 """Tests the forwards of sequences that share a model: what they contain, and what fails or leaves in their middle."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 
 from bridge.errors import EngineFailure
 from bridge.sampling.sampler import Logits
+from services.engines.engine import Row
 from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence
 from tests.support.waiting import eventually
@@ -102,6 +103,35 @@ async def test_a_crash_fails_the_sequence_concerned_and_no_other() -> None:
     assert scheduler.alive
     # Its slot can be used again.
     np.testing.assert_array_equal((await after(scheduler, ids(10, 2)))[-1], engine.logits(ids(10, 2)))
+    scheduler.close()
+
+
+async def test_a_forward_that_fails_is_not_repeated_for_sequences_that_have_left() -> None:
+    class Holding(Watched):
+        def forward(self, rows: Sequence[Row]) -> list[Logits]:
+            if len(rows) > 1:
+                self.gate.clear()
+            return super().forward(rows)
+
+    engine = Holding()
+    scheduler = Scheduler(lambda: engine)
+    engine.gate.clear()
+    first = asyncio.create_task(after(scheduler, ids(6)))
+    await asyncio.to_thread(eventually, lambda: bool(engine.forwards))
+    prompts = [ids(10, 1), [*ids(10, 2), Watched.poison], ids(10, 3)]
+    running = [asyncio.create_task(after(scheduler, prompt)) for prompt in prompts]
+    await asyncio.to_thread(eventually, lambda: scheduler._inbox.qsize() == 3)
+    engine.gate.set()
+    await first
+    await asyncio.to_thread(eventually, lambda: len(engine.forwards) == 2)
+    for one in (running[0], running[2]):
+        one.cancel()
+    await asyncio.sleep(0)
+    engine.gate.set()
+    results = await asyncio.gather(*running, return_exceptions=True)
+    assert isinstance(results[1], EngineFailure)
+    await drop(scheduler, ids(6, 4))
+    assert [len(rows) for rows in engine.forwards] == [1, 3, 1, 1]
     scheduler.close()
 
 
