@@ -76,7 +76,6 @@ async def exchange(
 
     Calls `on_end_of_requests` when the client closes its side. An error in either direction ends both.
     """
-    responding: asyncio.Future[T] | None = None
 
     async def listen() -> None:
         while True:
@@ -88,22 +87,21 @@ async def exchange(
             await on_request(request)
         on_end_of_requests()
 
-    listener = asyncio.create_task(listen())
+    listener, responding = asyncio.create_task(listen()), asyncio.ensure_future(anext(responses))
     try:
         while True:
-            responding = asyncio.ensure_future(anext(responses))
             if not listener.done():
                 await asyncio.wait((listener, responding), return_when=asyncio.FIRST_COMPLETED)
             if listener.done():
                 listener.result()  # it may also have failed while the last response was sent
             yield await responding
+            responding = asyncio.ensure_future(anext(responses))
     except StopAsyncIteration:
         return
     finally:
-        listener.cancel()
-        if responding is not None:
-            responding.cancel()
-        await asyncio.gather(listener, *([responding] if responding else []), return_exceptions=True)
+        for task in (listener, responding):
+            task.cancel()
+        await asyncio.gather(listener, responding, return_exceptions=True)
 
 
 def _retrieve(reading: "asyncio.Future[Any]") -> None:
