@@ -84,7 +84,7 @@ async def _serve(
         return (await asyncio.gather(*(worker.ready for worker in workers)))[0]
 
     try:
-        if announced := await unless(stop, ready()):
+        if announced := await unless(stop.wait(), ready()):
             on_start(announced)
         await asyncio.gather(*tasks)
     finally:
@@ -127,7 +127,7 @@ class _Worker:
                 self.ready.set_exception(ProcessFailed(f"worker {self._number} did not start: {reason}"))
                 return
             _log.error("worker %d %s and is started again", self._number, ended)
-            await unless(stop, asyncio.sleep(_RESTART_SECONDS))
+            await unless(stop.wait(), asyncio.sleep(_RESTART_SECONDS))
 
     def kill(self) -> None:
         """Ends the worker at once."""

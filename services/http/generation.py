@@ -13,6 +13,7 @@ from bridge.request import Request
 from services.bridge.backend import Backend, Opened
 from services.bridge.pairing import Wish
 from services.http.errors import TooManySequences
+from services.rpc.server import unless
 from services.rpc.status import code_of
 
 T = TypeVar("T")
@@ -113,11 +114,4 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(leaving())
-    try:
-        await asyncio.wait((task, left), return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        for one in (task, left):
-            one.cancel()
-        await asyncio.gather(task, left, return_exceptions=True)
+    return await unless(leaving(), work)

@@ -87,7 +87,7 @@ def run(
         stop = stop_event(until_stdin_closes)  # first, because an interrupted server cannot be deleted cleanly
         server = Server(config.listen, config, insight)
         # In a thread, so that a signal is handled meanwhile.
-        loaded = await unless(stop, asyncio.to_thread(_load, config, spec, options, directory, report, metrics))
+        loaded = await unless(stop.wait(), asyncio.to_thread(_load, config, spec, options, directory, report, metrics))
         if loaded is None:
             # A thread cannot be cancelled; it would keep the process until the model is read.
             os._exit(0)

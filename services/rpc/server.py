@@ -188,7 +188,7 @@ class Server:
         stopping = asyncio.ensure_future(self._server.stop(self._grace_seconds))
         # Clients may watch the health for ever, which must not use up the grace period.
         hurried = stop.hurried if isinstance(stop, Stop) else asyncio.Event()
-        await unless(hurried, self._gate.wait_idle())
+        await unless(hurried.wait(), self._gate.wait_idle())
         seconds = _HURRIED_SECONDS if hurried.is_set() else _IDLE_SECONDS
         # Two stops that reach their ends at the same time may crash gRPC.
         if seconds < self._grace_seconds:
@@ -199,15 +199,16 @@ class Server:
         return {"": alive} | {name: alive and usable() for name, usable in self._services.items()}
 
 
-async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
-    """Returns the work's result, or None if `stop` is set first; the work is cancelled then."""
-    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+async def unless(end: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T | None:
+    """Returns the work's result, or None if `end` comes first, which cancels the work."""
+    task, ending = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
-        await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, ending), return_when=asyncio.FIRST_COMPLETED)
         return await task if task.done() else None
     finally:
-        for one in (task, stopped):
+        for one in (task, ending):
             one.cancel()
+        await asyncio.gather(task, ending, return_exceptions=True)
 
 
 def stop_event(watch_stdin: bool) -> Stop:
