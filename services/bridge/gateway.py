@@ -297,16 +297,15 @@ class Gateway:
         """Returns the request's grammar. Raises `GrammarNotSupported`, `InvalidGrammar` or `SandboxBusy`."""
         if (grammar := request.sampling.grammar) is None:
             return None
-        self._able(request, target)
-        return await self._grammars.open(grammar)
+        opened = await self._grammars.open(grammar) if self._able(request, target) else None
+        if opened is None or not self._able(request, target):  # a replica may have left meanwhile
+            raise GrammarNotSupported(target.model.name, grammar.field)
+        return opened
 
     def _able(self, request: Request, target: Endpoint) -> list[Endpoint]:
-        """Returns the replicas of a target that can obey the request's grammar. Raises `GrammarNotSupported`."""
+        """Returns the replicas of a target that can obey the request's grammar, if it has one."""
         grammar = request.sampling.grammar
-        found = [one for one in self.zoo.replicas(target) if one.description.grammars or not grammar]
-        if grammar and not found:
-            raise GrammarNotSupported(target.model.name, grammar.field)
-        return found
+        return [one for one in self.zoo.replicas(target) if one.description.grammars or not grammar]
 
 
 def _served(model: Model) -> ServedModel:

@@ -1,18 +1,22 @@
 """A caller of the gateway without protocol buffers gets the same results as the gRPC door."""
 
+from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
-from bridge.errors import InvalidField
+from bridge.errors import InvalidField, Unreachable
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.ports import Pass
 from bridge.request import Request
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from draftbridge import Client
 from draftbridge.v1 import model_pb2
 from services.bridge.gateway import Gateway, Opened
+from services.bridge.remote import RemoteVerifier
 from services.bridge.zoo import Zoo
 from services.cli.processes import Fleet
 from services.errors import BridgeBusy, GrammarNotSupported, ModelNotFound
@@ -92,6 +96,26 @@ async def test_a_service_without_grammars_is_not_asked_to_obey_one(gateway: Gate
     target.description.grammars = False
     with pytest.raises(GrammarNotSupported, match="tiny-target's service does not support grammars"):
         await text()
+
+
+async def test_a_target_that_is_lost_is_the_reason_if_no_other_replica_obeys_grammars(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = gateway.zoo.target("")
+    other = replace(target, address="elsewhere:1", description=model_pb2.Model())
+
+    class Lost(RemoteVerifier):
+        async def passes(self) -> AsyncIterator[Pass]:
+            monkeypatch.setattr(gateway.zoo, "replicas", lambda endpoint: [other])
+            raise Unreachable(target.address, "UNAVAILABLE")
+            yield
+
+    monkeypatch.setattr("services.bridge.gateway.RemoteVerifier", Lost)
+    sampling = SamplingParameters(grammar=Grammar(GrammarKind.REGEX, "[0-9]{4}"))
+    request = asked(sampling=sampling, speculation=SpeculationParameters(mode=Mode.OFF))
+    with pytest.raises(Unreachable, match=target.address):
+        async with aclosing(gateway.generate(request)) as events:
+            [_ async for _ in events]
 
 
 async def test_a_door_that_leaves_early_is_counted_as_cancelled(gateway: Gateway) -> None:
