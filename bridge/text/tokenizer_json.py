@@ -61,7 +61,7 @@ _BYTES_BY_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): 
 def read(content: bytes) -> tuple[Spec, Tokenizer]:
     """Returns a file's JSON and the library's tokenizer for it. Raises `TokenizerNotUnderstood`."""
     try:
-        library = Tokenizer.from_buffer(content)  # unlike `from_str`, it lets other threads run
+        library = Tokenizer.from_buffer(content)  # no other thread runs meanwhile: 1.3 s for 262,144 ids
         found = _FILE.validate_json(content)
     except Exception as error:  # the library raises a plain Exception for a file that it cannot read
         raise TokenizerNotUnderstood(
