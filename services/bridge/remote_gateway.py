@@ -14,6 +14,7 @@ from draftbridge.security import Credentials, open_aio_channel
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2
 from services.bridge.backend import Opened, ServedModel, ServiceState
 from services.bridge.pairing import Wish
+from services.bridge.shared import Shared
 from services.bridge.zoo import no_such
 from services.errors import KeyLimitReached, ModelNotFound, Overloaded
 from services.metrics import HttpMetrics
@@ -61,10 +62,9 @@ class RemoteGateway:
         self.metrics, self.traces = metrics, traces
         self._address, self._credentials = address, credentials
         self._tokens: LRUCache[str, _Tokens] = LRUCache(_MAX_TOKENIZERS)
-        self._listed: tuple[list[ServedModel], list[str]] = ([], [])
+        self._served_now = Shared(self._list, _LIST_SECONDS)
         # Also those that are away: a request for one is not for an unknown model.
         self._targets: dict[str, ServedModel] = {}
-        self._listed_at = -_LIST_SECONDS
         self._channel: aio.Channel | None = None
 
     @property
@@ -81,28 +81,26 @@ class RemoteGateway:
 
     async def served(self) -> tuple[list[ServedModel], list[str]]:
         """See `Backend`."""
-        if time.monotonic() - self._listed_at >= _LIST_SECONDS:
-            try:
-                answer = await self._stub.ListModels(
-                    bridge_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS, metadata=outgoing_metadata()
-                )
-            except aio.AioRpcError as error:
-                raise self._converted(error) from error
-            usable, away = (
-                {(one.role, one.model.name): one.model for one in reversed(answer.services) if one.state == state}
-                for state in (bridge_pb2.ServiceState.STATE_AVAILABLE, bridge_pb2.ServiceState.STATE_AWAY)
+        return await self._served_now.get()
+
+    async def _list(self) -> tuple[list[ServedModel], list[str]]:
+        try:
+            answer = await self._stub.ListModels(
+                bridge_pb2.ListModelsRequest(), timeout=_TIMEOUT_SECONDS, metadata=outgoing_metadata()
             )
-            known = away | usable  # of services with the same name, one that can be used counts
-            configured = dict.fromkeys((one.role, one.model.name) for one in answer.services if one.model.name)
-            keys = [key for key in configured if key in known]
-            self._targets = {
-                name: self._served(known[role, name]) for role, name in keys if role == model_pb2.ROLE_TARGET
-            }
-            targets = [one for name, one in self._targets.items() if (model_pb2.ROLE_TARGET, name) in usable]
-            drafts = [name for role, name in keys if role == model_pb2.ROLE_DRAFT and (role, name) in usable]
-            self._listed = targets, drafts
-            self._listed_at = time.monotonic()
-        return self._listed
+        except aio.AioRpcError as error:
+            raise self._converted(error) from error
+        usable, away = (
+            {(one.role, one.model.name): one.model for one in reversed(answer.services) if one.state == state}
+            for state in (bridge_pb2.ServiceState.STATE_AVAILABLE, bridge_pb2.ServiceState.STATE_AWAY)
+        )
+        known = away | usable  # of services with the same name, one that can be used counts
+        configured = dict.fromkeys((one.role, one.model.name) for one in answer.services if one.model.name)
+        keys = [key for key in configured if key in known]
+        self._targets = {name: self._served(known[role, name]) for role, name in keys if role == model_pb2.ROLE_TARGET}
+        targets = [one for name, one in self._targets.items() if (model_pb2.ROLE_TARGET, name) in usable]
+        drafts = [name for role, name in keys if role == model_pb2.ROLE_DRAFT and (role, name) in usable]
+        return targets, drafts
 
     async def served_target(self, name: str) -> ServedModel:
         """See `Backend`."""

@@ -31,6 +31,7 @@ from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField
 from bridge.generation import Delta
 from bridge.request import Request
 from services.bridge.backend import Backend, ServedModel, ServiceState
+from services.bridge.shared import Shared
 from services.errors import ModelNotFound, Unauthenticated
 from services.http import errors
 from services.http.answer import Answer, Budget, Limits, WholeResponse, respond, write_text
@@ -38,7 +39,6 @@ from services.http.generation import Event, Sequences, generate
 from services.http.insight import Insight
 from services.http.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest, SegmentationRequest
 from services.http.responses import ChatFormat, Choice, CompletionFormat, Format, Json
-from services.http.shared import Shared
 from services.http.tools import Call
 from services.logs import REQUEST_ID_KEY
 from services.rpc.keys import Key, Keys

@@ -18,12 +18,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
 
+from services.bridge.shared import Shared
 from services.cli.processes import Fleet
 from services.http.answer import Limits
 from services.http.app import _Door
 from services.http.connections import _HEAD_END, Connection
 from services.http.requests import CompletionRequest
-from services.http.shared import Shared
 from tests.services.test_http_limits import LONG, door, open_connections, raw
 from tests.support.certificates import authority, issue
 from tests.support.waiting import eventually, held

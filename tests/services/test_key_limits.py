@@ -68,9 +68,12 @@ async def limited(tmp_path: Path) -> AsyncIterator[tuple[Slow, str]]:
 
 
 class Listing(bridge_pb2_grpc.BridgeServiceServicer):
-    """A bridge with several services, some of which are away."""
+    """A bridge with several services, some of which are away. `count`: how often it was asked for them."""
+
+    count = 0
 
     async def ListModels(self, request: object, context: object) -> bridge_pb2.ListModelsResponse:  # noqa: N802
+        self.count += 1
         states = bridge_pb2.ServiceState
         services = [
             states(role=role, state=state, model=model_pb2.Model(name=name, context_length=length))
@@ -88,13 +91,14 @@ class Listing(bridge_pb2_grpc.BridgeServiceServicer):
 
 
 async def test_a_door_of_its_own_lists_models_in_the_bridge_s_order() -> None:
-    server = aio.server()
-    bridge_pb2_grpc.add_BridgeServiceServicer_to_server(Listing(), server)
+    server, listing = aio.server(), Listing()
+    bridge_pb2_grpc.add_BridgeServiceServicer_to_server(listing, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     door = RemoteGateway(f"127.0.0.1:{port}", Credentials(), HttpMetrics(), Traces())
     try:
-        targets, drafts = await door.served()
+        (targets, drafts), *_ = await asyncio.gather(*(door.served() for _ in range(5)))
+        assert listing.count == 1, "requests that arrive together ask once"
         assert [(one.name, one.context_length) for one in targets] == [("b", 1), ("a", 2)]
         assert drafts == ["y", "x"]
         assert (await door.served_target("")).name == "z", "the default, also while it is away"
