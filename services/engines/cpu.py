@@ -9,14 +9,14 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @cache
 def _fields(path: Path) -> dict[str, str]:
-    """The first processor's lines, {} on systems without such a file."""
+    """Returns the first processor's lines by name; none on systems without such a file."""
     lines = path.read_text().partition("\n\n")[0].splitlines() if path.is_file() else []
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def cpu_name(path: Path = _CPUINFO) -> str:
+def cpu_name() -> str:
     """Returns the processor's model name, "" if it is not known."""
-    return _fields(path).get("model name", processor())
+    return _fields(_CPUINFO).get("model name", processor())
 
 
 def cpu_flags(path: Path = _CPUINFO) -> frozenset[str]:
