@@ -167,9 +167,11 @@ class TorchEngine:
     def _passes_agree(self) -> bool:
         """Returns whether batch-invariant logits are those of other passes, but for rounding. Overwrites slot 0.
 
-        Compares a text that is longer than a span of positions, with attention windows as they are and narrowed.
+        Compares the end of a text that is longer than a span of positions, with attention windows as they are and
+        narrowed.
         """
-        rows = [Row(0, 0, (self._sample * SPAN)[: min(SPAN + len(self._sample), self.context_length)], 0)]
+        text = (self._sample * SPAN)[: min(SPAN + len(self._sample), self.context_length)]
+        rows = [Row(0, 0, text, len(text) - len(self._sample))]
 
         def agree() -> bool:
             plain, invariant = (run.float().numpy() for run in (self._run_plain(rows), self._run_invariant(rows)))
