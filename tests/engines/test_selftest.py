@@ -1,5 +1,6 @@
 """Right engines pass the self-test before they are served, in any dtype, and broken ones do not."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
+from services.engines import selftest
 from services.engines.engine import Row
 from services.engines.selftest import SelfTest, distance
 from services.engines.torch import cache as torch_cache
@@ -254,6 +257,21 @@ def test_texts_begin_as_the_tokenizer_begins_them(tmp_path: Path) -> None:
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     texts = SelfTest.of(load_model(tmp_path, torch.float32).eval()).texts
     assert [text[0] for text in texts] == [7, 7] and without[0][0] != 7
+
+
+@pytest.mark.parametrize(
+    ("first", "are_prose"), [(3, True), (CONFIG.vocab_size - 5, False)], ids=["known", "too large"]
+)
+def test_texts_are_prose_if_the_model_has_the_tokens(first: int, are_prose: bool, tmp_path: Path) -> None:
+    saved(CONFIG, tmp_path)
+    words = {word: first + at for at, word in enumerate(dict.fromkeys(re.findall(r"\w+|[^\w\s]", selftest._PROSE)))}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="The"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    one, other = SelfTest.of(load_model(tmp_path, torch.float32).eval()).texts
+    ids = tuple(tokenizer.encode(selftest._PROSE).ids)
+    assert one[:4] == other[:4] and one != other and max(*one, *other) < CONFIG.vocab_size
+    assert (one == ids[:16] and other[4:] == ids[16:28]) is are_prose
 
 
 def test_a_proof_leaves_the_model_as_it_was(directory: Path) -> None:

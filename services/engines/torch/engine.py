@@ -167,10 +167,9 @@ class TorchEngine:
     def _passes_agree(self) -> bool:
         """Returns whether batch-invariant logits are those of other passes, but for rounding. Overwrites slot 0.
 
-        Compares the end of a text that is longer than a span of positions, with attention windows as they are and
-        narrowed.
+        Compares a text's last positions, in two spans of positions, with attention windows as they are and narrowed.
         """
-        text = (self._sample * SPAN)[: min(SPAN + len(self._sample), self.context_length)]
+        text = (self._sample * SPAN)[: min(SPAN + SIZES[0], self.context_length)]
         rows = [Row(0, 0, text, len(text) - len(self._sample))]
 
         def agree() -> bool:
