@@ -29,8 +29,9 @@ _LIMITS = (SIZES[-1], 32)
 # Positions of a block of attention, and of the span of blocks whose end is where a block's keys end. More of either
 # computes more padding, fewer take more calls. A slot holds a multiple of a span.
 _BLOCK, SPAN = 4, 64
-# Tokens before those whose logits are compared: more than 512, whose keys torch's attention treats as a group.
-_COMPARED_AFTER = 576
+# Tokens before those whose logits are compared: more than 512, whose keys torch's attention treats as a group. They are
+# the first ones of these, again and again.
+_COMPARED_AFTER, _REPEATED = 576, 16
 # What is compared with 64 tokens: first token and number of tokens, in an order in which no part needs what an earlier
 # one cleared. Also without those of more than 32, they have all sizes and all tokens, and not all begin where a block
 # does.
@@ -188,8 +189,8 @@ def make_invariant(
             found = forward(Row(0, keep + start, ids[start : start + size], 0), limit).clone()
             return found if counts == {size} else found[:0]
 
-        forward(Row(0, 0, ids, len(ids)), limit)
-        caches.repeat(0, len(ids), keep)
+        forward(Row(0, 0, ids[:_REPEATED], _REPEATED), limit)
+        caches.repeat(0, _REPEATED, keep)
         whole = torch.cat([logits(start, limit) for start in range(0, _COMPARED, limit)])
         # Not with the limit itself, which `whole` consists of.
         parts = [(start, size) for start, size in _PARTS if size < limit or limit < size == _COMPARED]
