@@ -210,6 +210,7 @@ class _EventStream(EventSourceResponse):
 
     def __init__(self, events: AsyncGenerator[bytes]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache"})
+        del self.headers["connection"]  # the library's is keep-alive, also where the connection ends with the stream
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -9,7 +9,9 @@ import re
 import socket
 from asyncio.events import TimerHandle
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
 from weakref import WeakSet
 
 from starlette.exceptions import HTTPException
@@ -84,6 +86,7 @@ class Connection(HttpToolsProtocol):
         self._expects_body = False
         self._head = bytearray()
         self._is_parsing = False
+        self._closes_after_body = False
         self._unanswered: list[RequestResponseCycle] = []
         self._shaking = shaking
         if shaking and len(self.connections) + len(shaking) >= max_connections:
@@ -160,6 +163,21 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         # uvicorn stops reading at the second request, and would not notice that the client leaves.
         self.flow.resume_reading()
+        close = partial(self._close, self.cycle)
+        self.cycle.transport = cast(
+            asyncio.Transport,
+            SimpleNamespace(write=self.transport.write, is_closing=self.transport.is_closing, close=close),
+        )
+
+    def _close(self, cycle: RequestResponseCycle) -> None:
+        """Closes the connection after a request that is its last one, but reads and ignores the rest of a refused body.
+
+        A client that sends its whole body first would otherwise lose the connection before it reads the refusal.
+        """
+        if self._expects_body and cycle is self.cycle and cycle.response_complete:
+            self._closes_after_body = True
+        else:
+            self.transport.close()
 
     def on_body(self, body: bytes) -> None:
         """Leaves the size of the body to the application, unless that has already refused the request."""
@@ -168,9 +186,11 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Begins to count the next head."""
+        """Begins to count the next head, unless the connection ends with this request."""
         self._byte_count, self._expects_body, self._is_parsing = 0, False, False
         super().on_message_complete()
+        if self._closes_after_body:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         """Ends the connection if the client does not read for a time."""

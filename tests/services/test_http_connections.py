@@ -328,3 +328,27 @@ async def test_a_host_name_that_can_never_match_is_refused_at_the_start(tiny_fle
     with pytest.raises(ValidationError, match="names such as"):
         async with door(tiny_fleet, http_host=(name,)):
             pass
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1\r\nConnection: close", b"HTTP/1.0"])
+async def test_a_client_that_sends_its_whole_body_first_reads_the_refusal(tiny_fleet: Fleet, head: bytes) -> None:
+    """Some clients, such as urllib, use a connection for one request only."""
+    async with door(tiny_fleet, Limits(body_bytes=1000)) as (url, _):
+        reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        writer.write(b"POST /v1/completions " + head + b"\r\nHost: localhost\r\nContent-Length: 12000000\r\n")
+        writer.write(b"Content-Type: application/json\r\n\r\n")
+        for _ in range(12):
+            writer.write(b" " * 1_000_000)
+            await writer.drain()
+        answer = await asyncio.wait_for(reader.read(), 20)
+        assert answer.split()[1] == b"413" and b"connection: close" in answer
+        writer.close()
+
+
+async def test_a_stream_on_a_connection_that_ends_with_it_says_only_that(tiny_fleet: Fleet) -> None:
+    async with door(tiny_fleet) as (url, _):
+        reader, writer = await asyncio.open_connection(urlsplit(url).hostname, urlsplit(url).port)
+        writer.write(request(SHORT | {"stream": True}, "Connection: close\r\n"))
+        head, _, events = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
+        assert head.lower().count(b"connection:") == 1 and b"connection: close" in head and b"[DONE]" in events
+        writer.close()
