@@ -13,6 +13,7 @@ from draftbridge.messages import (
     Event,
     Generation,
     checked_id,
+    checked_timeout,
     event_of,
     generate_request,
     invalid,
@@ -90,8 +91,9 @@ class Client:
         `timeout`: seconds that the whole generation may take, by default any number.
         """
         _check_open(self._closed)
+        limit = checked_timeout(timeout)
         request, trace = generate_request(prompt, **options), CallTrace(_GENERATE, checked_id(request_id))
-        call, code = self._stub.Generate(request, timeout=timeout, metadata=trace.metadata), ""
+        call, code = self._stub.Generate(request, timeout=limit, metadata=trace.metadata), ""
         try:
             with _call_errors(self):
                 for response in call:
@@ -139,7 +141,7 @@ class Client:
 
 
 class AsyncClient:
-    """The asyncio counterpart of `Client`."""
+    """The asyncio counterpart of `Client`. Open it in the event loop that uses it."""
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         self._address = address
@@ -170,8 +172,9 @@ class AsyncClient:
     ) -> AsyncIterator[Event]:
         """See `Client.stream`."""
         _check_open(self._closed)
+        limit = checked_timeout(timeout)
         request, trace = generate_request(prompt, **options), CallTrace(_GENERATE, checked_id(request_id))
-        call, code = self._stub.Generate(request, timeout=timeout, metadata=trace.metadata), ""
+        call, code = self._stub.Generate(request, timeout=limit, metadata=trace.metadata), ""
         try:
             with _call_errors(self):
                 async for response in call:

@@ -14,6 +14,8 @@ from draftbridge.v1 import bridge_pb2, sampling_pb2
 
 Event: TypeAlias = bridge_pb2.GenerateStarted | bridge_pb2.GenerateDelta | bridge_pb2.GenerateFinished
 
+# Three decades; gRPC counts nanoseconds since 1970 in 64 bits.
+_MAX_TIMEOUT_SECONDS = 1e9
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
@@ -141,7 +143,7 @@ def generate_request(
         if prompt is not None:
             request.prompt = prompt
         if messages is not None:
-            request.chat.CopyFrom(bridge_pb2.Chat(messages=[_chat_message(one) for one in messages]))
+            request.chat.CopyFrom(_chat(messages))
         if template_variables is not None:
             if messages is None:
                 raise invalid("template_variables", "template_variables need messages: give both or neither")
@@ -216,9 +218,19 @@ def _strings(value: str | Sequence[str]) -> Sequence[str]:
     return [value] if isinstance(value, str) else value
 
 
-def _chat_message(message: Mapping[str, Any]) -> bridge_pb2.ChatMessage:
-    fields = {key: value for key, value in message.items() if key not in ("role", "content")}
-    return bridge_pb2.ChatMessage(role=message["role"], content=message["content"], fields_json=_json(fields))
+def _chat(messages: Sequence[Mapping[str, Any]]) -> bridge_pb2.Chat:
+    chat = bridge_pb2.Chat()
+    for place, message in enumerate(messages):
+        try:
+            fields = {key: value for key, value in message.items() if key not in ("role", "content")}
+            chat.messages.add(role=message["role"], content=message["content"], fields_json=_json(fields))
+        except UnicodeEncodeError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            name = f"messages[{place}]"
+            form = 'a mapping with a text as "role", one as "content", and JSON values'
+            raise invalid(name, f"{name} must be {form}, got {reprlib.repr(message)} ({error})") from error
+    return chat
 
 
 def _json(value: Mapping[str, Any]) -> str:
@@ -255,6 +267,18 @@ def translate_request(
         )
     except (ValueError, TypeError) as error:
         raise invalid("request", f"a value has the wrong type or is out of range ({error})") from error
+
+
+def checked_timeout(timeout: float | None) -> float | None:
+    """Returns the seconds as gRPC takes them: None if they are more than it can count, which would be over at once.
+
+    Raises `CallError` if it is not a number.
+    """
+    if timeout is None:
+        return None
+    if not isinstance(timeout, (int, float)) or timeout != timeout:
+        raise invalid("timeout", f"timeout must be a number of seconds or None, got {timeout!r}")
+    return timeout if timeout < _MAX_TIMEOUT_SECONDS else None
 
 
 def checked_id(request_id: str) -> str:

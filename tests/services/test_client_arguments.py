@@ -43,6 +43,28 @@ def test_what_is_not_json_is_not_sent(value: Any) -> None:
             generate_request(**sent)
 
 
+@pytest.mark.parametrize("message", ["hi", {"role": "user"}, {"role": "user", "content": [{"type": "text"}]}])
+def test_a_message_of_another_form_is_named_by_its_place(message: Any) -> None:
+    with pytest.raises(CallError, match=r"^messages\[1\] must be a mapping") as caught:
+        generate_request(messages=[CHAT, message])
+    assert (caught.value.reason, caught.value.metadata) == ("INVALID_FIELD", {"field": "messages[1]"})
+
+
+@pytest.mark.parametrize("seconds", ["5", float("nan")])
+async def test_a_timeout_that_is_no_number_of_seconds_is_refused(seconds: Any) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(CallError, match=r"^timeout must be") as caught:
+        client.generate("a", timeout=seconds)
+    assert caught.value.metadata == {"field": "timeout"}
+    async with AsyncClient("127.0.0.1:1") as client_of_loop:
+        with pytest.raises(CallError, match=r"^timeout must be"):
+            await client_of_loop.generate("a", timeout=seconds)
+
+
+@pytest.mark.parametrize("seconds", [1e10, float("inf")])
+def test_a_timeout_beyond_what_grpc_counts_is_no_limit(client: Client, seconds: float) -> None:
+    assert client.generate("a", max_tokens=1, timeout=seconds).token_ids
+
+
 def test_bytes_of_a_command_line_that_are_not_utf_8_are_called_that() -> None:
     with pytest.raises(CallError, match="not valid UTF-8, or has lone surrogates") as caught:
         generate_request(b"caf\xe9".decode(errors="surrogateescape"))
