@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from bridge.errors import InvalidField
 from draftbridge import Event
-from draftbridge.v1 import bridge_pb2, model_pb2, sampling_pb2
+from draftbridge.v1 import bridge_pb2, model_pb2
 from services.cli.connection import Connect, Server, connecting
 from services.cli.fitted import Fitted
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, out, report
@@ -210,30 +210,21 @@ def _utf_8(text: str) -> bytes:
 def _as_dict(event: Event) -> dict[str, Any]:
     match event:
         case bridge_pb2.GenerateStarted():
-            return {
-                "event": "started",
-                "target": event.target,
-                "draft": event.draft,
-                "seed": event.seed,
-                "prompt_token_count": event.prompt_token_count,
-                "request_id": event.request_id,
-            }
+            return {"event": "started", **_fields(event)}
         case bridge_pb2.GenerateDelta():
-            spans = [{"source": span.source, "byte_count": span.byte_count} for span in event.spans]
+            spans = [_fields(span) for span in event.spans]
             return {"event": "delta", "text": event.text, "token_ids": list(event.token_ids), "spans": spans}
         case _:
-            usage, speculation = event.usage, event.speculation
-            return {
-                "event": "finished",
-                "finish_reason": sampling_pb2.FinishReason.Name(event.finish_reason),
-                "usage": _fields(usage),
-                "speculation": _fields(speculation),
-            }
+            return {"event": "finished", **_fields(event)}
 
 
-def _fields(message: Any) -> dict[str, Any]:
-    """Returns all fields of a message, including unset ones."""
-    return {field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+def _fields(message: Message) -> dict[str, Any]:
+    """Returns all fields of a message, including unset ones, with the names of enum values."""
+    fields = {}
+    for field in message.DESCRIPTOR.fields:
+        value = _plain(getattr(message, field.name))
+        fields[field.name] = field.enum_type.values_by_number[value].name if field.enum_type else value
+    return fields
 
 
 def _plain(value: Any) -> Any:

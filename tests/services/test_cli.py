@@ -55,6 +55,7 @@ def test_generate_streams_text_and_json(tiny_fleet: Fleet) -> None:
     assert events[-1]["event"] == "finished"
     assert "".join(event["text"] for event in events if event["event"] == "delta") + "\n" == done.stdout
     assert events[-1]["usage"]["generated_token_count"] == 12
+    assert events[-1]["finish_reason"] == "FINISH_REASON_LENGTH" and events[-1]["speculation"]["mode"] == "MODE_AUTO"
 
 
 def test_generate_takes_a_chat_and_all_its_options(tiny_fleet: Fleet) -> None:
