@@ -39,6 +39,7 @@ _CODES = {"PROMPT_TOO_LONG": "context_length_exceeded", "MAX_TOKENS_TOO_LARGE": 
 _PREFIXES = {"sampling.": "", "speculation.": "draftbridge.", "open.": "", "chat.": ""}
 _NAMES = {
     "the prompt": "prompt",
+    "the draft": "draftbridge.draft",
     "drafts": "draftbridge.drafts",
     "tenant": "draftbridge.tenant",
     "workload": "draftbridge.workload",
@@ -53,6 +54,7 @@ _NAMES = {
 _NO_NAMES: dict[str, str] = {}
 # A size that pydantic asks for, such as "Tuple should have at least 1 item after validation, not 0".
 _SIZE = re.compile(r"(?P<kind>\w+) should have (?P<size>at \w+ \d+ \w+)\b.*")
+_KINDS = {"String": "a string", "Dictionary": "an object"}
 # Elements of a validation error's place that name an alternative of a union instead of a field.
 _ALTERNATIVE = re.compile(
     r"str|int|float|bool|none|(tuple|dict|literal)\[.*|(constrained|function)-.*|NamedTool|\[key\]"
@@ -151,7 +153,7 @@ def _name(path: Sequence[int | str]) -> str | None:
 
 def _allowed(message: str) -> str:
     if found := _SIZE.fullmatch(message):
-        return f"{'a string' if found['kind'] == 'String' else 'a list'} with {found['size']}"
+        return f"{_KINDS.get(found['kind'], 'a list')} with {found['size']}"
     return message.removeprefix("Input should be ").removeprefix("Input should ").partition(", unable")[0]
 
 
@@ -209,9 +211,9 @@ def _fields(error: DraftBridgeError, model: str, names: dict[str, str]) -> tuple
         case "MAX_TOKENS_TOO_LARGE":
             return "max_tokens", names.get("max_tokens", "max_tokens")
         case "MODEL_NOT_FOUND" if not isinstance(error, RemoteError):
-            return None, names.get("model", "model" if error.metadata.get("model") == model else "draftbridge.draft")
+            return None, names.get("model", "model" if error.metadata.get("model") == model else names["the draft"])
         case "DRAFT_AWAY" | "PAIR_REFUSED":
-            return None, "draftbridge.draft"
+            return None, names["the draft"]
     field = error.metadata.get("field") if isinstance(error, _WITH_FIELD) else None
     if not field:
         return None, None

@@ -181,9 +181,9 @@ class GenerationRequest(Strict, ABC):
     def _inputs(self) -> Sequence[str | Chat | tuple[int, ...]]: ...
 
     @property
-    @abstractmethod
     def names(self) -> dict[str, str]:
         """The names in this request of the bridge's fields that it may refuse."""
+        return {"the draft": "draftbridge.drafts"} if self.extension.drafts else {}
 
     def _grammar(self) -> Grammar | None:
         return self.extension.constraint
@@ -207,7 +207,7 @@ class CompletionRequest(GenerationRequest):
     @property
     def names(self) -> dict[str, str]:
         """See `GenerationRequest`."""
-        return {"the prompt": "prompt"}
+        return super().names | {"the prompt": "prompt"}
 
     def _input_count(self) -> int:
         return len(self._inputs())
@@ -282,7 +282,7 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def names(self) -> dict[str, str]:
         """See `GenerationRequest`."""
-        return {
+        return super().names | {
             "the prompt": "messages",
             "max_tokens": "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
             "sampling.json_schema": "tools" if self.demands_call else "response_format.json_schema",

@@ -135,6 +135,13 @@ def test_a_chat_with_a_bad_parameter_is_refused_by_its_name(
     refused(chat(http, **body), 400, param)
 
 
+def test_a_size_is_that_of_the_value_s_kind(http: httpx.Client) -> None:
+    for name, value, kind in (("logit_bias", {str(id_): 1 for id_ in range(1001)}, "an object"),
+                              ("stop_token_ids", [1] * 1001, "a list")):  # fmt: skip
+        message = refused(complete(http, **{name: value}), 400, name)
+        assert message.startswith(f"{name} must be {kind} with at most 1000 items, got")
+
+
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_an_error_in_a_tool_names_its_place_in_that_tool(http: httpx.Client, name: str) -> None:
     broken = tool("b", parameters={"properties": {"c": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"pattern": "("}}})
@@ -148,6 +155,7 @@ def test_an_error_in_a_tool_names_its_place_in_that_tool(http: httpx.Client, nam
 def test_an_unknown_model_or_draft_is_not_found(http: httpx.Client) -> None:
     assert "tiny-target" in refused(complete(http, model="nobody"), 404, "model")
     assert "tiny-draft" in refused(chat(http, draftbridge={"draft": "nobody"}), 404, "draftbridge.draft")
+    assert "tiny-draft" in refused(chat(http, draftbridge={"drafts": ["nobody"]}), 404, "draftbridge.drafts")
 
 
 @pytest.mark.parametrize(
