@@ -126,8 +126,17 @@ def is_address(address: object) -> bool:
     return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
+def _direct(address: str, options: Options) -> Options:
+    """Keeps connections within this machine off the proxy that gRPC takes from the environment (`http_proxy`).
+
+    That is on another machine as a rule, from where the address means another one, and a token must not get there.
+    """
+    return (*options, ("grpc.enable_http_proxy", 0)) if is_local(address) else options
+
+
 def open_channel(address: str, credentials: Credentials | None, options: Options) -> grpc.Channel:
     """Returns a channel for the synchronous client. Raises `CallError`."""
+    options = _direct(address, options)
     if credentials is None or credentials == Credentials():
         return grpc.insecure_channel(address, options)
 
@@ -144,6 +153,7 @@ def open_aio_channel(
     address: str, credentials: Credentials | None, options: Options, compression: grpc.Compression | None = None
 ) -> aio.Channel:
     """Returns a channel for asyncio. Raises `CallError`."""
+    options = _direct(address, options)
     if credentials is None or credentials == Credentials():
         return aio.insecure_channel(address, options, compression)
 

@@ -256,6 +256,16 @@ def test_a_token_does_not_leave_the_machine_unencrypted() -> None:
     assert ALICE not in repr(Credentials(token=ALICE))
 
 
+async def test_a_proxy_is_not_used_within_this_machine(tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    for credentials in (None, Credentials(token="a-token")):
+        with Client(tiny_fleet.bridge, credentials) as client:
+            assert client.models()
+        async with AsyncClient(tiny_fleet.bridge, credentials) as client_of_loop:
+            assert await client_of_loop.models()
+
+
 def test_a_bridge_without_its_token_does_not_start(secured: Secured, capfd: pytest.CaptureFixture[str]) -> None:
     own = ("--service-certificate", secured.directory / "bridge.pem", "--service-key", secured.directory / "bridge.key")
     options = ("--target", secured.target, "--listen", "127.0.0.1:0", "--service-ca", secured.ca)
