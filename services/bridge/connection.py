@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import replace
@@ -28,8 +29,8 @@ _RETRY_SECONDS = 1.0
 _POLL_SECONDS = 5.0
 # Pause after each report of good health, so that a service that sends them without end does not occupy the bridge.
 _HEALTHY_SECONDS = 0.1
-# Log lines per service: a peer that changes all the time must not fill the log.
-_MAX_LOG_LINES = 8
+# Log lines per service within a period: a peer that changes all the time must not fill the log.
+_MAX_LOG_LINES, _LOG_SECONDS = 8, 3600.0
 _UNHEALTHY = "reports that it cannot serve now"
 # What a description may change without becoming that of another model: each start measures and draws it anew.
 _OF_A_START = ("forward_costs", "instance_id")
@@ -74,8 +75,9 @@ class Connection:
         # Set after the first try to connect.
         self.tried = asyncio.Event()
         self._changed = asyncio.Event()
+        # The kinds of problems that were logged since the service could last be used.
         self._logged: set[type[Exception]] = set()
-        self._log_lines = 0
+        self._log_times: deque[float] = deque(maxlen=_MAX_LOG_LINES)
         self._pause_seconds = _RETRY_SECONDS
         self._task: asyncio.Task[None] | None = None
 
@@ -131,7 +133,7 @@ class Connection:
         """
         if self.known and not self.problem:
             self.problem, self.refused = problem, self.known.description
-            self._log(f"requests go on without the {ROLES[self.role]} at {self.address}: {problem}")
+            self._report(DraftBridgeError)
 
     async def check(self) -> str:
         """Asks the service for its description now. Returns what is wrong with it, or ""."""
@@ -166,6 +168,8 @@ class Connection:
             self._changed.clear()
             started = perf_counter()
             await self._watch()
+            if not self._logged:  # it was not refused before its connection ended
+                self._report(Unreachable)
             if perf_counter() - started < self._pause_seconds:
                 # Its reports contradict one another: without a pause it would be connected again at once, for ever.
                 await asyncio.sleep(self._pause_seconds)
@@ -194,6 +198,7 @@ class Connection:
             raise
         if self._logged and self.known:
             self._log(f"the {ROLES[self.role]} at {self.address} can be used now: it is {self.known.model.name}")
+            self._logged.clear()
 
     async def _take_in(self, description: model_pb2.Model) -> None:
         before = self.known
@@ -264,13 +269,15 @@ class Connection:
             raise Unreachable(self.address, f"it {_UNHEALTHY}")
 
     def report(self, error: Exception) -> None:
-        """Logs that the service cannot be used, once for each type of error."""
-        expected = isinstance(error, DraftBridgeError)
-        if type(error) not in self._logged:
+        """Logs that the service cannot be used: once for each type of error, until it can be used again."""
+        self._report(type(error), None if isinstance(error, DraftBridgeError) else error)
+
+    def _report(self, kind: type[Exception], unexpected: Exception | None = None) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
             role = ROLES[self.role]
             text = f"requests go on without the {role} at {self.address} until it can be used: {self.problem}"
-            self._log(text, None if expected else error)
-            self._logged.add(type(error))
+            self._log(text, unexpected)
 
     def _on_failed_try(self, error: Exception) -> None:
         self._set_problem(error)
@@ -281,8 +288,9 @@ class Connection:
         self.problem = str(error) if expected else "an internal error occurred: see the bridge's log"
 
     def _log(self, text: str, error: Exception | None = None) -> None:
-        self._log_lines += 1
-        if self._log_lines <= _MAX_LOG_LINES:
+        now = perf_counter()
+        if len(self._log_times) < _MAX_LOG_LINES or now - self._log_times[0] > _LOG_SECONDS:
+            self._log_times.append(now)
             _log.warning(text, exc_info=error)
 
 
