@@ -105,6 +105,15 @@ def test_a_closed_pipe_has_the_same_status_in_every_command(bridge: str, words: 
     assert done.returncode == 1 and "error" not in done.stderr.lower(), done.stderr
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_runs_with_standard_streams_that_are_closed(bridge: str, closed: str) -> None:
+    words = ("-m", "services.cli", "generate", "x", "--server", bridge)
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, *words], capture_output=True, timeout=60, check=False
+    )
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+
+
 def test_a_terminal_without_unicode_shows_escapes(bridge: str) -> None:
     words = ("services.cli", "generate", "x", "--server", bridge)
     done = run(*words, PYTHONIOENCODING="ascii")
