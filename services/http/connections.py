@@ -17,12 +17,8 @@ from weakref import WeakSet
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from services import open_files
 from services.http import errors
-
-try:
-    import resource
-except ImportError:  # not on Windows, which has no such limit
-    resource = None  # type: ignore[assignment]
 
 _log = logging.getLogger(__name__)
 
@@ -47,19 +43,9 @@ _UPGRADE = re.compile(rb"\r?\n(?:upgrade|http2-settings):[^\r\n]*(?:\r?\n[ \t][^
 
 
 def connection_limit() -> int:
-    """Raises the soft limit of open files to the hard one, and returns how many connections fit below it."""
-    if resource is None:
-        return _MAX_CONNECTIONS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-        except (OSError, ValueError):  # some systems report a hard limit that they do not allow
-            _log.debug("the limit of open files stays at %d", soft)
-    if soft == resource.RLIM_INFINITY:
-        return _MAX_CONNECTIONS
-    return min(max(soft - _OTHER_FILES, soft // 2), _MAX_CONNECTIONS)
+    """Returns how many connections the process may open."""
+    files = open_files.raise_limit()
+    return _MAX_CONNECTIONS if files is None else min(max(files - _OTHER_FILES, files // 2), _MAX_CONNECTIONS)
 
 
 class Connection(HttpToolsProtocol):

@@ -19,7 +19,7 @@ from grpc_health.v1.health import SERVICE_NAME
 from grpc_reflection.v1alpha import reflection
 
 from bridge.errors import DraftBridgeError, InvalidField
-from services import config_values
+from services import config_values, open_files
 from services.config import ServerConfig
 from services.rpc import security
 from services.rpc.gate import Gate
@@ -103,6 +103,7 @@ class Server:
         self._insight = insight or Insight()
         self._grace_seconds = config.grace
         self._services: dict[str, Callable[[], bool]] = {}
+        open_files.raise_limit()
         self._gate = Gate(self.keys, config.call_limit)
         self._server = aio.server(
             interceptors=[InsightInterceptor(self._insight), self._gate, StatusInterceptor()],

@@ -1,6 +1,7 @@
 """Tests what all servers share: pings that detect vanished clients, and health that follows the model."""
 
 import asyncio
+import resource
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -313,3 +314,13 @@ async def test_a_forward_that_was_only_slow_makes_the_health_good_again() -> Non
     await scheduler.run(holder, (1, 2), (), 0, lambda logits: None)
     scheduler.release(holder)
     scheduler.close()
+
+
+async def test_a_server_may_open_as_many_connections_as_the_system_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    try:
+        Server("127.0.0.1:0")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
