@@ -97,15 +97,21 @@ class CallError(Exception):
             )
             return cls(code, "TLS_FAILED", message, {"address": address})
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            late, answered = code is grpc.StatusCode.DEADLINE_EXCEEDED, bool(error.initial_metadata())
             check = (
                 "check the address (a bridge's own port, not its HTTP port), that a bridge is running there, and that "
                 "it and the client both use TLS or both do not"
             )
-            message = f"nothing answers at {address}: {check}"
-            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-                answered = bool(error.initial_metadata())
+            if late:
                 remedy = "give a longer timeout, or fewer tokens" if answered else f"give a longer timeout, or {check}"
                 message = f"no complete answer of {address} came in time: {remedy}"
+            elif answered:
+                message = (
+                    f"{address} broke off its answer: it has stopped, or the connection was lost; try again when it "
+                    "answers (draftbridge health)"
+                )
+            else:
+                message = f"nothing answers at {address}: {check}"
             return cls(code, "SERVICE_UNREACHABLE", message, {"address": address})
         if code is grpc.StatusCode.UNIMPLEMENTED:
             message = f"{address} is not a bridge: give the address that `draftbridge bridge` or `up` prints"

@@ -107,14 +107,13 @@ def test_an_adapter_is_not_opened_with_wrong_settings() -> None:
         assist(None, None, "local", deadline=-1.0)
 
 
-@pytest.mark.parametrize("answered", [False, True])
-def test_a_deadline_is_not_taken_for_a_wrong_address(answered: bool) -> None:
-    class Late(grpc.RpcError):
+def failed(code: grpc.StatusCode, answered: bool) -> str:
+    class Failure(grpc.RpcError):
         def code(self) -> grpc.StatusCode:
-            return grpc.StatusCode.DEADLINE_EXCEEDED
+            return code
 
         def details(self) -> str:
-            return "Deadline Exceeded"
+            return "Socket closed"
 
         def initial_metadata(self) -> Any:
             return (("x-request-id", "7"),) if answered else ()
@@ -122,6 +121,17 @@ def test_a_deadline_is_not_taken_for_a_wrong_address(answered: bool) -> None:
         def trailing_metadata(self) -> Any:
             return ()
 
-    text = str(CallError.from_rpc(Late(), "here:1"))
+    return str(CallError.from_rpc(Failure(), "here:1"))
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_deadline_is_not_taken_for_a_wrong_address(answered: bool) -> None:
+    text = failed(grpc.StatusCode.DEADLINE_EXCEEDED, answered)
     assert "came in time: give a longer timeout, or" in text
     assert ("fewer tokens" in text) == answered and ("TLS" in text) == (not answered)
+
+
+def test_an_answer_that_breaks_off_is_not_taken_for_a_wrong_address() -> None:
+    assert "check the address" in failed(grpc.StatusCode.UNAVAILABLE, answered=False)
+    text = failed(grpc.StatusCode.UNAVAILABLE, answered=True)
+    assert "broke off its answer" in text and "address" not in text
