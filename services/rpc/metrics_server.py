@@ -35,8 +35,9 @@ class MetricsPortTaken(DraftBridgeError, reason="METRICS_PORT_TAKEN"):
 
     def __init__(self, address: str) -> None:
         super().__init__(
-            f"cannot serve metrics on {address}: another program has the port, or the address is not this machine's; "
-            "choose another with --metrics HOST:PORT, or port 0 for a free one",
+            f"cannot serve metrics on {address}: another program has the port, the address is not this "
+            "machine's, or this user may not use ports below 1024; choose another with --metrics HOST:PORT, or port 0 "
+            "for a free one",
             address=address,
         )
 

@@ -60,8 +60,8 @@ class PortTaken(DraftBridgeError, reason="PORT_TAKEN"):
 
     def __init__(self, address: str) -> None:
         super().__init__(
-            f"cannot listen on {address}: another program has the port, or the address is not this machine's; "
-            "choose another, or port 0 for a free one",
+            f"cannot listen on {address}: another program has the port, the address is not this "
+            "machine's, or this user may not use ports below 1024; choose another, or port 0 for a free one",
             address=address,
         )
 
