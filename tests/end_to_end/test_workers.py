@@ -1,8 +1,10 @@
 """Tests several worker processes that share one address."""
 
 import asyncio
+import io
 import logging
 import signal
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -58,6 +60,34 @@ async def test_a_worker_that_the_system_cannot_start_is_tried_again(monkeypatch:
     workers._log.addFilter(end)
     await task
     workers._log.removeFilter(end)
+
+
+async def test_a_worker_is_started_again_when_nobody_reads_the_output_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stdout", Closed())
+    monkeypatch.setattr(workers, "_RESTART_SECONDS", 0.0)
+    stop, worker = Stop(), workers._Worker(0, BridgeServerConfig(target=("a:1",)))
+    worker._arguments = ["sh", "-c", "echo listening on a:2; echo metrics at a:3"]
+    restarts = 0
+
+    def count(record: logging.LogRecord) -> bool:
+        nonlocal restarts
+        restarts += 1
+        if restarts == 2:
+            stop.set()
+        return True
+
+    workers._log.addFilter(count)
+    try:
+        await worker.run(stop)
+    finally:
+        workers._log.removeFilter(count)
+    assert restarts == 2
 
 
 def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
