@@ -197,10 +197,13 @@ class Keys:
         except ValidationError as error:
             problem = error.errors(include_input=False, include_context=False, include_url=False)[0]
             raise InvalidConfiguration(f"{self._path}, {_explain(text, problem)}") from None
+        owners: dict[str, str] = {}
         for name, one in tables.items():
+            place = f"{self._path}, {line_of(text, name)}[{name}]"
             if (one.token is None) == (one.token_sha256 is None):
-                place = f"{self._path}, {line_of(text, name)}[{name}]"
                 raise InvalidConfiguration(f"{place}: give either token or token-sha256")
+            if (owner := owners.setdefault(one.digest, name)) != name:
+                raise InvalidConfiguration(f"{place} has the same token as [{owner}]: give each key a token of its own")
         if not tables:
             raise InvalidConfiguration(f"{self._path} has no keys: add a table [NAME] with token-sha256")
         return [Key(name, one, self._usage.setdefault(name, Usage())) for name, one in tables.items()]

@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import grpc
@@ -201,6 +202,10 @@ def test_a_changed_keys_file_is_used_and_an_invalid_one_is_not(
     [
         ("", "has no keys"),
         ("[a]\n", "give either token or token-sha256"),
+        (
+            f'[a]\ntoken = "{ALICE}"\n[b]\ntoken-sha256 = "{sha256(ALICE.encode()).hexdigest()}"\n',
+            r"line 3: \[b\] has the same token as \[a\]: give each key a token of its own",
+        ),
         ('[a]\ntoken = "short-secret"\n', r"line 2: \[a\] token must be at least 16 characters long"),
         ('[a]\ntoken = ["a-secret-of-some-length"]\n', r"line 2: \[a\] token must be a valid string"),
         ('[a]\ntoken-sha256 = "ABC"\n', r"line 2: \[a\] token-sha256 must be 64 digits and letters from a to f"),
