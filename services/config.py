@@ -5,7 +5,7 @@ from dataclasses import fields
 from enum import StrEnum
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from bridge.errors import DraftBridgeError
 from draftbridge.security import Credentials, is_local
@@ -44,6 +44,15 @@ class Configuration(BaseModel):
     """A table of the configuration file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_no_switch(cls, value: object, info: ValidationInfo) -> object:
+        """Refuses `true` as a number, which it would be as 1."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and kind in (int, float, int | None):
+            raise ValueError("a number, not true or false")
+        return value
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yields the field and the problem of settings that are valid alone but not together."""

@@ -50,6 +50,7 @@ def test_the_environment_names_the_file_and_lists_have_commas(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("[bridge]\nworkers = true\n", r"line 2: \[bridge\] workers must be a number, not true or false, got True"),
         ("[serve]\nmodel = 'm'\nslots = 0\n", r"line 3: \[serve\] slots must be greater than or equal to 1, got 0"),
         ("[serve]\nmodel = 'm'\nrole = 'x'\n", r"line 3: \[serve\] role must be 'draft', 'target' or 'both', got 'x'"),
         ("[serve]\nmodle = 'm'\n", r"line 2: \[serve\] modle: unknown setting: did you mean model\?"),
