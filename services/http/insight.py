@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 _CLIENT_LEFT = 499
 # Paths that have a name in metrics and traces. A client cannot make up others.
 _ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/segmentations", "/health", "/metrics", "/")
+_GENERATING = ("/v1/completions", "/v1/chat/completions")
 _PREFIXES = {"/v1/models/": "/v1/models/{name}", "/static/": "/static/{file}"}
 _METHODS = ("GET", "POST", "HEAD", "OPTIONS")
 # Other requests, such as those of probes, do not become spans and log lines.
@@ -29,6 +30,9 @@ class Insight:
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics, traces: Traces) -> None:
         self._app, self._metrics, self._traces = app, metrics, traces
+        for route in _GENERATING:
+            # Prometheus sees an increase only of a series that it knows: the first such error would not alert.
+            metrics.http_duration.labels("POST", route, "500")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         started, status = perf_counter(), _CLIENT_LEFT

@@ -46,6 +46,12 @@ def test_slots_of_requests_and_of_guests_do_not_count_as_leaked() -> None:
     assert {"draftbridge_active_requests", "draftbridge_guest_sequences"} <= used_by(leak)
 
 
+def test_internal_errors_over_http_alert_too() -> None:
+    (internal,) = [rule["expr"] for rule in RULES if rule.get("alert") == "DraftBridgeInternalErrors"]
+    calls = {"draftbridge_rpc_server_call_duration_seconds_count"}
+    assert used_by(internal) == calls | {"draftbridge_http_server_request_duration_seconds_count"}
+
+
 def test_labels_are_those_of_the_metrics() -> None:
     labels = {name: set(re.findall(r"`(\w+)`", given)) for name, _, given in METRICS}
     for rule in RULES:
