@@ -112,8 +112,8 @@ class TokenizerNotUnderstood(UnusableModel, reason="TOKENIZER_NOT_UNDERSTOOD"):
 
 class Unreachable(DraftBridgeError, reason="SERVICE_UNREACHABLE"):
     text: ClassVar[str] = (
-        "no usable service answers at {address} ({detail}): check the address, that the service is "
-        "running, and that it and its client both use TLS or both do not"
+        "no usable service answers at {address} ({detail}): check the address, that the service is running, and that "
+        "it and its client both use TLS or both do not; with mutual TLS, also its client's certificate"
     )
 
     def __init__(self, address: str, detail: str) -> None:

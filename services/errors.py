@@ -160,7 +160,7 @@ class Unauthenticated(DraftBridgeError, reason="UNAUTHENTICATED"):
 class TlsFailed(Unreachable, reason="TLS_FAILED"):
     text = (
         "no secure connection to {address} ({detail}): check that both sides use TLS, and that the certificate of "
-        "each is for its address and of an authority that the other trusts"
+        "each is valid now, for its address and of an authority that the other trusts"
     )
 
 

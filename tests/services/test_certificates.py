@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ def test_a_certificate_for_another_address_is_refused(tmp_path: Path) -> None:
         client.models()
     error = caught.value
     assert error.reason == "TLS_FAILED" and "Hostname Verification Check failed" in str(error)
+
+
+def test_an_expired_certificate_is_told_with_its_remedy(tmp_path: Path) -> None:
+    ca = tmp_path / "ca.pem"
+    pair = issue(authority(ca), tmp_path, "server", not_after=datetime.now(UTC) - timedelta(1))
+    with (
+        suffix_server(*pair.options) as address,
+        Client(address, Credentials(ca=ca)) as client,
+        pytest.raises(CallError, match=r"has expired.*its certificate is valid now") as caught,
+    ):
+        client.models()
+    assert caught.value.reason == "TLS_FAILED"
 
 
 def test_a_file_that_is_not_pem_is_named_before_the_connection(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

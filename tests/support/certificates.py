@@ -1,6 +1,7 @@
 """Certificates for tests, of authorities that exist for one test run."""
 
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import trustme
@@ -26,9 +27,11 @@ def authority(path: Path) -> trustme.CA:
     return made
 
 
-def issue(by: trustme.CA, directory: Path, name: str, address: str = "127.0.0.1") -> Pair:
+def issue(
+    by: trustme.CA, directory: Path, name: str, address: str = "127.0.0.1", not_after: datetime | None = None
+) -> Pair:
     """Writes NAME.pem and NAME.key with a new certificate for an address."""
-    made = by.issue_cert(address)
+    made = by.issue_cert(address, not_before=not_after and not_after - timedelta(1), not_after=not_after)
     pair = Pair(directory / f"{name}.pem", directory / f"{name}.key")
     pair.certificate.write_bytes(b"".join(one.bytes() for one in made.cert_chain_pems))
     made.private_key_pem.write_to_path(pair.key)
