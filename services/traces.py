@@ -4,6 +4,7 @@ Processes pass the trace on as W3C `traceparent` metadata. Spans carry counts an
 """
 
 import importlib.util
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
@@ -19,6 +20,9 @@ _FAULTS = ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAIL
 _SEND_MILLISECONDS = 1000
 # A collector that is away delays the end of the process by this long.
 _TIMEOUT_SECONDS = 2
+# It would also fill the log: the exporter writes two lines for each failed sending.
+_LOG_SECONDS = 60.0
+_EXPORTER = "opentelemetry.exporter.otlp.proto.grpc.exporter"
 
 # The OpenTelemetry span of the call that the present task serves.
 _current: ContextVar[Any] = ContextVar("current", default=None)
@@ -61,6 +65,19 @@ class CallSpan:
         self._span.end()
 
 
+class _Seldom(logging.Filter):
+    """Passes errors only, and one in `_LOG_SECONDS`."""
+
+    _last: float | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if record.levelno < logging.ERROR or (self._last is not None and now - self._last < _LOG_SECONDS):
+            return False
+        self._last = now
+        return True
+
+
 class Traces:
     """Creates the spans of a process, and sends them to an OTLP/gRPC `endpoint`; without one, there are no spans.
 
@@ -79,6 +96,7 @@ class Traces:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+        logging.getLogger(_EXPORTER).addFilter(_Seldom())
         self._provider = TracerProvider(resource=Resource.create({"service.name": service}))
         # A scheme of https makes the exporter use TLS.
         exporter = OTLPSpanExporter(endpoint, not endpoint.startswith("https:"), timeout=_TIMEOUT_SECONDS)

@@ -10,6 +10,7 @@ import grpc
 import httpx2 as httpx
 import pytest
 from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -17,7 +18,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from draftbridge import CallError, Client
 from draftbridge.v1 import model_pb2, model_pb2_grpc
-from services.traces import NO_TRACES, outgoing_metadata
+from services.traces import NO_TRACES, Traces, outgoing_metadata
 from tests.support.observed import Collector, Observed, collector, observed
 from tests.support.waiting import eventually
 
@@ -171,13 +172,22 @@ def test_a_collector_that_is_away_costs_spans_only(tmp_path: Path) -> None:
         assert server.process.wait(25) == 0
 
 
+def test_a_collector_that_is_away_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    nowhere = "http://127.0.0.1:1"
+    traces = Traces(nowhere, "x")
+    for _ in range(3):
+        OTLPSpanExporter(nowhere, insecure=True, timeout=0.2).export(())
+    traces.close()
+    assert len([one for one in caplog.records if one.name.startswith("opentelemetry.exporter")]) == 1
+
+
 def test_nothing_is_traced_unless_configured() -> None:
     assert NO_TRACES.begin_call("x", ()) is None
     assert outgoing_metadata() == ()
 
 
 def test_without_opentelemetry_the_option_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    from services.traces import Traces, TracingNotInstalled
+    from services.traces import TracingNotInstalled
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(TracingNotInstalled, match=r"pip install .*\[otel\]"):
