@@ -41,6 +41,8 @@ def options(max_message_bytes: int, keepalive_seconds: float = 20.0) -> list[tup
         ("grpc.keepalive_timeout_ms", int(keepalive_seconds * 500)),
         # A minute otherwise, whatever the timeout above.
         ("grpc.http2.ping_timeout_ms", int(keepalive_seconds * 500)),
+        # Otherwise gRPC sends two pings, and then one a minute until there is data, which a health stream has not.
+        ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 200),
         ("grpc.max_reconnect_backoff_ms", 2000),
         # Otherwise two channels to one address share a connection, and one delays the other (head-of-line blocking).
