@@ -152,5 +152,7 @@ class _Certificates:
                 context.num_tickets = 0  # TLS 1.3
                 context.options |= ssl.OP_NO_TICKET  # TLS 1.2
         except (ssl.SSLError, OSError) as error:
-            raise InvalidConfiguration(f"{self._client_ca} has no certificates in PEM ({error})") from None
+            raise InvalidConfiguration(
+                f"{self._client_ca} has no certificates in PEM ({error}): give the file of the clients' authority"
+            ) from None
         return context
