@@ -126,8 +126,14 @@ class Vocabulary(TokenTable):
         self.prefixes.keep(data, salt, known, count, tokens)
         rest = data[known.end(count) :]
         # All control tokens count as settled, and so does everything before the last one.
-        after_control = (i + 1 for i in range(len(tokens.ids) - 1, -1, -1) if tokens.ids[i] in self.control)
-        settled = max(self.seams.settled(rest, tokens, len(rest)), next(after_control, 0))
+        controls = (i + 1 for i in range(len(tokens.ids) - 1, -1, -1) if tokens.ids[i] in self.control)
+        after_control = next(controls, 0)
+        settled = max(self.seams.settled(rest, tokens, len(rest)), after_control)
+        # Inside a word, the rest may be other tokens if encoded separately: "'ree" is the words "'re" and "e", not "'r"
+        # and "ee".
+        in_word = settled > after_control and tokens.boundaries[settled - 1] == Boundary.IN_WORD
+        if in_word and self._marked(rest, tokens.end(settled), marks).ids != tokens.ids[settled:]:
+            settled = after_control
         rest = rest[tokens.end(settled) :]
         head = [*(self.frame if framed else ()), *known.ids[:count]]
         return Rendering([*head, *tokens.ids], len(head) + settled, marks.out_of(rest) if marks else rest)

@@ -49,6 +49,13 @@ def test_a_prompt_has_the_ids_that_its_tokenizer_gives(kind: str, text: str) -> 
     assert list(words.prompt(text, framed=True).ids) == own_ids(kind, text, framed=True)
 
 
+def test_a_prompt_is_not_divided_where_its_rest_would_be_other_tokens() -> None:
+    """A contraction of several tokens, "'re", ends before letters that the last of them would join: "ee" is a token."""
+    words, text = vocabulary("byte_level"), "x'ree\u0301" + " The" * 7
+    assert b"ee" in words.tokens
+    assert DraftContext(words, words.prompt(text, framed=True)).ids == own_ids("byte_level", text, framed=True)
+
+
 @pytest.mark.parametrize("kind", EXACT_KINDS)
 @settings(max_examples=100)
 @given(prompt=st.text(max_size=10), pieces=st.lists(st.binary(max_size=12), max_size=8))
