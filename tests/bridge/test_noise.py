@@ -1,13 +1,14 @@
 """The noise follows its specification, is never 0 or 1, never repeats, and gives exact samples."""
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bridge.errors import EngineFailure
-from bridge.sampling.noise import gumbel, position_state, reaching, signed, token_key, token_keys, uniform
+from bridge.sampling.noise import GUMBEL_RANGE, gumbel, position_state, reaching, signed, token_key, token_keys, uniform
 from bridge.sampling.sampler import Sampler, SamplingParameters
 from tests.support import tiny
 
@@ -76,6 +77,12 @@ def test_all_keys_with_enough_noise_are_found_and_hardly_any_other() -> None:
     assert len(reaching(5, 6, 7, np.empty(0, np.int64), 0.0)) == 0
 
 
+def test_no_two_draws_differ_by_more_than_the_range() -> None:
+    """Ids whose score is lower by more than the range are never considered."""
+    most, least = -math.log(-math.log1p(-(2.0**-53))), -math.log(-math.log(2.0**-53))
+    assert most - least <= GUMBEL_RANGE < most - least + 1e-5
+
+
 def test_every_argument_matters() -> None:
     keys = np.arange(5)
     draws = [gumbel(seed, offset, counter, keys) for seed in (0, 1) for offset in (0, 1) for counter in (0, 1)]
@@ -87,6 +94,18 @@ def test_no_two_tokens_share_a_key(kind: str) -> None:
     keys = token_keys(tiny.vocabulary(kind), (2,))
     assert len(set(keys.tolist())) == len(keys)
     assert keys[2] == token_key(b"eos", "role")
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_a_token_has_the_key_that_the_specification_gives_for_its_bytes_or_its_name(kind: str) -> None:
+    words = tiny.vocabulary(kind)
+    keys, seen = token_keys(words, (2,)), list[bytes]()
+    for id_, data in enumerate(words.tokens):
+        if data:
+            assert keys[id_] == token_key(data, "bytes", seen.count(data))
+            seen.append(data)
+        elif id_ != 2:
+            assert keys[id_] == token_key(words.name(id_).encode(), "name")
 
 
 def test_tokens_with_the_same_bytes_have_the_same_key_in_every_vocabulary() -> None:

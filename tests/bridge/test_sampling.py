@@ -233,24 +233,43 @@ def test_the_test_would_notice_every_biased_scheme() -> None:
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": math.inf}, "temperature"),
+        ({"temperature": 100.5}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
         ({"top_p": math.nan}, "top_p"),
         ({"min_p": -0.1}, "min_p"),
         ({"min_p": math.nan}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"repetition_penalty": math.nan}, "repetition_penalty"),
+        ({"repetition_penalty": 101.0}, "repetition_penalty"),
         ({"presence_penalty": math.inf}, "presence_penalty"),
+        ({"presence_penalty": -101.0}, "presence_penalty"),
         ({"frequency_penalty": math.nan}, "frequency_penalty"),
+        ({"frequency_penalty": 101.0}, "frequency_penalty"),
         ({"logit_bias": {SIZE: 1.0}}, "logit_bias"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),
         ({"logit_bias": {1: 1e5}}, "logit_bias"),
+        ({"logit_bias": {1: -2e9}}, "logit_bias"),
         ({"stop_token_ids": (1, SIZE)}, "stop_token_ids"),
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name_with_its_range(parameters: dict[str, object], field: str) -> None:
     with pytest.raises(InvalidField, match=rf"sampling\.{field}.* must be "):
         SamplingParameters(**parameters).checked(lambda id_: id_ < SIZE)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_the_ends_of_each_range_are_allowed(end: int) -> None:
+    ranges = {
+        "temperature": (0.0, 100.0),
+        "top_p": (math.ulp(0.0), 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (0.001, 100.0),
+        "presence_penalty": (-100.0, 100.0),
+        "frequency_penalty": (-100.0, 100.0),
+    }
+    SamplingParameters(**{name: ends[end] for name, ends in ranges.items()}).checked()
 
 
 @pytest.mark.parametrize(("temperature", "chosen", "drafts"), [(1.0, None, 0.85), (0.0, None, 0.0), (1.0, 1.0, 1.0)])
@@ -272,6 +291,19 @@ def test_where_nothing_may_be_chosen_nothing_is() -> None:
     one = replace(one, ends=frozenset(range(SIZE)))
     with pytest.raises(EngineFailure, match="every id ends the text"):
         one.choose(np.zeros(SIZE, np.float32), 0, 0, History([1]))
+
+
+def test_by_default_the_first_token_may_end_the_text() -> None:
+    logits = np.zeros(SIZE, np.float32)
+    logits[2] = 1.0
+    assert sampler().choose(logits, 0, 0, History([1])).token_id == 2
+
+
+def test_a_tie_is_near_only_for_a_model_that_rounds() -> None:
+    """Without rounding, equal logits are equal, and every run chooses the same one of them."""
+    logits = np.zeros(SIZE, np.float32)
+    assert not sampler().choose(logits, 0, 0).near_tie
+    assert replace(sampler(), tolerance=1e-6).choose(logits, 0, 0).near_tie
 
 
 def test_an_end_that_the_model_cannot_produce_is_no_matter() -> None:

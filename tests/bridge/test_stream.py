@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.text.stream import TextStream
+from bridge.text.stream import Span, TextStream
 
 ALPHABET = st.sampled_from(["a", "b", "ab", "é", "東", "🎉"])
 
@@ -46,3 +46,20 @@ def test_characters_are_never_sent_in_halves() -> None:
     assert [stream.push(bytes([byte])) for byte in "é🎉".encode()] == ["", "é", "", "", "", "🎉"]
     assert stream.push("東".encode()[:2]) == ""
     assert stream.push(b"", final=True) == "\ufffd"
+
+
+def test_of_two_stops_in_one_piece_the_one_that_is_complete_first_counts() -> None:
+    """Here it is the one that begins later."""
+    stream = TextStream(["abc", "b"])
+    assert stream.push(b"xabcd") == "xa"
+
+
+def test_each_byte_of_text_has_the_source_that_proposed_it() -> None:
+    """Also those that were held back, as half a character or as the beginning of a stop string."""
+    stream = TextStream(["##"])
+    text = stream.push("aé".encode()[:2], "draft")
+    assert stream.spans(text) == (Span("draft", 1),)
+    text = stream.push("é".encode()[1:] + b"b#", "suffix")
+    assert stream.spans(text) == (Span("draft", 1), Span("suffix", 2))
+    text = stream.push(b"c\xff")
+    assert stream.spans(text) == (Span("suffix", 1), Span("", 4)), "a replacement character is longer than its byte"

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
-from bridge.errors import TargetFault
+from bridge.errors import TargetFault, Unreachable
 from bridge.generation import Delta, generate
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Run
 from bridge.request import Request
@@ -213,6 +213,21 @@ async def test_a_client_is_told_that_the_target_is_at_fault(answers: list[Pass],
                 pass
     assert getattr(caught.value, "reason", "") == reason
     assert code_of(caught.value).name == code  # type: ignore[arg-type]
+
+
+async def test_an_error_of_the_target_ends_the_request_with_that_error() -> None:
+    lost = Unreachable("the target", "gone")
+
+    class Lost(Target):
+        async def passes(self) -> AsyncIterator[Pass]:
+            yield Pass(2, (20,), 0, 0)
+            raise lost
+
+    async with asyncio.timeout(60):
+        with pytest.raises(Unreachable) as caught:
+            async for _ in generate(Request((10, 11), max_tokens=5), MODEL, Lost()):
+                pass
+    assert caught.value is lost
 
 
 async def test_the_pauses_of_a_client_are_not_the_targets_time(monkeypatch: pytest.MonkeyPatch) -> None:
