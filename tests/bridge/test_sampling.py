@@ -94,7 +94,7 @@ def test_each_parameter_means_what_it_means_to_hugging_face(
     kept, logp = distribution(one, scores, History(prompt, generated))
     mine = np.zeros(SIZE)
     mine[kept] = np.exp(logp)
-    border = np.isclose(np.sort(np.cumsum(np.sort(expected))), 1 - (top_p or 1), atol=1e-5).any()
+    border = top_p and np.isclose(np.cumsum(np.sort(expected)), 1 - top_p, atol=1e-5).any()
     if not border:  # there, rounding decides in both
         np.testing.assert_allclose(mine, expected, atol=2e-5)
 
@@ -126,6 +126,14 @@ def test_a_large_vocabulary_is_cut_as_if_it_had_been_sorted(top_p: float, sharpn
     expected = np.flatnonzero(np.isfinite(theirs.numpy()))
     # The sum of fifty thousand probabilities is rounded in another order.
     assert len(np.setxor1d(kept, expected)) <= max(1, len(expected) // 10_000)
+
+
+def test_each_truncation_works_on_what_the_one_before_has_left() -> None:
+    """Of 40%, 30%, 20% and 10%, two are left with 57% and 43%: the first alone has half, the other 0.75 times it."""
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    for truncation, kept in (({"top_p": 0.5}, [0]), ({"top_p": 0.6, "min_p": 0.8}, [0]), ({"min_p": 0.7}, [0, 1])):
+        parameters = SamplingParameters(temperature=1.0, top_k=2, **truncation)  # type: ignore[arg-type]
+        assert _truncate(logits, parameters)[0].tolist() == kept
 
 
 def chi_square(counts: Counter[int], expected: dict[int, float]) -> tuple[float, int]:

@@ -3,19 +3,26 @@
 import asyncio
 import inspect
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from bridge.loop import speculate
-from bridge.planning.planner import Planner
+from bridge.planning.estimates import TargetEstimates
+from bridge.planning.planner import Planner, SpeculationParameters
 from bridge.planning.prediction import Plan, Prediction
 from bridge.sources.draft import DraftSource
 from bridge.sources.source import DraftPace, DraftState, Offer
 from bridge.sources.source_set import SourceSet
 from bridge.speculation import Choice, Speculation
 from bridge.statistics import Statistics
+from bridge.tape import Tape
+from bridge.target_link import TargetLink
+from services.model.target.session import TargetSession
+from tests.support import tiny
 from tests.support.drafted import MODEL, draft_source
+from tests.support.simulated import estimates_of
 
 PLAIN = Plan("plain", Prediction(1.0, 1.0))
 OFFER = Offer((1,), ("suffix",), (1.0,))
@@ -101,6 +108,34 @@ async def test_any_other_plan_is_made_for_one_pass(plan: Plan) -> None:
     for _ in range(6):
         await found.replan(64)
     assert planner.count == 6
+
+
+@pytest.mark.parametrize("lead", [0, 8])
+async def test_the_target_is_held_up_only_for_a_draft_that_the_plan_uses(lead: int) -> None:
+    """A draft may still be working on what an earlier plan asked for."""
+    found, _ = speculation(Plan("", Prediction(1.0, 1.0), DraftPace(lead)))
+    source = draft_source()[0]
+    found.sources.insert(source)
+    await source.advance(DraftPace(8))
+    assert source.state.awaited
+    assert found.choose() == Choice(awaited=lead > 0)
+
+
+async def test_the_next_pass_is_planned_after_each_pass() -> None:
+    class Counting(Planner):
+        count = 0
+
+        def plan(self, offers: Sequence[Offer], state: DraftState | None, room: int = 64) -> Plan:
+            self.count += 1
+            return Plan("plain", Prediction(1.0, 1.0), is_trial=True)
+
+    scheduler, tape = tiny.scheduler(tiny.HashEngine(MODEL)), Tape(MODEL.vocabulary, (70, 71))
+    planner = Counting(SpeculationParameters(), estimates_of(TargetEstimates(), None))
+    with closing(TargetSession(MODEL, scheduler, tiny.sampler(MODEL))) as session:
+        link, sources = TargetLink(session, MODEL, tape, 9), SourceSet((), MODEL, None)
+        outcomes = [outcome async for outcome in speculate(link, sources, planner, Statistics())]
+    scheduler.close()
+    assert planner.count == len(outcomes) == tape.generated_token_count
 
 
 def test_the_loop_fits_on_a_screen() -> None:

@@ -105,6 +105,22 @@ async def test_no_candidates_are_sent_that_could_not_be_used() -> None:
     one, _ = link(target, 3)
     await one.offer(offered(*range(20, 60)), 8, 0, awaited=False)
     assert target.received == [Candidates(1, 2, (20, 21), 8)], "the target adds the last token itself"
+    last = Target()
+    one, _ = link(last, 1)
+    await one.offer(offered(20, 21), 8, 0, awaited=False)
+    assert last.received == [] and one.candidate_room == 0
+
+
+async def test_a_pass_that_waited_in_vain_for_all_of_its_patience_has_timed_out() -> None:
+    one, _ = link(Target())
+    await one.start(5_000_000)
+    await one.offer(offered(20), 1, 5_000_000, awaited=True)
+    assert not one.commit(Pass(2, (20,), 1, 1, offer_id=1, waited_ns=5_000_000)).timed_out, "candidates came"
+    assert not one.commit(Pass(3, (21,), 0, 0, waited_ns=4_999_000)).timed_out
+    assert one.commit(Pass(4, (22,), 0, 0, waited_ns=5_000_000)).timed_out
+    impatient, _ = link(Target())
+    await impatient.start(0)
+    assert not impatient.commit(Pass(2, (20,), 0, 0)).timed_out, "it did not wait"
 
 
 async def test_it_is_told_to_go_on_only_if_it_waits_for_nobody() -> None:
@@ -155,6 +171,8 @@ FAULTS = {
     "has an alternative that is no token": Pass(2, (20,), 0, 0, logprobs=(Logprob(-1.0, ((2**31, -2.0),)),)),
     "ends at a limit that is not reached": Pass(2, (20,), 0, 0, finish_reason=FinishReason.LENGTH),
     "takes two hours": Pass(2, (20,), 0, 0, forward_ns=7_200_000_000_000),
+    "waits two hours": Pass(2, (20,), 0, 0, waited_ns=7_200_000_000_000),
+    "is in a queue for two hours": Pass(2, (20,), 0, 0, queue_ns=7_200_000_000_000),
     "has more near ties than tokens": Pass(2, (20,), 0, 0, near_tie_count=2),
 }
 

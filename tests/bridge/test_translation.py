@@ -120,6 +120,13 @@ def test_control_tokens_in_the_draft_are_never_re_encoded() -> None:
     assert words.spell(context.ids) == b"the dog"
 
 
+def test_a_draft_without_any_id_keeps_none() -> None:
+    """WordPiece has no token for white space."""
+    words = vocabulary("wordpiece")
+    context = DraftContext(words, words.prompt(" ", framed=True))
+    assert context.append(b" ") == (0, [])
+
+
 def test_translation_leaves_no_byte_out() -> None:
     source, other = model("byte_level"), model("sentencepiece")
     half = source.vocabulary.pieces("東".encode()[:2]).ids
