@@ -8,7 +8,8 @@ import pytest
 
 from bridge.errors import EmptyPrompt, InvalidField, MaxTokensTooLarge, PromptTooLong, TokenOutOfRange
 from bridge.planning.planner import Mode, SpeculationParameters
-from bridge.request import Request, token_room
+from bridge.request import MAX_STOP_STRINGS, MAX_TENANT_LENGTH, Request, check, check_size, token_room
+from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat, Message
 from bridge.text.models import SpecialIds
 from services.model.draft.session import DraftSession
@@ -32,6 +33,51 @@ def test_prompt_and_text_fill_the_context_exactly() -> None:
 def test_the_range_of_ids_is_that_of_the_model() -> None:
     with pytest.raises(TokenOutOfRange, match="use ids from 0 to 99"):
         token_room(Request("a"), replace(MODEL, vocabulary_size=100), [150])
+
+
+# For each field, the largest request that is allowed and one that is not.
+LIMITS = {
+    "max_tokens": (Request("a", max_tokens=1), Request("a", max_tokens=0)),
+    "sampling.min_tokens": (
+        Request("a", SamplingParameters(min_tokens=5), max_tokens=5),
+        Request("a", SamplingParameters(min_tokens=6), max_tokens=5),
+    ),
+    "stop": (Request("a", stop=("x",) * MAX_STOP_STRINGS), Request("a", stop=("x",) * (MAX_STOP_STRINGS + 1))),
+    "logprobs": (Request("a", logprobs=100), Request("a", logprobs=101)),
+    "speculation.num_assistant_tokens": tuple(
+        Request("a", speculation=SpeculationParameters(num_assistant_tokens=count)) for count in (64, 65)
+    ),
+    "speculation.draft_temperature": tuple(
+        Request("a", speculation=SpeculationParameters(draft_temperature=value)) for value in (100.0, 100.5)
+    ),
+    "speculation.assistant_confidence_threshold": tuple(
+        Request("a", speculation=SpeculationParameters(assistant_confidence_threshold=value)) for value in (1.0, 1.5)
+    ),
+    "tenant": (Request("a", tenant="x" * MAX_TENANT_LENGTH), Request("a", tenant="x" * (MAX_TENANT_LENGTH + 1))),
+}
+
+
+@pytest.mark.parametrize("field", LIMITS)
+def test_a_field_beyond_its_limit_is_refused_by_name(field: str) -> None:
+    allowed, refused = LIMITS[field]
+    check(allowed)
+    with pytest.raises(InvalidField, match=f"^{field} must be "):
+        check(refused)
+
+
+@pytest.mark.parametrize(
+    ("input_", "size"),
+    [
+        ("aé", 3),
+        ((1, 2, 3), 12),
+        (Chat((Message("user", "hé"),)), 4 + 3 + len("[{}, {}]")),
+        (Chat((Message("user", "hé", {"name": "x"}),), {"k": 1}), 4 + 3 + len('[{"k": 1}, {"name": "x"}]')),
+    ],
+)
+def test_a_prompt_has_the_size_of_all_that_is_encoded(input_: str | Chat | tuple[int, ...], size: int) -> None:
+    check_size(Request(input_), size)
+    with pytest.raises(InvalidField, match=f"the prompt must be at most {size - 1} bytes long.*--prompt-limit"):
+        check_size(Request(input_), size - 1)
 
 
 @pytest.mark.parametrize("input_", ["a\ud800", Chat((Message("user", "\udfffb"),))])

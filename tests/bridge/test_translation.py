@@ -73,10 +73,11 @@ def test_the_context_spells_every_byte_but_half_a_character(kind: str, prompt: s
         assert context.byte_offset == len(spelled) - len(prompt.encode())
 
 
+@pytest.mark.parametrize("text", [CORPUS[0], CORPUS[2]], ids=["English", "many scripts"])
 @pytest.mark.parametrize("kind", EXACT_KINDS)
-def test_a_long_text_is_encoded_again_only_at_its_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_encoded_again_only_at_its_end(kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = vocabulary(kind)
-    context = DraftContext(words, words.prompt(CORPUS[0] * 100, framed=True))
+    context = DraftContext(words, words.prompt(text * 100, framed=True))
     seen: list[int] = []
     pieces = words.pieces
 
@@ -85,7 +86,7 @@ def test_a_long_text_is_encoded_again_only_at_its_end(kind: str, monkeypatch: py
         return pieces(data, whole=whole)
 
     monkeypatch.setattr(words, "pieces", counting)
-    for word in CORPUS[0].split(" ")[:10]:
+    for word in text.split(" ")[:10]:
         context.append(f" {word}".encode())
     assert max(seen) < 120
 
