@@ -60,6 +60,18 @@ def test_a_table_knows_what_mostly_followed(outputs: list[list[int]], end: list[
             assert found[0] == counts.most_common(1)[0][0]
 
 
+def test_an_entry_that_is_no_longer_used_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here all n-grams need the same entry. One that occurred three times is not lost at once, but after some time."""
+    monkeypatch.setattr("bridge.sources.ngrams._ENTRIES", 1)
+    table, kept = NgramTable(), []
+    for _ in range(3):
+        table.learn([1, 2], 0)
+    for _ in range(3):
+        table.learn([5, 6], 0)
+        kept.append([bool(table.following([1])), bool(table.following([5]))])
+    assert kept == [[True, False], [True, False], [False, True]]
+
+
 def test_confidence_grows_with_what_supports_it() -> None:
     assert confidence(1, 1, 0) < confidence(1, 2, 0) < confidence(2, 2, 0) < confidence(8, 2, 0) < 1
     assert 0 < confidence(1, 1, 9) < confidence(1, 1, 0)

@@ -76,6 +76,8 @@ def test_a_long_match_at_the_end_of_a_prompt_is_found() -> None:
     others = [[2000 + place, 119, 3000 + place] for place in range(9)]
     match = TokenLookup([*passage, 7, *chain(*others), *passage]).match()
     assert match is not None and match.length >= 16 and match.token_ids[0] == 7
+    alone = TokenLookup([*passage, 7, *passage]).match()
+    assert alone is not None and len(alone.confidences) == len(alone.token_ids) == MAX_PROPOSED_TOKENS
 
 
 def test_a_long_copy_is_not_lost_among_many_places() -> None:

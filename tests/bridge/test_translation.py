@@ -73,8 +73,13 @@ def test_the_context_spells_every_byte_but_half_a_character(kind: str, prompt: s
         assert context.byte_offset == len(spelled) - len(prompt.encode())
 
 
-@pytest.mark.parametrize("text", [CORPUS[0], CORPUS[2]], ids=["English", "many scripts"])
-@pytest.mark.parametrize("kind", EXACT_KINDS)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        *((kind, CORPUS[0]) for kind in EXACT_KINDS),
+        *((kind, "東京へようこそ") for kind in ("byte_level", "sentencepiece")),
+    ],
+)
 def test_a_long_text_is_encoded_again_only_at_its_end(kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = vocabulary(kind)
     context = DraftContext(words, words.prompt(text * 100, framed=True))
