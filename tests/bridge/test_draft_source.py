@@ -39,6 +39,15 @@ async def test_a_draft_is_left_alone_while_it_is_right_and_sent_back_where_it_is
     assert not source.state.stale
 
 
+async def test_a_draft_that_lags_gets_its_lead_from_where_the_target_is() -> None:
+    source, drafter, tape = draft_source()
+    await source.advance(DraftPace(8))
+    await propose(source, drafter, " fox")  # two tokens of two bytes
+    commit(tape, source, " fox jumps")
+    await source.advance(DraftPace(8))
+    assert drafter.grants == [(1, 5)], "two tokens are used up, and three more will be"
+
+
 def test_a_prompt_that_a_draft_cannot_hold_is_refused_before_it_is_sent() -> None:
     with pytest.raises(PromptTooLong, match="context of 512 tokens"):
         draft_source(PROMPT * 100)

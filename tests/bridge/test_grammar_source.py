@@ -78,6 +78,20 @@ def test_what_the_grammar_refuses_is_cut() -> None:
     assert offers(RECORD, b"full name: Bo; age: 5", Fixed(b";", closes=True)) == [(b";", ("suffix",), True)]
 
 
+class OwnTokens(Fixed):
+    """Proposes the bytes as tokens of the target."""
+
+    def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
+        ids = tuple(MODEL.vocabulary.single_bytes(self._data).ids)
+        chances = (0.9,) * len(ids)
+        return Continuation(self.name, self._data, starts=tuple(range(len(ids))), confidences=chances, token_ids=ids)
+
+
+def test_tokens_that_the_grammar_refuses_are_not_offered() -> None:
+    assert offers(RECORD, b"full name: ", OwnTokens(b"Bob")) == [(b"Bob", ("suffix",), False)]
+    assert offers(RECORD, b"full name: ", OwnTokens(b"Bo9")) == [(b"Bo", ("suffix",), False)]
+
+
 def test_prompt_lookup_goes_on_after_forced_bytes() -> None:
     suffix = SuffixSource(Tape(MODEL.vocabulary, candidates(MODEL.vocabulary, b"full name: Bartholomew; age: 50;")))
     found = offers(RECORD, b"", suffix)

@@ -115,8 +115,9 @@ async def test_a_bug_of_ours_is_not_reported_as_a_lost_draft(caplog: pytest.LogC
 async def test_a_bug_in_one_source_does_not_cost_another() -> None:
     source, drafter, _ = draft_source()
     suffix = SuffixSource(Tape(WORDS, ()))
-    chain = SourceSet([suffix], MODEL, None)
+    chain = SourceSet([suffix, SuffixSource(Tape(WORDS, ()))], MODEL, None)
     chain.insert(source)
+    assert chain._sources[0] is source, "a draft comes before all others"
     await chain.advance(DraftPace(8))
     await propose(source, drafter, " fox")
 
@@ -298,6 +299,23 @@ def test_a_short_match_does_not_continue_another_source() -> None:
     assert after is not None and after.data.startswith(b"use.")
     assert suffix_source(b"xx hose yy ").propose(b"ho") is None
     assert suffix_source(b"nothing twice").propose() is None
+
+
+class Fixed(CandidateSource):
+    """Proposes a continuation of one text only."""
+
+    def __init__(self, after: bytes, continuation: Continuation) -> None:
+        self.name, self._after, self._continuation = continuation.source, after, continuation  # type: ignore[misc]
+
+    def propose(self, after: bytes = b"", limit: int = MAX_OFFERED_BYTES) -> Continuation | None:
+        return self._continuation if after == self._after else None
+
+
+@pytest.mark.parametrize(("more", "spelled"), [("", b"a fox jumps"), ("closes", b"a fox"), ("cut", b"a f")])
+def test_a_source_is_continued_by_another_unless_it_ends_the_text_or_has_more(more: str, spelled: bytes) -> None:
+    first = Fixed(b"", Continuation("suffix", b"a fox", **({more: True} if more else {})))  # type: ignore[arg-type]
+    (offer,) = SourceSet([first, Fixed(b"a fox", Continuation("learned", b" jumps"))], MODEL, 2).offers()
+    assert WORDS.spell(offer.token_ids) == spelled and (offer.token_ids[-1] == 2) == (more == "closes")
 
 
 class Oracle(CandidateSource):
