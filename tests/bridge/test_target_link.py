@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from bridge.errors import TargetFault, Unreachable
-from bridge.generation import Delta, generate
+from bridge.generation import Delta, Finished, generate
+from bridge.planning.planner import SpeculationParameters
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Run
 from bridge.request import Request
 from bridge.sources.source import Offer
@@ -272,6 +273,36 @@ async def test_the_pauses_of_a_client_are_not_the_targets_time(monkeypatch: pyte
             read.set()
     plain = statistics.plans["plain"]
     assert (plain.target_pass_count, plain.elapsed_ns) == (3, 3_000_000)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_progress_is_reported_every_tenth_of_a_second_if_it_is_asked_for(asked: bool) -> None:
+    now, reported = 0, []
+
+    def clock() -> int:
+        return now
+
+    request = Request((10, 11), max_tokens=5, reports_progress=asked)
+    target = Target([Pass(2 + place, (20 + place,), 0, 0) for place in range(5)])
+    async for event in generate(request, MODEL, target, clock=clock):
+        if isinstance(event, Delta):
+            reported.append(event.progress is not None)
+        now += 50_000_000
+    assert reported == [False, asked, False, asked, False]
+    assert isinstance(event, Finished)
+    assert (event.first_token_ns, event.elapsed_ns) == (50_000_000, 300_000_000)
+
+
+@pytest.mark.parametrize("sources", [("suffix",), ("suffix", "draft")])
+async def test_a_draft_is_asked_for_only_if_the_request_allows_it(sources: tuple[str, ...]) -> None:
+    asked: list[Exception | None] = []
+    request = Request((10, 11), max_tokens=1, speculation=SpeculationParameters(sources=sources))
+    target = Target([Pass(2, (20,), 0, 0)])
+    events = [event async for event in generate(request, MODEL, target, asked.append)]  # type: ignore[arg-type]
+    assert asked == ([None] if "draft" in sources else [])
+    (*_, finished) = [event async for event in generate(request, MODEL, target)]
+    assert isinstance(events[-1], Finished) and isinstance(finished, Finished)
+    assert finished.statistics.note == events[-1].statistics.note == ""
 
 
 async def test_an_endless_target_is_cut_off_by_its_credit() -> None:
