@@ -77,3 +77,16 @@ def test_spelled_control_tokens_stay_text_however_many(kind: str) -> None:
     text = "<eos>" * 3000 + "<<bos>bos><turn>"
     pieces = vocabulary(kind).pieces(text.encode())
     assert vocabulary(kind).spell(pieces.ids) == text.encode()
+
+
+def test_a_written_control_token_that_the_model_itself_finds_costs_no_other_token() -> None:
+    """A Unigram model has control tokens among its pieces. The text around them is encoded as usual."""
+    spec = json.loads(tokenizer_json("unigram"))
+    added = {**spec["added_tokens"][-1], "id": len(spec["model"]["vocab"]), "content": "☃"}
+    spec["model"]["vocab"].append(["☃", -1.0])
+    spec["added_tokens"].append(added)
+    words = Vocabulary(json.dumps(spec).encode())
+    before, after = words.pieces(b"the dog").ids, words.pieces(b" the dog").ids
+    for written, between in (("☃", words.single_bytes("☃".encode()).ids), ("<eos>", words.pieces(b"<").ids)):
+        rest = words.pieces(b"eos> the dog").ids if len(written) > 1 else after
+        assert words.pieces(f"the dog{written} the dog".encode()).ids == [*before, *between, *rest]
