@@ -69,6 +69,12 @@ def test_an_engine_that_waits_for_memory_verifies_many() -> None:
     assert sum(share([[0.6] * 4] * 6, 6, costs)) >= 18
 
 
+def test_what_the_engine_has_measured_itself_is_known_at_once_and_nonsense_is_left_out() -> None:
+    costs = BatchCosts([(0, 5), (4, -1), (4, 0), (1, 10_000_000), (8, 40_000_000)])
+    one, eight = costs.of_all(np.array([1.0, 8.0]))
+    assert eight / one == pytest.approx(4.0)
+
+
 def test_numbers_of_tokens_not_seen_are_extrapolated() -> None:
     costs = BatchCosts()
     unknown = costs.of_all(np.array([8.0, 16.0]))

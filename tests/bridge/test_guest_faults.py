@@ -225,3 +225,35 @@ def _held(step_counts: Sequence[int]) -> list[int]:
 def test_an_engine_that_asks_without_new_tokens_takes_no_more_memory() -> None:
     few, many = in_own_process(_held, (100, 1000))
     assert many - few < 200_000
+
+
+async def test_what_a_sequence_holds_is_reported_until_it_cannot_be_followed() -> None:
+    """The limit on all guests together counts it; what is idle for long is ended by when it was named last."""
+    shared, held, now = GuestOpening(MODEL, TargetEstimates()), list[tuple[int, int, int]](), 1000
+
+    async def open_(ids: Sequence[int], generated: int) -> GuestSequence:
+        return GuestSequence(shared, ids, generated)
+
+    def clock() -> int:
+        return now
+
+    guest = Guest(MODEL, open_, BatchCosts(), on_held=lambda *one: held.append(one), clock=clock)
+    await stepped(guest, 1, SequenceUpdate(1, 0, tuple(IDS[:20])))
+    await opened(guest, 1)
+    assert not guest.opening
+    now = 2000
+    await stepped(guest, 2, SequenceUpdate(1, 20, tuple(IDS[20:22])))
+    now = 3000
+    await stepped(guest, 3)
+    assert guest.stepped_ns == 2000, "the last step named no sequence"
+    await stepped(guest, 4, SequenceUpdate(1, 22, (MODEL.vocabulary_size,)))
+    assert held == [(1, 20, 0), (1, 22, len(MODEL.vocabulary.spell(IDS[:22]))), (1, 0, 0)]
+    guest.close()
+
+
+@pytest.mark.parametrize(("free", "asked", "room"), [(100, None, 64), (100, 5, 5), (9, None, 8), (9, 5, 5), (0, 5, 0)])
+def test_candidates_have_room_in_the_context(free: int, asked: int | None, room: int) -> None:
+    """The forward's own token needs a place, too."""
+    sequence = GuestSequence(GuestOpening(MODEL, TargetEstimates()), [70] * (MODEL.context_length - free), 0)
+    sequence.limit_room(asked)
+    assert sequence.room == room
