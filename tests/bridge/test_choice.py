@@ -61,6 +61,20 @@ def test_a_change_is_noticed() -> None:
     assert Counter(run(chooser, {"a": 0.8, "b": 1.4}, 200)[100:])["b"] > 90
 
 
+def test_a_draft_that_becomes_better_while_another_is_used_is_noticed() -> None:
+    """One request in twenty goes to a draft that may be the best, though never to one that is clearly worse."""
+    chooser = DraftChooser()
+    assert Counter(run(chooser, {"a": 1.8, "b": 1.7}, 60)[20:])["a"] >= 35
+    assert Counter(run(chooser, {"a": 1.8, "b": 3.0}, 200)[100:])["b"] > 90
+
+
+def test_a_record_gives_what_drafts_are_compared_by() -> None:
+    record = PairRecord()
+    assert (record.acceptance_rate, record.accepted_bytes_per_pass) == (0.0, 0.0)
+    record.add(request(2.0))
+    assert (record.acceptance_rate, record.accepted_bytes_per_pass) == (0.5, 3.0)
+
+
 def test_kinds_of_text_have_their_own_best_draft_and_a_new_kind_starts_from_the_others() -> None:
     chooser = DraftChooser()
     code, chat = {"a": 2.0, "b": 1.0}, {"a": 1.0, "b": 2.0}
