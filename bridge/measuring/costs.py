@@ -76,7 +76,7 @@ class WidthCost:
             return cls()
         widths = [width for width, _ in costs]
         times = [nanoseconds / costs[0][1] for _, nanoseconds in costs]
-        return cls(list(accumulate((max(_interpolated(widths, times, knot), 1.0) for knot in _KNOTS), max)))
+        return cls(list(accumulate((_interpolated(widths, times, knot) for knot in _KNOTS), max)))
 
     def of(self, width: float) -> float:
         """Returns the ratio for `width` tokens."""

@@ -26,6 +26,20 @@ def test_a_forward_costs_what_such_forwards_have_cost(times: dict[int, float]) -
         assert cost.of(width) == pytest.approx(times[width] * MS, rel=0.12)
 
 
+def test_plans_know_the_costs_of_all_widths_as_they_are_now() -> None:
+    """They read a table. No forward is expected to be faster than a narrower one, whatever a service measured."""
+    costs, noise = WidthCost.measured([(1, 10), (2, 5), (8, 30), (9, 20)]), random.Random(0)
+    assert costs.table[:2] == [1.0, 1.0]
+    for number in range(200):
+        if number % 3 == 0:
+            costs.forget(3)
+        elif number % 3 == 1:
+            costs.observe(noise.randint(2, 30), noise.uniform(0.5, 9.0))
+        else:
+            costs.scale(noise.uniform(0.9, 1.1))
+        assert costs.table == sorted(costs.table) == [costs.of(width) for width in range(1, len(costs.table) + 1)]
+
+
 def test_what_a_service_measured_is_expected_from_the_start() -> None:
     cost = ForwardTime(WidthCost.measured(measured(STEEP)), STEEP[1] * MS)
     for width in (1, 2, 4, 8, 16, 24):
