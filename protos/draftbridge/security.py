@@ -33,7 +33,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
-    # Otherwise gRPC sends two pings, and then one a minute for as long as there is no data.
+    # Otherwise gRPC sends two pings, and then one a minute until there is data.
     ("grpc.http2.max_pings_without_data", 0),
 )
 _CHECK_SECONDS = 1.0

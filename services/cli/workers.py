@@ -141,7 +141,7 @@ class _Worker:
         async for line in process.stdout:
             text = line.decode(errors="replace").rstrip()
             if not text.startswith(READY):
-                with suppress(OSError):  # whoever read our output is gone, and the bridge goes on
+                with suppress(OSError):  # nobody reads our output any more, and the bridge goes on
                     print(text, flush=True)
             elif not self.ready.done():
                 self.ready.set_result(text.removeprefix(READY))
