@@ -238,6 +238,20 @@ def test_fixed_modes_are_constant(turns: int) -> None:
     assert off.plan((), None).pace.lead == 0
 
 
+def test_turns_that_ended_early_do_not_change_the_prediction_for_a_number_that_the_user_chose() -> None:
+    """Such a turn always has all its tokens."""
+    shared = TargetEstimates(measured(FLAT))
+    draft = shared.draft("draft", [(1, MS)])
+    chosen, free = (
+        Planner(SpeculationParameters(Mode.LOCKSTEP, number), estimates_of(shared, draft)) for number in (6, None)
+    )
+    before = [planner.plan((), DraftState()).prediction for planner in (chosen, free)]
+    for _ in range(50):
+        draft.observe_turn(2, ended_early=True)
+    after = [planner.plan((), DraftState()).prediction for planner in (chosen, free)]
+    assert after[0] == before[0] and after[1] != before[1]
+
+
 @pytest.mark.parametrize(
     ("draft_ms", "right", "least", "most"), [(0.1, 0.9, 8, 64), (4.0, 0.6, 1, 2), (1.0, 0.7, 2, 7)]
 )
