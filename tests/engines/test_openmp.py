@@ -52,36 +52,29 @@ def test_a_server_limits_how_long_they_wait(tiny_models: tuple[Path, Path]) -> N
 
 @pytest.mark.models
 @pytest.mark.skipif(core_count() < 2, reason="this machine has one core")
-@pytest.mark.parametrize(
-    ("threads", "environment", "bound"),
-    [("all", {}, True), ("1", {}, False), ("all", {"OMP_PROC_BIND": "false"}, False)],
-    ids=["a thread for each core", "fewer", "a user decides"],
-)
-def test_threads_for_all_cores_are_bound_to_them(
-    threads: str, environment: dict[str, str], bound: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tiny models compute with one thread."""
+@pytest.mark.parametrize("environment", [{}, {"OMP_PROC_BIND": "false"}], ids=["fewer than cores", "a user decides"])
+def test_other_threads_are_not_bound(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real models, because tiny ones compute with one thread."""
     monkeypatch.setattr(processes, "_start", warm.cold_start)
     for name in _SET_HERE:
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     allowed = os.sched_getaffinity(0)
-    count = str(len(allowed)) if threads == "all" else threads
+    count = str(len(allowed)) if environment else "1"
     options = ("--engine", "ik_llama", "--device", "cpu", "--threads", count)
     with fleet("smollm2-135m-instruct", None, target_options=options) as running, Client(running.bridge) as client:
         client.generate("The quick brown", max_tokens=4)
-        target = running.processes["target"]
-        cores = [os.sched_getaffinity(int(task.name)) for task in _tasks(target)]
-        assert os.sched_getaffinity(target.pid) == allowed, "the main thread may use all cores"
-    places = {place for place in map(frozenset, cores) if place < allowed}
-    assert places == ({frozenset({one}) for one in allowed} if bound else set())
+        tasks = _tasks(running.processes["target"])
+        assert {frozenset(os.sched_getaffinity(int(task.name))) for task in tasks} == {frozenset(allowed)}
 
 
 @pytest.mark.models
 @pytest.mark.skipif(core_count() < 2, reason="this machine has one core")
 @pytest.mark.parametrize("per_core", [1, 2])
-def test_threads_of_forwards_beside_one_another_use_all_cores(per_core: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_of_a_forward_are_bound_but_not_those_of_forwards_beside_one_another(
+    per_core: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In ik_llama each sequence has its own forward. With two threads per core, each of two has a team of threads."""
     monkeypatch.setattr(processes, "_start", warm.cold_start)
     for name in _SET_HERE:
@@ -95,7 +88,9 @@ def test_threads_of_forwards_beside_one_another_use_all_cores(per_core: int, mon
 
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(generate, ("The quick brown", "Once upon a time")))
-        tasks = _tasks(running.processes["target"])
+        target = running.processes["target"]
+        assert os.sched_getaffinity(target.pid) == allowed, "the main thread may use all cores"
+        tasks = _tasks(target)
         bound = [place for task in tasks if (place := os.sched_getaffinity(int(task.name))) < allowed]
     # Those of a forward that runs alone.
     assert sorted(map(list, bound)) == sorted([one] for one in allowed for _ in range(per_core))
