@@ -132,14 +132,14 @@ class Zoo:
     @property
     def endpoints(self) -> list[Endpoint]:
         """The usable services: targets, then drafts, each in the order of the configuration."""
-        owners: dict[tuple[model_pb2.Role.ValueType, str], Endpoint] = {}
-        found = []
-        for one in self.connections:
-            if known := one.known:
-                owner = owners.setdefault((known.role, known.model.name), known)
-                if one.endpoint and owner.identity == known.identity:  # see `conflict`
-                    found.append(known)
-        return found
+        owners = self._owners()
+        usable = [one.endpoint for one in self.connections if one.endpoint]
+        return [one for one in usable if owners[one.role, one.model.name].identity == one.identity]
+
+    def _owners(self) -> dict[tuple[model_pb2.Role.ValueType, str], Endpoint]:
+        """Returns the services whose models have their names, by role and name: the first that are known."""
+        known = [one.known for one in self.connections if one.known]
+        return {(one.role, one.model.name): one for one in reversed(known)}
 
     def conflict(self, connection: Connection) -> str:
         """Returns why a connected model cannot be used beside the others, or "".
@@ -150,8 +150,7 @@ class Zoo:
         endpoint = connection.endpoint
         if endpoint is None:
             return ""
-        known = [one.known for one in self._of(connection.role) if one.known]
-        owner = next(one for one in known if one.model.name == endpoint.model.name)
+        owner = self._owners()[endpoint.role, endpoint.model.name]
         if owner.identity == endpoint.identity:
             return ""
         what = "tokenizer" if owner.identity[1] == endpoint.identity[1] else "revision"

@@ -1,4 +1,4 @@
-"""Chat templates that take too much memory or time, or write too much, or write what is no text."""
+"""Chat templates that take too much memory or time, or write too much, or write something other than text."""
 
 MEMORY_BOMBS = {
     "times": "{{ ('a' * 100000) * 100000 }}",
