@@ -75,15 +75,15 @@ def measured(model: str, engine: str, settings: dict[str, str]) -> Times:
     from services.engines.affinity import pin
     from services.engines.engine import Row
     from services.engines.registry import engine_spec
-    from services.engines.spec import Dtype, EngineOptions, GaudiOptions, Weights
+    from services.engines.spec import Dtype, EngineOptions, GaudiOptions
 
     cores = pin(settings["affinity"]) if "affinity" in settings else None
     threads = int(settings["threads"]) if "threads" in settings else len(cores) if cores else None
     gaudi = {one.name: json.loads(settings[one.name]) for one in fields(GaudiOptions) if one.name in settings}
     spec = engine_spec(engine)
-    path = spec.prepare(model, Weights.AUTO, lambda text: None)
     dtype = Dtype(settings.get("dtype", "auto"))
-    opened = spec.open(path, EngineOptions(dtype=dtype, threads=threads, slot_count=1, gaudi=GaudiOptions(**gaudi)))
+    options = EngineOptions(dtype=dtype, threads=threads, slot_count=1, gaudi=GaudiOptions(**gaudi))
+    opened = spec.open(spec.prepare(model, options, lambda text: None), options)
     ids = tuple(index % 1000 + 10 for index in range(PROMPT))
     rows = {
         SIZES[0]: Row(0, CONTEXT, ids[:1], 0),

@@ -64,7 +64,7 @@ def run(
         address = server
         if not server:
             for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
-                resolve(model, report, weights=False)
+                resolve(model, report, weights="")
             report("starting the model servers and a bridge")
             threads = len(of_draft) if of_draft else draft_threads()
             address = stack.enter_context(

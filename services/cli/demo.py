@@ -17,6 +17,8 @@ from services.cli.bench import ALONE, AUTO, Sample
 from services.cli.fitted import Fitted
 from services.cli.pieces import pieces
 from services.cli.processes import Fleet, ProcessFailed, draft_threads, fleet
+from services.engines import registry
+from services.engines.spec import EngineOptions
 from services.errors import ModelNotFound
 from services.store.cache import NoSpace
 from services.store.resolve import SUFFIX, default_name, resolve
@@ -145,8 +147,11 @@ def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstrat
     try:
         with ThreadPoolExecutor() as pool:
             drafts = [] if wanted.draft in ("none", SUFFIX) else [wanted.draft]
-            fetched = [pool.submit(resolve, draft, report, weights=False) for draft in drafts]
-            resolve(wanted.target, report, weights=wanted.engine == "torch")
+            fetched = [pool.submit(resolve, draft, report, weights="") for draft in drafts]
+            if wanted.engine == registry.AUTO:
+                resolve(wanted.target, report, weights="")
+            else:
+                registry.prepare(wanted.engine, wanted.target, EngineOptions(), report)
             for one in fetched:
                 one.result()
     except (ModelNotFound, UnusableModel, NoSpace) as error:

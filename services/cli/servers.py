@@ -23,7 +23,7 @@ from services.config import (
 )
 from services.config_reading import check, check_files, load
 from services.engines.registry import engines, follows, prepare
-from services.engines.spec import Weights
+from services.engines.spec import Dtype, EngineOptions, Weights
 from services.interrupts import importing
 from services.logs import configure
 
@@ -119,7 +119,7 @@ def up(
         _check_addresses(listen, http)
         drafted = None if draft == "none" else draft
         for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
-            resolve(model, report, weights=False)
+            resolve(model, report, weights="")
         options = ("--engine", engine, "--dtype", dtype)
         target_options = (*options, "--deterministic") if deterministic else options
         draft_options = (*options, "--threads", str(draft_threads()))
@@ -165,10 +165,11 @@ def _check_addresses(listen: str, http: str) -> None:
 def pull(
     model: Annotated[str, typer.Argument(help=MODEL_HELP)],
     engine: Annotated[str, typer.Option(help="The engine to prepare the model for.")] = "torch",
+    dtype: Annotated[Dtype, typer.Option(help="Data type, as for `draftbridge serve`.")] = Dtype.AUTO,
     weights: Annotated[Weights, typer.Option(help="Storage format; see `draftbridge engines`.")] = Weights.AUTO,
 ) -> None:
     """Download and convert a model before it is served, and print the path of its files."""
-    print(prepare(engine, model, weights, report))
+    print(prepare(engine, model, EngineOptions(dtype=dtype, weights=weights), report))
 
 
 def list_engines(

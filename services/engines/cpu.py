@@ -1,10 +1,13 @@
-"""Which processor this is, and what it can do."""
+"""Which processor this is, what it can do, and whether forwards run on it; all without loading torch."""
 
+import os
 from functools import cache
 from pathlib import Path
 from platform import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
+# Devices of drivers for NVIDIA, AMD and Gaudi.
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dxg")
 
 
 @cache
@@ -22,3 +25,13 @@ def cpu_name() -> str:
 def cpu_flags(path: Path = _CPUINFO) -> frozenset[str]:
     """Returns the instruction sets of an x86 processor as Linux names them, none on others."""
     return frozenset(_fields(path).get("flags", "").split())
+
+
+def has_bfloat16(path: Path = _CPUINFO) -> bool:
+    """Returns whether an x86 processor computes in bfloat16; False if it is not known."""
+    return not cpu_flags(path).isdisjoint({"avx512_bf16", "amx_bf16"})
+
+
+def surely_on_cpu(device: str) -> bool:
+    """Returns whether forwards on a device as in `EngineOptions` can run on the CPU only."""
+    return device == "cpu" or (device == "auto" and not any(map(os.path.exists, _ACCELERATORS)))

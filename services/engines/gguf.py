@@ -7,9 +7,9 @@ from services.store.cache import Report
 from services.store.resolve import has_gguf, resolve, resolve_gguf
 
 
-def prepare(model: str, weights: Weights, report: Report) -> Path:
+def prepare(model: str, options: EngineOptions, report: Report) -> Path:
     """Returns the model's GGUF file. Raises what `resolve` and `resolve_gguf` raise."""
-    resolve(model, report, weights=False)  # servers read the tokenizer there
+    resolve(model, report, weights="")  # servers read the tokenizer there
     return resolve_gguf(model, report)
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from services.engines.affinity import physical_cores
+from services.engines.cpu import surely_on_cpu
 from services.interrupts import importing
 
 _COUNT, _POLICY, _BIND, _PLACES = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES"
@@ -29,9 +30,6 @@ _CHOSEN = (_BIND, _PLACES, "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 # torch's threads also wait while Python prepares the next step: on an EPYC, passes of Gemma-3-270M take a tenth longer
 # with 1,000 attempts and no longer with 10,000. Not bound, beside a busy process: 127 ms, by default 1.2 s.
 _TORCH = 10_000
-# Devices of drivers for NVIDIA, AMD and Gaudi. Forwards there need one thread of the CPU, and several servers may share
-# the cores.
-_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dxg")
 # The cores that `bind_threads` has OpenMP bind the threads of a forward to, in order; empty if it binds none.
 _bound_to: list[frozenset[int]] = []
 # The threads of this process, as Linux shows them.
@@ -55,7 +53,8 @@ def limit_spinning(count: int = _TORCH) -> None:
 def bind_threads(device: str, thread_count: int | None, *, compiles: bool) -> None:
     """Has each OpenMP library that is loaded afterwards bind the threads of a forward, if there is one for each core.
 
-    `device`: as in `EngineOptions`; nothing is bound if the forwards may run elsewhere than on the CPU. `thread_count`:
+    `device`: as in `EngineOptions`; nothing is bound if the forwards may run elsewhere than on the CPU, because they
+    need one thread of it there, and several servers may share the cores. `thread_count`:
     None for one per core. `compiles`: torch compiles the model; then nothing is bound, because its compilers would all
     run on one core. Nothing changes if the environment decides where threads run or how many there are, on systems that
     do not bind threads, and once torch is loaded.
@@ -64,12 +63,11 @@ def bind_threads(device: str, thread_count: int | None, *, compiles: bool) -> No
         return
     if compiles or (thread_count is None and _THREADS in os.environ):
         return
-    on_cpu = device == "cpu" or (device == "auto" and not any(map(os.path.exists, _ACCELERATORS)))
     allowed = os.sched_getaffinity(0)
     places = physical_cores(allowed)
     if thread_count is not None and thread_count >= len(allowed):  # also for the second hyper-threads of the cores
         places = [frozenset({one}) for one in sorted(allowed)]
-    if on_cpu and (thread_count is None or thread_count >= len(places)):
+    if surely_on_cpu(device) and (thread_count is None or thread_count >= len(places)):
         _bound_to[:] = places
         os.environ[_BIND] = "true"
         os.environ[_PLACES] = ",".join(f"{{{','.join(map(str, sorted(place)))}}}" for place in places)

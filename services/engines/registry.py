@@ -86,10 +86,10 @@ def follows(name: str, model: str, options: EngineOptions) -> bool:
     return any(one.name == name or (name == AUTO and not one.reason_to_skip(model, options)) for one in own)
 
 
-def prepare(name: str, model: str, weights: Weights, report: Report) -> Path:
+def prepare(name: str, model: str, options: EngineOptions, report: Report) -> Path:
     """Downloads and converts a model for one engine. Returns the path to open. Raises a `DraftBridgeError`."""
     if name == AUTO:
         raise InvalidField("--engine", "one engine, because auto depends on the options of serve", AUTO)
     spec = engine_spec(name)
-    spec.check(EngineOptions(weights=weights))
-    return spec.prepare(model, weights, report)
+    spec.check(options)
+    return spec.prepare(model, options, report)

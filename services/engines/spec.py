@@ -91,7 +91,7 @@ class EngineSpec:
     name: str
     runs: str
     devices: str
-    prepare: Callable[[str, Weights, Report], Path]
+    prepare: Callable[[str, EngineOptions, Report], Path]
     open: Callable[[Path, EngineOptions], Engine]
     dtypes: tuple[Dtype, ...] = ()
     weights: tuple[Weights, ...] = ()

@@ -72,7 +72,7 @@ def fastest(
     paths = dict[str, Path]()
     for one in rivals:
         try:
-            paths[one.name] = one.prepare(model, chosen[one.name].weights, report)
+            paths[one.name] = one.prepare(model, chosen[one.name], report)
         except DamagedFile:
             raise  # other engines would only take longer to find that out
         except (UnusableModel, NoSpace) as error:

@@ -20,7 +20,7 @@ from services.engines.huge_pages import use_huge_pages
 from services.engines.observer import SchedulerObserver
 from services.engines.openmp import bind_threads, limit_spinning
 from services.engines.registry import AUTO, choose_engine
-from services.engines.spec import EngineOptions, EngineSpec
+from services.engines.spec import EngineOptions
 from services.engines.timing import Timing
 from services.engines.trial import fastest
 from services.grammars.store import TokenGrammars
@@ -76,18 +76,20 @@ def run(
     spec, options = choose_engine(config.engine, config.model, options, selection)
     if options.device != "auto":
         spec.check_device(options.device)
-    directory = resolve(config.model, report, weights=spec.reads != "gguf")
+    path = spec.prepare(config.model, options, report)
+    directory = resolve(config.model, report, weights="")  # for the tokenizer
     if config.engine == AUTO:
         report(f"engine: {spec.name}")
 
     if spec.follows():
-        spec.open(spec.prepare(config.model, options.weights, report), options)
+        spec.open(path, options)
 
     async def serve() -> None:
         stop = stop_event(until_stdin_closes)  # first, because an interrupted server cannot be deleted cleanly
         server = Server(config.listen, config, insight)
         # In a thread, so that a signal is handled meanwhile.
-        loaded = await unless(stop.wait(), asyncio.to_thread(_load, config, spec, options, directory, report, metrics))
+        opening = partial(spec.open, path, options)
+        loaded = await unless(stop.wait(), asyncio.to_thread(_load, config, opening, directory, report, metrics))
         if loaded is None:
             # A thread cannot be cancelled; it would keep the process until the model is read.
             os._exit(0)
@@ -117,8 +119,7 @@ def pinned_options(config: ModelServerConfig) -> EngineOptions:
 
 def _load(
     config: ModelServerConfig,
-    spec: EngineSpec,
-    options: EngineOptions,
+    opening: Callable[[], Engine],
     directory: Path,
     report: Report,
     observer: SchedulerObserver,
@@ -127,7 +128,7 @@ def _load(
 
     def open_engine() -> Engine:
         plain: Timing | None = None
-        opened = spec.open(spec.prepare(config.model, options.weights, report), options)
+        opened = opening()
         if opened.device == "cpu":
             use_huge_pages()
         engine = as_served(opened, config.determinism)

@@ -1,7 +1,8 @@
-"""Converts a GGUF file to a transformers directory: `python -m services.store.convert FILE DIRECTORY [--weights]`.
+"""Converts a GGUF file to a transformers directory: `python -m services.store.convert FILE DIRECTORY [DTYPE]`.
 
-Weights are stored in float32, which represents every value of the quantized file exactly. Without `--weights` the
-directory has everything else: tokenizer, chat template, configuration.
+DTYPE is the data type of the stored weights. float32 represents every value of the quantized file exactly, bfloat16 is
+what an engine that computes in bfloat16 makes of that. Without it, or if it is empty, only everything else is written:
+tokenizer, chat template, configuration.
 """
 
 import functools
@@ -17,7 +18,7 @@ from services.store.gguf import CUT_STATUS, is_cut
 _END_OF_DOCUMENT = "<|endoftext|>"
 
 
-def convert(source: Path, destination: Path, weights: bool = True) -> None:
+def convert(source: Path, destination: Path, dtype: str = "") -> None:
     """Writes the tokenizer, the configuration and perhaps the weights of a GGUF file to the directory `destination`."""
     import gguf  # these take seconds, in which Ctrl-C would print a traceback if the main program imported them
     import torch
@@ -27,8 +28,8 @@ def convert(source: Path, destination: Path, weights: bool = True) -> None:
     vars(gguf)["GGUFReader"] = functools.cache(gguf.GGUFReader)
     safe = {"gguf_file": source.name, "trust_remote_code": False}  # nothing beside the file may run
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **safe)
-    if weights:
-        model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **safe)
+    if dtype:
+        model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=getattr(torch, dtype), **safe)
         # The saved weights are not quantized.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
@@ -55,7 +56,7 @@ if __name__ == "__main__":
     quiet_libraries()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent, which Ctrl-C interrupts too, reports it
     try:
-        convert(Path(sys.argv[1]), Path(sys.argv[2]), "--weights" in sys.argv[3:])
+        convert(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
     # For damaged files and unknown architectures, the libraries raise errors of many kinds.
     except Exception as error:
         sys.exit(CUT_STATUS if is_cut(Path(sys.argv[1])) else f"conversion failed: {type(error).__name__}: {error}")

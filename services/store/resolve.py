@@ -34,11 +34,11 @@ from services.store.tokenizer import read_tokenizer
 
 # The reference of prompt lookup, a draft without a model or files; see `services.model.draft.suffix`.
 SUFFIX = "suffix"
-# The most bytes that a byte of a GGUF file becomes in float32: its smallest type has 1.56 bits; built-in models have at
-# least 4.9 on average.
-_LARGEST_EXPANSION, _FLOAT32_EXPANSION = 21, 6.6
-# Ends the names of directories in the cache for engines that read the weights from the GGUF file.
-_WITHOUT_WEIGHTS = ".tokenizer"
+# What is kept of a GGUF file, by the data type of its weights ("" for none): the end of the directory's name in the
+# cache, and the bytes of a weight. float32 represents every value of the file, and what holds it serves for all others.
+_KEPT = {"float32": ("", 4), "bfloat16": (".bfloat16", 2), "": (".tokenizer", 0)}
+# The fewest bits of a weight in a GGUF file, and in those of the built-in models on average.
+_FEWEST_BITS, _BUILT_IN_BITS = 1.56, 4.85
 _REMEDY = f"give a directory, a GGUF file, a Hugging Face id, or one of {', '.join(BUILT_IN)}"
 
 
@@ -48,10 +48,10 @@ def default_name(reference: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.name or reference
 
 
-def resolve(reference: str, report: Report = lambda text: None, *, weights: bool = True) -> Path:
+def resolve(reference: str, report: Report = lambda text: None, *, weights: str = "float32") -> Path:
     """Returns a directory with configuration, weights and tokenizer. Downloads and converts the model if needed.
 
-    `weights`: whether they are needed. Without, those of a GGUF file are not converted, and may be missing.
+    `weights`: the data type, float32 or bfloat16, that those of a GGUF file are converted to; "" if none are needed.
     Raises `ModelNotFound`, `UnusableModel`, `DamagedFile`, `ChecksumMismatch`, `CacheUnusable` or `NoSpace`.
     """
     if not reference:
@@ -68,7 +68,7 @@ def resolve(reference: str, report: Report = lambda text: None, *, weights: bool
     except (OSError, RuntimeError, ValueError) as error:  # such as a name too long, or ~ of an unknown user
         raise ModelNotFound(f"there is no model at {reference[:200]} ({error}): {_REMEDY}") from error
     if is_directory:
-        return _directory(path, weights or not any(path.glob("*.gguf")))
+        return _directory(path, bool(weights) or not any(path.glob("*.gguf")))
     if is_file:
         return _gguf(path, path.stem, None, weights, report)
     if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
@@ -89,7 +89,7 @@ def read_vocabulary(reference: str, report: Report = lambda text: None) -> Vocab
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.suffix == ".json" and file.is_file():
             return read_tokenizer(file)[1]
-    return read_tokenizer(resolve(reference, report, weights=False) / "tokenizer.json")[1]
+    return read_tokenizer(resolve(reference, report, weights="") / "tokenizer.json")[1]
 
 
 def _directory(path: Path, weights: bool = True) -> Path:
@@ -174,12 +174,12 @@ def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
     return found[0]
 
 
-def _built_in(model: BuiltIn, weights: bool, report: Report) -> Path:
+def _built_in(model: BuiltIn, weights: str, report: Report) -> Path:
     if kept := _in_cache(model.name, model.sha256, weights):
         return kept
     if weights:  # told before the download, which would be in vain
         with writing(cache_directory(), "the download and its conversion"):
-            needed = round(1e6 * model.megabytes * (1 + _FLOAT32_EXPANSION))
+            needed = round(1e6 * model.megabytes * (1 + 8 * _KEPT[weights][1] / _BUILT_IN_BITS))
             check_space(cache_directory(), "the download and its conversion", needed - _held(model))
     return _gguf(built_in_gguf(model, report), model.name, model.sha256, weights, report)
 
@@ -190,16 +190,17 @@ def _held(model: BuiltIn) -> int:
     return file.stat().st_size if file.is_file() else 0
 
 
-def _in_cache(name: str, digest: str, weights: bool) -> Path | None:
+def _in_cache(name: str, digest: str, weights: str) -> Path | None:
     """Returns the directory that the GGUF file with this SHA-256 was converted to, if it is in the cache."""
-    whole = cache_directory() / name
-    if source_of(whole) == digest:
-        return _kept(whole, True)
-    small = cache_directory() / f"{name}{_WITHOUT_WEIGHTS}"
-    return None if weights or source_of(small) != digest else _kept(small, False)
+    kinds = list(_KEPT)
+    for kind in kinds[kinds.index(weights) :: -1]:  # the smallest that will do
+        found = cache_directory() / f"{name}{_KEPT[kind][0]}"
+        if source_of(found) == digest:
+            return _kept(found, bool(kind))
+    return None
 
 
-def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Report) -> Path:
+def _gguf(path: Path, name: str, sha256: str | None, weights: str, report: Report) -> Path:
     """Returns the transformers directory of a GGUF file, converted if it is not in the cache.
 
     `sha256`: the file's, if that was checked. Raises `UnusableModel`, `DamagedFile`, `CacheUnusable` or `NoSpace`.
@@ -208,17 +209,17 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
     name = name if sha256 else f"{name}-{digest[:12]}"
     if kept := _in_cache(name, digest, weights):
         return kept
-    final = cache_directory() / (name if weights else f"{name}{_WITHOUT_WEIGHTS}")
+    final = cache_directory() / f"{name}{_KEPT[weights][0]}"
     with making(final) as scratch:
         if kept := _in_cache(name, digest, weights):  # another process has converted it meanwhile
             return kept
         report(f"converting {name} (once)" if weights else f"reading the tokenizer of {name} (once)")
         if weights:
-            _check_space(path, scratch)
+            _check_space(path, scratch, _KEPT[weights][1])
         converted = scratch / "converted"
         # In a child process, because conversion takes several times the memory of the model.
         done = subprocess.run(
-            bound_command("services.store.convert", str(path), str(converted), *["--weights"] * weights),
+            bound_command("services.store.convert", str(path), str(converted), weights),
             stdout=sys.stderr,
             check=False,
         )
@@ -247,15 +248,15 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: bool, report: Repo
     return final
 
 
-def _check_space(path: Path, scratch: Path) -> None:
-    """Raises `NoSpace` if the disk has no room for the weights of a GGUF file in float32."""
+def _check_space(path: Path, scratch: Path, size: int) -> None:
+    """Raises `NoSpace` if the disk has no room for the weights of a GGUF file with `size` bytes each."""
     # Reading a file's metadata takes seconds, and is left out where there is room at any number of bits.
-    if shutil.disk_usage(scratch).free > path.stat().st_size * _LARGEST_EXPANSION:
+    if shutil.disk_usage(scratch).free > path.stat().st_size * 8 * size / _FEWEST_BITS:
         return
     from gguf import GGUFReader
 
     try:
-        needed = 4 * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
+        needed = size * sum(int(tensor.n_elements) for tensor in GGUFReader(path).tensors)
     except Exception:  # a damaged file, which the conversion reports
         return
     check_space(scratch, "the converted model", needed)

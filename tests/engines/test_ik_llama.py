@@ -2,6 +2,7 @@
 
 import os
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from bridge.errors import UnusableModel
 from draftbridge import Client
 from services.cli.processes import fleet
 from services.config import ModelServerConfig
-from services.engines.cpu import cpu_flags
+from services.engines.cpu import cpu_flags, has_bfloat16
 from services.engines.engine import Engine, Row
 from services.engines.ik_llama.spec import IK_LLAMA, MAX_CONTEXTS, missing_instructions
 from services.engines.observer import UNOBSERVED
@@ -206,8 +207,10 @@ def test_a_processor_without_avx2_is_refused_before_the_library_is_loaded(monkey
 def test_processors_are_read_from_what_linux_tells(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text("processor : 0\nmodel name: Ours\nflags\t: avx2 fma\n\nprocessor: 1\nflags: sse\n")
-    assert cpu_flags(path) == {"avx2", "fma"}
-    assert cpu_flags(tmp_path / "none") == frozenset()
+    assert cpu_flags(path) == {"avx2", "fma"} and not has_bfloat16(path)
+    assert cpu_flags(tmp_path / "none") == frozenset() and not has_bfloat16(tmp_path / "none")
+    (later := tmp_path / "later").write_text("processor : 0\nflags\t: avx2 avx512_bf16\n")
+    assert has_bfloat16(later)
 
 
 def test_types_of_weights_have_names() -> None:
@@ -243,7 +246,9 @@ def tiny_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_deterministic_server_runs_it_as_it_is(tiny_target: Path) -> None:
     config = ModelServerConfig(model=str(tiny_target), engine="ik_llama", threads=1, deterministic=True)
-    loaded = _load(config, *choose_engine("ik_llama", config.model, config.options), tiny_target, str, UNOBSERVED)
+    spec, options = choose_engine("ik_llama", config.model, config.options)
+    opening = partial(spec.open, spec.prepare(config.model, options, str), options)
+    loaded = _load(config, opening, tiny_target, str, UNOBSERVED)
     loaded.scheduler.close()
     assert isinstance(loaded.engine, IkLlamaEngine)
 

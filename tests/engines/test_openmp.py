@@ -13,7 +13,7 @@ import pytest
 from draftbridge import Client
 from services.cli import processes
 from services.cli.processes import READY, fleet
-from services.engines import openmp
+from services.engines import cpu, openmp
 from services.engines.engine import core_count
 from services.engines.llamacpp import spec
 from services.engines.spec import EngineOptions
@@ -151,7 +151,7 @@ def test_what_binds_them(
     monkeypatch.setattr(os, "sched_getaffinity", lambda task: {0, 1, 2, 3})
     monkeypatch.setattr(os, "environ", dict(environment))
     monkeypatch.setattr(openmp, "physical_cores", lambda allowed: [frozenset({0, 2}), frozenset({1, 3})])
-    monkeypatch.setattr(openmp, "_ACCELERATORS", ())
+    monkeypatch.setattr(cpu, "_ACCELERATORS", ())
     monkeypatch.setattr(openmp, "_bound_to", [])
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     openmp.bind_threads(device, count, compiles=False)
@@ -161,7 +161,7 @@ def test_what_binds_them(
 
 def test_nothing_is_bound_for_an_accelerator_or_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
-    monkeypatch.setattr(openmp, "_ACCELERATORS", ("/dev/null",))
+    monkeypatch.setattr(cpu, "_ACCELERATORS", ("/dev/null",))
     monkeypatch.setattr(openmp, "_bound_to", [])
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     openmp.bind_threads("auto", None, compiles=False)

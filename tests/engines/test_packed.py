@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from services.engines.cpu import has_bfloat16
 from services.engines.torch.packed import PackedLinear, computes_bfloat16, pack
 
 SHAPES = [(1, 1), (19, 37), (64, 256), (576, 1536), (1536, 576)]
@@ -75,3 +76,7 @@ def test_tied_weights_stay_those_of_the_embeddings() -> None:
     pack(model)
     rows = torch.randn(3, 4)
     torch.testing.assert_close(model["head"](rows), rows @ embeddings(torch.arange(7)).T)
+
+
+def test_a_processor_that_linux_reports_to_compute_in_bfloat16_does_so_in_torch() -> None:
+    assert not has_bfloat16() or computes_bfloat16()

@@ -64,8 +64,8 @@ def test_every_engine_serves_a_real_model(
     options = EngineOptions(device="cpu", dtype=dtype, weights=weights, slot_count=2, cache_byte_limit=1 << 28)
     if (name, dtype) in OVERFLOWS:
         with pytest.raises(UnusableModel, match="not numbers in float16: use --dtype bfloat16 or float32"):
-            spec.open(spec.prepare(name, weights, print), options)
+            spec.open(spec.prepare(name, options, print), options)
         return
-    opened = spec.open(spec.prepare(name, weights, print), options)
+    opened = spec.open(spec.prepare(name, options, print), options)
     logits = opened.forward([Row(0, 0, tuple(ids), len(ids) - 1)])[0][-1]
     assert best in np.argsort(logits)[-places:]

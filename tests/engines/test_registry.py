@@ -15,6 +15,8 @@ from services.engines import spec as specs
 from services.engines.ik_llama import spec as ik_llama
 from services.engines.registry import choose_engine, engine_spec, engines, prepare
 from services.engines.spec import Dtype, EngineOptions, GaudiOptions, Weights
+from services.engines.torch import spec as torch_spec
+from services.engines.torch.spec import TORCH
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "engines.md"
 
@@ -135,7 +137,37 @@ def test_an_engine_that_is_not_installed_names_the_command_that_installs_it() ->
 
 def test_a_model_is_prepared_for_one_engine() -> None:
     with pytest.raises(InvalidField, match="--engine must be one engine"):
-        prepare("auto", "gemma-3-270m", Weights.AUTO, pytest.fail)
+        prepare("auto", "gemma-3-270m", EngineOptions(), pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "processor_has", "accelerators", "weights"),
+    [
+        (Dtype.AUTO, "auto", True, (), "bfloat16"),
+        (Dtype.AUTO, "cpu", True, ("/dev/null",), "bfloat16"),
+        (Dtype.AUTO, "auto", True, ("/dev/null",), "float32"),
+        (Dtype.AUTO, "cuda", True, (), "float32"),
+        (Dtype.AUTO, "cpu", False, (), "float32"),
+        (Dtype.BFLOAT16, "cpu", False, (), "bfloat16"),
+        (Dtype.FLOAT32, "cpu", True, (), "float32"),
+        (Dtype.FLOAT16, "cpu", True, (), "float32"),
+    ],
+)
+def test_torch_has_weights_converted_to_bfloat16_if_it_surely_computes_in_that(
+    dtype: Dtype,
+    device: str,
+    processor_has: bool,
+    accelerators: tuple[str, ...],
+    weights: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What has no exact values any more must not serve a forward in float32, such as on a GPU that has no bfloat16."""
+    monkeypatch.setattr("services.engines.cpu._ACCELERATORS", accelerators)
+    monkeypatch.setattr(torch_spec, "has_bfloat16", lambda: processor_has)
+    monkeypatch.setattr(torch_spec, "resolve", lambda model, report, *, weights: Path(weights))
+    options = EngineOptions(dtype=dtype, device=device)
+    assert TORCH.prepare("model", options, pytest.fail) == Path(weights)
+    assert (torch_spec._dtype(options) is Dtype.BFLOAT16) == (weights == "bfloat16"), "and computes in it"
 
 
 def test_the_documentation_has_the_table_of_the_registry() -> None:

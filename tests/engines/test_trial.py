@@ -60,7 +60,7 @@ def name(spec: EngineSpec | None) -> str:
 
 
 def engine(name: str, path: Path) -> EngineSpec:
-    return replace(LLAMACPP, name=name, prepare=lambda model, weights, report: path)
+    return replace(LLAMACPP, name=name, prepare=lambda model, options, report: path)
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_auto_goes_on_with_other_files_if_no_engine_runs_those_of_a_kind(monkeyp
 
 @pytest.mark.parametrize("error", [UnusableModel("it cannot be exported"), NoSpace(Path("a"), "the file", 1, 2)])
 def test_a_model_that_an_engine_cannot_convert_is_left_to_others(big: Path, error: Exception) -> None:
-    def refuse(model: str, weights: Weights, report: object) -> Path:
+    def refuse(model: str, options: EngineOptions, report: object) -> Path:
         raise error
 
     lines = list[str]()
@@ -255,7 +255,7 @@ def test_a_model_that_an_engine_cannot_convert_is_left_to_others(big: Path, erro
 
 
 def test_a_damaged_file_is_not_tried_with_other_engines(big: Path) -> None:
-    def refuse(model: str, weights: Weights, report: object) -> Path:
+    def refuse(model: str, options: EngineOptions, report: object) -> Path:
         raise DamagedFile("it is damaged")
 
     refusing, lines = replace(LLAMACPP, name="a", prepare=refuse), list[str]()

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -37,7 +38,7 @@ def ignore(text: str) -> None:
 
 def converted(program: list[str], **options: object) -> SimpleNamespace:
     """Stands in for the process that converts, whose command is `program`."""
-    directory = Path(program[-1 - (program[-1] == "--weights")])
+    directory = Path(program[-2])
     directory.mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (directory / name).write_text("new")
@@ -53,9 +54,9 @@ def test_a_model_has_the_name_of_its_directory_or_file(
     assert default_name(reference) == "tiny"
 
 
-@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", ""])
 def test_a_conversion_of_another_file_is_not_used(
-    weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after an update of DraftBridge that has another file under a built-in model's name."""
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path))
@@ -103,14 +104,13 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
     file, steps = tmp_path / "tiny.gguf", list[str]()
     gguf.write_qwen(file)
-    small = resolve(str(file), steps.append, weights=False)
-    assert small == resolve(str(file), steps.append, weights=False) and len(steps) == 1
+    small = resolve(str(file), steps.append, weights="")
+    assert small == resolve(str(file), steps.append, weights="") and len(steps) == 1
     assert not list(small.glob("*.safetensors"))
     whole = resolve(str(file), steps.append)
     assert whole != small and list(whole.glob("*.safetensors"))
     assert "torchao" not in capfd.readouterr().err, "which warns its developers when transformers imports it"
     assert len({file.stat().st_mode for file in whole.iterdir()}) == 1, "other users of a cache can read all of it"
-    assert resolve(str(file), steps.append, weights=False) == whole, "one that has them serves as well"
     assert len(steps) == 2
     few, all_ = read_model_files(small), read_model_files(whole)
     assert few.tokenizer_json == all_.tokenizer_json
@@ -129,16 +129,35 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(
             read_model_files(directory)
         with pytest.raises(UnusableModel, match=f"the model in {directory} cannot be loaded .*, or {remedy}"):
             load_model(directory, torch.float32)
+    shutil.rmtree(small)
     with pytest.raises(TokenizerNotUnderstood, match=f"^{whole}/tokenizer.json: it is damaged"):
         read_vocabulary(str(file))
     (whole / "tokenizer.json").unlink()
     with pytest.raises(UnusableModel, match="delete it and run the same command again"):
-        resolve(str(file), weights=False)
+        resolve(str(file))
 
 
-@pytest.mark.parametrize("weights", [True, False])
+def test_weights_are_stored_in_bfloat16_for_an_engine_that_computes_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are what such an engine makes of those in float32, which serve it, too."""
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    gguf.write_qwen(file := tmp_path / "tiny.gguf")
+    half = resolve(str(file), ignore, weights="bfloat16")
+    assert resolve(str(file), pytest.fail, weights="") == half, "it has the tokenizer"
+    whole = resolve(str(file), ignore, weights="float32")
+    assert resolve(str(file), pytest.fail, weights="bfloat16") == half != whole
+    kept, exact = (load_file(one / "model.safetensors") for one in (half, whole))
+    assert kept.keys() == exact.keys() and {one.dtype for one in exact.values()} == {torch.float32}
+    assert all(torch.equal(kept[name], exact[name].to(torch.bfloat16)) for name in exact)
+    assert fingerprint(half) == fingerprint(whole), "both are of one file"
+    shutil.rmtree(half)
+    assert resolve(str(file), pytest.fail, weights="bfloat16") == whole
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", ""])
 def test_a_cut_file_is_called_that(
-    weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "tiny.gguf"
@@ -186,9 +205,9 @@ def test_a_directory_with_a_gguf_file_needs_no_other_weights(tmp_path: Path) -> 
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_text("{}")
     with pytest.raises(UnusableModel, match="lacks"):
-        resolve(str(tmp_path), weights=False)
+        resolve(str(tmp_path), weights="")
     (tmp_path / "model.gguf").write_bytes(b"GGUF one")
-    assert resolve(str(tmp_path), weights=False) == tmp_path
+    assert resolve(str(tmp_path), weights="") == tmp_path
     with pytest.raises(UnusableModel, match="lacks"):
         resolve(str(tmp_path))
     first = fingerprint(tmp_path)
@@ -196,21 +215,22 @@ def test_a_directory_with_a_gguf_file_needs_no_other_weights(tmp_path: Path) -> 
     assert fingerprint(tmp_path) != first
 
 
+@pytest.mark.parametrize(("weights", "size"), [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("spare", [-1, 1], ids=["too little", "enough"])
 def test_room_for_converted_weights_is_checked_before(
-    spare: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spare: int, weights: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bound by the file's size is far above what the weights need, so the metadata decides."""
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(cache, "_FULL_BYTES", 0)
     gguf.write_qwen(file := tmp_path / "tiny.gguf")
-    needed = 4 * (2 * 260 * 8 + 2 * 8 + 8 + 2 * 64 + 2 * 32 + 2 * 4 + 8 + 3 * 128)
+    needed = size * (2 * 260 * 8 + 2 * 8 + 8 + 2 * 64 + 2 * 32 + 2 * 4 + 8 + 3 * 128)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=needed + spare))
     if spare > 0:
         monkeypatch.setattr("services.store.resolve.subprocess.run", converted)
-        assert list(resolve(str(file)).glob("*.safetensors"))
+        assert list(resolve(str(file), weights=weights).glob("*.safetensors"))
         return
     with pytest.raises(NoSpace) as caught:
-        resolve(str(file))
+        resolve(str(file), weights=weights)
     assert caught.value.metadata["needed_bytes"] == str(needed)
     assert not [one for one in cache_directory().iterdir() if one.is_dir() and one.name != ".partial"]

