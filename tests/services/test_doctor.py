@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,20 @@ def test_a_far_service_is_named() -> None:
     far.round_trip_ns = 30_000_000
     found = find(examined(Deployment([TARGET, far], {"": 10.0, "far": 12.0})), "30.0 ms")
     assert found.level is Level.SLOW and "near" in found.remedy
+
+
+def test_one_slow_answer_does_not_make_a_service_far() -> None:
+    class Busy(Deployment):
+        """The first answer of its draft waits for other work."""
+
+        def status(self) -> bridge_pb2.GetStatusResponse:
+            near.round_trip_ns = next(round_trips)
+            return super().status()
+
+    round_trips = chain([30_000_000], repeat(500_000))
+    near = service("near", model_pb2.ROLE_DRAFT)
+    found = examined(Busy([TARGET, near], {"": 10.0, "near": 12.0}))
+    assert all(one.level is Level.GOOD for one in found if one.check == "round trips")
 
 
 def test_a_changed_text_is_the_worst() -> None:
