@@ -26,9 +26,9 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "generate.js"
 
 
-def run(script: Path, address: str, prompt: str) -> tuple[int, dict]:
+def run(script: Path, address: str, prompt: str, max_tokens: int = 24) -> tuple[int, dict]:
     done = subprocess.run(
-        [str(BIN / "node"), str(script), str(PROTOS), address, prompt, "24"],
+        [str(BIN / "node"), str(script), str(PROTOS), address, prompt, str(max_tokens)],
         cwd=script.parent,
         capture_output=True,
         text=True,
@@ -58,3 +58,13 @@ def test_node_sees_the_status_of_a_refusal(script: Path, tiny_fleet: Fleet) -> N
     assert code == 1
     assert result["code"] == 3  # INVALID_ARGUMENT
     assert "nothing to continue" in result["message"]
+    assert result["reason"] == "EMPTY_PROMPT"
+    code, result = run(script, tiny_fleet.bridge, "The", 0)
+    assert code == 1
+    assert result["reason"] == "INVALID_FIELD" and result["metadata"]["field"] == "max_tokens"
+
+
+def test_node_sees_that_nothing_answers(script: Path) -> None:
+    code, result = run(script, "127.0.0.1:1", "The")
+    assert code == 1
+    assert result["code"] == 14 and "reason" not in result  # UNAVAILABLE, from gRPC itself
