@@ -129,7 +129,7 @@ class Connection:
     def refuse(self, problem: str) -> None:
         """Stops using a service that broke the contract, until its health stream ends, as when it restarts.
 
-        One without health checks is used again when it describes itself differently.
+        One without health checks is used again when it describes itself differently: a restart changes `instance_id`.
         """
         if self.known and not self.problem:
             self.problem, self.refused = problem, self.known.description
@@ -248,12 +248,16 @@ class Connection:
         assert self.known, "it is connected"
         try:
             description = self.known.description
-            while _same(description, self.known.description):
+            while _same(description, self.known.description) and not self._is_restart(description):
                 await asyncio.sleep(_POLL_SECONDS)
                 description, self.round_trip_ns = await self._describe(CHECK_SECONDS)
         except DraftBridgeError as error:
             return str(error)
         return f"{self.known.model.name} at {self.address} was replaced by another model, which is being connected"
+
+    def _is_restart(self, description: model_pb2.Model) -> bool:
+        """Returns whether a service that was refused describes itself as another process."""
+        return self.refused is not None and description.instance_id != self.refused.instance_id
 
     async def _check_health(self) -> None:
         """Raises `Unreachable` if the service reports that it cannot serve."""
