@@ -38,6 +38,8 @@ _BROKEN = {
     grpc.StatusCode.UNKNOWN: ("Stream removed",),
     grpc.StatusCode.INTERNAL: ("RST_STREAM", "GOAWAY"),
 }
+# A server that stops cancels the calls that outlast its grace period: that is not the client's own cancellation.
+_UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 # What grpc.aio reports of a write to a stream that the server has ended, in place of the server's status.
 _FAILED_WRITE = "Internal error from Core"
 # Reasons and keys of an ErrorInfo, slightly wider than Google's rules: both end up in logs and statistics.
@@ -92,7 +94,7 @@ def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
         return TlsFailed(address, failure)
     if report:
         return RemoteError(code, report.reason, report.message or details, report.metadata)
-    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+    if code in _UNREACHABLE:
         return Unreachable(address, code.name)
     if failed_write:
         return StreamEnded(address)

@@ -99,8 +99,10 @@ def test_trailing_metadata_that_cannot_be_read_leave_the_calls_own_status(
     code: grpc.StatusCode, trailing: tuple[tuple[str, Any], ...], text: str
 ) -> None:
     ours = {
-        # The bridge reports these two as its own errors: its client's call had time enough, and named a valid method.
+        # The bridge reports these as its own errors: its client's call had time enough, was not cancelled, and named a
+        # valid method.
         grpc.StatusCode.DEADLINE_EXCEEDED: grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.CANCELLED: grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.UNIMPLEMENTED: grpc.StatusCode.FAILED_PRECONDITION,
         # These change if the text is one of gRPC's own about connections.
         grpc.StatusCode.UNKNOWN: grpc.StatusCode.UNAVAILABLE,
@@ -120,9 +122,10 @@ def test_trailing_metadata_that_cannot_be_read_leave_the_calls_own_status(
         (grpc.StatusCode.UNKNOWN, "Stream removed (Unwrap failed (TSI_DATA_CORRUPTED))"),
         (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),
         (grpc.StatusCode.INTERNAL, "Internal error from Core"),
+        (grpc.StatusCode.CANCELLED, "CANCELLED"),  # the server has stopped
     ],
 )
-def test_a_connection_that_breaks_in_mid_message_is_unreachable(code: grpc.StatusCode, text: str) -> None:
+def test_a_service_that_is_lost_in_mid_call_is_unreachable(code: grpc.StatusCode, text: str) -> None:
     error = from_rpc_error(failed(code, (), text), "host:1")
     assert (code_of(error), error.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVICE_UNREACHABLE")
     # A service's own report stays its own error.
