@@ -10,6 +10,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from draftbridge import CallError, Client, Generation
+from draftbridge.security import is_local
 from draftbridge.v1 import bridge_pb2, model_pb2
 from services.version import VERSION
 
@@ -192,12 +193,14 @@ def _round_trips(client: Client, services: Sequence[bridge_pb2.ServiceState]) ->
     for one in services:
         round_trip_ns = median(round_trips[one.address, one.role] or [0])
         if round_trip_ns > _MAX_ROUND_TRIP_SHARE * min(passes) and one.state == one.STATE_AVAILABLE:
+            near = "look for programs that use the cores of the bridge or of the service, which are on one machine"
+            far = "run the bridge on the target's machine, and the draft near it"
             yield Finding(
                 Level.SLOW,
                 "round trips",
                 f"a call from the bridge to {one.model.name} at {one.address} takes {round_trip_ns / 1e6:.1f} ms; "
                 f"a pass of the fastest target takes {min(passes) / 1e6:.1f} ms",
-                "run the bridge on the target's machine, and the draft near it",
+                near if is_local(one.address) else far,
             )
 
 

@@ -189,6 +189,9 @@ def test_a_far_service_is_named() -> None:
     far.round_trip_ns = 30_000_000
     found = find(examined(Deployment([TARGET, far], {"": 10.0, "far": 12.0})), "30.0 ms")
     assert found.level is Level.SLOW and "near" in found.remedy
+    far.address = "127.0.0.1:50052"
+    found = find(examined(Deployment([TARGET, far], {"": 10.0, "far": 12.0})), "30.0 ms")
+    assert "cores" in found.remedy, "it cannot be nearer"
 
 
 def test_one_slow_answer_does_not_make_a_service_far() -> None:
