@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from time import perf_counter_ns
 
 import numpy as np
 import pytest
 
-from bridge.errors import EngineFailure
+from bridge.errors import EngineFailure, InvalidGrammar
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row
+from services.engines.job import Timed
 from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence
 from tests.support.waiting import eventually
@@ -149,6 +151,49 @@ async def test_nobody_waits_for_a_thread_that_has_ended() -> None:
     with pytest.raises(EngineFailure, match="restart this server"):
         await first.forward((), len)
     assert not scheduler.alive
+
+
+async def test_a_result_tells_the_time_in_forwards_and_the_time_before_them() -> None:
+    engine = Watched(slot_count=1)
+    engine.seconds = 0.02
+    scheduler = Scheduler(lambda: engine)
+    begun = perf_counter_ns()
+    first, second = CachedSequence(scheduler), CachedSequence(scheduler)
+    first.replace(0, ids(1000))  # two forwards
+    second.replace(0, ids(6, 1))
+
+    async def ran(sequence: CachedSequence) -> Timed[int]:
+        try:
+            return await sequence.forward((), len)
+        finally:
+            sequence.close()
+
+    results = await asyncio.gather(ran(first), ran(second))
+    elapsed = perf_counter_ns() - begun
+    assert 40_000_000 <= results[0].forward_ns < elapsed
+    assert 20_000_000 <= scheduler.slowest_ns < elapsed
+    assert results[1].queue_ns >= 40_000_000, "it waited for the slot of the first"
+    assert all(one.queue_ns + one.forward_ns <= elapsed for one in results)
+    scheduler.close()
+
+
+async def test_a_sequence_that_violates_its_grammar_fails_alone_and_keeps_its_cache() -> None:
+    engine = Watched()
+    scheduler = Scheduler(lambda: engine)
+    sequence = CachedSequence(scheduler)
+    sequence.replace(0, ids(40))
+
+    def refuse(logits: Logits) -> None:
+        raise InvalidGrammar("sampling.regex", "is too complex")
+
+    with pytest.raises(InvalidGrammar):
+        await asyncio.wait_for(sequence.forward((), refuse), 60)
+    np.testing.assert_array_equal(await drop(scheduler, ids(6, 1)), [engine.logits(ids(6, 1))])
+    assert len(engine.forwards) == 2
+    sequence.close()
+    await drop(scheduler, ids(40))
+    assert [len(row.token_ids) for row in engine.forwards[-1]] == [1]
+    scheduler.close()
 
 
 def best(logits: Logits) -> int:

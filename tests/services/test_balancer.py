@@ -10,7 +10,7 @@ import pytest
 
 from bridge.errors import DraftBridgeError, NotReady, TargetFault, Unreachable
 from bridge.planning.estimates import TargetEstimates
-from bridge.ports import FinishReason, Pass, Run
+from bridge.ports import FinishReason, Grant, Pass, Run
 from bridge.request import Request
 from bridge.text.chat import Chat, Message
 from services.bridge.pairing import Assignment, Wish
@@ -180,6 +180,42 @@ async def test_a_replica_that_refuses_hands_a_request_on_and_is_not_broken(refus
     with pytest.raises(DraftBridgeError, match=r"^a ended|the target at a refuses this bridge") as caught:
         await anext(refusing(balancer, endpoints[:1], {"a": refusal}).passes())
     assert (caught.value.reason, caught.value.metadata) == (refusal.reason, refusal.metadata)
+
+
+class Breaking(Refusing):
+    """A verifier that keeps the run it gets, and whose stream breaks after some passes."""
+
+    def __init__(self, *passes: Pass) -> None:
+        self._passes = passes
+        self.received: Run | None = None
+
+    async def run(self, run: Run) -> None:
+        self.received = run
+
+    async def grant(self, grant: Grant) -> None:
+        pass
+
+    async def passes(self) -> AsyncIterator[Pass]:
+        for one in self._passes:
+            yield one
+        raise Unreachable("a", "it was killed")
+
+
+async def test_another_replica_goes_on_where_the_first_one_broke() -> None:
+    endpoints = [endpoint(name) for name in "ab"]
+    spell, eos = endpoints[0].model.vocabulary.token_bytes, endpoints[0].model.special_ids.eos[0]
+    assert spell(70) and not spell(eos)
+    verifiers = [Breaking(Pass(2, (70, 71), 1, 1), Pass(4, (eos,), 0, 0)), Breaking()]
+    opened = iter(verifiers)
+    verifier = ResumingVerifier(Balancer(), lambda: endpoints, lambda one: next(opened), lambda one, error: None, [])
+    await verifier.run(Run(0, (1, 60), 0, 0, credit=8, patience_us=50))
+    await verifier.grant(Grant(credit=4, patience_us=90))
+    with pytest.raises(Unreachable):
+        assert [one.base_token_count async for one in verifier.passes()] == [2, 4]
+    offset = len(spell(70) + spell(71))
+    assert verifiers[1].received == Run(
+        0, (1, 60, 70, 71, eos), offset, empty_token_count=1, credit=9, patience_us=90, generated_token_count=3
+    )
 
 
 FAULTS = [
