@@ -34,7 +34,7 @@ from bridge.text.models import Model
 from bridge.text.stream import Span, TextStream
 
 # Returns another draft for the rest of a request, or None; see `generate`.
-NextDraft: TypeAlias = Callable[[Exception | None], Draft | None]
+NextDraft: TypeAlias = Callable[[DraftBridgeError | None], Draft | None]
 # The least time between two reports of a request's progress.
 _PROGRESS_NS = 100_000_000
 _OVERDUE = "the draft did not answer in time; the target no longer waits for it"
@@ -175,7 +175,7 @@ async def generate(
 
 
 async def _find_draft(
-    next_draft: NextDraft, opening: Opening, sources: SourceSet, error: Exception | None
+    next_draft: NextDraft, opening: Opening, sources: SourceSet, error: DraftBridgeError | None
 ) -> DraftSource | None:
     """Opens the next draft that takes the request; see `SourceSet`."""
     while draft := next_draft(error):

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 # After this many passes without any candidate, another draft is tried.
 _UNUSED_PASSES = 64
 # Finds another draft for the rest of a request, given the error of the present one, or None if that gains nothing.
-FindDraft: TypeAlias = Callable[[Exception | None], Awaitable[DraftSource | None]]
+FindDraft: TypeAlias = Callable[[DraftBridgeError | None], Awaitable[DraftSource | None]]
 _ALONE, _REPLACED = "the target went on without it", "another draft replaced it"
 # The most continuations of one offer, of sources that continue each other.
 _MAX_PARTS = 8
@@ -58,7 +58,7 @@ class SourceSet:
         self.seeking: asyncio.Future[DraftSource | None] | None = None
         # Whether the present search is for a replacement of a draft that failed, and an error that came during one.
         self._unused_pass_count, self._failed = 0, False
-        self._missed: Exception | None = None
+        self._missed: DraftBridgeError | None = None
         self._notify: Callable[[], None] | None = None
         self.note = ""
         # All sources that took part, in order, also those that were dropped or replaced.
@@ -163,7 +163,7 @@ class SourceSet:
         elif self._unused_pass_count >= _UNUSED_PASSES:
             self._seek(None)
 
-    def _seek(self, error: Exception | None) -> None:
+    def _seek(self, error: DraftBridgeError | None) -> None:
         if self.seeking:
             self._missed = error
         elif self._find_draft:

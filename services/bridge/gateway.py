@@ -239,7 +239,7 @@ class Gateway:
             assignment.statistics, assignment.prompt = running.statistics, prompt
             running.statistics.draft_choice = assignment.choice
 
-            def next_draft(error: Exception | None) -> Draft | None:
+            def next_draft(error: DraftBridgeError | None) -> Draft | None:
                 draft = assignment.next(error)
                 if draft is None:
                     return None

@@ -87,7 +87,7 @@ class Assignment:
         """Returns the replicas of a draft that this request may use."""
         return [one for one in self._pairing.replicas(self._target, draft) if one.address not in self._failed]
 
-    def next(self, error: Exception | None) -> Endpoint | None:
+    def next(self, error: DraftBridgeError | None) -> Endpoint | None:
         """Returns the replica of a draft that is to be opened now, or None.
 
         `error`: that of the replica that was to be opened before or, if that has taken over, of the present one. It is
@@ -121,19 +121,18 @@ class Assignment:
                 return one
         return None
 
-    def _on_failure(self, draft: Endpoint, replica: Endpoint, error: Exception) -> Endpoint | None:
+    def _on_failure(self, draft: Endpoint, replica: Endpoint, error: DraftBridgeError) -> Endpoint | None:
         """Avoids a replica. Returns its draft if that has another replica; otherwise the draft pauses."""
         self._failed.add(replica.address)
-        known = error if isinstance(error, DraftBridgeError) else None
         # One that is no longer configured has been forgotten with its last stream: nothing would forget it again.
         configured = any(one.address == replica.address for one in self._pairing.zoo.connections)
-        if known and is_broken(known) and configured:  # the stream of one that hangs reports no error
+        if is_broken(error) and configured:  # the stream of one that hangs reports no error
             self._pairing.balancer.on_failure(replica, self)
-        broken = isinstance(known, ProtocolViolation)
-        if known and (broken or is_lost(known)) and self.replicas(draft):
+        broken = isinstance(error, ProtocolViolation)
+        if (broken or is_lost(error)) and self.replicas(draft):
             return draft
         # Other requests may have prompts and chats that the draft takes.
-        if broken or not isinstance(known, InvalidRequest):
+        if broken or not isinstance(error, InvalidRequest):
             self._pairing.pauses.failed(self._target, draft)
         return None
 

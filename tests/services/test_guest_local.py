@@ -81,6 +81,15 @@ def test_tokens_as_an_array(guest: LocalCandidates) -> None:
     assert found[1].sources[0] == "suffix" and isinstance(found[1].token_ids[0], int)
 
 
+def test_a_step_that_gives_way_to_other_work_goes_on(guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.guest._WORKING_NS", 0)
+    proposed = 0
+    for count in range(80, 84):
+        found = guest.step([SequenceStep(1, IDS[:count])], deadline=10.0, engine_seconds=0.01)
+        proposed += len(found[1].token_ids)
+    assert guest.counts.candidate_count == proposed > 0
+
+
 def test_a_step_does_not_wait_for_a_long_prompt(guest: LocalCandidates, monkeypatch: pytest.MonkeyPatch) -> None:
     indexed = threading.Event()
 
@@ -181,10 +190,11 @@ def test_a_long_prompt_is_no_reason_to_postpone_others(guest: LocalCandidates, m
     assert set(guest._kept) == {0, 1}
 
 
-def test_the_first_step_connects() -> None:
+def test_the_first_step_connects(caplog: pytest.LogCaptureFixture) -> None:
     guest = LocalCandidates(description(KIND), tiny.tokenizer_json(KIND))
     assert guest.step([SequenceStep(1, IDS)], deadline=10.0)
     guest.close()
+    assert not caplog.records, "where all is well, nothing is logged"
 
 
 def test_unknown_sources_and_unusable_costs_are_no_error_of_the_engine(caplog: pytest.LogCaptureFixture) -> None:
@@ -279,5 +289,6 @@ def test_a_bug_is_logged_once(
 def test_after_its_end_it_proposes_nothing(guest: LocalCandidates) -> None:
     assert guest.step([SequenceStep(1, IDS)], deadline=10.0)
     guest.close()
+    assert guest._budget.count == 0, "it holds no text any more"
     assert guest.step([SequenceStep(1, [*IDS, 5])], deadline=10.0) == {} and not guest.connect()
     guest.close()

@@ -151,7 +151,12 @@ async def test_wishes_that_cannot_be_fulfilled_are_refused_by_field() -> None:
     async with AsyncExitStack() as stack:
         target = await stack.enter_async_context(serving(trained("gpt-2")))
         gateway = await stack.enter_async_context(bridge([target], []))
-        for wish, name in ((Wish(workload="x" * 65), "workload"), (Wish(("a",) * 65), "drafts")):
+        wishes = (
+            (Wish(workload="x" * 65), "workload"),
+            (Wish(workload="two\nlines"), "workload"),
+            (Wish(("a",) * 65), "drafts"),
+        )
+        for wish, name in wishes:
             with pytest.raises(Exception, match=name):
                 await text_of(gateway, "", wish)
         with pytest.raises(ModelNotFound):
@@ -321,3 +326,6 @@ async def test_each_draft_of_a_request_is_judged_by_its_own_passes_without_those
         assert all(one.request_count == 1 for one in found.values())
         gains = {name: one.token_count / one.plain_passes for name, one in found.items()}
         assert gains == {first.model.name: 1.0, second.model.name: 2.0}
+        speed = pairing.plain_bytes_per_second(target)
+        assignment.finished(replace(event, generated_byte_count=100 * event.generated_token_count))
+        assert pairing.plain_bytes_per_second(target) > speed > 0, "the target's tokens are longer than was known"
