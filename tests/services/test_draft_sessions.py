@@ -44,6 +44,14 @@ async def test_a_draft_proposes_what_it_is_credited() -> None:
         assert (await waiting).token_ids[0] == oracle(3)[2]
 
 
+async def test_when_the_client_has_closed_its_side_the_credit_is_used_up() -> None:
+    async with draft() as (session, proposals):
+        await session.sync(Sync(1, 0, PROMPT, 0, 2))
+        await session.grant(1, 1)
+        session.on_end_of_requests()
+        assert [id_ async for one in proposals for id_ in one.token_ids] == oracle(3)
+
+
 async def test_a_draft_sends_its_turn_in_one_message() -> None:
     async with draft() as (session, proposals):
         await session.sync(Sync(1, 0, PROMPT, 0, 5, batch_token_count=3))

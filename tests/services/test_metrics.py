@@ -20,6 +20,7 @@ from bridge.statistics import Statistics
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2
 from services.metrics import BridgeMetrics, ModelMetrics, ServerMetrics
+from tests.support import guests, tiny
 from tests.support.observed import Observed, Samples, observed, value
 from tests.support.unread import UNREAD, hold_unread
 from tests.support.waiting import eventually
@@ -326,3 +327,19 @@ def test_a_pass_costs_less_than_20_microseconds() -> None:
             metrics.on_job(20_000)
         best = min(best, thread_time() - started)
     assert best / count < 20e-6
+
+
+def test_a_bridge_counts_the_candidates_that_an_engine_verified_and_accepted() -> None:
+    ids = list(tiny.vocabulary("sentencepiece").pieces(b"The quick brown fox jumps. " * 20).ids)
+    engine = guests.Reciter(ids, len(ids) // 4)
+    with guests.running() as bridge:
+        guest = guests.client(bridge.address)
+        guests.recite(guest, engine)
+        guest.close()
+        count = bridge.servicer._metrics.registry.get_sample_value
+        verified, accepted = (
+            count(f"draftbridge_guest_{name}_tokens_total", {"source": "suffix"}) for name in ("verified", "accepted")
+        )
+    assert verified and accepted
+    # No step reports the last forward.
+    assert 0.8 * engine.accepted["suffix"] < accepted <= min(engine.accepted["suffix"], verified)

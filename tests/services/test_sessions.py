@@ -66,6 +66,13 @@ async def test_credit_is_how_far_the_target_goes() -> None:
         assert got == oracle(5)
 
 
+async def test_when_the_client_has_closed_its_side_the_credit_is_used_up_without_waiting() -> None:
+    async with target() as session:
+        await session.run(run(credit=3, patience_us=60_000_000_000))
+        session.on_end_of_requests()
+        assert [id_ async for result in session.passes() for id_ in result.token_ids] == oracle(3)
+
+
 async def test_candidates_are_taken_along_and_the_bonus_is_the_targets_own() -> None:
     truth = oracle(6)
     async with target() as session:
