@@ -12,6 +12,7 @@ from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence
 from services.errors import SlotsExhausted
 from tests.support.depth import examples
+from tests.support.waiting import eventually
 from tests.support.watched import Watched, after, drop, ids
 
 
@@ -80,6 +81,21 @@ async def test_an_idle_sequence_loses_its_slot_to_one_that_waits_and_goes_on_all
     scheduler.close()
 
 
+async def test_a_sequence_keeps_its_slot_between_the_forwards_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.engines.scheduler._IDLE_NS", 0)  # any forward takes longer
+    engine = Watched(slot_count=1)
+    engine.gate.clear()
+    scheduler = Scheduler(lambda: engine)
+    reading = asyncio.create_task(drop(scheduler, ids(1500)))
+    await asyncio.to_thread(eventually, lambda: bool(engine.forwards))
+    waiting = asyncio.create_task(drop(scheduler, ids(6, 1)))
+    await asyncio.to_thread(eventually, lambda: scheduler._inbox.qsize() == 1)
+    engine.gate.set()
+    await asyncio.wait_for(asyncio.gather(reading, waiting), 60)
+    assert engine.token_count == 1506
+    scheduler.close()
+
+
 async def test_a_sequence_that_asks_while_it_loses_its_slot_keeps_no_other_one_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -143,12 +159,12 @@ async def test_idle_sequences_do_not_keep_others_out(monkeypatch: pytest.MonkeyP
     scheduler.close()
 
 
-@pytest.mark.parametrize("shared", [0, 1, 20])
+@pytest.mark.parametrize("shared", [0, 1, 20, 100])
 async def test_prompts_in_turn_each_keep_their_cache(shared: int) -> None:
-    """This holds even if all prompts begin alike, with a control token or the head of a chat."""
+    """This holds even if all prompts begin alike, with a control token, the head of a chat or its instructions."""
     engine = Watched(slot_count=3)
     scheduler = Scheduler(lambda: engine)
-    prompts = [[*ids(shared), *ids(500, seed)] for seed in (1, 2)]
+    prompts = [[*ids(shared), *ids(600, seed)] for seed in (1, 2)]
     for _ in range(3):
         for prompt in prompts:
             await drop(scheduler, prompt)
