@@ -8,7 +8,8 @@ from contextlib import aclosing
 import pytest
 
 from bridge.errors import ProtocolViolation
-from services.rpc.streams import exchange
+from draftbridge.v1.draft_pb2 import DraftGrant, DraftOpen, DraftRequest
+from services.rpc.streams import exchange, first_message
 
 
 async def _refuse(request: int) -> None:
@@ -39,6 +40,40 @@ async def test_a_bad_request_ends_a_stream_that_has_nothing_to_say(while_sending
             asyncio.get_running_loop().call_later(0.05, sent.set)
         with pytest.raises(ProtocolViolation):
             await anext(stream)
+
+
+async def test_both_directions_have_ended_when_a_bad_request_is_reported() -> None:
+    """Otherwise a session would be closed while a forward of it runs."""
+    ended = []
+
+    async def requests() -> AsyncIterator[int]:
+        yield 1
+
+    async def responses() -> AsyncIterator[int]:
+        try:
+            await asyncio.Event().wait()
+            yield 1
+        finally:
+            await asyncio.sleep(0)
+            ended.append(True)
+
+    with pytest.raises(ProtocolViolation):
+        async for _ in exchange(requests(), _refuse, lambda: None, responses()):
+            pass
+    assert ended
+
+
+@pytest.mark.parametrize("first", [None, DraftRequest(), DraftRequest(grant=DraftGrant(epoch=1, credit=1))])
+async def test_a_stream_begins_with_an_open_message(first: DraftRequest | None) -> None:
+    async def requests(*messages: DraftRequest | None) -> AsyncIterator[DraftRequest]:
+        for message in messages:
+            if message is not None:
+                yield message
+
+    with pytest.raises(ProtocolViolation, match="begin with an open message"):
+        await first_message(requests(first))
+    opening = DraftRequest(open=DraftOpen(seed=5))
+    assert await first_message(requests(opening, first)) == opening
 
 
 async def test_responses_go_on_after_the_last_request() -> None:
