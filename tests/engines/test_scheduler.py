@@ -226,6 +226,39 @@ async def test_a_job_goes_on_with_the_ids_that_it_chose() -> None:
     scheduler.close()
 
 
+async def test_accepted_candidates_and_chosen_ids_are_not_run_again() -> None:
+    engine = Watched()
+    scheduler = Scheduler(lambda: engine)
+    sequence = CachedSequence(scheduler)
+    sequence.replace(0, ids(6))
+    await sequence.forward(ids(3, seed=9), len)
+    sequence.accept((*ids(2, seed=9), 50), 2)
+    result = await sequence.forward((), np.array)
+    np.testing.assert_array_equal(result.value, [engine.logits([*ids(6), *ids(2, seed=9), 50])])
+    assert result.token_count == 1
+    for _ in range(2):
+        sequence.accept((60,), 0)
+        results = await sequence.run_on(best, times(2))
+        assert [one.token_count for one in results] == [1, 1, 1]
+        sequence.accept([one.value for one in results[:2]], 2)
+    scheduler.close()
+
+
+async def test_the_last_id_of_a_forward_that_failed_is_run_again() -> None:
+    engine = Watched()
+    scheduler = Scheduler(lambda: engine)
+    sequence = CachedSequence(scheduler)
+    sequence.replace(0, ids(6))
+    await sequence.forward((), len)
+    with pytest.raises(EngineFailure):
+        await sequence.forward((engine.poison,), len)
+    engine._cache[engine.forwards[-1][0].slot][5:] = [99]  # the forward may have written half of it
+    sequence.replace(6, [50])
+    found = await sequence.forward((), np.array)
+    np.testing.assert_array_equal(found.value, [engine.logits([*ids(6), 50])])
+    scheduler.close()
+
+
 async def test_a_job_whose_next_id_fails_gives_no_result_and_its_cache_is_not_trusted() -> None:
     engine = Watched()
     scheduler = Scheduler(lambda: engine)
