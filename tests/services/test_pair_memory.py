@@ -80,6 +80,27 @@ def test_a_directory_in_its_place_costs_the_memory_only(tmp_path: Path, caplog: 
     assert "cannot be used" in caplog.text
 
 
+def test_a_file_that_cannot_be_opened_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pair_memory, "sleep", lambda seconds: pytest.fail("it waits"))
+    remember(tmp_path)
+    assert "cannot be used" in caplog.text
+
+
+def test_an_unreadable_file_that_cannot_be_renamed_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rename(*names: Path) -> None:
+        raise PermissionError("the directory is read-only")
+
+    path = tmp_path / "pairs.sqlite"
+    path.write_text("not a database" * 100)
+    monkeypatch.setattr(Path, "rename", rename)
+    remember(path)
+    assert "cannot be used" in caplog.text and path.read_text() == "not a database" * 100
+
+
 @pytest.mark.parametrize("version", [0, 1, 77])
 def test_the_database_of_another_program_is_left_alone(
     tmp_path: Path, version: int, caplog: pytest.LogCaptureFixture
