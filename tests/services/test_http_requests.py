@@ -1,0 +1,108 @@
+"""Every field of a request to the HTTP door reaches the bridge's request under its own name."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from bridge.planning.planner import Mode, SpeculationParameters
+from bridge.request import Request
+from bridge.sampling.grammar import Grammar, GrammarKind
+from bridge.sampling.sampler import SamplingParameters
+from bridge.text.chat import Chat, Message
+from services.bridge.pairing import Wish
+from services.http.requests import ChatCompletionRequest, CompletionRequest
+
+FIELDS = {
+    "temperature": 0.5,
+    "top_k": 7,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.4,
+    "logit_bias": {"5": -1.5},
+    "min_tokens": 2,
+    "stop_token_ids": [8],
+    "ignore_eos": True,
+    "stop": ["x", "y"],
+    "seed": 6,
+    "n": 2,
+    "stream": True,
+    "draftbridge": {
+        "mode": "lockstep",
+        "drafts": ["small", "large"],
+        "workload": "tales",
+        "sources": ["draft"],
+        "num_assistant_tokens": 4,
+        "assistant_confidence_threshold": 0.25,
+        "draft_temperature": 0.75,
+        "tenant": "somebody",
+        "progress": True,
+        "regex": "a*",
+    },
+}
+SAMPLING = SamplingParameters(
+    temperature=0.5,
+    top_k=7,
+    top_p=0.9,
+    min_p=0.1,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.4,
+    logit_bias={5: -1.5},
+    min_tokens=2,
+    stop_token_ids=(8,),
+    ignore_eos=True,
+    grammar=Grammar(GrammarKind.REGEX, "a*"),
+)
+REQUEST = Request(
+    "The",
+    SAMPLING,
+    seed=6,
+    stop=("x", "y"),
+    speculation=SpeculationParameters(
+        mode=Mode.LOCKSTEP,
+        num_assistant_tokens=4,
+        assistant_confidence_threshold=0.25,
+        draft_temperature=0.75,
+        sources=("draft",),
+    ),
+    tenant="somebody",
+    reports_progress=True,
+)
+
+
+def completion(**fields: object) -> CompletionRequest:
+    return CompletionRequest.model_validate_json(json.dumps({"prompt": "The", **fields}))
+
+
+def test_all_fields_of_a_completion() -> None:
+    body = completion(**FIELDS, max_tokens=20, logprobs=3)
+    expected = replace(REQUEST, max_tokens=20, logprobs=3)
+    assert body.requests() == [expected, replace(expected, seed=7)]
+    assert body.extension.wish == Wish(("small", "large"), "tales", "")
+
+
+@pytest.mark.parametrize("limit", ["max_tokens", "max_completion_tokens"])
+def test_all_fields_of_a_chat(limit: str) -> None:
+    fields = {"messages": [{"role": "user", "content": "Hi"}], limit: 20, "logprobs": True, "top_logprobs": 3}
+    body = ChatCompletionRequest.model_validate_json(json.dumps(FIELDS | fields))
+    expected = replace(REQUEST, input=Chat((Message("user", "Hi"),), {}), max_tokens=20, logprobs=3)
+    assert body.requests() == [expected, replace(expected, seed=7)]
+
+
+def test_what_is_left_out_has_openai_s_defaults() -> None:
+    body = completion(seed=1)
+    assert body.requests() == [Request("The", SamplingParameters(temperature=1.0), seed=1, max_tokens=16)]
+    assert body.extension.wish == Wish()
+    assert completion().requests()[0].seed != completion().requests()[0].seed
+
+
+def test_several_prompts_have_n_choices_each_and_one_may_be_ids() -> None:
+    body = completion(prompt=["a", "b"], n=2, best_of=2, seed=(1 << 64) - 1)
+    found = [(one.input, one.seed) for one in body.requests()]
+    assert found == [("a", (1 << 64) - 1), ("a", 0), ("b", (1 << 64) - 1), ("b", 0)]
+    assert body.choice_count == 4
+    for prompt, inputs in (([3, 4], [(3, 4)]), ([[3, 4], [5]], [(3, 4), (5,)])):
+        assert [one.input for one in completion(prompt=prompt, best_of=1).requests()] == inputs
