@@ -1,4 +1,4 @@
-"""Answers of the HTTP door that are not streamed, and those that the end of the server cuts off."""
+"""Answers of the HTTP door, as a whole and as a stream, and those that the end of the server cuts off."""
 
 import asyncio
 import json
@@ -80,6 +80,33 @@ async def test_a_whole_answer_ends_when_it_has_been_read() -> None:
     assert body == response.body and not sending.done()
     read.set()
     await sending
+
+
+async def test_a_stream_sends_each_text_as_soon_as_it_comes() -> None:
+    sent, first, more = b"", asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncGenerator[Event]:
+        yield 0, Opened("m", "", 0, 1)
+        yield 0, Delta("first", (71,))
+        await more.wait()
+        yield 0, Delta("second", (72,))
+        yield 0, Finished(FinishReason.LENGTH, 1, 2, 11, 1, 1, Mode.OFF, Statistics())
+
+    async def send(message: Any) -> None:
+        nonlocal sent
+        sent += message.get("body", b"")
+        if b"first" in sent:
+            first.set()
+
+    answer = Answer(CompletionFormat(MODEL), [Choice(0, Request("a"), MODEL)], slow(), lambda _: None)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        response = await respond(answer, CompletionRequest(prompt="a", stream=True), stay)
+        assert response
+        tasks.create_task(response({"type": "http", "method": "POST"}, stay, send))
+        await first.wait()
+        assert b"second" not in sent
+        more.set()
+    assert b"second" in sent and sent.endswith(b"data: [DONE]\n\n")
 
 
 async def test_log_probabilities_of_answers_that_are_not_streamed_are_bounded(tiny_fleet: Fleet) -> None:
