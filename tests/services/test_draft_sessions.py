@@ -135,12 +135,17 @@ async def test_bad_syncs_are_refused(sync: Sync, error: type[Exception]) -> None
             await anext(proposals)
 
 
-async def test_a_draft_whose_context_is_full_says_so() -> None:
+async def test_a_draft_whose_context_is_full_says_so_once() -> None:
     async with draft() as (session, proposals):
         await session.sync(Sync(1, 0, (5,) * 600, 0, 4))
         result = await anext(proposals)
         assert result.done
         assert result.token_ids == ()
+        waiting = asyncio.ensure_future(anext(proposals))
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+        await session.sync(Sync(2, 0, PROMPT, 0, 1))
+        assert list((await waiting).token_ids) == oracle(1)
 
 
 async def test_a_draft_holds_no_more_than_twice_its_context() -> None:

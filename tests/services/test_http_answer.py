@@ -109,6 +109,11 @@ async def test_a_stream_sends_each_text_as_soon_as_it_comes() -> None:
     assert b"second" in sent and sent.endswith(b"data: [DONE]\n\n")
 
 
+def test_a_streamed_chat_begins_with_its_role() -> None:
+    part = ChatFormat(MODEL).first(Choice(0, Request("a"), MODEL))
+    assert part and part["delta"] == {"role": "assistant", "content": ""}
+
+
 async def test_log_probabilities_of_answers_that_are_not_streamed_are_bounded(tiny_fleet: Fleet) -> None:
     body = LONG | {"max_tokens": 5}
     async with door(tiny_fleet, Limits(logprob_bytes=1000)) as (url, _), httpx.AsyncClient(base_url=url) as http:
