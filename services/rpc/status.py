@@ -33,10 +33,12 @@ DOMAIN = "draftbridge"
 _MAX_TEXT_BYTES = 600
 _MAX_METADATA_BYTES = 2000
 _MAX_RETRY_SECONDS = 86_400
-# What gRPC itself reports in the status of a call whose connection breaks in mid-message, or carries damaged data.
+# What gRPC itself reports in the status of a call whose connection breaks in mid-message, or carries damaged data, and
+# of one that a proxy on the way has reset: CANCELLED, although nobody has cancelled it.
 _BROKEN = {
     grpc.StatusCode.UNKNOWN: ("Stream removed",),
     grpc.StatusCode.INTERNAL: ("RST_STREAM", "GOAWAY"),
+    grpc.StatusCode.CANCELLED: ("RST_STREAM",),
 }
 # A server that stops cancels the calls that outlast its grace period: that is not the client's own cancellation.
 _UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)

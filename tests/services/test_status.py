@@ -121,6 +121,7 @@ def test_trailing_metadata_that_cannot_be_read_leave_the_calls_own_status(
     [
         (grpc.StatusCode.UNKNOWN, "Stream removed (Unwrap failed (TSI_DATA_CORRUPTED))"),
         (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),
+        (grpc.StatusCode.CANCELLED, "Received RST_STREAM with error code 8"),
         (grpc.StatusCode.INTERNAL, "Internal error from Core"),
         (grpc.StatusCode.CANCELLED, "CANCELLED"),  # the server has stopped
     ],
