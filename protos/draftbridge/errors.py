@@ -96,7 +96,8 @@ class CallError(Exception):
                 "is valid now and for this address, and that the client trusts its authority (--ca)"
             )
             return cls(code, "TLS_FAILED", message, {"address": address})
-        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        # CANCELLED, though nobody has cancelled the call: the bridge was stopping, or a proxy on the way has reset it.
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
             late, answered = code is grpc.StatusCode.DEADLINE_EXCEEDED, bool(error.initial_metadata())
             check = (
                 "check the address (a bridge's own port, not its HTTP port), that a bridge is running there, and that "
@@ -105,7 +106,7 @@ class CallError(Exception):
             if late:
                 remedy = "give a longer timeout, or fewer tokens" if answered else f"give a longer timeout, or {check}"
                 message = f"no complete answer of {address} came in time: {remedy}"
-            elif answered:
+            elif answered or code is grpc.StatusCode.CANCELLED:
                 message = (
                     f"{address} broke off its answer: it has stopped, or the connection was lost; try again when it "
                     "answers (draftbridge health)"

@@ -33,15 +33,14 @@ DOMAIN = "draftbridge"
 _MAX_TEXT_BYTES = 600
 _MAX_METADATA_BYTES = 2000
 _MAX_RETRY_SECONDS = 86_400
-# What gRPC itself reports in the status of a call whose connection breaks in mid-message, or carries damaged data, and
-# of one that a proxy on the way has reset: CANCELLED, although nobody has cancelled it.
+# What gRPC itself reports of a call that its server did not answer. CANCELLED: the server was stopping, or a proxy on
+# the way has reset the call; one that this side cancels does not fail.
+_UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+# What gRPC itself reports in the status of a call whose connection breaks in mid-message, or carries damaged data.
 _BROKEN = {
     grpc.StatusCode.UNKNOWN: ("Stream removed",),
     grpc.StatusCode.INTERNAL: ("RST_STREAM", "GOAWAY"),
-    grpc.StatusCode.CANCELLED: ("RST_STREAM",),
 }
-# A server that stops cancels the calls that outlast its grace period: that is not the client's own cancellation.
-_UNREACHABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
 # What grpc.aio reports of a write to a stream that the server has ended, in place of the server's status.
 _FAILED_WRITE = "Internal error from Core"
 # Reasons and keys of an ErrorInfo, slightly wider than Google's rules: both end up in logs and statistics.
@@ -96,7 +95,7 @@ def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
         return TlsFailed(address, failure)
     if report:
         return RemoteError(code, report.reason, report.message or details, report.metadata)
-    if code in _UNREACHABLE:
+    if code in _UNANSWERED:
         return Unreachable(address, code.name)
     if failed_write:
         return StreamEnded(address)

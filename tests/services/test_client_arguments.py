@@ -135,3 +135,8 @@ def test_an_answer_that_breaks_off_is_not_taken_for_a_wrong_address() -> None:
     assert "check the address" in failed(grpc.StatusCode.UNAVAILABLE, answered=False)
     text = failed(grpc.StatusCode.UNAVAILABLE, answered=True)
     assert "broke off its answer" in text and "address" not in text
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_call_that_reaches_a_bridge_as_it_stops_was_not_cancelled_by_the_client(answered: bool) -> None:
+    assert "try again when it answers" in failed(grpc.StatusCode.CANCELLED, answered)
