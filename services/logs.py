@@ -20,6 +20,7 @@ from typing import Any
 REQUEST_ID_KEY = "x-request-id"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 _ENGINES = "services.engines."
+_GRPC = "grpc._cython.cygrpc"
 # Attributes of a log record that become fields of a JSON line; `extra=` sets them.
 _FIELDS = ("method", "code", "seconds")
 
@@ -64,6 +65,13 @@ def configure(format_: LogFormat, level: LogLevel) -> None:
     )
     for name in ("bridge", "services"):
         logging.getLogger(name).setLevel(level.value.upper())
+    logging.getLogger(_GRPC).addFilter(_is_of_no_departure)
+
+
+def _is_of_no_departure(record: logging.LogRecord) -> bool:
+    """Returns False for the traceback that gRPC logs if a client leaves just as a part of its answer is being sent."""
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != "ExecuteBatchError"
 
 
 class TextFormatter(logging.Formatter):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from grpc._cython import cygrpc
 
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2
@@ -116,6 +117,7 @@ def restored() -> Iterator[None]:
     root.setLevel(level)
     for name in ("bridge", "services"):
         logging.getLogger(name).setLevel(logging.NOTSET)
+    logging.getLogger("grpc._cython.cygrpc").filters.clear()
 
 
 @pytest.mark.usefixtures("restored")
@@ -156,3 +158,11 @@ def test_levels_are_those_of_our_own_loggers(capsys: pytest.CaptureFixture[str])
     configure(LogFormat.TEXT, LogLevel.ERROR)
     logging.getLogger("services.x").warning("too little")
     assert capsys.readouterr().err == "DEBUG services.x: ours\n"
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_client_that_leaves_while_it_is_sent_to_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(LogFormat.TEXT, LogLevel.WARNING)
+    for error in (cygrpc.ExecuteBatchError("_send_message"), cygrpc.InternalError("a bug")):
+        logging.getLogger("grpc._cython.cygrpc").error("raised in core", exc_info=error)
+    assert capsys.readouterr().err.startswith("ERROR grpc._cython.cygrpc: raised in core\nInternalError")
