@@ -13,6 +13,7 @@ import logging
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -39,6 +40,9 @@ _ROUNDS = 2
 # Repacked weights are in memory of the process's own and take longer to load: they have to gain this much.
 _LEAST_GAIN = 1.03
 _TIMEOUT_SECONDS = 120
+# How long a choice counts that other work disturbed. The two ways have different logits, so a server that is restarted,
+# or a replica that is started beside it, must not choose anew: the same seed would give another text.
+_DISTURBED_SECONDS = 3600.0
 # The exit status of a probe that refuses a file; the reason is the last line that it prints.
 _REFUSED = 3
 
@@ -50,7 +54,7 @@ class Way:
     `max_width`: tokens of a pass at most. `min_width`: single tokens are filled up to it. `drift`: how far a logit
     moved between widths from `min_width` to `max_width`, and with one thread, 0.0 if all were the same bit for bit.
     `pass_ns`: time of a pass of 1, 2, 4 and 8 tokens, with what is filled up. `disturbed`: other work was going on
-    whenever one of them was measured.
+    whenever one of them was measured; of a way that was chosen, also if that is true of the other way.
     """
 
     repacked: bool
@@ -78,7 +82,7 @@ class _Unfinished(Exception):
 
 
 def _measured(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way | None]", file: Path) -> Way:
-    """Tries both ways, and remembers the better one if both probes came to an end undisturbed."""
+    """Tries both ways, and remembers the better one if both probes came to an end."""
     found, unfinished = dict[bool, Way | None](), ""
     for repacked in (False, True) * _ROUNDS:
         before = found.get(repacked)
@@ -93,8 +97,9 @@ def _measured(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way 
     if plain is None and repacked_way is None:
         how = unfinished or "ik_llama.cpp crashes"
         raise UnusableModel(f"{how} with {gguf.name} here: use --engine llamacpp or torch", model=gguf)
-    way = _better(plain, repacked_way)
-    if not (unfinished or any(one and one.disturbed for one in found.values())):
+    disturbed = any(one and one.disturbed for one in found.values())
+    way = replace(_better(plain, repacked_way), disturbed=disturbed)
+    if not unfinished:
         remember(file, asdict(way))
     return way
 
@@ -159,9 +164,11 @@ def _key(gguf: Path, threads: int) -> str:
 
 def _read(file: Path) -> Way | None:
     try:
-        return _way(file.read_text())
+        way = _way(file.read_text())
+        counts = not way.disturbed or time.time() - file.stat().st_mtime < _DISTURBED_SECONDS
     except (OSError, ValueError, TypeError, KeyError):  # absent, or not written by this version
         return None
+    return way if counts else None
 
 
 def _measure(gguf: Path, threads: int, repacked: bool) -> Way:
