@@ -4,6 +4,7 @@ A `DraftBridgeError` is sent as a status code, its text, and an `ErrorInfo` with
 error is logged with its traceback and sent as INTERNAL with a fixed text.
 """
 
+import asyncio
 import logging
 import math
 import re
@@ -43,6 +44,8 @@ _BROKEN = {
 }
 # What grpc.aio reports of a write to a stream that the server has ended, in place of the server's status.
 _FAILED_WRITE = "Internal error from Core"
+# What a call raises that reads on when the grace period of its server is over.
+_STOPPED = "_ServerStoppedError"
 # Reasons and keys of an ErrorInfo, slightly wider than Google's rules: both end up in logs and statistics.
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,62}")
 _METADATA_KEY = re.compile(r"[A-Za-z0-9_.-]{1,63}")
@@ -128,7 +131,9 @@ def status_of(error: Exception) -> status_pb2.Status:
 
 
 async def abort(context: "aio.ServicerContext[Any, Any]", error: Exception) -> NoReturn:
-    """Ends a call with the status of an error."""
+    """Ends a call with the status of an error, unless the server has stopped and with it the call."""
+    if type(error).__name__ == _STOPPED:
+        raise asyncio.CancelledError from error
     status = status_of(error)
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
     report = (DETAILS_KEY, status.SerializeToString())

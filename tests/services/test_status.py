@@ -17,8 +17,11 @@ from bridge.errors import DraftBridgeError
 from draftbridge import CallError
 from draftbridge.errors import read_report
 from draftbridge.v1 import model_pb2, model_pb2_grpc, target_pb2, target_pb2_grpc
+from services.config import ServerConfig
 from services.errors import Overloaded, SlotsExhausted
+from services.metrics import ServerMetrics
 from services.rpc.insight import Insight, InsightInterceptor
+from services.rpc.server import Server
 from services.rpc.status import RemoteError, StatusInterceptor, code_of, from_rpc_error, status_of
 
 KEY = "grpc-status-details-bin"
@@ -165,6 +168,43 @@ async def test_the_reason_of_a_refusal_reaches_a_client_that_is_still_writing() 
                 assert CallError.from_rpc(caught.value, "host:1").request_id
     finally:
         await server.stop(None)
+
+
+class Late(target_pb2_grpc.TargetServiceServicer):
+    """Reads on after its call was cancelled."""
+
+    async def Verify(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        yield target_pb2.VerifyResponse()
+        async for _ in requests:
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+
+def _counts(metrics: ServerMetrics) -> list[Any]:
+    (family,) = metrics.call_duration.collect()
+    return [one for one in family.samples if one.name.endswith("_count")]
+
+
+async def test_a_call_that_the_end_of_the_server_cuts_off_is_no_unexpected_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = ServerMetrics()
+    server = Server("127.0.0.1:0", ServerConfig(grace=0.1), Insight(metrics))
+    descriptor = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
+    server.register(target_pb2_grpc.add_TargetServiceServicer_to_server, Late(), descriptor)
+    stop, started = asyncio.Event(), asyncio.Event()
+    running = asyncio.create_task(server.run_until(stop, lambda _: started.set()))
+    await started.wait()
+    async with aio.insecure_channel(server.address) as channel:
+        call = target_pb2_grpc.TargetServiceStub(channel).Verify()
+        await call.write(target_pb2.VerifyRequest())
+        await call.read()
+        stop.set()
+        await running
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    assert not caplog.messages
+    codes = {one.labels["rpc_response_status_code"] for one in _counts(metrics) if one.value}
+    assert codes == {"CANCELLED"}, "others would alert"
 
 
 def test_a_service_that_refuses_the_bridges_token_is_not_the_clients_fault() -> None:
