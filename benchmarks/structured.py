@@ -193,7 +193,7 @@ def measure_vllm(python: Path, model: str, chosen: Sequence[Task]) -> list[Sampl
 
 def time_masks(model: str, chosen: Sequence[Task], clock: Callable[[], int] = time.perf_counter_ns) -> list[float]:
     """Returns the milliseconds of each mask along an answer to each task, as a target's session computes it."""
-    from services.store.resolve import read_vocabulary
+    from services.store.tokenizer import read_vocabulary
 
     tokenizer = GrammarTokenizer(read_vocabulary(model, report))
     times = []

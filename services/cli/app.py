@@ -4,9 +4,10 @@ import os
 import sys
 from dataclasses import replace
 from io import TextIOWrapper
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError
@@ -15,7 +16,6 @@ from services.cli import bench_command, client, doctor_command, health, servers,
 from services.cli.options import configured
 from services.cli.terminal import FULL, fail, out, report, warn
 from services.cli.variables import misspelt
-from services.cli.zoo import command as zoo
 from services.config import MODEL_HELP, BridgeServerConfig, HttpServerConfig, ModelServerConfig
 from services.interrupts import importing
 from services.logs import LogFormat, LogLevel, configure
@@ -29,6 +29,24 @@ app = typer.Typer(
     "[bold]up[/] starts a target, a draft and a bridge on this machine; [bold]generate[/] generates text through a "
     "bridge. To use several machines, run [bold]serve[/] on those of the models and [bold]bridge[/] near the target.",
 )
+
+
+class _Zoo(TyperGroup):
+    """Measure and predict which pairs of many models pay."""
+
+    # Its modules load numpy and jinja2, for a fifth of a second that every other command would take longer.
+    def list_commands(self, ctx: Any) -> list[str]:
+        return self._loaded().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return self._loaded().get_command(ctx, cmd_name)
+
+    @staticmethod
+    def _loaded() -> TyperGroup:
+        with importing():
+            from services.cli.zoo.command import app as zoo
+
+        return typer.main.get_group(zoo)
 
 
 @app.command()
@@ -77,7 +95,7 @@ app.command("bench")(bench_command.run)
 app.command("pull")(servers.pull)
 app.command("engines")(servers.list_engines)
 app.command("doctor")(doctor_command.run)
-app.add_typer(zoo.app, name="zoo")
+app.add_typer(typer.Typer(cls=_Zoo, no_args_is_help=True), name="zoo", help=_Zoo.__doc__)
 app.add_typer(servers.config_app, name="config")
 
 

@@ -19,8 +19,7 @@ from rich.table import Table
 from bridge.errors import DraftBridgeError
 from draftbridge import CallError, Client, Event
 from draftbridge.v1 import bridge_pb2
-from services.engines.cpu import cpu_name
-from services.engines.engine import core_count
+from services.engines.cpu import core_count, cpu_name
 
 T = TypeVar("T")
 

@@ -10,11 +10,10 @@ from draftbridge import Client
 from services.cli import bench
 from services.cli.connection import Connect, connecting
 from services.cli.fitted import Fitted
-from services.cli.processes import check_cores, draft_threads, fleet
+from services.cli.processes import check_cores, draft_threads, fetch, fleet
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, fail, out, report, writing
 from services.config import MODEL_HELP
 from services.engines.cpu import cpu_name
-from services.store.resolve import SUFFIX, resolve
 
 _CORES_HELP = "Cores for the {}, such as 0,1 or 0-3. Disjoint cores simulate two machines."
 
@@ -63,8 +62,7 @@ def run(
     with ExitStack() as stack:
         address = server
         if not server:
-            for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
-                resolve(model, report, weights="")
+            fetch((target, drafted), report)
             report("starting the model servers and a bridge")
             threads = len(of_draft) if of_draft else draft_threads()
             address = stack.enter_context(

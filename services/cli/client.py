@@ -172,7 +172,7 @@ def translate(
         from bridge.text.translation import segment
         from services.cli.segmentation import Segmentation, show
         from services.rpc.codec import write_spans
-        from services.store.resolve import read_vocabulary
+        from services.store.tokenizer import read_vocabulary
 
     if server:
         with connect(server) as client:

@@ -20,8 +20,9 @@ from services.cli.processes import Fleet, ProcessFailed, draft_threads, fleet
 from services.engines import registry
 from services.engines.spec import EngineOptions
 from services.errors import ModelNotFound
+from services.store.built_in import SUFFIX
 from services.store.cache import NoSpace
-from services.store.resolve import SUFFIX, default_name, resolve
+from services.store.resolve import default_name, resolve
 
 # Colours of the sources, by name; any other source gets `OTHER`.
 STYLES = {"": "", "draft": "green", "suffix": "cyan", "grammar": "magenta", "learned": "yellow"}

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from bridge.errors import DraftBridgeError
 from services.child import command
-from services.engines.engine import core_count
-from services.store.resolve import SUFFIX
+from services.engines.cpu import core_count
+from services.interrupts import importing
+from services.store.built_in import SUFFIX
+from services.store.cache import Report
 
 READY = "listening on "
 _STOP_SECONDS = 10.0
@@ -50,6 +52,16 @@ class Fleet:
     processes: dict[str, "subprocess.Popen[str]"]
     draft: str = ""
     http: str = ""
+
+
+def fetch(models: Iterable[str | None], report: Report) -> None:
+    """Downloads models here, where the progress is shown, before servers read them. Raises what `resolve` raises."""
+    with importing():
+        from services.store.resolve import resolve  # takes a while, and few commands need it
+
+    for model in models:
+        if model not in (None, SUFFIX):
+            resolve(model, report, weights="")
 
 
 def draft_threads() -> int:

@@ -111,15 +111,13 @@ def up(
 ) -> None:
     """Run a target, a draft and a bridge as three processes, until stopped with Ctrl-C."""
     with importing():
-        from services.cli.processes import StopSignals, draft_threads, fleet, how_ended
-        from services.store.resolve import SUFFIX, resolve
+        from services.cli.processes import StopSignals, draft_threads, fetch, fleet, how_ended
 
     stop = StopSignals()
     try:
         _check_addresses(listen, http)
         drafted = None if draft == "none" else draft
-        for model in [target] if drafted in (None, SUFFIX) else [target, drafted]:
-            resolve(model, report, weights="")
+        fetch((target, drafted), report)
         options = ("--engine", engine, "--dtype", dtype)
         target_options = (*options, "--deterministic") if deterministic else options
         draft_options = (*options, "--threads", str(draft_threads()))

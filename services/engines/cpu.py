@@ -1,6 +1,7 @@
-"""Which processor this is, what it can do, and whether forwards run on it; all without loading torch."""
+"""Which processor this is, what it can do, how many of its cores there are, and whether forwards run on it."""
 
 import os
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from platform import processor
@@ -35,3 +36,16 @@ def has_bfloat16(path: Path = _CPUINFO) -> bool:
 def surely_on_cpu(device: str) -> bool:
     """Returns whether forwards on a device as in `EngineOptions` can run on the CPU only."""
     return device == "cpu" or (device == "auto" and not any(map(os.path.exists, _ACCELERATORS)))
+
+
+def core_count() -> int:
+    """Returns how many cores this process may use: all its threads together, because OpenMP binds some of them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    tasks = Path("/proc/self/task")
+    threads = [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else [0]
+    cores: set[int] = set()
+    for thread in threads:
+        with suppress(ProcessLookupError):  # it has ended
+            cores |= os.sched_getaffinity(thread)
+    return len(cores)

@@ -1,10 +1,7 @@
 """The interface of engines, and functions that all engines share: checks, measurements, sizes."""
 
-import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -183,19 +180,6 @@ def measure(engine: Engine, *, all_logits: bool, widths: Sequence[int] = _MEASUR
         for width in [width for width, timing in found.items() if timing.disturbed]:
             run(width)
     return sorted(found.items())
-
-
-def core_count() -> int:
-    """Returns how many cores this process may use: all its threads together, because OpenMP binds some of them."""
-    if not hasattr(os, "sched_getaffinity"):
-        return os.cpu_count() or 1
-    tasks = Path("/proc/self/task")
-    threads = [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else [0]
-    cores: set[int] = set()
-    for thread in threads:
-        with suppress(ProcessLookupError):  # it has ended
-            cores |= os.sched_getaffinity(thread)
-    return len(cores)
 
 
 def by_row(table: Logits, rows: Sequence[Row]) -> list[Logits]:

@@ -5,11 +5,14 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bridge.errors import InvalidField, UnusableModel
-from services.engines.engine import Engine
 from services.engines.openmp import load_torch
 from services.store.cache import Report
+
+if TYPE_CHECKING:  # it loads numpy, which few commands need
+    from services.engines.engine import Engine
 
 
 class Dtype(StrEnum):
@@ -92,7 +95,7 @@ class EngineSpec:
     runs: str
     devices: str
     prepare: Callable[[str, EngineOptions, Report], Path]
-    open: Callable[[Path, EngineOptions], Engine]
+    open: Callable[[Path, EngineOptions], "Engine"]
     dtypes: tuple[Dtype, ...] = ()
     weights: tuple[Weights, ...] = ()
     modules: tuple[str, ...] = ()

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from bridge.errors import DraftBridgeError, UnusableModel
-from services.engines.cpu import cpu_flags, cpu_name
-from services.engines.engine import core_count, measure, warm
+from services.engines.cpu import core_count, cpu_flags, cpu_name
+from services.engines.engine import measure, warm
 from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
 from services.engines.measuring import alone, library_facts, remember, run, speed

@@ -36,8 +36,9 @@ from services.model.target.session import TargetSession
 from services.rpc import codec
 from services.rpc.insight import Insight
 from services.rpc.server import Server, stop_event, unless
+from services.store.built_in import SUFFIX
 from services.store.cache import Report
-from services.store.resolve import SUFFIX, default_name, resolve
+from services.store.resolve import default_name, resolve
 from services.traces import NO_TRACES, Traces
 from services.version import VERSION
 

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+# The reference of prompt lookup, a draft without a model or files; see `services.model.draft.suffix`.
+SUFFIX = "suffix"
+
 
 @dataclass(frozen=True)
 class BuiltIn:

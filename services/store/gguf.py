@@ -4,8 +4,6 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bridge.errors import UnusableModel
 from services.errors import ChecksumMismatch
 
@@ -15,7 +13,8 @@ CUT_STATUS = 3
 
 def is_cut(path: Path) -> bool:
     """Returns whether a GGUF file ends before its content does. Reads its metadata, which takes seconds."""
-    from gguf.gguf_reader import GGUFReader  # imports other libraries, for a second
+    import numpy as np  # these take up to a second
+    from gguf.gguf_reader import GGUFReader
 
     class Reader(GGUFReader):
         """Raises `EOFError` where the library would return less than it is asked for, and fail in various ways."""

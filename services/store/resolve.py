@@ -4,7 +4,6 @@ A reference is the name of a built-in model, a directory, a GGUF file or a Huggi
 or converted are kept in a cache: the hub's own models in that of its library, others in `services.store.cache`.
 """
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -12,10 +11,9 @@ import sys
 from pathlib import Path
 
 from bridge.errors import UnusableModel
-from bridge.text.vocabulary import Vocabulary
 from services.child import bound_command
 from services.errors import DamagedFile, ModelNotFound
-from services.store.built_in import BUILT_IN, BuiltIn
+from services.store.built_in import BUILT_IN, SUFFIX, BuiltIn
 from services.store.cache import (
     CacheUnusable,
     NoSpace,
@@ -30,10 +28,7 @@ from services.store.cache import (
 )
 from services.store.download import built_in_gguf
 from services.store.gguf import CUT_STATUS, check_gguf
-from services.store.tokenizer import read_tokenizer
 
-# The reference of prompt lookup, a draft without a model or files; see `services.model.draft.suffix`.
-SUFFIX = "suffix"
 # What is kept of a GGUF file, by the data type of its weights ("" for none): the end of the directory's name in the
 # cache, and the bytes of a weight. float32 represents every value of the file, and what holds it serves for all others.
 _KEPT = {"float32": ("", 4), "bfloat16": (".bfloat16", 2), "": (".tokenizer", 0)}
@@ -77,19 +72,6 @@ def resolve(reference: str, report: Report = lambda text: None, *, weights: str 
             model=reference,
         )
     return _from_hub(reference, report)
-
-
-def read_vocabulary(reference: str, report: Report = lambda text: None) -> Vocabulary:
-    """Returns the tokenizer of a reference that `resolve` takes, or of a `tokenizer.json` file.
-
-    Raises what `resolve` raises, or `TokenizerNotUnderstood`.
-    """
-    path = Path(reference)
-    with contextlib.suppress(OSError, ValueError):  # such as a name too long for a file
-        file = path / "tokenizer.json" if path.is_dir() else path
-        if file.suffix == ".json" and file.is_file():
-            return read_tokenizer(file)[1]
-    return read_tokenizer(resolve(reference, report, weights="") / "tokenizer.json")[1]
 
 
 def _directory(path: Path, weights: bool = True) -> Path:

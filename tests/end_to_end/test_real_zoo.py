@@ -12,7 +12,8 @@ import pytest
 from draftbridge import CallError, Client
 from draftbridge.v1 import model_pb2
 from services.cli.processes import launched, serve
-from services.store.resolve import SUFFIX, resolve
+from services.store.built_in import SUFFIX
+from services.store.resolve import resolve
 from tests.support.trained import save_trained_model
 
 pytestmark = [pytest.mark.zoo, pytest.mark.timeout(900)]

@@ -14,7 +14,7 @@ from draftbridge import Client
 from services.cli import processes
 from services.cli.processes import READY, fleet
 from services.engines import cpu, openmp
-from services.engines.engine import core_count
+from services.engines.cpu import core_count
 from services.engines.llamacpp import spec
 from services.engines.spec import EngineOptions
 from tests.support import warm

@@ -26,7 +26,8 @@ from services.store.cache import NoSpace, cache_directory, fingerprint
 from services.store.convert import ends
 from services.store.files import read_model_files
 from services.store.gguf import is_cut
-from services.store.resolve import default_name, read_vocabulary, resolve
+from services.store.resolve import default_name, resolve
+from services.store.tokenizer import read_vocabulary
 from tests.support import gguf, tiny
 
 BUILT = BUILT_IN["gemma-3-270m"]

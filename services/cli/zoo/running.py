@@ -9,11 +9,11 @@ from bridge.errors import InvalidField
 from draftbridge import Client
 from draftbridge.v1 import model_pb2
 from services.cli.connection import Connect
-from services.cli.processes import launched, serve
+from services.cli.processes import fetch, launched, serve
 from services.cli.terminal import report
 from services.cli.zoo.predict import Times
 from services.cli.zoo.samples import Models
-from services.store.resolve import SUFFIX, resolve
+from services.store.built_in import SUFFIX
 
 DEFAULT_MODELS = "gemma-3-270m,smollm2-135m-instruct"
 
@@ -96,9 +96,7 @@ def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str) -> Iterat
     models = list(dict.fromkeys((*targets, *drafts)))
     if SUFFIX in targets:
         raise InvalidField("--targets", f"models with a text of their own, not {SUFFIX}", ", ".join(targets))
-    for model in models:
-        if model != SUFFIX:
-            resolve(model, report, weights="")
+    fetch(models, report)
     with ExitStack() as stack:
         options: list[str] = []
         served = {}

@@ -1,19 +1,22 @@
 """The `habana` engine's entry in the registry."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from services.engines.engine import Engine
 from services.engines.habana.launch import rank
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
 from services.store.cache import Report
 from services.store.resolve import resolve
+
+if TYPE_CHECKING:  # it loads numpy, which few commands need
+    from services.engines.engine import Engine
 
 
 def _prepare(model: str, options: EngineOptions, report: Report) -> Path:
     return resolve(model, report)
 
 
-def _open(path: Path, options: EngineOptions) -> Engine:
+def _open(path: Path, options: EngineOptions) -> "Engine":
     from services.engines.habana.engine import HabanaEngine  # the library may not be installed
 
     return HabanaEngine(

@@ -13,7 +13,8 @@ import numpy as np
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
-from services.engines.engine import Row, check, check_copy, core_count, slot_room
+from services.engines.cpu import core_count
+from services.engines.engine import Row, check, check_copy, slot_room
 from services.engines.gguf import file_type
 from services.engines.ik_llama.library import MAX_AT_ONCE, Context, Model
 from services.engines.ik_llama.probe import choose_way

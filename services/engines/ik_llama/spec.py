@@ -3,13 +3,16 @@
 from collections.abc import Set
 from pathlib import Path
 from platform import machine
+from typing import TYPE_CHECKING
 
 from bridge.errors import UnusableModel
 from services.engines import gguf
 from services.engines.cpu import cpu_flags
-from services.engines.engine import Engine
 from services.engines.openmp import bind_this_thread
 from services.engines.spec import EngineOptions, EngineSpec
+
+if TYPE_CHECKING:  # it loads numpy, which few commands need
+    from services.engines.engine import Engine
 
 # What the prebuilt library is compiled for.
 _NEEDED = frozenset({"avx2", "fma", "f16c"})
@@ -30,7 +33,7 @@ def _check_device(device: str) -> None:
         raise UnusableModel(f"the ik_llama engine runs on the CPU, not on {device}: use --device cpu")
 
 
-def _open(path: Path, options: EngineOptions) -> Engine:
+def _open(path: Path, options: EngineOptions) -> "Engine":
     if missing := missing_instructions():
         raise UnusableModel(
             f"the ik_llama engine needs a processor with {missing.upper()}: use --engine llamacpp or torch"

@@ -19,7 +19,8 @@ import numpy as np
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
 from services.child import bound_command
-from services.engines.engine import Row, by_row, check, check_copy, core_count, slot_room
+from services.engines.cpu import core_count
+from services.engines.engine import Row, by_row, check, check_copy, slot_room
 from services.engines.gguf import file_type
 from services.engines.openmp import loading
 

@@ -1,14 +1,17 @@
 """The `llamacpp` engine's entry in the registry."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.engines import gguf
-from services.engines.engine import Engine
 from services.engines.openmp import bind_this_thread
 from services.engines.spec import EngineOptions, EngineSpec
 
+if TYPE_CHECKING:  # it loads numpy, which few commands need
+    from services.engines.engine import Engine
 
-def _open(path: Path, options: EngineOptions) -> Engine:
+
+def _open(path: Path, options: EngineOptions) -> "Engine":
     from services.engines.llamacpp.engine import LlamaCppEngine, uses_openmp  # the library may not be installed
 
     opened = LlamaCppEngine(

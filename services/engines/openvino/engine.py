@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from bridge.errors import UnusableModel
 from bridge.sampling.sampler import Logits
-from services.engines.engine import Row, by_row, check, check_copy, core_count, slot_room
+from services.engines.cpu import core_count
+from services.engines.engine import Row, by_row, check, check_copy, slot_room
 
 try:
     import openvino as ov

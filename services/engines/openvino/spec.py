@@ -3,16 +3,18 @@
 import math
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from bridge.errors import UnusableModel
 from services.child import bound_command
-from services.engines.engine import Engine
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
 from services.store.cache import Report, cache_directory, check_space, fingerprint, making, settle
 from services.store.resolve import default_name, resolve
+
+if TYPE_CHECKING:  # it loads numpy, which few commands need
+    from services.engines.engine import Engine
 
 # With their scales, at most: with int4, embeddings and the last layer are in 8 bits.
 _WEIGHT_BYTES = {"full": 4.0, "int8": 1.1, "int4": 1.1}
@@ -70,7 +72,7 @@ def _prepare(model: str, options: EngineOptions, report: Report) -> Path:
     return convert(resolve(model, report), default_name(model), chosen.value, report)
 
 
-def _open(path: Path, options: EngineOptions) -> Engine:
+def _open(path: Path, options: EngineOptions) -> "Engine":
     from services.engines.openvino.engine import OpenVinoEngine  # the library may not be installed
 
     return OpenVinoEngine(

@@ -1,13 +1,16 @@
 """The `torch` engine's entry in the registry."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from services.engines.cpu import has_bfloat16, surely_on_cpu
-from services.engines.engine import Engine
 from services.engines.openmp import bind_this_thread, load_torch
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, Weights
 from services.store.cache import Report
 from services.store.resolve import resolve
+
+if TYPE_CHECKING:  # it loads numpy, which few commands need
+    from services.engines.engine import Engine
 
 
 def _dtype(options: EngineOptions) -> Dtype:
@@ -21,7 +24,7 @@ def _prepare(model: str, options: EngineOptions, report: Report) -> Path:
     return resolve(model, report, weights="bfloat16" if _dtype(options) is Dtype.BFLOAT16 else "float32")
 
 
-def _open(path: Path, options: EngineOptions) -> Engine:
+def _open(path: Path, options: EngineOptions) -> "Engine":
     load_torch()
     from services.engines.torch.engine import TorchEngine
 
