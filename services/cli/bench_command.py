@@ -62,7 +62,7 @@ def run(
     with ExitStack() as stack:
         address = server
         if not server:
-            fetch((target, drafted), report)
+            fetch([target], [drafted], report)
             report("starting the model servers and a bridge")
             threads = len(of_draft) if of_draft else draft_threads()
             address = stack.enter_context(

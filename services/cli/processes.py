@@ -54,14 +54,13 @@ class Fleet:
     http: str = ""
 
 
-def fetch(models: Iterable[str | None], report: Report) -> None:
+def fetch(targets: Sequence[str], drafts: Sequence[str | None], report: Report) -> None:
     """Downloads models here, where the progress is shown, before servers read them. Raises what `resolve` raises."""
     with importing():
         from services.store.resolve import resolve  # takes a while, and few commands need it
 
-    for model in models:
-        if model not in (None, SUFFIX):
-            resolve(model, report, weights="")
+    for model in dict.fromkeys((*targets, *(one for one in drafts if one not in (None, SUFFIX)))):
+        resolve(model, report, weights="")
 
 
 def draft_threads() -> int:

@@ -117,7 +117,7 @@ def up(
     try:
         _check_addresses(listen, http)
         drafted = None if draft == "none" else draft
-        fetch((target, drafted), report)
+        fetch([target], [drafted], report)
         options = ("--engine", engine, "--dtype", dtype)
         target_options = (*options, "--deterministic") if deterministic else options
         draft_options = (*options, "--threads", str(draft_threads()))

@@ -1,6 +1,7 @@
 """Tests the forwards before the first request: which there are, and how long an engine is warmed."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -77,7 +78,8 @@ def test_a_served_model_has_its_noise_keys_before_the_first_request(
     """Those of 262,144 ids take most of a second, in which the event loop would serve nobody."""
     directory, _ = tiny_models
     config = ModelServerConfig(model=str(directory), threads=1, slots=1)
-    loaded = _load(config, engine_spec("torch"), config.options, directory, lambda text: None, UNOBSERVED)
+    opening = partial(engine_spec("torch").open, directory, config.options)
+    loaded = _load(config, opening, directory, lambda text: None, UNOBSERVED)
 
     def token_keys(*_: object) -> None:
         raise AssertionError("the keys are computed during a request")

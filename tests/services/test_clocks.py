@@ -14,6 +14,7 @@ DATED = {
     "services/sandbox/jinja.py",
     "services/store/cache.py",
     "services/engines/trial.py",
+    "services/engines/ik_llama/probe.py",
     "services/bridge/pair_memory.py",
     "services/cli/zoo/command.py",
 }

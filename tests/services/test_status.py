@@ -204,7 +204,7 @@ async def test_a_call_that_the_end_of_the_server_cuts_off_is_no_unexpected_error
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
     assert not caplog.messages
     codes = {one.labels["rpc_response_status_code"] for one in _counts(metrics) if one.value}
-    assert codes == {"CANCELLED"}, "others would alert"
+    assert codes and codes <= {"CANCELLED", "OK"}, "others would alert"
 
 
 def test_a_service_that_refuses_the_bridges_token_is_not_the_clients_fault() -> None:

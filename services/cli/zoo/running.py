@@ -96,7 +96,7 @@ def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str) -> Iterat
     models = list(dict.fromkeys((*targets, *drafts)))
     if SUFFIX in targets:
         raise InvalidField("--targets", f"models with a text of their own, not {SUFFIX}", ", ".join(targets))
-    fetch(models, report)
+    fetch(targets, drafts, report)
     with ExitStack() as stack:
         options: list[str] = []
         served = {}
