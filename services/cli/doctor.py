@@ -75,6 +75,7 @@ def _examine(address: str, connect: Callable[[str], Client]) -> Iterator[Finding
             yield from _versions(status, services)
             yield from _services(services)
             yield from _tokenizers(services)
+            yield from _replicas(services)
             yield from _round_trips(client, services)
             yield from _costs(services)
             yield from _pairs(services, pairs)
@@ -174,6 +175,23 @@ def _tokenizers(services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding
         checksums = ", ".join(f"{sha256[:12]}... at {address}" for sha256, address in found.items())
         remedy = "serve the same files everywhere, or one of them under another --name"
         yield Finding(Level.DEGRADED, "tokenizers", f"services named {name} have different ones: {checksums}", remedy)
+
+
+def _replicas(services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
+    by_model: dict[tuple[str, str, str], dict[str, str]] = {}
+    for one in services:
+        if one.role == model_pb2.ROLE_TARGET and one.state == one.STATE_AVAILABLE:
+            model, way = one.model, f"{one.model.engine}, {one.model.device}, {one.model.dtype}"
+            by_model.setdefault((model.name, model.revision, model.tokenizer_sha256), {})[way] = one.address
+    for (name, *_), found in by_model.items():
+        if len(found) > 1:
+            ways = "; ".join(f"{way} at {address}" for way, address in found.items())
+            yield Finding(
+                Level.DEGRADED,
+                "replicas",
+                f"replicas of {name} compute differently: {ways}. So a seed's text can depend on the replica",
+                "serve all with the same --engine, --dtype and --weights (draftbridge engines)",
+            )
 
 
 def _round_trips(client: Client, services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:

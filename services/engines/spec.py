@@ -25,10 +25,11 @@ class Dtype(StrEnum):
 
 
 class Weights(StrEnum):
-    """Storage format of weights. `auto` lets the engine choose, `full` does not quantize them."""
+    """Storage format of weights. `auto` lets the engine choose, `full` neither quantizes nor rearranges them."""
 
     AUTO = "auto"
     FULL = "full"
+    REPACKED = "repacked"
     INT8 = "int8"
     INT4 = "int4"
 

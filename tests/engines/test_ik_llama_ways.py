@@ -15,7 +15,7 @@ from tests.support.engine_contract import LLAMA_LIKE, saved
 
 pytest.importorskip("ik_llama_cpp", reason="the ik-llama extra is not installed")
 
-from services.engines.ik_llama.spec import missing_instructions
+from services.engines.ik_llama.spec import IK_LLAMA, missing_instructions
 
 if missing_instructions():
     pytest.skip(f"the processor lacks {missing_instructions()}", allow_module_level=True)
@@ -24,6 +24,7 @@ from services.engines.ik_llama import probe as probing
 from services.engines.ik_llama.engine import IkLlamaEngine
 from services.engines.ik_llama.library import Context
 from services.engines.ik_llama.probe import Way, choose_way
+from services.engines.spec import EngineOptions, Weights
 
 PLAIN = Way(False, 31, 1, 0.0, (10, 12, 16, 24))
 REPACKED = Way(True, 31, 2, 0.0, (11, 12, 12, 16))
@@ -52,12 +53,41 @@ def test_the_faster_way_is_taken_and_remembered(tmp_path: Path) -> None:
         return REPACKED if repacked else PLAIN
 
     for _ in range(2):
-        assert choose_way(path, 2, probe) == REPACKED
+        assert choose_way(path, 2, None, probe) == REPACKED
     assert tried == [False, True, False, True]
-    assert choose_way(path, 1, probe) == REPACKED  # another number of threads counts as another machine
+    assert choose_way(path, 1, None, probe) == REPACKED  # another number of threads counts as another machine
     path.write_bytes(b"other")
-    assert choose_way(path, 2, probe) == REPACKED
+    assert choose_way(path, 2, None, probe) == REPACKED
     assert len(tried) == 12
+
+
+@pytest.mark.parametrize(("repacked", "way"), [(False, PLAIN), (True, REPACKED)])
+def test_the_way_that_a_user_names_is_the_only_one_that_is_tried(repacked: bool, way: Way, tmp_path: Path) -> None:
+    """So that servers on different machines give the same text for a seed."""
+    path, tried = tmp_path / "model.gguf", list[bool]()
+    path.write_bytes(b"GGUF")
+
+    def probe(gguf: Path, threads: int, repacked: bool) -> Way | None:
+        tried.append(repacked)
+        return REPACKED if repacked else PLAIN
+
+    assert choose_way(path, 2, None, probe) == REPACKED
+    tried.clear()
+    for _ in range(2):
+        assert choose_way(path, 2, repacked, probe) == way
+    assert tried == [repacked]
+    with pytest.raises(UnusableModel, match=r"crashes with model\.gguf here: use --weights auto"):
+        choose_way(path, 3, repacked, lambda *_: None)
+
+
+def test_a_server_names_the_way_in_its_type_of_weights(tiny_file: Path) -> None:
+    full, repacked = (
+        IK_LLAMA.open(tiny_file, EngineOptions(threads=1, slot_count=1, weights=weights))
+        for weights in (Weights.FULL, Weights.REPACKED)
+    )
+    assert repacked.dtype == f"{full.dtype} repacked"
+    assert IK_LLAMA.reason_to_skip(str(tiny_file), EngineOptions(device="cpu", weights=Weights.REPACKED)) == ""
+    assert IK_LLAMA.reason_to_skip(str(tiny_file), EngineOptions(device="cpu", weights=Weights.FULL)) != ""
 
 
 def test_other_work_on_the_machine_during_one_probe_does_not_decide(tmp_path: Path) -> None:
@@ -68,7 +98,7 @@ def test_other_work_on_the_machine_during_one_probe_does_not_decide(tmp_path: Pa
         way, factor = (REPACKED if repacked else PLAIN), next(disturbed)
         return replace(way, pass_ns=tuple(factor * one for one in way.pass_ns))
 
-    assert choose_way(path, 2, probe) == REPACKED
+    assert choose_way(path, 2, None, probe) == REPACKED
 
 
 @pytest.mark.parametrize("probes", [1, 2])
@@ -81,7 +111,7 @@ def test_a_choice_counts_for_good_if_each_way_had_an_undisturbed_probe(tmp_path:
         return replace(REPACKED if repacked else PLAIN, disturbed=next(disturbed, False))
 
     def choose() -> bool:
-        return choose_way(path, 2, probe).repacked
+        return choose_way(path, 2, None, probe).repacked
 
     # A server that is restarted soon, or started beside it, generates the same text.
     assert [choose() for _ in range(3)] == [True, True, True]
@@ -107,7 +137,7 @@ def test_a_choice_counts_for_good_if_each_way_had_an_undisturbed_probe(tmp_path:
 def test_which_way_is_better(tmp_path: Path, plain: Way | None, repacked: Way | None, chosen: Way | None) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    assert choose_way(path, 2, lambda *facts: repacked if facts[2] else plain) == (chosen or repacked)
+    assert choose_way(path, 2, None, lambda *facts: repacked if facts[2] else plain) == (chosen or repacked)
 
 
 def test_a_probe_that_did_not_come_to_its_end_is_repeated(tmp_path: Path) -> None:
@@ -119,14 +149,14 @@ def test_a_probe_that_did_not_come_to_its_end_is_repeated(tmp_path: Path) -> Non
             raise probing._Unfinished("took too long")
         return PLAIN
 
-    assert choose_way(path, 4, probe) == PLAIN
-    assert choose_way(path, 4, lambda *_: REPACKED) == REPACKED
+    assert choose_way(path, 4, None, probe) == PLAIN
+    assert choose_way(path, 4, None, lambda *_: REPACKED) == REPACKED
 
     def never(*_: object) -> Way | None:
         raise probing._Unfinished("took too long")
 
     with pytest.raises(UnusableModel, match=r"took too long with model\.gguf here: use --engine"):
-        choose_way(path, 5, never)
+        choose_way(path, 5, None, never)
 
 
 def test_logits_that_depend_on_the_number_of_threads_are_not_deterministic(
@@ -144,10 +174,10 @@ def test_logits_that_depend_on_the_number_of_threads_are_not_deterministic(
 def test_what_was_remembered_and_is_damaged_is_measured_anew(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    choose_way(path, 3, lambda *_: PLAIN)
+    choose_way(path, 3, None, lambda *_: PLAIN)
     for file in (probing.cache_directory().parent / "ik_llama").glob("*.json"):
         file.write_text('{"repacked": tr')
-    assert choose_way(path, 3, lambda *_: REPACKED) == REPACKED
+    assert choose_way(path, 3, None, lambda *_: REPACKED) == REPACKED
 
 
 def test_a_crash_of_the_library_is_an_error_with_a_remedy(
@@ -166,4 +196,4 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypa
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     monkeypatch.setattr(probing, "cache_directory", lambda: path / "models")
-    assert choose_way(path, 2, lambda *_: PLAIN) == PLAIN
+    assert choose_way(path, 2, None, lambda *_: PLAIN) == PLAIN

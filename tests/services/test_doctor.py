@@ -260,6 +260,19 @@ def test_services_of_one_name_with_different_tokenizers_are_named() -> None:
     assert different.level is Level.DEGRADED and "--name" in different.remedy
 
 
+def test_replicas_that_compute_differently_are_named() -> None:
+    def replica(address: str, dtype: str, role: Any = model_pb2.ROLE_TARGET) -> States:
+        state = service("large", role, model=model("large", engine="ik_llama", device="cpu", dtype=dtype))
+        state.address = address
+        return state
+
+    alike = [replica("a:1", "Q4_K_M"), replica("b:1", "Q4_K_M"), replica("c:1", "Q8_0", model_pb2.ROLE_DRAFT)]
+    assert not [one for one in examined(Deployment(alike, {"": 20})) if one.check == "replicas"]
+    found = examined(Deployment([*alike, replica("d:1", "Q4_K_M repacked")], {"": 20}))
+    (finding,) = [one for one in found if one.check == "replicas"]
+    assert "ik_llama, cpu, Q4_K_M repacked at d:1" in finding.text and "--weights" in finding.remedy
+
+
 def test_without_a_bridge_it_says_how_to_start_one() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

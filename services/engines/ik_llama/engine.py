@@ -32,23 +32,32 @@ _MAX_LOGITS = 16
 class IkLlamaEngine:
     """A GGUF file on the CPU.
 
-    `threads`: CPU threads. `cache_byte_limit`: memory for the keys and values of all slots. The first time that it sees
-    a file it tries how to run it, for a few seconds. Raises `UnusableModel` for a file that ik_llama.cpp cannot run, or
-    whose state cannot be cut back to a length.
+    `threads`: CPU threads. `cache_byte_limit`: memory for the keys and values of all slots. `repacked`: whether the
+    library rearranges the weights; None leaves that to a measurement. The first time that it sees a file it tries how
+    to run it, for a few seconds. Raises `UnusableModel` for a file that ik_llama.cpp cannot run, or whose state cannot
+    be cut back to a length.
     """
 
     name = "ik_llama"
     device = "cpu"
 
     def __init__(
-        self, gguf: Path, *, threads: int | None = None, slot_count: int = 8, cache_byte_limit: int = 2 << 30
+        self,
+        gguf: Path,
+        *,
+        threads: int | None = None,
+        slot_count: int = 8,
+        cache_byte_limit: int = 2 << 30,
+        repacked: bool | None = None,
     ) -> None:
         if slot_count > MAX_CONTEXTS:
             raise UnusableModel(f"the ik_llama engine holds at most {MAX_CONTEXTS} sequences: use fewer --slots")
         self._threads = threads or core_count()
-        self._way = choose_way(gguf, self._threads)
+        self._way = choose_way(gguf, self._threads, repacked)
         self._model = Model(gguf, repacked=self._way.repacked)
-        self.dtype = file_type(int(self._model.meta("general.file_type") or 0))
+        # Logits depend on the way, so it is a part of what two servers compare.
+        file_dtype = file_type(int(self._model.meta("general.file_type") or 0))
+        self.dtype = f"{file_dtype} repacked" if self._way.repacked else file_dtype
         self.vocabulary_size = self._model.vocabulary_size
         self.slot_count = slot_count
         token_bytes = self._model.token_byte_count

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -65,26 +65,34 @@ class Way:
     disturbed: bool = False
 
 
-def choose_way(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way | None] | None" = None) -> Way:
+def choose_way(
+    gguf: Path,
+    threads: int,
+    repacked: bool | None = None,
+    probe: "Callable[[Path, int, bool], Way | None] | None" = None,
+) -> Way:
     """Returns the faster of two ways, of those that give the same logits at every width if there is one.
 
-    Raises `UnusableModel` if the library cannot run the file.
+    `repacked`: the only way to try. Raises `UnusableModel` if the library cannot run the file.
     """
-    file = cache_directory().parent / "ik_llama" / f"{_key(gguf, threads)}.json"
+    file = cache_directory().parent / "ik_llama" / f"{_key(gguf, threads, repacked)}.json"
     if remembered := _read(file):
         return remembered
+    tries = (False, True) * _ROUNDS if repacked is None else (repacked,)
     with alone(4 * _TIMEOUT_SECONDS):
-        return _read(file) or _measured(gguf, threads, probe or _probe, file)
+        return _read(file) or _measured(gguf, threads, tries, probe or _probe, file)
 
 
 class _Unfinished(Exception):
     """A probe ended for want of time or memory; another one may succeed."""
 
 
-def _measured(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way | None]", file: Path) -> Way:
-    """Tries both ways, and remembers the better one if both probes came to an end."""
+def _measured(
+    gguf: Path, threads: int, tries: Sequence[bool], probe: "Callable[[Path, int, bool], Way | None]", file: Path
+) -> Way:
+    """Tries ways in turn, and remembers the better one if all probes came to an end."""
     found, unfinished = dict[bool, Way | None](), ""
-    for repacked in (False, True) * _ROUNDS:
+    for repacked in tries:
         before = found.get(repacked)
         if repacked in found and before is None:  # it has failed
             continue
@@ -93,10 +101,11 @@ def _measured(gguf: Path, threads: int, probe: "Callable[[Path, int, bool], Way 
         except _Unfinished as error:
             way, unfinished = None, str(error)
         found[repacked] = _combined(before, way) if before and way else way
-    plain, repacked_way = found[False], found[True]
+    plain, repacked_way = found.get(False), found.get(True)
     if plain is None and repacked_way is None:
         how = unfinished or "ik_llama.cpp crashes"
-        raise UnusableModel(f"{how} with {gguf.name} here: use --engine llamacpp or torch", model=gguf)
+        remedy = "--engine llamacpp or torch" if len(found) == 2 else "--weights auto"
+        raise UnusableModel(f"{how} with {gguf.name} here: use {remedy}", model=gguf)
     disturbed = any(one and one.disturbed for one in found.values())
     way = replace(_better(plain, repacked_way), disturbed=disturbed)
     if not unfinished:
@@ -152,12 +161,12 @@ def _way(text: str) -> Way:
     return Way(**fields | {"pass_ns": tuple(fields["pass_ns"])})
 
 
-def _key(gguf: Path, threads: int) -> str:
-    """Names the file, the machine, the library, and the rule by which the way was chosen."""
+def _key(gguf: Path, threads: int, repacked: bool | None) -> str:
+    """Names the file, the machine, the library, and how the way is chosen."""
     status = gguf.stat()
     with gguf.open("rb") as file:
         head = hashlib.sha256(file.read(1 << 16)).hexdigest()
-    facts = (head, status.st_size, status.st_mtime_ns, cpu_name(), sorted(cpu_flags()), threads)
+    facts = (head, status.st_size, status.st_mtime_ns, cpu_name(), sorted(cpu_flags()), threads, repacked)
     library = (version("ik-llama-cpp-python"), library_facts("ik_llama_cpp"), _RULE)
     return hashlib.sha256(repr((facts, library)).encode()).hexdigest()[:24]
 

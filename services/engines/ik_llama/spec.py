@@ -1,6 +1,7 @@
 """The `ik_llama` engine's entry in the registry."""
 
 from collections.abc import Set
+from dataclasses import replace
 from pathlib import Path
 from platform import machine
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ from bridge.errors import UnusableModel
 from services.engines import gguf
 from services.engines.cpu import cpu_flags
 from services.engines.openmp import bind_this_thread
-from services.engines.spec import EngineOptions, EngineSpec
+from services.engines.spec import EngineOptions, EngineSpec, Weights
 
 if TYPE_CHECKING:  # it loads numpy, which few commands need
     from services.engines.engine import Engine
@@ -42,7 +43,11 @@ def _open(path: Path, options: EngineOptions) -> "Engine":
     from services.engines.ik_llama.engine import IkLlamaEngine  # the library may not be installed
 
     opened = IkLlamaEngine(
-        path, threads=options.threads, slot_count=options.slot_count, cache_byte_limit=options.cache_byte_limit
+        path,
+        threads=options.threads,
+        slot_count=options.slot_count,
+        cache_byte_limit=options.cache_byte_limit,
+        repacked=None if options.weights is Weights.AUTO else options.weights is Weights.REPACKED,
     )
     bind_this_thread()
     return opened
@@ -53,6 +58,8 @@ def _passed_over(model: str, options: EngineOptions) -> str:
         return f"the processor lacks {missing.upper()}"
     if options.slot_count > MAX_CONTEXTS:
         return f"it holds at most {MAX_CONTEXTS} sequences"
+    if options.weights is Weights.REPACKED:  # no other engine does that
+        options = replace(options, weights=Weights.AUTO)
     return gguf.reason_to_skip(model, options)
 
 
@@ -63,6 +70,7 @@ IK_LLAMA = EngineSpec(
     reads="gguf",
     prepare=gguf.prepare,
     open=_open,
+    weights=(Weights.FULL, Weights.REPACKED),
     modules=("ik_llama_cpp",),
     install="pip install '.[ik-llama]' in the checkout",
     reason_to_skip=_passed_over,
