@@ -20,6 +20,11 @@ _HANDSHAKE = re.compile(
     r"(.+)",
     re.IGNORECASE,
 )
+# What gRPC reports of a call whose connection breaks in mid-message, or carries damaged data.
+_BROKEN = {
+    grpc.StatusCode.UNKNOWN: ("Stream removed",),
+    grpc.StatusCode.INTERNAL: ("RST_STREAM", "GOAWAY"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,11 @@ def tls_failure(code: grpc.StatusCode, details: str) -> str:
     return ""
 
 
+def connection_broke(code: grpc.StatusCode, details: str) -> bool:
+    """Returns whether a call failed because its connection broke in mid-message, or carried damaged data."""
+    return any(word in details for word in _BROKEN.get(code, ()))
+
+
 class CallError(Exception):
     """A call failed. The text names the remedy; `reason` identifies the error for programs, such as INVALID_FIELD.
 
@@ -97,7 +107,8 @@ class CallError(Exception):
             )
             return cls(code, "TLS_FAILED", message, {"address": address})
         # CANCELLED, though nobody has cancelled the call: the bridge was stopping, or a proxy on the way has reset it.
-        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
+        broke = code is grpc.StatusCode.CANCELLED or connection_broke(code, error.details() or "")
+        if broke or code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             late, answered = code is grpc.StatusCode.DEADLINE_EXCEEDED, bool(error.initial_metadata())
             check = (
                 "check the address (a bridge's own port, not its HTTP port), that a bridge is running there, and that "
@@ -106,7 +117,7 @@ class CallError(Exception):
             if late:
                 remedy = "give a longer timeout, or fewer tokens" if answered else f"give a longer timeout, or {check}"
                 message = f"no complete answer of {address} came in time: {remedy}"
-            elif answered or code is grpc.StatusCode.CANCELLED:
+            elif answered or broke:
                 message = (
                     f"{address} broke off its answer: it has stopped, or the connection was lost; try again when it "
                     "answers (draftbridge health)"

@@ -20,7 +20,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from bridge.errors import DraftBridgeError, InvalidRequest, NotReady, ProtocolViolation, Unreachable
-from draftbridge.errors import DETAILS_KEY, read_report, tls_failure
+from draftbridge.errors import DETAILS_KEY, connection_broke, read_report, tls_failure
 from services.errors import Exhausted, ModelNotFound, StreamEnded, TlsFailed, TokenRefused, Unauthenticated
 from services.logs import REQUEST_ID_KEY, request_id
 from services.rpc.handlers import wrapped
@@ -37,11 +37,6 @@ _MAX_RETRY_SECONDS = 86_400
 # What gRPC itself reports of a call that its server did not answer. CANCELLED: the server was stopping, or a proxy on
 # the way has reset the call; one that this side cancels does not fail.
 _UNANSWERED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
-# What gRPC itself reports in the status of a call whose connection breaks in mid-message, or carries damaged data.
-_BROKEN = {
-    grpc.StatusCode.UNKNOWN: ("Stream removed",),
-    grpc.StatusCode.INTERNAL: ("RST_STREAM", "GOAWAY"),
-}
 # What grpc.aio reports of a write to a stream that the server has ended, in place of the server's status.
 _FAILED_WRITE = "Internal error from Core"
 # What a call raises that reads on when the grace period of its server is over.
@@ -102,7 +97,7 @@ def from_rpc_error(error: aio.AioRpcError, address: str) -> DraftBridgeError:
         return Unreachable(address, code.name)
     if failed_write:
         return StreamEnded(address)
-    if code in _BROKEN and any(word in details for word in _BROKEN[code]):
+    if connection_broke(code, details):
         return Unreachable(address, details)
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return NotReady(

@@ -135,6 +135,17 @@ def test_a_service_that_is_lost_in_mid_call_is_unreachable(code: grpc.StatusCode
     assert reported.reason == "ENGINE_FAILURE"
 
 
+def test_a_client_whose_connection_breaks_is_told_that_the_bridge_is_unreachable() -> None:
+    damaged = failed(grpc.StatusCode.UNKNOWN, (), "Stream removed (Unwrap failed (TSI_DATA_CORRUPTED))")
+    reset = failed(grpc.StatusCode.INTERNAL, (), "Received RST_STREAM with error code 2")
+    for error in (damaged, reset):
+        found = CallError.from_rpc(error, "host:1")
+        assert (found.code, found.reason) == (error.code(), "SERVICE_UNREACHABLE")
+        assert "try again" in str(found)
+    bug = CallError.from_rpc(failed(grpc.StatusCode.UNKNOWN, (), "Unexpected exception"), "host:1")
+    assert bug.reason == "UNKNOWN"
+
+
 class Refusing(target_pb2_grpc.TargetServiceServicer):
     async def Verify(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         async for _ in requests:
