@@ -15,6 +15,7 @@
         └── StreamEnded, DraftAway, TlsFailed, TokenRefused
 """
 
+from math import ceil
 from typing import ClassVar
 
 from bridge.errors import DraftBridgeError, NotReady, Unreachable, UnusableModel
@@ -103,7 +104,8 @@ class Exhausted(DraftBridgeError, reason="EXHAUSTED"):
     retry_seconds: ClassVar[float] = 1.0
 
     def __init__(self, problem: str, remedy: str, retry_seconds: float = retry_seconds, **metadata: object) -> None:
-        text = f"{problem}: try again in {retry_seconds:.1f} s, {remedy}"
+        shown = ceil(10 * retry_seconds) / 10  # not rounded down: a try after that time would be too early
+        text = f"{problem}: try again in {shown:.1f} s, {remedy}"
         super().__init__(text, **metadata, retry_seconds=retry_seconds)
 
 

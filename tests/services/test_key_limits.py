@@ -16,6 +16,7 @@ from draftbridge.security import Credentials
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, model_pb2, sampling_pb2
 from services.bridge.remote_gateway import RemoteGateway
 from services.config import ServerConfig
+from services.errors import KeyLimitReached
 from services.metrics import HttpMetrics
 from services.rpc.security import warn_of_open_token
 from services.rpc.server import Server
@@ -120,6 +121,13 @@ async def test_translations_are_limited_apart_from_requests(tmp_path: Path) -> N
         slow.end.set()
         await first
         await stub.Translate(request, metadata=OWN)
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.01, "0.1 s"), (1.0, "1.0 s"), (177.61, "177.7 s")])
+def test_the_delay_in_the_text_is_not_shorter_than_the_delay(seconds: float, shown: str) -> None:
+    error = KeyLimitReached("alice", "6000 tokens a minute", seconds)
+    assert f"try again in {shown}, " in str(error)
+    assert float(error.metadata["retry_seconds"]) == seconds
 
 
 async def test_a_segmentation_does_not_end_an_answer_of_the_same_door(tmp_path: Path) -> None:
