@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,6 +170,41 @@ def test_logits_that_depend_on_the_number_of_threads_are_not_deterministic(
     monkeypatch.setattr("services.engines.ik_llama.library.Context", Threaded)
     assert probing._measure(tiny_file, 2, False).drift == pytest.approx(1, abs=0.01)
     assert probing._measure(tiny_file, 1, False).drift == 0.0
+
+
+@pytest.mark.parametrize(
+    ("widths", "max_width", "min_width", "drift"),
+    [
+        ({1}, 31, 2, 0.0),  # single tokens are filled up
+        ({31}, 14, 1, 0.0),  # passes are narrower
+        ({14, 31}, 14, 1, 1.0),
+        ({8}, 31, 1, 1.0),
+        ({2}, 31, 1, 1.0),
+        ({1, 8}, 31, 1, 1.0),  # to fill up single tokens would not help
+    ],
+    ids=str,
+)
+def test_widths_with_other_logits_are_avoided_or_counted_as_drift(
+    tiny_file: Path, monkeypatch: pytest.MonkeyPatch, widths: set[int], max_width: int, min_width: int, drift: float
+) -> None:
+    class Uneven(Context):
+        def decode(self, token_ids: Sequence[int], position: int, logits_from: int) -> np.ndarray:
+            return super().decode(token_ids, position, logits_from) + (len(token_ids) in widths)
+
+    monkeypatch.setattr("services.engines.ik_llama.library.Context", Uneven)
+    way = probing._measure(tiny_file, 1, False)
+    assert (way.max_width, way.min_width) == (max_width, min_width)
+    assert way.drift == pytest.approx(drift, rel=0.01, abs=0)  # none is none, to the last bit
+
+
+def test_a_file_with_logits_that_are_not_numbers_is_refused(tiny_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Context):
+        def decode(self, *given: object) -> np.ndarray:
+            return super().decode(*given) * np.nan
+
+    monkeypatch.setattr("services.engines.ik_llama.library.Context", Broken)
+    with pytest.raises(UnusableModel, match=r"computes no numbers with model\.gguf: use --engine"):
+        probing._measure(tiny_file, 1, False)
 
 
 def test_what_was_remembered_and_is_damaged_is_measured_anew(tmp_path: Path) -> None:
