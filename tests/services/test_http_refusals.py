@@ -168,7 +168,7 @@ def test_an_unknown_model_or_draft_is_not_found(http: httpx.Client) -> None:
 def test_errors_of_the_bridge_name_the_parameter(error: Exception, param: str) -> None:
     status, body, _ = report(error)
     assert (status, body["error"]["param"]) == (400, param)
-    assert not body["error"]["message"].startswith("chat.")
+    assert body["error"]["message"] == str(error).removeprefix("chat.")
 
 
 def test_errors_before_the_first_text_of_a_stream_have_their_status(http: httpx.Client) -> None:

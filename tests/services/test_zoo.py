@@ -19,7 +19,7 @@ from services.bridge.pairing import Pairing, Wish
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.config import Role
-from services.errors import DraftAway, PairRefused
+from services.errors import DraftAway, ModelChanged, PairRefused
 from tests.support import families
 from tests.support.ports import free_address
 from tests.support.waiting import eventually
@@ -208,6 +208,24 @@ async def test_the_work_for_a_request_grows_no_faster_than_the_zoo() -> None:
         assert first and first.model.name == "draft"
         reads.append(Counted.read_count)
     assert reads[1] <= 5 * reads[0], reads
+
+
+async def test_an_error_changes_only_the_service_that_caused_it() -> None:
+    """Another one may serve the same model, or in its other role at the same address."""
+    target, draft = model_pb2.ROLE_TARGET, model_pb2.ROLE_DRAFT
+    services = [Counted(number, role) for role in (target, draft) for number in range(2)]
+    replica, cause = services[-2:]
+    services[0].address = cause.address
+    handled: list[Counted] = []
+    for one in services:
+        one.on_change = one.refuse = lambda problem, one=one: handled.append(one)  # type: ignore[attr-defined]
+    zoo = Zoo([], [])
+    zoo._entries = [SimpleNamespace(connections=services)]  # type: ignore[list-item]
+    zoo.on_error(cause.known, Unreachable(cause.address, "UNAVAILABLE"))
+    assert handled == [], "it may still serve the same model"
+    zoo.on_error(cause.known, ModelChanged("draft"))
+    zoo.refuse(cause.known, "it broke the contract")
+    assert handled == [cause, cause] and replica.known.identity == cause.known.identity
 
 
 async def test_a_model_that_lies_about_its_vocabulary_is_refused() -> None:
