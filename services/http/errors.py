@@ -129,7 +129,7 @@ def invalid_body(error: ValidationError) -> InvalidBody:
             expected = first.get("ctx", {}).get("expected", "null").replace("False", "false").replace("True", "true")
             text = f"{param} must be {expected}: other values are not supported"
         case _:
-            allowed = {_allowed(one["msg"]): None for one in same if one["type"] != "missing"}
+            allowed = dict.fromkeys(_allowed(one["msg"]) for one in same)
             text = f"{param or 'the body'} must be {' or '.join(allowed)}, got {reprlib.repr(first['input'])}"
     return InvalidBody(text, param)
 

@@ -8,7 +8,7 @@ import pytest
 
 from bridge.errors import InvalidField
 from services.cli.processes import Fleet
-from services.errors import PairRefused
+from services.errors import DraftAway, PairRefused
 from services.http.errors import report
 from tests.services.test_http_limits import door
 from tests.support.doors import CHAT, chat, complete, refused, tool
@@ -159,15 +159,16 @@ def test_an_unknown_model_or_draft_is_not_found(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "param"),
+    ("error", "expected", "param"),
     [
-        (PairRefused("a", "b", "c"), "draftbridge.draft"),
-        (InvalidField("chat.messages", "alternating", "others"), "messages"),
+        (PairRefused("a", "b", "c"), 400, "draftbridge.draft"),
+        (DraftAway("a", "later:50052", "it does not answer"), 503, "draftbridge.draft"),
+        (InvalidField("chat.messages", "alternating", "others"), 400, "messages"),
     ],
 )
-def test_errors_of_the_bridge_name_the_parameter(error: Exception, param: str) -> None:
+def test_errors_of_the_bridge_name_the_parameter(error: Exception, expected: int, param: str) -> None:
     status, body, _ = report(error)
-    assert (status, body["error"]["param"]) == (400, param)
+    assert (status, body["error"]["param"]) == (expected, param)
     assert body["error"]["message"] == str(error).removeprefix("chat.")
 
 

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from pydantic import ValidationError
 
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.request import Request
@@ -11,6 +12,7 @@ from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from bridge.text.chat import Chat, Message
 from services.bridge.pairing import Wish
+from services.http.errors import invalid_body
 from services.http.requests import ChatCompletionRequest, CompletionRequest
 
 FIELDS = {
@@ -106,3 +108,18 @@ def test_several_prompts_have_n_choices_each_and_one_may_be_ids() -> None:
     assert body.choice_count == 4
     for prompt, inputs in (([3, 4], [(3, 4)]), ([[3, 4], [5]], [(3, 4), (5,)])):
         assert [one.input for one in completion(prompt=prompt, best_of=1).requests()] == inputs
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"stop": 5, "prompt": ["a", 5]}, "stop must be a valid string or a valid array, got 5"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five must be a valid integer, got 'five'"),
+        ({"x" * 1000: 1}, f"{'x' * 100} is not a supported parameter: leave it out"),
+    ],
+    ids=["the first of two", "a key", "a long name"],
+)
+def test_a_bad_body_is_refused_in_one_sentence(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        completion(**fields)
+    assert str(invalid_body(caught.value)) == message

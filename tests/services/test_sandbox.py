@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from time import monotonic
@@ -283,3 +283,50 @@ def test_old_templates_give_up_their_processes(workers: Workers) -> None:
             assert run(sandbox, f"{number}") == str(number)
         assert list(sandbox._workers) == ["1", "3"]
         assert len(workers()) == 2
+
+
+def test_a_running_template_keeps_its_process() -> None:
+    shielding, go_on = threading.Semaphore(0), threading.Event()
+
+    def wait_and_shield(text: str) -> str:
+        shielding.release()
+        assert go_on.wait(60)
+        return text
+
+    with closing(TemplateSandbox(max_templates=2)) as sandbox, ThreadPoolExecutor() as threads:
+
+        def start(name: str) -> Future[str]:
+            started = threads.submit(sandbox, f"{{{{ '{name}' | tojson }}}}", VARIABLES, "", wait_and_shield)
+            assert shielding.acquire(timeout=60)
+            return started
+
+        running = [start("first")]
+        for number in (1, 2):  # each takes the place of the idle one, which is not the oldest
+            assert run(sandbox, f"{number}") == str(number)
+        running.append(start("second"))
+        with pytest.raises(SandboxBusy, match="2 other templates are running"):
+            run(sandbox, "3")
+        go_on.set()
+        assert [one.result() for one in running] == ['"first"', '"second"']
+        assert run(sandbox, "3") == "3"
+
+
+def test_a_process_that_reads_nothing_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import multiprocessing.connection as m, os, time; c = m.Connection(os.dup(0)); "
+        "c.send_bytes(b'ready'); c.recv(); time.sleep(600)"
+    )
+    monkeypatch.setattr(templates, "command", lambda *_: [sys.executable, "-c", script])
+    with (
+        closing(TemplateSandbox(time_limit=0.1)) as sandbox,
+        pytest.raises(TemplateLimitExceeded, match=r"more than 0\.1 s"),
+    ):
+        run(sandbox, "x", {"messages": "more than a socket holds" * 100_000})
+
+
+def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(templates, "command", lambda *_: ["/does/not/exist"])
+    open_before = psutil.Process().num_fds()
+    with closing(TemplateSandbox()) as sandbox, pytest.raises(SandboxBusy, match="does not start") as caught:
+        run(sandbox, "x")
+    assert caught.value and psutil.Process().num_fds() == open_before
