@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc import aio
 
+from bridge.errors import PromptTooLong
 from bridge.ports import Candidates, Sync
 from bridge.sampling.sampler import Logits, SamplingParameters
 from bridge.text.models import Model
@@ -172,6 +173,18 @@ async def test_a_target_waits_no_longer_than_a_minute(tiny_fleet: Fleet) -> None
     assert limits.read_run(run(patience_us=U64).run, model).patience_us == 60_000_000
     assert limits.read_grant(grant).patience_us == 60_000_000
     assert limits.read_grant(target_pb2.VerifyGrant(credit=1)).patience_us is None
+
+
+def test_a_target_s_ids_fit_its_context_and_a_draft_s_fit_twice() -> None:
+    """A draft with a shorter context than its target's proposes nothing, but its request goes on."""
+    model = tiny.model("byte_level")
+    target, draft = model.context_length - 1, 2 * model.context_length
+    assert len(limits.read_run(run(token_ids=[70] * target).run, model).token_ids) == target
+    assert len(limits.read_sync(sync(token_ids=[70] * draft).sync, model).token_ids) == draft
+    with pytest.raises(PromptTooLong):
+        limits.read_run(run(token_ids=[70] * (target + 1)).run, model)
+    with pytest.raises(PromptTooLong):
+        limits.read_sync(sync(token_ids=[70] * (draft + 1)).sync, model)
 
 
 @asynccontextmanager
