@@ -26,6 +26,8 @@ from tests.support.waiting import eventually
 
 NEVER_ENDS = {"$defs": {"n": {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}}, "required": ["c"]}}}
 LINKED = {"type": "object", "properties": {"v": {"type": "integer"}, "c": {"$ref": "#"}}, "required": ["v", "c"]}
+# Only `prefixItems`, which older dialects do not have, makes it satisfiable.
+ONE_LISTED_ITEM = {"type": "array", "items": False, "minItems": 1}
 IMPOSSIBLE = {"type": "string", "minLength": 3, "maxLength": 2}
 # What the library refuses without a place, ignores, rounds or counts wrongly, in a schema, with the place.
 SCHEMAS = [
@@ -38,6 +40,7 @@ SCHEMAS = [
     ({"const": -(2**70)}, r"at #/const: an integer exceeds 2\^53"),
     ({"type": "integer", "minimum": 2**65 + 1}, r"at #/minimum: an integer exceeds 2\^53"),
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, r"at #/exclusiveMinimum: less than 1"),
+    ({"type": "number", "exclusiveMinimum": 1, "maximum": 1}, r"at #/exclusiveMinimum: less than 1"),
     ({"minimum": -1.5, "exclusiveMaximum": -1}, r"at #/exclusiveMaximum: less than 1"),
     ({"allOf": [{"exclusiveMinimum": 1}, {"exclusiveMaximum": 1.5}]}, r"at #/allOf/0/exclusiveMinimum: less than 1"),
     (
@@ -45,12 +48,17 @@ SCHEMAS = [
         r"at #/\$defs/a/exclusiveMinimum: less than 1",
     ),
     ({"x-guidance": {"coerce_one_of": True}, "oneOf": [{}, {}]}, r"at #/x-guidance/coerce_one_of: only"),
-    ({"x-guidance": {"key_separator": "="}}, r"at #/x-guidance/key_separator: only"),
+    ({"x-guidance": {"key_separator": ":="}}, r"at #/x-guidance/key_separator: only"),
     ({"x-guidance": {"whitespace_flexible": "True"}}, r"at #/x-guidance/whitespace_flexible: only"),
     ({"x-guidance": {"item_separator": [","]}}, r"at #/x-guidance/item_separator: only"),
     ({"x-guidance": 5}, r"at #/x-guidance: it is not an object"),
     ({"items": {"x-guidance": {}}}, r'at #/items: the keyword "x-guidance"'),
     ({"required": ["a", "a"], "minProperties": 2}, r"at #/minProperties: above 1"),
+    (
+        {"patternProperties": {"a": {}}, "additionalProperties": False, "minProperties": 2},
+        r"at #/minProperties: above 1",
+    ),
+    ({"properties": {"a~b": {"not": {}}}}, r'at #/properties/a~0b: the keyword "not"'),
     (
         {
             "properties": {"b": {"properties": {"c": IMPOSSIBLE}, "required": ["c"], "type": "object"}},
@@ -128,6 +136,11 @@ BAD = [
         'start: %json {"$schema": "http://json-schema.org/draft-04/schema#"}',
         r"%json: at #: .*part of a",
     ),
+    (
+        GrammarKind.LARK,
+        'start: %json {"x-guidance": {"whitespace_flexible": true}}',
+        r"%json: at #: .*part of a",
+    ),
     (GrammarKind.LARK, 'start: %json {"a": 1}', r'at 1\(8\): %json: at #: the keyword "a"'),
     (GrammarKind.LARK, 'start: %lark { start: "a" }', r"at 1\(8\): %lark: it is not supported"),
     (GrammarKind.LARK, "start: a::_\na::_: /b/", r"at 1\(9\): ::: parameters"),
@@ -150,7 +163,9 @@ GOOD = [
     support.schema({**LINKED, "properties": {"c": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}),
     support.schema({"type": "array", "items": {"$ref": "#"}}),
     support.schema({"type": "object", "properties": {"not": {"title": "if", "x-a": 1}}, "const": {"if": 1}}),
-    support.schema({"$schema": "http://json-schema.org/draft-04/schema#", "const": 5}),
+    support.schema(
+        {"$schema": "http://json-schema.org/draft-04/schema#", "prefixItems": [{"const": 1}], **ONE_LISTED_ITEM}
+    ),
     support.schema({"type": "object", "additionalProperties": False, "properties": {"a": {}}, "minProperties": 1}),
     Grammar(GrammarKind.LARK, 'start: "x" | "(" start ")" // a: a\n%ignore /[ :]+/\nB: "<a>" "temperature="'),
     Grammar(GrammarKind.LARK, 'start: a{0,1} "b"{2} [start] a~0..1 -> a\n | start\n?a: (start start)* "c"'),
