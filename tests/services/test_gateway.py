@@ -122,8 +122,9 @@ async def test_a_door_that_leaves_early_is_counted_as_cancelled(gateway: Gateway
     async with aclosing(gateway.generate(asked(max_tokens=200))) as events:
         async for event in events:
             if isinstance(event, Delta):
-                assert gateway.counts.active == 1
+                assert gateway.counts.active == len(gateway.running) == 1
                 break
+    assert not gateway.running
     assert vars(gateway.counts) == {"active": 0, "finished": 0, "refused": 0, "failed": 0, "cancelled": 1}
 
 
@@ -133,6 +134,13 @@ async def test_what_is_refused_is_not_counted_as_failed(gateway: Gateway) -> Non
             async with aclosing(gateway.generate(asked(**changes), name)) as events:
                 await anext(events)
     assert (gateway.counts.refused, gateway.counts.failed) == (2, 0)
+
+
+async def test_a_prompt_that_is_too_long_is_refused_before_any_model_reads_it(gateway: Gateway) -> None:
+    limited = Gateway(gateway.zoo, prompt_limit_bytes=len(PROMPT) - 1)
+    with pytest.raises(InvalidField, match=f"{len(PROMPT) - 1} bytes"):
+        async with aclosing(limited.generate(asked())) as events:
+            await anext(events)
 
 
 async def test_more_requests_than_allowed_are_refused_to_be_retried(gateway: Gateway) -> None:
