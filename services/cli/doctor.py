@@ -181,7 +181,9 @@ def _replicas(services: Sequence[bridge_pb2.ServiceState]) -> Iterator[Finding]:
     by_model: dict[tuple[str, str, str], dict[str, str]] = {}
     for one in services:
         if one.role == model_pb2.ROLE_TARGET and one.state == one.STATE_AVAILABLE:
-            model, way = one.model, f"{one.model.engine}, {one.model.device}, {one.model.dtype}"
+            # Which of several devices of one kind makes no difference.
+            model, kind = one.model, one.model.device.partition(":")[0]
+            way = f"{model.engine}, {kind}, {model.dtype}"
             by_model.setdefault((model.name, model.revision, model.tokenizer_sha256), {})[way] = one.address
     for (name, *_), found in by_model.items():
         if len(found) > 1:

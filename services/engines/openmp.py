@@ -54,10 +54,10 @@ def bind_threads(device: str, thread_count: int | None, *, compiles: bool) -> No
     """Has each OpenMP library that is loaded afterwards bind the threads of a forward, if there is one for each core.
 
     `device`: as in `EngineOptions`; nothing is bound if the forwards may run elsewhere than on the CPU, because they
-    need one thread of it there, and several servers may share the cores. `thread_count`:
-    None for one per core. `compiles`: torch compiles the model; then nothing is bound, because its compilers would all
-    run on one core. Nothing changes if the environment decides where threads run or how many there are, on systems that
-    do not bind threads, and once torch is loaded.
+    need one thread of it there, and several servers may share the cores. `thread_count`: None for one per core.
+    `compiles`: torch compiles the model; then nothing is bound, because its compilers would all run on one core.
+    Nothing changes if the environment decides where threads run or how many there are, on systems that do not bind
+    threads, and once torch is loaded.
     """
     if not hasattr(os, "sched_getaffinity") or "torch" in sys.modules or any(name in os.environ for name in _CHOSEN):
         return

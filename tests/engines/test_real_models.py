@@ -59,7 +59,7 @@ def test_every_engine_serves_a_real_model(
     name, ids, best = reference
     gc.collect()  # the model of the case before, which takes 7 GB
     spec = engine_spec(engine)
-    if not spec.installed:
+    if not spec.installed:  # engines other than torch are extras
         pytest.skip(f"{engine} is not installed")
     options = EngineOptions(device="cpu", dtype=dtype, weights=weights, slot_count=2, cache_byte_limit=1 << 28)
     if (name, dtype) in OVERFLOWS:

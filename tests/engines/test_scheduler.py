@@ -1,7 +1,7 @@
 """Tests the forwards of sequences that share a model: what they contain, and what fails or leaves in their middle."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter_ns
 
 import numpy as np
@@ -17,11 +17,28 @@ from tests.support.waiting import eventually
 from tests.support.watched import Watched, after, drop, ids
 
 
-async def test_a_long_prompt_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def engine() -> Watched:
+    return Watched()
+
+
+@pytest.fixture
+def scheduler(engine: Watched) -> Iterator[Scheduler]:
+    running = Scheduler(lambda: engine)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def sequence(scheduler: Scheduler) -> CachedSequence:
+    return CachedSequence(scheduler)
+
+
+async def test_a_long_prompt_stalls_nobody(
+    monkeypatch: pytest.MonkeyPatch, engine: Watched, scheduler: Scheduler
+) -> None:
     # Otherwise a forward begins without the talking sequence where this process is slow to ask for its next token.
     monkeypatch.setattr("services.engines.scheduler._LINGER_NS", (1_000_000_000, 1_000_000_000))
-    engine = Watched()
-    scheduler = Scheduler(lambda: engine)
     talking = CachedSequence(scheduler)
     talking.replace(0, ids(5))
     reading = asyncio.create_task(after(scheduler, ids(4000, 1)))
@@ -34,13 +51,10 @@ async def test_a_long_prompt_stalls_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     shared = [rows for rows in engine.forwards if len(rows) == 2]
     assert len(shared) > 15
     assert max(len(row.token_ids) for rows in shared for row in rows) <= 128
-    scheduler.close()
 
 
-async def test_two_long_prompts_share_a_forward() -> None:
-    engine = Watched()
+async def test_two_long_prompts_share_a_forward(engine: Watched, scheduler: Scheduler) -> None:
     engine.gate.clear()
-    scheduler = Scheduler(lambda: engine)
     reading = [asyncio.create_task(after(scheduler, ids(count, count))) for count in (2000, 600)]
     await asyncio.to_thread(eventually, lambda: bool(engine.forwards))
     await asyncio.to_thread(eventually, lambda: len(engine.forwards[0]) == 2 or scheduler._inbox.qsize() == 1)
@@ -49,7 +63,6 @@ async def test_two_long_prompts_share_a_forward() -> None:
     both = [rows for rows in engine.forwards if len(rows) == 2]
     assert both
     assert all(sum(len(row.token_ids) for row in rows) <= 512 + 1 for rows in engine.forwards)
-    scheduler.close()
 
 
 async def test_load_squeezes_out_candidates_never_tokens() -> None:
@@ -79,10 +92,8 @@ async def test_load_squeezes_out_candidates_never_tokens() -> None:
     scheduler.close()
 
 
-async def test_prompts_share_a_chunk_evenly() -> None:
-    engine = Watched()
+async def test_prompts_share_a_chunk_evenly(engine: Watched, scheduler: Scheduler) -> None:
     engine.gate.clear()
-    scheduler = Scheduler(lambda: engine)
     first = asyncio.create_task(after(scheduler, ids(6, 9)))
     await asyncio.to_thread(eventually, lambda: bool(engine.forwards))
     reading = [asyncio.create_task(after(scheduler, ids(1500, seed))) for seed in (1, 2, 3)]
@@ -91,12 +102,9 @@ async def test_prompts_share_a_chunk_evenly() -> None:
     await asyncio.gather(first, *reading)
     together = [rows for rows in engine.forwards if len(rows) == 3]
     assert [len(row.token_ids) for row in together[0]] == [170, 171, 171]
-    scheduler.close()
 
 
-async def test_a_crash_fails_the_sequence_concerned_and_no_other() -> None:
-    engine = Watched()
-    scheduler = Scheduler(lambda: engine)
+async def test_a_crash_fails_the_sequence_concerned_and_no_other(engine: Watched, scheduler: Scheduler) -> None:
     prompts = [ids(40, 1), [*ids(10, 2), Watched.poison], ids(50, 3)]
     results = await asyncio.gather(*(after(scheduler, prompt) for prompt in prompts), return_exceptions=True)
     assert isinstance(results[1], EngineFailure)
@@ -105,7 +113,6 @@ async def test_a_crash_fails_the_sequence_concerned_and_no_other() -> None:
     assert scheduler.alive
     # Its slot can be used again.
     np.testing.assert_array_equal((await after(scheduler, ids(10, 2)))[-1], engine.logits(ids(10, 2)))
-    scheduler.close()
 
 
 async def test_a_forward_that_fails_is_not_repeated_for_sequences_that_have_left() -> None:
@@ -177,10 +184,9 @@ async def test_a_result_tells_the_time_in_forwards_and_the_time_before_them() ->
     scheduler.close()
 
 
-async def test_a_sequence_that_violates_its_grammar_fails_alone_and_keeps_its_cache() -> None:
-    engine = Watched()
-    scheduler = Scheduler(lambda: engine)
-    sequence = CachedSequence(scheduler)
+async def test_a_sequence_that_violates_its_grammar_fails_alone_and_keeps_its_cache(
+    engine: Watched, scheduler: Scheduler, sequence: CachedSequence
+) -> None:
     sequence.replace(0, ids(40))
 
     def refuse(logits: Logits) -> None:
@@ -193,7 +199,6 @@ async def test_a_sequence_that_violates_its_grammar_fails_alone_and_keeps_its_ca
     sequence.close()
     await drop(scheduler, ids(40))
     assert [len(row.token_ids) for row in engine.forwards[-1]] == [1]
-    scheduler.close()
 
 
 def best(logits: Logits) -> int:
@@ -207,10 +212,7 @@ def times(count: int) -> Callable[[int], int | None]:
     return lambda id_: id_ if next(left, None) is not None else None
 
 
-async def test_a_job_goes_on_with_the_ids_that_it_chose() -> None:
-    engine = Watched()
-    scheduler = Scheduler(lambda: engine)
-    sequence = CachedSequence(scheduler)
+async def test_a_job_goes_on_with_the_ids_that_it_chose(scheduler: Scheduler, sequence: CachedSequence) -> None:
     other = asyncio.create_task(drop(scheduler, ids(2000, seed=2)))  # several forwards, at the same time
     # From the beginning, after a rollback, and with another id after one.
     for keep, new in ((0, ids(6)), (4, []), (5, [77])):
@@ -223,13 +225,9 @@ async def test_a_job_goes_on_with_the_ids_that_it_chose() -> None:
         assert sequence.ids == expected
     await other
     sequence.close()
-    scheduler.close()
 
 
-async def test_accepted_candidates_and_chosen_ids_are_not_run_again() -> None:
-    engine = Watched()
-    scheduler = Scheduler(lambda: engine)
-    sequence = CachedSequence(scheduler)
+async def test_accepted_candidates_and_chosen_ids_are_not_run_again(engine: Watched, sequence: CachedSequence) -> None:
     sequence.replace(0, ids(6))
     await sequence.forward(ids(3, seed=9), len)
     sequence.accept((*ids(2, seed=9), 50), 2)
@@ -241,13 +239,9 @@ async def test_accepted_candidates_and_chosen_ids_are_not_run_again() -> None:
         results = await sequence.run_on(best, times(2))
         assert [one.token_count for one in results] == [1, 1, 1]
         sequence.accept([one.value for one in results[:2]], 2)
-    scheduler.close()
 
 
-async def test_the_last_id_of_a_forward_that_failed_is_run_again() -> None:
-    engine = Watched()
-    scheduler = Scheduler(lambda: engine)
-    sequence = CachedSequence(scheduler)
+async def test_the_last_id_of_a_forward_that_failed_is_run_again(engine: Watched, sequence: CachedSequence) -> None:
     sequence.replace(0, ids(6))
     await sequence.forward((), len)
     with pytest.raises(EngineFailure):
@@ -256,27 +250,23 @@ async def test_the_last_id_of_a_forward_that_failed_is_run_again() -> None:
     sequence.replace(6, [50])
     found = await sequence.forward((), np.array)
     np.testing.assert_array_equal(found.value, [engine.logits([*ids(6), 50])])
-    scheduler.close()
 
 
-async def test_a_job_whose_next_id_fails_gives_no_result_and_its_cache_is_not_trusted() -> None:
-    engine = Watched()
-    scheduler = Scheduler(lambda: engine)
-    sequence = CachedSequence(scheduler)
+async def test_a_job_whose_next_id_fails_gives_no_result_and_its_cache_is_not_trusted(
+    engine: Watched, scheduler: Scheduler, sequence: CachedSequence
+) -> None:
     sequence.replace(0, ids(6))
     with pytest.raises(EngineFailure):
         await sequence.run_on(best, lambda value: engine.poison)
     sequence.replace(6, [50])
     found = await sequence.forward((), np.array)
     assert np.array_equal(found.value, await drop(scheduler, [*ids(6), 50]))
-    scheduler.close()
 
 
-async def test_a_job_that_is_cancelled_goes_on_no_further() -> None:
-    engine = Watched()
+async def test_a_job_that_is_cancelled_goes_on_no_further(
+    engine: Watched, scheduler: Scheduler, sequence: CachedSequence
+) -> None:
     engine.seconds = 0.01
-    scheduler = Scheduler(lambda: engine)
-    sequence = CachedSequence(scheduler)
     sequence.replace(0, ids(6))
     task = asyncio.create_task(sequence.run_on(best, lambda value: value))  # by itself it would never end
     await asyncio.to_thread(eventually, lambda: len(engine.forwards) > 3)
@@ -286,7 +276,6 @@ async def test_a_job_that_is_cancelled_goes_on_no_further() -> None:
     count = len(engine.forwards)
     await drop(scheduler, ids(6, seed=2))
     assert len(engine.forwards) == count + 1
-    scheduler.close()
 
 
 async def test_what_is_cancelled_leaves_the_batch() -> None:

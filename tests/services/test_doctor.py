@@ -261,12 +261,16 @@ def test_services_of_one_name_with_different_tokenizers_are_named() -> None:
 
 
 def test_replicas_that_compute_differently_are_named() -> None:
-    def replica(address: str, dtype: str, role: Any = model_pb2.ROLE_TARGET) -> States:
-        state = service("large", role, model=model("large", engine="ik_llama", device="cpu", dtype=dtype))
+    def replica(address: str, dtype: str, role: Any = model_pb2.ROLE_TARGET, device: str = "cpu") -> States:
+        state = service("large", role, model=model("large", engine="ik_llama", device=device, dtype=dtype))
         state.address = address
         return state
 
-    alike = [replica("a:1", "Q4_K_M"), replica("b:1", "Q4_K_M"), replica("c:1", "Q8_0", model_pb2.ROLE_DRAFT)]
+    alike = [
+        replica("a:1", "Q4_K_M"),
+        replica("b:1", "Q4_K_M", device="cpu:1"),
+        replica("c:1", "Q8_0", model_pb2.ROLE_DRAFT),
+    ]
     assert not [one for one in examined(Deployment(alike, {"": 20})) if one.check == "replicas"]
     found = examined(Deployment([*alike, replica("d:1", "Q4_K_M repacked")], {"": 20}))
     (finding,) = [one for one in found if one.check == "replicas"]

@@ -6,8 +6,7 @@ import pytest
 
 from bridge.guest_step import Answer
 from services.bridge import guests
-from tests.services.test_guests import Raw, opening, step
-from tests.support.guests import Bridge, running
+from tests.support.guests import Bridge, Raw, opening, running, step
 from tests.support.waiting import eventually
 
 

@@ -20,9 +20,8 @@ from services.http.answer import Answer, Limits, respond
 from services.http.generation import Event
 from services.http.requests import CompletionRequest
 from services.http.responses import ChatFormat, Choice, CompletionFormat
-from tests.services.test_http_limits import LONG, door
 from tests.support import tiny
-from tests.support.doors import refused
+from tests.support.doors import LONG, door, refused
 from tests.support.memory import in_own_process
 
 MODEL = ServedModel("m", 1000, False, (), tiny.model("byte_level").vocabulary)

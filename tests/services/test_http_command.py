@@ -7,8 +7,8 @@ import httpx2 as httpx
 
 from draftbridge import Client
 from services.cli.processes import Fleet, launched
-from tests.services.test_http_limits import LONG, raw
 from tests.support.certificates import authority, issue
+from tests.support.doors import LONG, raw
 from tests.support.ports import free_address
 from tests.support.secure import ALICE, KEYS
 from tests.support.waiting import eventually, held

@@ -24,8 +24,9 @@ from services.http.answer import Limits
 from services.http.app import _Door
 from services.http.connections import _HEAD_END, Connection
 from services.http.requests import CompletionRequest
-from tests.services.test_http_limits import LONG, door, open_connections, raw
+from tests.services.test_http_limits import open_connections
 from tests.support.certificates import authority, issue
+from tests.support.doors import LONG, door, raw
 from tests.support.waiting import eventually, held
 
 SHORT = {"prompt": "a", "max_tokens": 1}

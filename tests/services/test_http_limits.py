@@ -4,12 +4,10 @@ import asyncio
 import json
 import resource
 import socket
-import ssl
 import threading
 import time
 import zlib
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,52 +18,16 @@ import pytest
 
 from bridge.request import Request
 from draftbridge import Client
-from services.bridge.gateway import Gateway
-from services.bridge.zoo import Zoo
 from services.cli.processes import Fleet, fleet, launched
 from services.config import BridgeServerConfig
 from services.http.answer import Limits
 from services.http.requests import ChatCompletionRequest
 from services.http.server import http_door
 from services.rpc.server import PortTaken
-from tests.support.doors import CHAT, refused
+from tests.support.doors import CHAT, LONG, door, raw, refused
 from tests.support.waiting import eventually, held
 
-LONG: dict[str, Any] = {
-    "prompt": "The quick brown",
-    "max_tokens": 230,
-    "temperature": 1.0,
-    "ignore_eos": True,
-    "logprobs": 100,
-    "draftbridge": {"mode": "lockstep"},
-}
 JSON = {"content-type": "application/json"}
-
-
-@asynccontextmanager
-async def door(tiny_fleet: Fleet, limits: Limits | None = None, **options: Any) -> AsyncIterator[tuple[str, Gateway]]:
-    """Opens a door in this process on the models of the fleet."""
-    async with AsyncExitStack() as stack:
-        zoo = await Zoo([tiny_fleet.target], [tiny_fleet.draft]).connect()
-        stack.push_async_callback(zoo.close)
-        config = BridgeServerConfig(target=(tiny_fleet.target,), http="127.0.0.1:0", **options)
-        gateway = Gateway(zoo)
-        yield await stack.enter_async_context(http_door(config, gateway, asyncio.Event(), limits=limits)), gateway
-
-
-def raw(
-    url: str, body: bytes, receive_bytes: int | None = None, context: ssl.SSLContext | None = None
-) -> socket.socket:
-    """Sends a completion request over a socket, and leaves the answer to be read."""
-    parts = urlsplit(url)
-    connection = socket.socket()
-    if receive_bytes:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-    connection.connect((parts.hostname, parts.port))
-    connection = context.wrap_socket(connection, server_hostname=parts.hostname) if context else connection
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    return connection
 
 
 def test_a_client_that_leaves_its_stream_frees_its_sequences(tiny_fleet: Fleet, client: Client) -> None:

@@ -10,8 +10,7 @@ from bridge.errors import InvalidField
 from services.cli.processes import Fleet
 from services.errors import DraftAway, PairRefused
 from services.http.errors import report
-from tests.services.test_http_limits import door
-from tests.support.doors import CHAT, chat, complete, refused, tool
+from tests.support.doors import CHAT, chat, complete, door, refused, tool
 
 UNSUPPORTED = {"properties": {"b": {"not": {}}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "a", "arguments": "{}"}}

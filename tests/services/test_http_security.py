@@ -13,8 +13,8 @@ import pytest
 from draftbridge import CallError, Client
 from draftbridge.security import Credentials
 from services.cli.processes import Fleet, launched
-from tests.services.test_http_limits import door
 from tests.support.certificates import Pair, authority, issue
+from tests.support.doors import door
 from tests.support.waiting import held
 
 TOKENS = {"ann": "a" * 32, "bob": "b" * 32, "cid": "d" * 32}

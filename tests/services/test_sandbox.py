@@ -312,6 +312,7 @@ def test_a_running_template_keeps_its_process() -> None:
 
 
 def test_a_process_that_reads_nothing_is_stopped_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It sleeps until the sandbox ends it.
     script = (
         "import multiprocessing.connection as m, os, time; c = m.Connection(os.dup(0)); "
         "c.send_bytes(b'ready'); c.recv(); time.sleep(600)"

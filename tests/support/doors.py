@@ -1,11 +1,34 @@
-"""Requests to the doors for HTTP, and what their answers must be."""
+"""A door for HTTP in this process, requests to doors, and what their answers must be."""
 
+import asyncio
 import json
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx2 as httpx
 
+from services.bridge.gateway import Gateway
+from services.bridge.zoo import Zoo
+from services.cli.processes import Fleet
+from services.config import BridgeServerConfig
+from services.http.answer import Limits
+from services.http.server import http_door
+
 PROMPT = "The quick brown"
 CHAT = [{"role": "user", "content": "Say something."}]
+# A stream that outlasts what a test does to it.
+LONG: dict[str, Any] = {
+    "prompt": "The quick brown",
+    "max_tokens": 230,
+    "temperature": 1.0,
+    "ignore_eos": True,
+    "logprobs": 100,
+    "draftbridge": {"mode": "lockstep"},
+}
 
 
 def complete(http: httpx.Client, **body: object) -> httpx.Response:
@@ -36,3 +59,29 @@ def events(response: httpx.Response) -> list[dict]:
 
 def tool(name: str, **function: object) -> dict[str, object]:
     return {"type": "function", "function": {"name": name, **function}}
+
+
+@asynccontextmanager
+async def door(tiny_fleet: Fleet, limits: Limits | None = None, **options: Any) -> AsyncIterator[tuple[str, Gateway]]:
+    """Opens a door in this process on the models of the fleet."""
+    async with AsyncExitStack() as stack:
+        zoo = await Zoo([tiny_fleet.target], [tiny_fleet.draft]).connect()
+        stack.push_async_callback(zoo.close)
+        config = BridgeServerConfig(target=(tiny_fleet.target,), http="127.0.0.1:0", **options)
+        gateway = Gateway(zoo)
+        yield await stack.enter_async_context(http_door(config, gateway, asyncio.Event(), limits=limits)), gateway
+
+
+def raw(
+    url: str, body: bytes, receive_bytes: int | None = None, context: ssl.SSLContext | None = None
+) -> socket.socket:
+    """Sends a completion request over a socket, and leaves the answer to be read."""
+    parts = urlsplit(url)
+    connection = socket.socket()
+    if receive_bytes:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    connection.connect((parts.hostname, parts.port))
+    connection = context.wrap_socket(connection, server_hostname=parts.hostname) if context else connection
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection

@@ -1,16 +1,21 @@
-"""Stand-ins for tests of guests: a bridge in a thread, an engine that recites a text, a client without a bridge."""
+"""For tests of guests: a bridge in a thread, an engine that recites a text, clients without a bridge, raw streams."""
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
+import pytest
+
 from benchmarks.reciting import load
+from draftbridge import CallError
 from draftbridge.candidates import CandidateClient, Candidates, SequenceStep
 from draftbridge.guests.client import Client
-from draftbridge.v1 import candidate_pb2_grpc, model_pb2
+from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc, model_pb2
 from services.bridge.guests import CandidateServicer
 from services.bridge.zoo import Zoo
 from services.config import Role, ServerConfig
@@ -189,3 +194,58 @@ class ToldClient:
 
     def close(self) -> None:
         pass
+
+
+def opening(**changes: object) -> candidate_pb2.ProposeRequest:
+    values = {"engine": "raw", "instance": 1, "model": description("sentencepiece")} | changes
+    return candidate_pb2.ProposeRequest(open=candidate_pb2.ProposeOpen(**values))  # type: ignore[arg-type]
+
+
+def step(number: int, *sequences: candidate_pb2.ProposeSequence, **more: object) -> candidate_pb2.ProposeRequest:
+    return candidate_pb2.ProposeRequest(
+        step=candidate_pb2.ProposeStep(step=number, sequences=sequences, **more)  # type: ignore[arg-type]
+    )
+
+
+def named(id_: int, kept: int, ids: list[int], **more: int) -> candidate_pb2.ProposeSequence:
+    return candidate_pb2.ProposeSequence(sequence_id=id_, kept_token_count=kept, token_ids=ids, **more)
+
+
+class Raw:
+    """One stream of the service, whose messages a test sends itself."""
+
+    def __init__(self, address: str, *first: candidate_pb2.ProposeRequest, token: str = "") -> None:
+        self.outbox: queue.SimpleQueue[candidate_pb2.ProposeRequest | None] = queue.SimpleQueue()
+        self._channel = grpc.insecure_channel(address)
+        self.call = candidate_pb2_grpc.CandidateServiceStub(self._channel).Propose(
+            iter(self.outbox.get, None),
+            timeout=60,
+            metadata=(("authorization", f"Bearer {token}"),) if token else (),
+        )
+        for request in first:
+            self.outbox.put(request)
+
+    def ask(self, request: candidate_pb2.ProposeRequest) -> candidate_pb2.ProposeCandidates:
+        self.outbox.put(request)
+        return next(self.call).candidates
+
+    def open(self) -> "Raw":
+        """Sends the tokenizer if the bridge wants it."""
+        if next(self.call).opened.wants_tokenizer:
+            piece = candidate_pb2.ProposeTokenizer(chunk=tiny.tokenizer_json("sentencepiece"), last=True)
+            self.outbox.put(candidate_pb2.ProposeRequest(tokenizer=piece))
+            next(self.call)
+        return self
+
+    def error(self) -> tuple[grpc.StatusCode, str]:
+        """Returns the code and the reason that the call ends with."""
+        with pytest.raises(grpc.RpcError) as caught:
+            for _ in self.call:
+                pass
+        failure = CallError.from_rpc(caught.value, "the bridge")
+        return failure.code, failure.reason
+
+    def close(self) -> None:
+        self.outbox.put(None)
+        self.call.cancel()
+        self._channel.close()

@@ -27,7 +27,7 @@ from services.cli.zoo.samples import TURNS, Plan, SampleFile, measure
 from services.config import DEFAULT_BRIDGE, MODEL_HELP
 from services.engines.cpu import cpu_name
 
-app = typer.Typer(no_args_is_help=True, help="Measure and predict which pairs of many models pay.")
+app = typer.Typer()  # `services.cli.app` describes it, so that its help needs no import of this file
 
 # Prompts and tokens of a prediction, a few hundred tokens for each pair with the target alone.
 _PROBES, _PROBE_TOKENS = 2, 64
