@@ -123,7 +123,8 @@ def _traceback(record: logging.LogRecord) -> str:
 def _without_messages(trace: TracebackException) -> list[str]:
     before = trace.__cause__ or (None if trace.__suppress_context__ else trace.__context__)
     lines = [*_without_messages(before), "which led to:"] if before else []
-    name = trace.exc_type_str if hasattr(trace, "exc_type_str") else getattr(trace.exc_type, "__qualname__", "?")
+    # As of Python 3.13 the type is to be had only as a text, which begins with its module.
+    name = getattr(trace, "exc_type_str", "").rpartition(".")[2] or getattr(trace.exc_type, "__name__", "?")
     lines += [f"{name}, at:", *(line.rstrip("\n") for line in trace.stack.format())]
     for one in trace.exceptions or ():
         lines += _without_messages(one)

@@ -97,7 +97,7 @@ class PairMemory:
         if self._path.exists() and self._path.stat().st_size:
             self._check()
         # Opened here, used by the writer's thread from then on.
-        database = sqlite3.connect(self._path, _LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
+        database = sqlite3.connect(self._path, timeout=_LOCKED_SECONDS, isolation_level=None, check_same_thread=False)
         try:
             # Marked before anything else, so that its header shows whose file it is.
             database.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
@@ -125,7 +125,7 @@ class PairMemory:
     def _check(self) -> None:
         """Reads whose file it is, without changing it. Raises `_ForeignFile`, or `ValueError` for one to set aside."""
         uri = f"{self._path.absolute().as_uri()}?mode=ro"
-        with closing(sqlite3.connect(uri, _LOCKED_SECONDS, uri=True)) as database:
+        with closing(sqlite3.connect(uri, timeout=_LOCKED_SECONDS, uri=True)) as database:
             (mark,) = database.execute("PRAGMA application_id").fetchone()
             (version,) = database.execute("PRAGMA user_version").fetchone()
             tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]

@@ -155,7 +155,7 @@ def test_a_file_that_is_locked_for_a_moment_is_waited_for_also_where_sqlite_does
     remember(path)
     other = connect(path, isolation_level=None, check_same_thread=False)
     other.execute("BEGIN EXCLUSIVE")
-    monkeypatch.setattr(sqlite3, "connect", lambda place, _, **options: connect(place, 0, **options))
+    monkeypatch.setattr(sqlite3, "connect", lambda place, **options: connect(place, **options | {"timeout": 0}))
     timer = threading.Timer(0.1, other.close)
     timer.start()
     assert recall(path) == {KEY: RECORD}
