@@ -108,7 +108,10 @@ stubs-fresh: protos ## Check that the committed stubs are those of the contract.
 hooks: .venv/dev ## Lint and format before each commit, with pre-commit.
 	$(BIN)/pre-commit install
 
+# Checked first, because the environment of a Python that is too old would stay in the way of another one.
 .venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is not Python 3.11 or newer: choose another with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv .venv
 
 # pip compiles modules one after another, which takes nearly half of the time; compileall uses all cores. It fails for

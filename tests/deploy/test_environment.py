@@ -1,0 +1,39 @@
+"""Tests of how a fresh environment is made: by which Python, and with which versions of packages."""
+
+import subprocess
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.deploy.commands import ROOT
+
+
+def test_a_python_that_is_too_old_leaves_no_environment(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.write_text('#!/bin/sh\n[ "$1" = -m ] && mkdir -p .venv/bin && touch .venv/bin/python\n')
+    old.chmod(0o755)
+    command = ["make", "--file", str(ROOT / "Makefile"), f"PYTHON={old}", ".venv/bin/python"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode and f"{old} is not Python 3.11 or newer" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_each_package_has_a_version() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
+    wanted, known = [("draftbridge", "dev")], set()
+    while wanted:
+        name, extra = one = wanted.pop()
+        if one in known:
+            continue
+        known.add(one)
+        try:
+            requirements = [Requirement(text) for text in requires(name) or ()]
+        except PackageNotFoundError:  # a package of another platform, or of an extra that is not installed
+            continue
+        for required in requirements:
+            if required.marker is None or required.marker.evaluate({"extra": extra}):
+                wanted += [(canonicalize_name(required.name), extra) for extra in ("", *required.extras)]
+    assert {name for name, _ in known} - pinned == {"draftbridge"}
