@@ -196,3 +196,16 @@ def test_services_come_and_go(tiny_models: tuple[Path, Path]) -> None:
 
             eventually(served_again)
         assert client.status().failed_count >= 2
+
+
+def test_processes_are_not_waited_for_if_what_starts_them_for_tests_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "receives_a_command_and_ends"
+    code = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).recv(1)"
+    program.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{code}' \"$3\"\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    server = warm._Server()
+    with server._process, server._socket, pytest.raises(AssertionError, match="has ended"):
+        server.start({}, [0])

@@ -98,23 +98,27 @@ class _Server:
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
             # The first process waits until the server has imported everything.
             assert self._started.acquire(timeout=_START_SECONDS), "the server of processes does not answer"
+            assert self._pid, "the server of processes has ended: see its message on standard error"
             return self._pid
 
     def ended(self, pid: int) -> _Ended:
         return self._ended[pid]
 
     def _read(self) -> None:
-        while data := self._socket.recv(_MAX_MESSAGE_BYTES):
-            message = json.loads(data)
-            if "started" in message:
-                self._pid = message["started"]
-                # In a long run, numbers come again: the end of an earlier process is not that of this one.
-                self._ended[self._pid] = _Ended()
-                self._started.release()
-            else:
-                ended = self.ended(message["ended"])
-                ended.code = message["code"]
-                ended.set()
+        with contextlib.suppress(ConnectionResetError):  # it has ended with a command unread
+            while data := self._socket.recv(_MAX_MESSAGE_BYTES):
+                message = json.loads(data)
+                if "started" in message:
+                    self._pid = message["started"]
+                    # In a long run, numbers come again: the end of an earlier process is not that of this one.
+                    self._ended[self._pid] = _Ended()
+                    self._started.release()
+                else:
+                    ended = self.ended(message["ended"])
+                    ended.code = message["code"]
+                    ended.set()
+        self._pid = 0
+        self._started.release()
 
 
 _starting = threading.Lock()
