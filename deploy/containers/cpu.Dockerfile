@@ -1,6 +1,7 @@
 # Bridges, drafts and targets on CPUs. Build from the repository's root:
 #   docker build --file deploy/containers/cpu.Dockerfile --tag draftbridge:cpu .
-ARG PYTHON=3.12
+# The version that all tests run on.
+ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim-bookworm AS build
 # The index has PyTorch without CUDA.

@@ -1,6 +1,7 @@
 # Drafts and targets on NVIDIA GPUs. The host needs NVIDIA's driver and container toolkit. Build from the root:
 #   docker build --file deploy/containers/cuda.Dockerfile --tag draftbridge:cuda .
-ARG PYTHON=3.12
+# The version that all tests run on.
+ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim-bookworm AS build
 # PyPI's PyTorch for Linux brings CUDA's libraries. For an older driver, name PyTorch's index of an older CUDA.

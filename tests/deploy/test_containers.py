@@ -64,6 +64,13 @@ def test_images_are_built_from_everything_that_is_installed() -> None:
     assert {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"} <= kept
 
 
+def test_images_have_the_python_that_tests_run_on() -> None:
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest is not None
+    chosen = [found for file in OURS for found in re.findall(r"^ARG PYTHON=(.*)", file.read_text(), flags=re.M)]
+    assert chosen == [oldest[1]] * 2
+
+
 def test_extras_exist() -> None:
     known = re.findall(r"^([a-z-]+) = \[", (ROOT / "pyproject.toml").read_text(), flags=re.M)
     for file in OURS:
