@@ -88,11 +88,10 @@ async def _serve(
             on_start(announced)
         await asyncio.gather(*tasks)
     finally:
-        for worker in workers:
-            worker.kill()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(worker.kill() for worker in workers))
 
 
 class _Worker:
@@ -129,11 +128,12 @@ class _Worker:
             _log.error("worker %d %s and is started again", self._number, ended)
             await unless(stop.wait(), asyncio.sleep(_RESTART_SECONDS))
 
-    def kill(self) -> None:
-        """Ends the worker at once."""
-        if self._process and self._process.returncode is None:
+    async def kill(self) -> None:
+        """Ends the worker at once. Waits for the end of its pipes, because they must not outlive the event loop."""
+        if self._process:
             with suppress(ProcessLookupError):
                 self._process.kill()
+            await self._process.communicate()
 
     async def _read(self, process: Process) -> None:
         """Reads what the worker prints, to its end."""

@@ -90,6 +90,18 @@ async def test_a_worker_is_started_again_when_nobody_reads_the_output_any_more(
     assert restarts == 2
 
 
+async def test_a_worker_that_is_killed_is_waited_for() -> None:
+    # Otherwise its pipes may outlive the event loop, and asyncio prints a traceback for each.
+    worker = workers._Worker(0, BridgeServerConfig(target=("a:1",)))
+    worker._arguments = ["sh", "-c", "echo listening on a:2; exec cat"]  # runs until it is killed
+    task = asyncio.create_task(worker.run(Stop()))
+    await worker.ready
+    task.cancel()
+    await asyncio.wait([task])
+    await worker.kill()
+    assert worker._process is not None and worker._process.returncode == -signal.SIGKILL
+
+
 def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
     with ExitStack() as stack:
         scripted = ("--role", "target", "--slots", "16")
