@@ -26,10 +26,11 @@ def convert(source: Path, destination: Path, dtype: str = "") -> None:
 
     # Transformers reads a file's metadata anew for each part, and a reader takes seconds for a large vocabulary.
     vars(gguf)["GGUFReader"] = functools.cache(gguf.GGUFReader)
-    safe = {"gguf_file": source.name, "trust_remote_code": False}  # nothing beside the file may run
+    safe: dict[str, Any] = {"gguf_file": source.name, "trust_remote_code": False}  # nothing beside the file may run
     tokenizer = AutoTokenizer.from_pretrained(source.parent, **safe)
     if dtype:
-        model = AutoModelForCausalLM.from_pretrained(source.parent, dtype=getattr(torch, dtype), **safe)
+        options = safe | {dtype_keyword(): getattr(torch, dtype)}
+        model = AutoModelForCausalLM.from_pretrained(source.parent, **options)
         # The saved weights are not quantized.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
@@ -44,6 +45,14 @@ def convert(source: Path, destination: Path, dtype: str = "") -> None:
     tokenizer.save_pretrained(destination)
     for file in destination.glob("*.safetensors"):  # which only their owner could read
         file.chmod((destination / "config.json").stat().st_mode)
+
+
+def dtype_keyword() -> str:
+    """Returns the name of the argument by which `from_pretrained` takes the data type of the weights."""
+    import transformers  # takes seconds, see above
+
+    old = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (4, 56)
+    return "torch_dtype" if old else "dtype"
 
 
 def ends(tokenizer: Any) -> list[int]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -23,7 +24,7 @@ from services.model.host import load
 from services.store import cache
 from services.store.built_in import BUILT_IN
 from services.store.cache import NoSpace, cache_directory, fingerprint
-from services.store.convert import ends
+from services.store.convert import convert, ends
 from services.store.files import read_model_files
 from services.store.gguf import is_cut
 from services.store.resolve import default_name, resolve
@@ -97,6 +98,22 @@ def test_the_end_of_a_document_ends_a_text(eos: str, pad: str | None, expected: 
     words = {"a": 0, "<|endoftext|>": 1, "<|im_end|>": 2}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), eos_token=eos, pad_token=pad)
     assert ends(tokenizer) == expected
+
+
+@pytest.mark.parametrize(("version", "keyword"), [("4.55.4", "torch_dtype"), ("4.56.0", "dtype"), ("5.23.0", "dtype")])
+def test_the_data_type_is_named_as_the_library_names_it(
+    version: str, keyword: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: object, **options: object) -> None:
+        assert {name: value for name, value in options.items() if "dtype" in name} == {keyword: torch.bfloat16}
+        raise InterruptedError
+
+    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr("gguf.GGUFReader", object)  # which is replaced
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", stop)
+    with pytest.raises(InterruptedError):
+        convert(tmp_path / "model.gguf", tmp_path / "converted", "bfloat16")
 
 
 def test_an_engine_that_reads_gguf_needs_no_converted_weights(

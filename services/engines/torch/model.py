@@ -15,6 +15,7 @@ from bridge.errors import UnusableModel
 from services.engines.selftest import LENGTH
 from services.store.cache import remedy_for
 from services.store.code import REMEDY, refuse_code
+from services.store.convert import dtype_keyword
 
 # Kinds of layers that support rollback.
 _KINDS = {"full_attention", "sliding_attention"}
@@ -53,11 +54,8 @@ def load_model(source: Path, dtype: torch.dtype, trusted: bool = False) -> Any:
     does not support rollback.
     """
     transformers.utils.logging.disable_progress_bar()
-    # transformers 4.56 renamed the argument.
-    old = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (4, 56)
-    name = "torch_dtype" if old else "dtype"
     options = {
-        name: dtype,
+        dtype_keyword(): dtype,
         "local_files_only": os.path.isdir(source),
         "trust_remote_code": trusted,  # unset, transformers would ask on the terminal
         "use_safetensors": None if trusted else True,
