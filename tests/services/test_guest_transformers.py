@@ -18,6 +18,9 @@ from tests.support.guests import ToldClient
 # Two ids, so that candidates are right now and then.
 PAIR = (14, 15)
 NARROW = {"sequence_bias": [[[id_], 100.0] for id_ in PAIR]}
+# The argument of `generate` for a cache, and its name before transformers 5.24.
+_NEW = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 24)
+_CACHE = "cache" if _NEW else "past_key_values"
 PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown"
 
 
@@ -143,8 +146,8 @@ def _options(name: str, loaded: tuple[Any, Any]) -> dict[str, Any]:
         "processors": {"logits_processor": transformers.LogitsProcessorList([_Alternating()])},
         "guidance": {"guidance_scale": 1.5},
         "watermark": {"watermarking_config": transformers.WatermarkingConfig()},
-        "static cache": {"past_key_values": transformers.StaticCache(model.config, max_cache_len=200)},
-        "a cache with a text": {"past_key_values": _cache(model, plain[:5])},
+        "static cache": {_CACHE: transformers.StaticCache(model.config, max_cache_len=200)},
+        "a cache with a text": {_CACHE: _cache(model, plain[:5])},
         "static cache by name": {"cache_implementation": "static"},
         "lookup": {"prompt_lookup_num_tokens": 3},
         "beams": {"num_beams": 2},

@@ -106,7 +106,8 @@ class Assistance:
             return False
         if any(getattr(config, name, None) or others.get(name) for name in _UNSUITABLE):
             return False
-        if others.get("past_key_values") is not None:  # may be empty, so it has a length
+        # An empty cache is false. transformers 5.24 renamed the argument.
+        if any(others.get(name) is not None for name in ("past_key_values", "cache")):
             return False
         if not config.use_cache or config.cache_implementation not in (None, "dynamic"):
             return False
