@@ -62,8 +62,9 @@ class VirtualScheduler:
         agreed: int,
         finish: Callable[[Logits], T],
         next_id: Callable[[T], int | None] = lambda value: None,
+        branches: Sequence[tuple[int, int]] = (),
     ) -> list[Timed[T]]:
-        """See `Scheduler.run`."""
+        """See `Scheduler.run`. The scripted engine takes no branches."""
         found: list[Timed[T]] = []
         last: int | None = ids[-1]
         while last is not None:

@@ -189,10 +189,10 @@ async def _find_draft(
 
 def _delta(stream: TextStream, outcome: Outcome, *, final: bool) -> Delta:
     """Returns a pass as text, up to the token that completes a stop string. A token that ends the text adds no text."""
-    result, text, count = outcome.result, "", len(outcome.data)
+    result, sources, text, count = outcome.result, outcome.accepted_sources, "", len(outcome.data)
     shown = outcome.data[:-1] if result.finish_reason is FinishReason.STOP else outcome.data
     for place, data in enumerate(shown):
-        text += stream.push(data, outcome.tried.sources[place] if place < result.accepted_token_count else "")
+        text += stream.push(data, sources[place] if place < len(sources) else "")
         if stream.stopped:
             count = place + 1
             break

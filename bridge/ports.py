@@ -40,6 +40,7 @@ class Sync:
 class Proposal:
     """Carries tokens that the draft proposes, and the draft's probability of each.
 
+    `runner_up_ids`: what it would have proposed in place of each, with probabilities; for all tokens or none.
     The first of their forwards read `read_token_count` tokens in `read_ns`; all of them together took `forward_ns`.
     """
 
@@ -52,6 +53,8 @@ class Proposal:
     forward_ns: int = 0
     read_token_count: int = 0
     read_ns: int = 0
+    runner_up_ids: tuple[int, ...] = ()
+    runner_up_confidence: tuple[float, ...] = ()
 
 
 class Drafter(Protocol):
@@ -85,13 +88,15 @@ class Run:
 class Candidates:
     """Offers ids that continue the sequence from index `base_token_count`, at most `width` of them for one forward.
 
-    Without ids, the target starts its next forward at once.
+    `branches`: pairs of the index of a candidate and an id that may come in its place. Without ids, the target starts
+    its next forward at once.
     """
 
     offer_id: int
     base_token_count: int
     token_ids: tuple[int, ...]
     width: int
+    branches: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,10 @@ class Logprob:
 
 @dataclass(frozen=True)
 class Pass:
-    """Reports one forward of the target: accepted candidates of one offer, then one token of the target's own."""
+    """Reports one forward of the target: accepted candidates of one offer, then one token of the target's own.
+
+    If a branch was accepted, its token is between them. `branch_count` of them were verified.
+    """
 
     base_token_count: int
     token_ids: tuple[int, ...]
@@ -126,6 +134,13 @@ class Pass:
     forward_ns: int = 0
     waited_ns: int = 0
     near_tie_count: int = 0
+    branch_count: int = 0
+    branch_accepted: bool = False
+
+    @property
+    def width(self) -> int:
+        """Returns the tokens that the forward ran: the last one before it, candidates and branches."""
+        return 1 + self.candidate_token_count + self.branch_count
 
 
 class TextGrammar(Protocol):

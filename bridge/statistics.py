@@ -113,12 +113,12 @@ class Statistics:
     def observe(self, outcome: Outcome, plan: Plan) -> None:
         """Counts a pass that was made under a plan."""
         result = outcome.result
-        accepted = result.accepted_token_count
+        accepted, branches = len(outcome.accepted_sources), outcome.tried.branches[: result.branch_count]
         if self.target_pass_count == 0:
             self.cached_token_count = result.cached_token_count
         self.target_pass_count += 1
         self.num_drafts += result.candidate_token_count > 0
-        self.num_draft_tokens += result.candidate_token_count
+        self.num_draft_tokens += result.candidate_token_count + result.branch_count
         self.num_accepted_tokens += accepted
         self.num_accepted_tokens_per_position += [0] * (accepted - len(self.num_accepted_tokens_per_position))
         for place in range(accepted):
@@ -135,6 +135,8 @@ class Statistics:
             if place < accepted:
                 source.num_accepted_tokens += 1
                 source.accepted_byte_count += len(outcome.data[place])
+        for branch in branches:
+            self.sources[outcome.tried.sources[branch.index]].num_draft_tokens += 1
         if outcome.elapsed_ns is None:
             return
         # Passes may arrive in bunches, so only the sum of these differences is meaningful.

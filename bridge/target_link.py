@@ -113,7 +113,8 @@ class TargetLink:
         if ids:
             self._last_number = number = self._last_number + 1
             self._offers[number] = base, offer
-        await self._target.candidates(Candidates(number, base, ids, max(width, 1)))
+        branches = tuple((one.index, one.token_id) for one in offer.branches if one.index < len(ids))
+        await self._target.candidates(Candidates(number, base, ids, max(width, 1), branches))
 
     def commit(self, result: Pass, elapsed_ns: int | None = None) -> Outcome:
         """Checks a pass and commits it to the tape. Raises `TargetFault`."""
@@ -162,4 +163,9 @@ class TargetLink:
             raise TargetFault(f"a pass has {accepted} accepted of {count} candidates, more than were offered")
         if tried.token_ids[:accepted] != tuple(ids[:accepted]):
             raise TargetFault("the accepted tokens of a pass are not the candidates that were offered")
+        if result.branch_count not in (0, len(tried.branches)):
+            raise TargetFault(f"a pass has {result.branch_count} of {len(tried.branches)} branches")
+        verified = [(one.index, one.token_id) for one in tried.branches[: result.branch_count]]
+        if result.branch_accepted and (accepted == len(ids) or (accepted, ids[accepted]) not in verified):
+            raise TargetFault("the accepted branch of a pass was not offered")
         return tried

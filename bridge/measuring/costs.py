@@ -15,7 +15,7 @@ PRIOR_SLOWDOWN = 4.0
 # The weight of a new value in an average.
 _FRESH = 0.1
 # Widths (numbers of tokens) for which a forward's time is recorded; other widths are interpolated or extrapolated.
-_KNOTS = (1, 2, 3, 5, 9, 17)
+_KNOTS = (1, 2, 3, 4, 6, 8, 12, 17)
 # The width of the widest forward that is planned, in tokens.
 MAX_WIDTH = 25
 # The assumed cost of each further token, relative to a 1-token forward, until it is measured.

@@ -24,6 +24,9 @@ _GOES_ON_IF_RIGHT_PRIORS = (0.98, 0.96, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 # Groups of the probability that the draft reports for a candidate, and the assumed chance that it is right.
 _CONFIDENCES = (0.3, 0.5, 0.7, 0.9, 0.97)
 _CONFIDENCE_PRIORS = (0.3, 0.4, 0.55, 0.7, 0.85, 0.95)
+# The same for branches, of which most are wrong because the candidate is right.
+_BRANCH_CONFIDENCES = (0.03, 0.07, 0.15, 0.25, 0.35)
+_BRANCH_PRIORS = (0.02, 0.06, 0.1, 0.15, 0.2, 0.25)
 # The passes with a draft that runs ahead after which its slowdown of the target counts as known, and the weight of
 # each further pass.
 _SLOWDOWN_PASSES, _FRESH_SLOWDOWN = 8, 0.02
@@ -54,6 +57,7 @@ class DraftEstimates:
         self.reading = Ewma(1.0)
         self.positions = Chances(_POSITIONS, _POSITION_PRIORS)
         self.chances = Chances(_CONFIDENCES, _CONFIDENCE_PRIORS)
+        self.branches = Chances(_BRANCH_CONFIDENCES, _BRANCH_PRIORS)
         # The chance that a turn that the draft may end early goes on: by the position of a draft token, and by the
         # position of a candidate if it and all before it were right.
         self.goes_on = Chances(_POSITIONS, _GOES_ON_PRIORS)

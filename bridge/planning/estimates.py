@@ -235,7 +235,7 @@ class RequestEstimates:
         interval_ns = outcome.elapsed_ns - result.waited_ns - self._lacking_ns
         taken_ns = max(interval_ns, result.forward_ns)
         self._lacking_ns = min(taken_ns - interval_ns, taken_ns)
-        costs, width = shared.costs, result.candidate_token_count + 1
+        costs, width = shared.costs, result.width
         self.forward.widths = costs.widths
         if self.chances:  # only where candidates are chosen does a cost that is too high keep anything from being tried
             costs.widths.forget(width)
@@ -276,6 +276,10 @@ class RequestEstimates:
             chances.observe([(evidence, right) for source, evidence, right in verified if source == name])
         if self.draft:
             self.positions.observe(drafted)
+            for branch in tried.branches:
+                if branch.index <= min(result.accepted_token_count, len(result.token_ids) - 1):
+                    right = result.token_ids[branch.index] == branch.token_id
+                    self.draft.branches.observe(branch.evidence, float(right))
             if plan.pace.min_probability:
                 self._observe_turn([right for _, right in drafted], tried.sources.count(DRAFT), ended_early=ended_early)
             answered = result.waited_ns >= _MIN_WAITED_NS and not outcome.timed_out

@@ -20,7 +20,7 @@ from bridge.planning.prediction import (
     plain,
     with_candidates,
 )
-from bridge.sources.source import DRAFT, DraftPace, DraftState, Offer
+from bridge.sources.source import DRAFT, Branch, DraftPace, DraftState, Offer
 
 # The most candidates that are planned for one forward, their positions, and the lengths of a draft's turn in tokens.
 MAX_CANDIDATES = MAX_WIDTH - 1
@@ -131,7 +131,8 @@ class Planner:
             return Offer(), 0
         if self.mode is not Mode.AUTO:
             longest = max(offers, key=lambda offer: len(offer.token_ids))
-            return longest, len(longest.token_ids)
+            width = len(longest.token_ids)
+            return self._branched(longest, width, plan), width
         if plan.is_trial:
             tried = next((offer for offer in offers if offer.sources[0] == plan.source), Offer())
             # Enough for two passes, because the candidates may be too late for the first.
@@ -143,6 +144,7 @@ class Planner:
         if not found:
             return Offer(), 0
         best, width = max(found, key=lambda one: with_candidates(self.estimates.chances_of(*one), costs).tokens_per_ns)
+        best = self._branched(best, width, plan)
         if plan.holds_back:
             return best.part(0, width), width
         drafted = best.sources.count(DRAFT)
@@ -282,6 +284,27 @@ class Planner:
         """Returns each offer that is worth sending, with the number of its candidates that one forward takes."""
         widths = ((offer, best_width(self.estimates.each_chance(offer), costs)) for offer in offers)
         return [(offer, width) for offer, width in widths if width]
+
+    def _branched(self, offer: Offer, width: int, plan: Plan) -> Offer:
+        """Returns an offer with those of its branches that are worth verifying with its first `width` candidates."""
+        estimates, kept = self.estimates, list[Branch]()
+        if offer.branches and estimates.draft:
+            costs = self._target_costs()
+            chances = estimates.chances_of(offer, width)
+            before = list(accumulate(chances, mul, initial=1.0))
+            tokens, ns = 1.0 + sum(before[1:]), costs.of(width + 1) + plan.prediction.waited_ns * plan.pace.turns
+            ranked = [
+                (before[one.index] * estimates.draft.branches.of(one.evidence), one)
+                for one in offer.branches
+                if one.index < width
+            ]
+            for chance, one in sorted(ranked, key=lambda pair: pair[0], reverse=True):
+                more_ns = costs.of(width + len(kept) + 2) - costs.of(width + len(kept) + 1)
+                if chance * ns <= tokens * more_ns:
+                    break
+                kept.append(one)
+                tokens, ns = tokens + chance, ns + more_ns
+        return replace(offer, branches=tuple(kept))
 
     def _patience_ns(self, costs: TargetCosts) -> float:
         """Returns how long the target may wait for candidates that the bridge already has; 0 if that gained little."""

@@ -128,11 +128,13 @@ class Choice:
 
     `near_tie`: another token was so close that rounding may have decided. `probability` is in the distribution that the
     token was sampled from, `logprob` and `top_logprobs` are in the model's own, before penalties and temperature.
+    `runner_up`: the id that would have been chosen in its place, and its probability.
     """
 
     token_id: int
     near_tie: bool = False
     probability: float | None = None
+    runner_up: tuple[int, float] | None = None
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
@@ -186,15 +188,18 @@ class Sampler:
         if not np.isfinite(adjusted[best]):
             raise EngineFailure("no token may be chosen: every id ends the text, which min_tokens does not allow yet")
         if self.parameters.temperature:
-            token_id, lead, probability = self._sample(adjusted, float(adjusted[best]), offset, counter)
+            token_id, next_id, lead, probabilities = self._sample(adjusted, float(adjusted[best]), offset, counter)
         else:
-            token_id, lead = best, _lead(adjusted, best)
-            probability = _probability(adjusted, token_id) if self.confident else None
+            token_id, (next_id, lead) = best, _next(adjusted, best)
+            probabilities = _probabilities(adjusted, [best, next_id]) if self.confident else []
         logprob, top_logprobs = (None, ()) if self.logprobs is None else _logprobs(scores, token_id, self.logprobs)
-        return Choice(token_id, lead < self.tolerance, probability, logprob, top_logprobs)
+        probability, runner_up = None, None
+        if probabilities:
+            probability, runner_up = probabilities[0], (next_id, probabilities[1])
+        return Choice(token_id, lead < self.tolerance, probability, runner_up, logprob, top_logprobs)
 
-    def _sample(self, scores: Logits, best: float, offset: int, counter: int) -> tuple[int, float, float | None]:
-        """Returns an id, how much higher the score of the next one would have to be, and the id's probability.
+    def _sample(self, scores: Logits, best: float, offset: int, counter: int) -> tuple[int, int, float, list[float]]:
+        """Returns an id, the next one, how much higher the score of that would have to be, and their probabilities.
 
         `best`: the best score.
         """
@@ -206,13 +211,14 @@ class Sampler:
             scaled = _scaled(scores[kept], best, temperature)
         sums = scaled + gumbel(self.seed, offset, counter, self.keys[kept])
         index = int(sums.argmax())
-        lead = _lead(sums, index)
-        token_id, probability = int(kept[index]), None
+        second, lead = _next(sums, index)
+        token_id, next_id, probabilities = int(kept[index]), int(kept[second]), list[float]()
         if self.confident and parameters.truncates:
-            probability = _probability(scaled, index)
+            probabilities = _probabilities(scaled, [index, second])
         elif self.confident:
-            probability = _probability(scores / np.float32(max(temperature, _LEAST_TEMPERATURE)), token_id)
-        return token_id, lead * temperature, probability
+            tempered = scores / np.float32(max(temperature, _LEAST_TEMPERATURE))
+            probabilities = _probabilities(tempered, [token_id, next_id])
+        return token_id, next_id, lead * temperature, probabilities
 
     def _contenders(self, scores: Logits, best: float, offset: int, counter: int) -> Int64:
         """Returns the ids, ascending, that may have one of the two largest sums of score and noise.
@@ -270,10 +276,11 @@ class Sampler:
         return scores
 
 
-def _probability(scores: NDArray[np.floating[Any]], index: int) -> float:
+def _probabilities(scores: NDArray[np.floating[Any]], indices: list[int]) -> list[float]:
     # float32 is exact enough for a confidence, and takes a third of the time with a large vocabulary.
     weights = np.exp((scores - scores.max()).astype(np.float32))
-    return float(weights[index] / weights.sum())
+    found: list[float] = (weights[indices] / weights.sum()).tolist()
+    return found
 
 
 def _logprobs(scores: Logits, token_id: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
@@ -284,10 +291,16 @@ def _logprobs(scores: Logits, token_id: int, count: int) -> tuple[float, tuple[t
     return float(logp[token_id]), tuple((int(id_), float(logp[id_])) for id_ in best if np.isfinite(logp[id_]))
 
 
-def _lead(scores: NDArray[np.floating[Any]], best: int) -> float:
-    """Returns how far the largest score, which has the index `best`, is above the next."""
-    others = max(scores[:best].max(initial=-np.inf), scores[best + 1 :].max(initial=-np.inf))
-    return float(scores[best]) - float(others)
+def _next(scores: NDArray[np.floating[Any]], best: int) -> tuple[int, float]:
+    """Returns the index of the second largest score, and how far the largest, which has the index `best`, is above.
+
+    Without a second one, returns `best` and infinity.
+    """
+    parts = [(start, part) for start, part in ((0, scores[:best]), (best + 1, scores[best + 1 :])) if len(part)]
+    if not parts:
+        return best, np.inf
+    second = max((start + int(part.argmax()) for start, part in parts), key=scores.__getitem__)
+    return second, float(scores[best]) - float(scores[second])
 
 
 def _floor(best: float, temperature: float) -> np.float32:

@@ -17,6 +17,7 @@ from bridge.sources.source import (
     DraftState,
     Opening,
     Outcome,
+    RunnerUp,
 )
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.translation import DraftContext
@@ -53,12 +54,15 @@ class DraftEpoch:
         # Where proposed tokens start, and the end of the last one.
         self._offsets = [0]
         self._confidences: list[float] = []
+        # The bytes and probability of what might have come in place of each token; no bytes if that is not known.
+        self._runners_up: list[tuple[bytes, float]] = []
 
-    def add(self, id_: int, data: bytes, confidence: float) -> None:
+    def add(self, id_: int, data: bytes, confidence: float, runner_up: tuple[bytes, float] = (b"", 0.0)) -> None:
         self.token_ids.append(id_)
         self.unconfirmed += data
         self._offsets.append(self._confirmed_byte_count + len(self.unconfirmed))
         self._confidences.append(confidence)
+        self._runners_up.append(runner_up)
         self._match()
 
     def observe(self, committed: bytes) -> None:
@@ -112,6 +116,11 @@ class DraftEpoch:
             starts=tuple(offset - start for offset in self._offsets[first : len(self._confidences)]),
             confidences=tuple(self._confidences[first:]),
             closes=self.ended,
+            runners_up=tuple(
+                RunnerUp(offset - start, data, confidence)
+                for offset, (data, confidence) in zip(self._offsets[first:], self._runners_up[first:], strict=False)
+                if data
+            ),
         )
 
 
@@ -303,8 +312,10 @@ class DraftSource(CandidateSource):
             self.times.observe_proposal(proposal, max(round_trip_ns, 0) if answers else None, not epoch.turns)
         self._asked_ns = now
         self._vain_pass_count = 0
-        for id_, confidence in zip(proposal.token_ids, proposal.confidence or (1.0,) * epoch.credit, strict=False):
-            self._add(epoch, id_, confidence)
+        confidences = proposal.confidence or (1.0,) * epoch.credit
+        others = list(zip(proposal.runner_up_ids, proposal.runner_up_confidence, strict=True))
+        for place, (id_, confidence) in enumerate(zip(proposal.token_ids, confidences, strict=False)):
+            self._add(epoch, id_, confidence, others[place] if others else None)
         epoch.done |= proposal.done
         if epoch.turn_over:
             self._silent_since_ns = None
@@ -320,11 +331,16 @@ class DraftSource(CandidateSource):
         self._credited_tokens -= count
         if self._credited_messages < 0 or self._credited_tokens < 0:
             raise ProtocolViolation("the draft sent more than its credit allows")
+        others, other_confidence = proposal.runner_up_ids, proposal.runner_up_confidence
         if len(proposal.confidence) not in (0, count):
             raise ProtocolViolation("the draft sent confidences for only some tokens: send them for all or none")
-        if not all(0 <= value <= _MAX_CONFIDENCE for value in proposal.confidence):  # also False for NaN
+        if len(others) not in (0, count) or len(others) != len(other_confidence):
+            raise ProtocolViolation("the draft sent runners-up for only some tokens: send them for all or none")
+        if not all(
+            0 <= value <= _MAX_CONFIDENCE for value in (*proposal.confidence, *other_confidence)
+        ):  # also for NaN
             raise ProtocolViolation("the draft sent a confidence that is not a probability")
-        if any(not 0 <= id_ < size for id_ in proposal.token_ids):
+        if any(not 0 <= id_ < size for id_ in (*proposal.token_ids, *others)):
             raise ProtocolViolation(f"the draft proposed an id outside its vocabulary of {size} ids")
         if not proposal.read_ns <= proposal.forward_ns <= MAX_MEASURED_NS or proposal.queue_ns > MAX_MEASURED_NS:
             raise ProtocolViolation("the draft reported impossible times: over an hour, or read_ns above forward_ns")
@@ -334,16 +350,17 @@ class DraftSource(CandidateSource):
         if proposal.epoch > (epoch.number if epoch else 0):
             raise ProtocolViolation(f"the draft proposed for epoch {proposal.epoch}, which was never started")
 
-    def _add(self, epoch: DraftEpoch, id_: int, confidence: float) -> None:
+    def _add(self, epoch: DraftEpoch, id_: int, confidence: float, other: tuple[int, float] | None = None) -> None:
         if epoch.done:
             return
-        data = self.model.vocabulary.token_bytes(id_)
+        token_bytes = self.model.vocabulary.token_bytes
+        data = token_bytes(id_)
         epoch.ended = id_ in self.model.special_ids.eos
         if epoch.ended or not data:
             # Any other control token has no meaning for the target.
             epoch.done = True
             return
-        epoch.add(id_, data, confidence)
+        epoch.add(id_, data, confidence, (token_bytes(other[0]), other[1]) if other else (b"", 0.0))
         self._token_count, self._byte_count = self._token_count + 1, self._byte_count + len(data)
         epoch.done = confidence < self._threshold
 

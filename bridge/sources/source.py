@@ -7,7 +7,7 @@ in the middle of a word. `offer_of` translates the bytes of one or several sourc
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from time import perf_counter_ns
 from typing import ClassVar
@@ -17,6 +17,7 @@ from bridge.measuring.draft_estimates import DraftEstimates
 from bridge.ports import Drafter, Pass, TextGrammar
 from bridge.sources.ngrams import NgramMemory
 from bridge.tape import Tape
+from bridge.text.common_prefix import common_prefix_length
 from bridge.text.models import Model
 from bridge.text.translation import candidates
 from bridge.text.vocabulary import Rendering, Vocabulary
@@ -25,6 +26,17 @@ from bridge.text.vocabulary import Rendering, Vocabulary
 DRAFT = "draft"
 # The most bytes of a proposal that are translated for one offer: enough candidates for several forwards.
 MAX_OFFERED_BYTES = 512
+# The most branches of an offer: each is translated, and few more would be right.
+_MAX_BRANCHES = 4
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """What a source would have proposed in place of a token: bytes that follow `data[:start]`, and its probability."""
+
+    start: int
+    data: bytes
+    confidence: float
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class Continuation:
     to it. A source with its own tokens also gives the offset in `data` where each of them starts, and its probability:
     `starts`, `confidences`. If they are the target's own, `token_ids` has them, too.
     `closes`: the source proposes that the text ends after `data`. `cut`: the source has more bytes than `data`, which
-    may end in the middle of a word.
+    may end in the middle of a word. `runners_up`: what may come in place of some of its tokens.
     """
 
     source: str
@@ -47,11 +59,21 @@ class Continuation:
     token_ids: tuple[int, ...] = ()
     closes: bool = False
     cut: bool = False
+    runners_up: tuple[RunnerUp, ...] = ()
 
     def evidence_of(self, begin: int, end: int) -> float:
         """Returns the evidence for `data[begin:end]`, times the probabilities of the tokens that start there."""
         tokens = slice(bisect_left(self.starts, begin), bisect_left(self.starts, end))
         return (self.evidence + self.gain * begin) * prod(self.confidences[tokens])
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A candidate in place of that with an index, from the same source."""
+
+    index: int
+    token_id: int
+    evidence: float
 
 
 @dataclass(frozen=True)
@@ -61,18 +83,24 @@ class Offer:
     token_ids: tuple[int, ...] = ()
     sources: tuple[str, ...] = ()
     evidence: tuple[float, ...] = ()
+    branches: tuple[Branch, ...] = ()
 
     def part(self, begin: int, end: int | None = None) -> "Offer":
-        """Returns the offer of candidates `begin` to `end` only."""
-        return Offer(self.token_ids[begin:end], self.sources[begin:end], self.evidence[begin:end])
+        """Returns the offer of candidates `begin` to `end` only, and their branches."""
+        part = slice(begin, end)
+        ids, branches = self.token_ids[part], self.branches
+        if branches:
+            shifted = (replace(one, index=one.index - begin) for one in branches)
+            branches = tuple(one for one in shifted if 0 <= one.index < len(ids))
+        return Offer(ids, self.sources[part], self.evidence[part], branches)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A committed pass. `tried`: the candidates that it took along; `data`: the bytes of each of its tokens.
 
-    `elapsed_ns`: the time since the pass before; None for the first, which reads the prompt. `timed_out`: the target
-    waited for candidates for its full patience, and none arrived.
+    `tried` has the branches, too. `elapsed_ns`: the time since the pass before; None for the first, which reads the
+    prompt. `timed_out`: the target waited for candidates for its full patience, and none arrived.
     """
 
     result: Pass
@@ -80,6 +108,12 @@ class Outcome:
     data: tuple[bytes, ...]
     elapsed_ns: int | None = None
     timed_out: bool = False
+
+    @property
+    def accepted_sources(self) -> tuple[str, ...]:
+        """Returns the sources of the accepted tokens, with which the pass begins."""
+        count = self.result.accepted_token_count
+        return self.tried.sources[: count + self.result.branch_accepted]
 
 
 @dataclass(frozen=True)
@@ -179,12 +213,15 @@ def offer_of(
     parts: Sequence[Continuation],
     end_id: int | None = None,
     limit_bytes: int = MAX_OFFERED_BYTES,
+    *,
+    branches: bool = False,
 ) -> Offer:
     """Translates continuations, each of which continues the one before it, into candidates.
 
     A single one with `token_ids` needs no translation, so `limit_bytes` does not apply to it.
 
     A candidate belongs to the part that has its first byte. `end_id` is the candidate for a proposed end of the text.
+    With `branches`, candidates of the first part get some.
     """
     if len(parts) == 1 and (own := parts[0].token_ids) and len(own) == len(parts[0].confidences):
         return Offer(own, (parts[0].source,) * len(own), parts[0].confidences)
@@ -205,4 +242,19 @@ def offer_of(
         ids.append(end_id)
         sources.append(last.source)
         evidence.append(last.evidence_of(len(last.data), len(last.data) + 1))
-    return Offer(tuple(ids), tuple(sources), tuple(evidence))
+    others = _branches(vocabulary, parts[0], ids) if branches else ()
+    return Offer(tuple(ids), tuple(sources), tuple(evidence), others)
+
+
+def _branches(vocabulary: Vocabulary, part: Continuation, ids: Sequence[int]) -> tuple[Branch, ...]:
+    """Returns the most probable runners-up as branches of candidates."""
+    found = dict[tuple[int, int], Branch]()
+    likely = sorted(part.runners_up, key=lambda one: part.evidence_of(0, one.start) * one.confidence, reverse=True)
+    for one in likely[:_MAX_BRANCHES]:
+        other = candidates(vocabulary, part.data[: one.start] + one.data)
+        index = common_prefix_length(ids, other)
+        if index < min(len(ids), len(other)):
+            begin = sum(len(vocabulary.token_bytes(id_)) for id_ in ids[:index])
+            evidence = part.evidence_of(begin, one.start) * one.confidence if begin < one.start else one.confidence
+            found.setdefault((index, other[index]), Branch(index, other[index], evidence))
+    return tuple(found.values())

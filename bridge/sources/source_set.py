@@ -86,7 +86,8 @@ class SourceSet:
         for source in tuple(self._sources):
             with self._dropping(source):
                 if parts := self._parts(source, limit_bytes):
-                    offers.append(offer_of(self._model.vocabulary, parts, self._end_id, limit_bytes))
+                    model, branches = self._model, self._model.branches and not self._grammar
+                    offers.append(offer_of(model.vocabulary, parts, self._end_id, limit_bytes, branches=branches))
         return [offer for offer in offers if offer.token_ids]
 
     def observe(self, outcome: Outcome) -> None:

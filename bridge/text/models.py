@@ -39,6 +39,7 @@ class Model:
     `forward_costs`: pairs of a number of tokens and the nanoseconds of such a forward, as its server measured them.
     `compute_units`: names of the cores or accelerators that its forwards may run on, `compute_unit_count` of them at a
     time. The names are unique among machines; the set is empty if the server does not know them.
+    `branches`: as a target, it verifies branches.
     `run_template` is required for chats if the model has a chat template.
     """
 
@@ -51,6 +52,7 @@ class Model:
     forward_costs: tuple[tuple[int, int], ...] = ()
     compute_units: frozenset[str] = frozenset()
     compute_unit_count: int = 0
+    branches: bool = False
     run_template: TemplateRunner | None = field(default=None, repr=False, compare=False)
 
     @cached_property

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from bridge.sampling.sampler import Logits
 from services.engines.timing import Timing, timed
 
 # `measure` times forwards of these numbers of tokens after this many cached tokens, for about this long in total.
-_MEASURED_WIDTHS, _MEASURED_CONTEXT, _MEASURING_NS = (1, 2, 3, 5, 9, 17, 25), 128, 5_000_000_000
+_MEASURED_WIDTHS, _MEASURED_CONTEXT, _MEASURING_NS = (1, 2, 3, 4, 6, 8, 12, 17, 25), 128, 5_000_000_000
 # It times forwards this often, and those that other work on the machine disturbed again, up to the second number.
 _TIMES, _MOST_TIMES = 2, 4
 # `warm` goes on after this time only if it gains something.
@@ -94,8 +94,31 @@ class Engine(Protocol):
         ...
 
 
-def check(engine: Engine, rows: Sequence[Row]) -> None:
-    """Raises ValueError for invalid rows; see `Engine.forward`."""
+@runtime_checkable
+class Branching(Protocol):
+    """An engine whose forwards can be trees: candidates with branches."""
+
+    @property
+    def takes_branches(self) -> bool:
+        """Whether `forward_branches` takes no longer than a forward of as many tokens."""
+        ...
+
+    def forward_branches(self, row: Row, branches: Sequence[tuple[int, int]]) -> Logits:
+        """Runs a row as `forward` does, and `branches`: pairs of an index into `row.token_ids` and an id in its place.
+
+        The id continues what is before that index. Returns logits [len(token_ids) - logits_from + len(branches),
+        vocabulary_size], those of the branches last. The cache does not keep branches. Raises ValueError as `forward`.
+        """
+        ...
+
+
+def branching(engine: Engine) -> Branching | None:
+    """Returns the engine if it takes branches."""
+    return engine if isinstance(engine, Branching) and engine.takes_branches else None
+
+
+def check(engine: Engine, rows: Sequence[Row], branches: Sequence[tuple[int, int]] = ()) -> None:
+    """Raises ValueError for invalid rows, or branches of the first one; see `Engine.forward`."""
     if not rows or len({row.slot for row in rows}) < len(rows):
         raise ValueError("no row, or two rows for a slot")
     for row in rows:
@@ -107,6 +130,9 @@ def check(engine: Engine, rows: Sequence[Row]) -> None:
             raise ValueError(f"a row of {len(row.token_ids)} tokens after {row.keep}, in {engine.context_length}")
         if not 0 <= min(row.token_ids) <= max(row.token_ids) < engine.vocabulary_size:
             raise ValueError(f"a row with an id outside the vocabulary of {engine.vocabulary_size}")
+    for index, id_ in branches:
+        if not (0 <= index < len(rows[0].token_ids) and 0 <= id_ < engine.vocabulary_size):
+            raise ValueError(f"a branch to id {id_} at {index} of {len(rows[0].token_ids)} tokens")
 
 
 def check_copy(engine: Engine, source: int, target: int, token_count: int) -> None:

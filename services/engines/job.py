@@ -17,7 +17,7 @@ class Timed(Generic[T]):
     """A result of a job, its time in the queue and in forwards.
 
     `token_count`: ids that its forwards ran, candidates among them. `cached_token_count`: ids that a sequence found in
-    a cache when it got its slot. `extra_count`: candidates that were run.
+    a cache when it got its slot. `extra_count`, `branch_count`: candidates and branches that were run.
     """
 
     value: T
@@ -26,15 +26,19 @@ class Timed(Generic[T]):
     token_count: int
     cached_token_count: int
     extra_count: int
+    branch_count: int = 0
 
 
 @dataclass(eq=False)
 class Job:
     """The ids of a sequence, followed by `extra_count` candidates.
 
-    `agreed`: number of leading ids whose cache its slot holds. `finish` receives the logits of the sequence's last id
-    and of the candidates that were run, which are valid only during the call. `next_id` receives what `finish`
-    returned, and returns the id that the job runs next, or None if it is done. The model's thread calls both.
+    `branches`: pairs of the index of a candidate and an id in its place, which run if the engine can, the job is alone
+    in the forward, and all candidates are in it.
+    `agreed`: number of leading ids whose cache its slot holds. `finish` receives the logits of the sequence's last id,
+    of the candidates and then of the branches that were run, which are valid only during the call. `next_id` receives
+    what `finish` returned, and returns the id that the job runs next, or None if it is done. The model's thread calls
+    both.
     """
 
     holder: object
@@ -46,6 +50,7 @@ class Job:
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[list[Timed[Any]]]"
     submitted_ns: int
+    branches: tuple[tuple[int, int], ...] = ()
     forward_ns: int = 0
     token_count: int = 0
     cached_token_count: int = 0

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from bridge.errors import EngineFailure, InvalidGrammar
 from bridge.sampling.sampler import Logits
 from bridge.text.common_prefix import common_prefix_length
-from services.engines.engine import Engine, Row
+from services.engines.engine import Engine, Row, branching
 from services.engines.job import Job, Timed
 from services.engines.observer import UNOBSERVED, SchedulerObserver
 from services.engines.slots import MIN_COPIED_TOKENS, SlotChoice, Slots
@@ -122,6 +122,7 @@ class Scheduler:
         agreed: int,
         finish: Callable[[Logits], T],
         next_id: Callable[[T], int | None] = lambda value: None,
+        branches: Sequence[tuple[int, int]] = (),
     ) -> list[Timed[T]]:
         """Runs a job for the sequence `holder`, which must not have another. A cancelled job gets no further forward.
 
@@ -130,7 +131,8 @@ class Scheduler:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[list[Timed[T]]] = loop.create_future()
-        job = Job(holder, (*ids, *extra), len(extra), agreed, finish, next_id, loop, future, perf_counter_ns())
+        ids, now = (*ids, *extra), perf_counter_ns()
+        job = Job(holder, ids, len(extra), agreed, finish, next_id, loop, future, now, tuple(branches))
         with self._lock:
             if self._closed:
                 raise EngineFailure("the model's thread has died: restart this server")
@@ -292,10 +294,14 @@ class Scheduler:
     def _run(self, planned: Sequence[tuple[Job, Row]]) -> None:
         if not planned:
             return
-        token_count = sum(len(row.token_ids) for _, row in planned)
+        branches = self._branches(planned)
+        token_count = sum(len(row.token_ids) for _, row in planned) + len(branches)
         self.present = Forward(perf_counter_ns(), token_count)
         try:
-            tables = self.engine.forward([row for _, row in planned])
+            if branches and (tree := branching(self.engine)):
+                tables = [tree.forward_branches(planned[0][1], branches)]
+            else:
+                tables = self.engine.forward([row for _, row in planned])
             forward_ns = perf_counter_ns() - self.present.started_ns
             if not self.hangs:
                 self.slowest_ns = max(self.slowest_ns, forward_ns)
@@ -321,18 +327,28 @@ class Scheduler:
         self._expected, self._linger_ns = len(self._jobs), min(max(forward_ns // 10, _LINGER_NS[0]), _LINGER_NS[1])
         for (job, row), logits in zip(planned, tables, strict=True):
             job.forward_ns += forward_ns
-            job.token_count += len(row.token_ids)
+            job.token_count += len(row.token_ids) + len(branches)
             job.agreed = row.keep + len(row.token_ids)
             self._hold(job, job.agreed)
             if row.logits_from < len(row.token_ids):
-                self._finish(job, logits)
+                self._finish(job, logits, len(branches))
+
+    def _branches(self, planned: Sequence[tuple[Job, Row]]) -> list[tuple[int, int]]:
+        """Returns the branches that run, as pairs of an index into the row and an id."""
+        job, row = planned[0]
+        end = row.keep + len(row.token_ids)
+        narrow = len(row.token_ids) + len(job.branches) <= _WIDTH
+        if len(planned) > 1 or end < len(job.ids) or not narrow or not branching(self.engine):
+            return []
+        first = len(row.token_ids) - job.extra_count
+        return [(first + index, id_) for index, id_ in job.branches]
 
     def _hold(self, job: Job, length: int) -> None:
         slot = self._slots.of(job.holder)
         assert slot is not None
         self._slots.hold(slot, job.ids, length)
 
-    def _finish(self, job: Job, logits: Logits) -> None:
+    def _finish(self, job: Job, logits: Logits, branch_count: int) -> None:
         """Ends the job with its results, unless another id follows."""
         try:
             value = job.finish(logits)
@@ -346,8 +362,9 @@ class Scheduler:
             return
         waited_ns = max(perf_counter_ns() - job.submitted_ns - job.forward_ns, 0)
         self._observer.on_job(waited_ns)
-        cached, extra_count = job.cached_token_count, len(logits) - 1
-        job.results.append(Timed(value, waited_ns, job.forward_ns, job.token_count, cached, extra_count))
+        cached, extra_count = job.cached_token_count, len(logits) - 1 - branch_count
+        timed = Timed(value, waited_ns, job.forward_ns, job.token_count, cached, extra_count, branch_count)
+        job.results.append(timed)
         if next_id is None:
             self._end(job, job.results)
         else:

@@ -45,18 +45,23 @@ class CachedSequence:
         self._cached = min(self._cached, keep)
 
     async def forward(
-        self, extra: Sequence[int], finish: Callable[[Logits], T], certain: Sequence[int] = ()
+        self,
+        extra: Sequence[int],
+        finish: Callable[[Logits], T],
+        certain: Sequence[int] = (),
+        branches: Sequence[tuple[int, int]] = (),
     ) -> Timed[T]:
         """Runs the ids that the cache lacks, then `certain`, and as many `extra` ids as fit into the forward.
 
-        `finish` receives the logits of the last id or certain id and of each extra id that was run. The ids must not
-        change before this returns. It appends neither `certain` nor `extra`. Raises what `Scheduler.run` raises.
+        `finish` receives the logits of the last id or certain id, of each extra id, and of each of the `branches` of
+        these that was run; see `Job`. The ids must not change before this returns. It appends neither `certain` nor
+        `extra`. Raises what `Scheduler.run` raises.
         """
         # The last id always runs, because its logits are needed.
         agreed = min(self._cached, len(self.ids) - 1)
         # If this is cancelled, the slot's content after these ids is unknown.
         self._cached = agreed
-        (result,) = await self.scheduler.run(self, [*self.ids, *certain], extra, agreed, finish)
+        (result,) = await self.scheduler.run(self, [*self.ids, *certain], extra, agreed, finish, branches=branches)
         self._cached, self._taken = len(self.ids), len(certain) + result.extra_count
         return result
 

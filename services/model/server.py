@@ -14,7 +14,7 @@ from draftbridge.machine import compute_units
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2, target_pb2_grpc
 from services.config import GAUDI, ModelServerConfig, Role, option
 from services.engines.affinity import pin
-from services.engines.engine import Engine, measure, warm
+from services.engines.engine import Engine, branching, measure, warm
 from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
 from services.engines.observer import SchedulerObserver
@@ -147,7 +147,11 @@ def _load(
     loaded = load(directory, config.name or default_name(config.model), open_engine, config.queue, observer)
     units, unit_count = compute_units(loaded.engine.device, config.threads)
     model = replace(
-        loaded.model, forward_costs=_undisturbed(timings), compute_units=units, compute_unit_count=unit_count
+        loaded.model,
+        forward_costs=_undisturbed(timings),
+        compute_units=units,
+        compute_unit_count=unit_count,
+        branches=branching(loaded.engine) is not None,
     )
     served = replace(loaded, model=model)
     served.warm()

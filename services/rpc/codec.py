@@ -226,6 +226,7 @@ def read_model(message: model_pb2.Model, vocabulary: Vocabulary) -> Model:
         forward_costs=tuple((one.token_count, one.forward_ns) for one in message.forward_costs),
         compute_units=frozenset(message.compute_units),
         compute_unit_count=message.compute_unit_count,
+        branches=message.branches,
     )
 
 
@@ -245,6 +246,7 @@ def write_model(model: Model, **served: Any) -> model_pb2.Model:
         ],
         compute_units=sorted(model.compute_units),
         compute_unit_count=model.compute_unit_count,
+        branches=model.branches,
         **served,
     )
 
@@ -276,6 +278,8 @@ def read_proposal(message: draft_pb2.DraftResponse) -> Proposal:
         forward_ns=message.forward_ns,
         read_token_count=message.read_token_count,
         read_ns=message.read_ns,
+        runner_up_ids=tuple(message.runner_up_ids),
+        runner_up_confidence=tuple(message.runner_up_confidence),
     )
 
 
@@ -300,11 +304,14 @@ def write_run(run: Run) -> target_pb2.VerifyRequest:
 
 
 def read_candidates(message: target_pb2.VerifyCandidates) -> Candidates:
-    return Candidates(message.offer_id, message.base_token_count, tuple(message.token_ids), message.width)
+    branches = tuple((one.index, one.token_id) for one in message.branches)
+    return Candidates(message.offer_id, message.base_token_count, tuple(message.token_ids), message.width, branches)
 
 
 def write_candidates(candidates: Candidates) -> target_pb2.VerifyRequest:
-    return target_pb2.VerifyRequest(candidates=target_pb2.VerifyCandidates(**vars(candidates)))
+    branches = [target_pb2.CandidateBranch(index=index, token_id=id_) for index, id_ in candidates.branches]
+    written = target_pb2.VerifyCandidates(**(vars(candidates) | {"branches": branches}))
+    return target_pb2.VerifyRequest(candidates=written)
 
 
 def read_grant(message: target_pb2.VerifyGrant) -> Grant:
@@ -332,6 +339,8 @@ def read_pass(message: target_pb2.VerifyResponse) -> Pass:
         forward_ns=message.forward_ns,
         waited_ns=message.waited_ns,
         near_tie_count=message.near_tie_count,
+        branch_count=message.branch_count,
+        branch_accepted=message.branch_accepted,
     )
 
 

@@ -14,7 +14,7 @@ from bridge.text.models import Model
 from draftbridge.v1 import draft_pb2, sampling_pb2, target_pb2
 from services.rpc import codec
 
-MAX_LOGPROBS = 100
+MAX_LOGPROBS, MAX_BRANCHES = 100, 64
 # Longer patience is cut to this: a draft that takes a minute is lost.
 MAX_PATIENCE_US = 60_000_000
 
@@ -50,6 +50,7 @@ def read_run(message: target_pb2.VerifyRun, model: Model) -> Run:
 def read_candidates(message: target_pb2.VerifyCandidates, model: Model) -> Candidates:
     """Returns no more candidates than the model's context holds. Raises `InvalidField`."""
     _check_count("candidates.token_ids", message.token_ids, model.context_length)
+    _check_count("candidates.branches", message.branches, MAX_BRANCHES)
     return codec.read_candidates(message)
 
 

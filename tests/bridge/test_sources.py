@@ -37,40 +37,30 @@ from tests.support import tiny
 from tests.support.alone import PROMPT, answer, did, oracle
 from tests.support.drafted import MODEL, WORDS, draft_source, ids_of, propose
 
+PROPOSAL_FAULTS = {
+    "over its credit": [Proposal(1, ids_of(" fox jumps over the lazy dog"), ())],
+    "over its credit bit by bit": [Proposal(1, (50,), ())] * 5,
+    "messages without end": [Proposal(1, (), ())] * 9,
+    "half a confidence": [Proposal(1, (50, 60), (0.5,))],
+    "no number": [Proposal(1, (50,), (float("nan"),))],
+    "below 0": [Proposal(1, (50,), (-0.5,))],
+    "above 1": [Proposal(1, (50,), (1e38,))],
+    "an id too large": [Proposal(1, (MODEL.vocabulary_size,), ())],
+    "negative": [Proposal(1, (-1,), ())],
+    "an epoch that never began": [Proposal(7, (50,), ())],
+    "takes centuries": [Proposal(1, (50,), (), forward_ns=2**63)],
+    "waits centuries": [Proposal(1, (50,), (), queue_ns=2**63)],
+    "reads longer than it computes": [Proposal(1, (50, 60), (), forward_ns=1000, read_ns=2000)],
+    "half the runners-up": [Proposal(1, (50, 60), (), runner_up_ids=(51,), runner_up_confidence=(0.1,))],
+    "a runner-up without its probability": [Proposal(1, (50,), (), runner_up_ids=(51,))],
+    "no number as its probability": [Proposal(1, (50,), (), runner_up_ids=(51,), runner_up_confidence=(float("nan"),))],
+    "a runner-up that is no token": [
+        Proposal(1, (50,), (), runner_up_ids=(MODEL.vocabulary_size,), runner_up_confidence=(0.1,))
+    ],
+}
 
-@pytest.mark.parametrize(
-    "proposals",
-    [
-        [Proposal(1, ids_of(" fox jumps over the lazy dog"), ())],  # more than its credit at once
-        [Proposal(1, (50,), ())] * 5,  # more than its credit bit by bit
-        [Proposal(1, (), ())] * 9,  # messages without end
-        [Proposal(1, (50, 60), (0.5,))],
-        [Proposal(1, (50,), (float("nan"),))],
-        [Proposal(1, (50,), (-0.5,))],
-        [Proposal(1, (50,), (1e38,))],
-        [Proposal(1, (MODEL.vocabulary_size,), ())],
-        [Proposal(1, (-1,), ())],
-        [Proposal(7, (50,), ())],  # an epoch that never began
-        [Proposal(1, (50,), (), forward_ns=2**63)],
-        [Proposal(1, (50,), (), queue_ns=2**63)],
-        [Proposal(1, (50, 60), (), forward_ns=1000, read_ns=2000)],
-    ],
-    ids=[
-        "over its credit",
-        "bit by bit",
-        "empty",
-        "half a confidence",
-        "no number",
-        "below 0",
-        "above 1",
-        "an id too large",
-        "negative",
-        "epoch",
-        "takes centuries",
-        "waits centuries",
-        "reads longer than it computes",
-    ],
-)
+
+@pytest.mark.parametrize("proposals", PROPOSAL_FAULTS.values(), ids=PROPOSAL_FAULTS)
 async def test_a_draft_that_breaks_the_contract_is_lost(proposals: Sequence[Proposal]) -> None:
     source, drafter, _ = draft_source()
     chain, news = SourceSet([], MODEL, None), asyncio.Event()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from bridge.generation import Delta, Finished, generate
 from bridge.planning.planner import SpeculationParameters
 from bridge.ports import Candidates, FinishReason, Grant, Logprob, Pass, Run
 from bridge.request import Request
-from bridge.sources.source import Offer
+from bridge.sources.source import Branch, Offer
 from bridge.statistics import Statistics
 from bridge.tape import Tape
 from bridge.target_link import TargetLink
@@ -68,6 +69,27 @@ async def test_offers_are_numbered_and_a_pass_names_the_one_it_took() -> None:
     await one.offer(offered(40, 41, 42), 3, 0, awaited=False)
     outcome = one.commit(Pass(5, (40, 8), 1, 3, offer_id=3))
     assert outcome.tried.token_ids == (40, 41, 42)
+
+
+async def test_an_accepted_branch_comes_after_the_accepted_candidates() -> None:
+    target = Target()
+    one, tape = link(target)
+    await one.offer(replace(offered(20, 21, 22), branches=BRANCHES), 3, 0, awaited=False)
+    assert target.received == [Candidates(1, 2, (20, 21, 22), 3, ((1, 31), (2, 32)))]
+    outcome = one.commit(Pass(2, (20, 31, 9), 1, 3, offer_id=1, branch_count=2, branch_accepted=True))
+    assert (outcome.tried.token_ids, outcome.tried.branches) == ((20, 21, 22), BRANCHES)
+    assert (outcome.accepted_sources, outcome.result.width) == (("draft",) * 2, 6)
+    assert list(tape.ids) == [10, 11, 20, 31, 9]
+    await one.offer(replace(offered(40, 41), branches=BRANCHES[:1]), 2, 0, awaited=False)
+    outcome = one.commit(Pass(5, (40, 31), 1, 2, offer_id=2))
+    assert outcome.accepted_sources == ("draft",), "the target has verified no branch"
+
+
+async def test_a_branch_of_a_candidate_that_is_not_sent_is_not_sent() -> None:
+    target = Target()
+    one, _ = link(target, 3)
+    await one.offer(replace(offered(20, 21, 22), branches=BRANCHES), 3, 0, awaited=False)
+    assert target.received == [Candidates(1, 2, (20, 21), 3, ((1, 31),))]
 
 
 async def test_the_rest_of_an_offer_is_taken_later() -> None:
@@ -147,6 +169,7 @@ async def test_a_target_is_told_to_wait_before_it_is_told_to_go_on() -> None:
     assert target.received[1:] == [Grant(patience_us=300_000), Candidates(0, 2, (), 1)]
 
 
+BRANCHES = Branch(1, 31, 0.2), Branch(2, 32, 0.1)
 FAULTS = {
     "starts elsewhere": Pass(3, (20,), 0, 0),
     "starts earlier": Pass(1, (20,), 0, 0),
@@ -175,13 +198,23 @@ FAULTS = {
     "waits two hours": Pass(2, (20,), 0, 0, waited_ns=7_200_000_000_000),
     "is in a queue for two hours": Pass(2, (20,), 0, 0, queue_ns=7_200_000_000_000),
     "has more near ties than tokens": Pass(2, (20,), 0, 0, near_tie_count=2),
+    "verifies only some branches": Pass(2, (20, 9), 1, 3, offer_id=1, branch_count=1),
+    "verifies more branches than were offered": Pass(2, (20, 9), 1, 3, offer_id=1, branch_count=3),
+    "verifies branches of no offer": Pass(2, (20,), 0, 0, branch_count=2),
+    "verifies the branch of a candidate that it left out": Pass(2, (20, 9), 1, 1, offer_id=1, branch_count=2),
+    "accepts a branch that was not offered": Pass(
+        2, (20, 33, 9), 1, 3, offer_id=1, branch_count=2, branch_accepted=True
+    ),
+    "accepts a branch at another place": Pass(2, (31, 9), 0, 3, offer_id=1, branch_count=2, branch_accepted=True),
+    "accepts a branch that it did not verify": Pass(2, (20, 31, 9), 1, 3, offer_id=1, branch_accepted=True),
+    "accepts a branch without a token": Pass(2, (20,), 1, 3, offer_id=1, branch_count=2, branch_accepted=True),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_what_the_contract_rules_out_is_an_error_of_the_target(fault: str) -> None:
     one, tape = link(Target(), logprobs=2 if FAULTS[fault].logprobs else None)
-    await one.offer(offered(20, 21, 22), 3, 0, awaited=False)
+    await one.offer(replace(offered(20, 21, 22), branches=BRANCHES), 3, 0, awaited=False)
     with pytest.raises(TargetFault, match="the target violates the protocol"):
         one.commit(FAULTS[fault])
     assert list(tape.ids) == [10, 11], "no token of the pass becomes text"

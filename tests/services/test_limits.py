@@ -51,8 +51,9 @@ def run(**fields: object) -> target_pb2.VerifyRequest:
     return verify(run=target_pb2.VerifyRun(**({"token_ids": PROMPT, "credit": 1} | fields)))  # type: ignore[arg-type]
 
 
-def candidates(base: int, ids: Iterable[int]) -> target_pb2.VerifyRequest:
-    return verify(candidates=target_pb2.VerifyCandidates(base_token_count=base, token_ids=ids))
+def candidates(base: int, ids: Iterable[int], **fields: object) -> target_pb2.VerifyRequest:
+    offer = target_pb2.VerifyCandidates(base_token_count=base, token_ids=ids, **fields)  # type: ignore[arg-type]
+    return verify(candidates=offer)
 
 
 def sync(**fields: object) -> draft_pb2.DraftRequest:
@@ -124,8 +125,9 @@ def suffix() -> Iterable[str]:
         ([opening(), run(generated_token_count=U32)], "run.generated_token_count"),
         ([opening(), run(empty_token_count=U32)], "run.empty_token_count"),
         ([opening(), run(), candidates(3, [70] * 300)], "candidates.token_ids"),
+        ([opening(), run(), candidates(3, [70], branches=[{"index": 0, "token_id": 71}] * 65)], "candidates.branches"),
     ],
-    ids=["logprobs", "one too many generated", "generated", "empty", "candidates"],
+    ids=["logprobs", "one too many generated", "generated", "empty", "candidates", "branches"],
 )
 async def test_numbers_that_make_no_sense_are_refused_by_name(
     tiny_fleet: Fleet, messages: list[object], field: str

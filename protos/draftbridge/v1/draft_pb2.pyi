@@ -195,6 +195,8 @@ class DraftResponse(_message.Message):
     FORWARD_NS_FIELD_NUMBER: _builtins.int
     READ_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     READ_NS_FIELD_NUMBER: _builtins.int
+    RUNNER_UP_IDS_FIELD_NUMBER: _builtins.int
+    RUNNER_UP_CONFIDENCE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The epoch that the proposals belong to. The bridge drops those of an old epoch."""
     done: _builtins.bool
@@ -219,6 +221,14 @@ class DraftResponse(_message.Message):
     def confidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """The draft's own probability of each token, in the distribution that it was sampled from; for all tokens or none."""
 
+    @_builtins.property
+    def runner_up_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The id that the draft would have proposed in place of each token; for all tokens or none."""
+
+    @_builtins.property
+    def runner_up_confidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The draft's own probability of each of `runner_up_ids`."""
+
     def __init__(
         self,
         *,
@@ -231,10 +241,12 @@ class DraftResponse(_message.Message):
         forward_ns: _builtins.int = ...,
         read_token_count: _builtins.int = ...,
         read_ns: _builtins.int = ...,
+        runner_up_ids: _abc.Iterable[_builtins.int] | None = ...,
+        runner_up_confidence: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "confidence", b"confidence", "done", b"done", "epoch", b"epoch", "forward_ns", b"forward_ns", "queue_ns", b"queue_ns", "read_ns", b"read_ns", "read_token_count", b"read_token_count", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_token_count", b"cached_token_count", "confidence", b"confidence", "done", b"done", "epoch", b"epoch", "forward_ns", b"forward_ns", "queue_ns", b"queue_ns", "read_ns", b"read_ns", "read_token_count", b"read_token_count", "runner_up_confidence", b"runner_up_confidence", "runner_up_ids", b"runner_up_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64raftbridge/v1/model.proto\x12\x0e\x64raftbridge.v1\"M\n\nSpecialIds\x12\x10\n\x03\x62os\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0b\n\x03\x65os\x18\x02 \x03(\r\x12\x10\n\x03pad\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\x06\n\x04_bosB\x06\n\x04_pad\"\xde\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.draftbridge.v1.Role\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x07 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x08 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\t \x01(\t\x12/\n\x0bspecial_ids\x18\n \x01(\x0b\x32\x1a.draftbridge.v1.SpecialIds\x12\x15\n\rchat_template\x18\x0b \x01(\t\x12\x12\n\nslot_count\x18\x0c \x01(\r\x12\x15\n\rdeterministic\x18\r \x01(\x08\x12\x32\n\rforward_costs\x18\x0e \x03(\x0b\x32\x1b.draftbridge.v1.ForwardCost\x12\x15\n\rcompute_units\x18\x0f \x03(\t\x12\x1a\n\x12\x63ompute_unit_count\x18\x10 \x01(\r\x12\x10\n\x08grammars\x18\x11 \x01(\x08\x12\x16\n\x0eserver_version\x18\x14 \x01(\t\x12\x13\n\x0binstance_id\x18\x15 \x01(\t\"6\n\x0b\x46orwardCost\x12\x13\n\x0btoken_count\x18\x01 \x01(\r\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\"\x11\n\x0fGetModelRequest\"8\n\x10GetModelResponse\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.draftbridge.v1.Model\"\x15\n\x13GetTokenizerRequest\"E\n\x14GetTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x13\n\x06sha256\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_sha256*L\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_DRAFT\x10\x01\x12\x0f\n\x0bROLE_TARGET\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x32\xba\x01\n\x0cModelService\x12M\n\x08GetModel\x12\x1f.draftbridge.v1.GetModelRequest\x1a .draftbridge.v1.GetModelResponse\x12[\n\x0cGetTokenizer\x12#.draftbridge.v1.GetTokenizerRequest\x1a$.draftbridge.v1.GetTokenizerResponse0\x01\x42\x1eZ\x1c\x64raftbridge/v1;draftbridgev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64raftbridge/v1/model.proto\x12\x0e\x64raftbridge.v1\"M\n\nSpecialIds\x12\x10\n\x03\x62os\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x0b\n\x03\x65os\x18\x02 \x03(\r\x12\x10\n\x03pad\x18\x03 \x01(\rH\x01\x88\x01\x01\x42\x06\n\x04_bosB\x06\n\x04_pad\"\xf0\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\"\n\x04role\x18\x03 \x01(\x0e\x32\x14.draftbridge.v1.Role\x12\x0e\n\x06\x65ngine\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x07 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x08 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\t \x01(\t\x12/\n\x0bspecial_ids\x18\n \x01(\x0b\x32\x1a.draftbridge.v1.SpecialIds\x12\x15\n\rchat_template\x18\x0b \x01(\t\x12\x12\n\nslot_count\x18\x0c \x01(\r\x12\x15\n\rdeterministic\x18\r \x01(\x08\x12\x32\n\rforward_costs\x18\x0e \x03(\x0b\x32\x1b.draftbridge.v1.ForwardCost\x12\x15\n\rcompute_units\x18\x0f \x03(\t\x12\x1a\n\x12\x63ompute_unit_count\x18\x10 \x01(\r\x12\x10\n\x08grammars\x18\x11 \x01(\x08\x12\x10\n\x08\x62ranches\x18\x12 \x01(\x08\x12\x16\n\x0eserver_version\x18\x14 \x01(\t\x12\x13\n\x0binstance_id\x18\x15 \x01(\t\"6\n\x0b\x46orwardCost\x12\x13\n\x0btoken_count\x18\x01 \x01(\r\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\"\x11\n\x0fGetModelRequest\"8\n\x10GetModelResponse\x12$\n\x05model\x18\x01 \x01(\x0b\x32\x15.draftbridge.v1.Model\"\x15\n\x13GetTokenizerRequest\"E\n\x14GetTokenizerResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\x12\x13\n\x06sha256\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_sha256*L\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_DRAFT\x10\x01\x12\x0f\n\x0bROLE_TARGET\x10\x02\x12\r\n\tROLE_BOTH\x10\x03\x32\xba\x01\n\x0cModelService\x12M\n\x08GetModel\x12\x1f.draftbridge.v1.GetModelRequest\x1a .draftbridge.v1.GetModelResponse\x12[\n\x0cGetTokenizer\x12#.draftbridge.v1.GetTokenizerRequest\x1a$.draftbridge.v1.GetTokenizerResponse0\x01\x42\x1eZ\x1c\x64raftbridge/v1;draftbridgev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,22 +32,22 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'draftbridge.v1.model_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'Z\034draftbridge/v1;draftbridgev1'
-  _globals['_ROLE']._serialized_start=833
-  _globals['_ROLE']._serialized_end=909
+  _globals['_ROLE']._serialized_start=851
+  _globals['_ROLE']._serialized_end=927
   _globals['_SPECIALIDS']._serialized_start=46
   _globals['_SPECIALIDS']._serialized_end=123
   _globals['_MODEL']._serialized_start=126
-  _globals['_MODEL']._serialized_end=604
-  _globals['_FORWARDCOST']._serialized_start=606
-  _globals['_FORWARDCOST']._serialized_end=660
-  _globals['_GETMODELREQUEST']._serialized_start=662
-  _globals['_GETMODELREQUEST']._serialized_end=679
-  _globals['_GETMODELRESPONSE']._serialized_start=681
-  _globals['_GETMODELRESPONSE']._serialized_end=737
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=739
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=760
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=762
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=831
-  _globals['_MODELSERVICE']._serialized_start=912
-  _globals['_MODELSERVICE']._serialized_end=1098
+  _globals['_MODEL']._serialized_end=622
+  _globals['_FORWARDCOST']._serialized_start=624
+  _globals['_FORWARDCOST']._serialized_end=678
+  _globals['_GETMODELREQUEST']._serialized_start=680
+  _globals['_GETMODELREQUEST']._serialized_end=697
+  _globals['_GETMODELRESPONSE']._serialized_start=699
+  _globals['_GETMODELRESPONSE']._serialized_end=755
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=757
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=778
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=780
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=849
+  _globals['_MODELSERVICE']._serialized_start=930
+  _globals['_MODELSERVICE']._serialized_end=1116
 # @@protoc_insertion_point(module_scope)

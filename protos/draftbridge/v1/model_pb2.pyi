@@ -109,6 +109,7 @@ class Model(_message.Message):
     COMPUTE_UNITS_FIELD_NUMBER: _builtins.int
     COMPUTE_UNIT_COUNT_FIELD_NUMBER: _builtins.int
     GRAMMARS_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
@@ -143,6 +144,8 @@ class Model(_message.Message):
     """True if sessions obey the grammars of SamplingParameters. A bridge refuses a request with a grammar for a target
     without this, and lets a draft without it propose what the grammar may refuse.
     """
+    branches: _builtins.bool
+    """True if sessions of a target verify branches of candidates. A bridge sends none to one without this."""
     server_version: _builtins.str
     """Version of the server's software; empty if it does not say."""
     instance_id: _builtins.str
@@ -184,12 +187,13 @@ class Model(_message.Message):
         compute_units: _abc.Iterable[_builtins.str] | None = ...,
         compute_unit_count: _builtins.int = ...,
         grammars: _builtins.bool = ...,
+        branches: _builtins.bool = ...,
         server_version: _builtins.str = ...,
         instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["special_ids", b"special_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template", b"chat_template", "compute_unit_count", b"compute_unit_count", "compute_units", b"compute_units", "context_length", b"context_length", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "engine", b"engine", "forward_costs", b"forward_costs", "grammars", b"grammars", "instance_id", b"instance_id", "name", b"name", "revision", b"revision", "role", b"role", "server_version", b"server_version", "slot_count", b"slot_count", "special_ids", b"special_ids", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "chat_template", b"chat_template", "compute_unit_count", b"compute_unit_count", "compute_units", b"compute_units", "context_length", b"context_length", "deterministic", b"deterministic", "device", b"device", "dtype", b"dtype", "engine", b"engine", "forward_costs", b"forward_costs", "grammars", b"grammars", "instance_id", b"instance_id", "name", b"name", "revision", b"revision", "role", b"role", "server_version", b"server_version", "slot_count", b"slot_count", "special_ids", b"special_ids", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from draftbridge.v1 import sampling_pb2 as draftbridge_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftbridge/v1/target.proto\x12\x0e\x64raftbridge.v1\x1a\x1d\x64raftbridge/v1/sampling.proto\"\xd3\x01\n\rVerifyRequest\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1a.draftbridge.v1.VerifyOpenH\x00\x12(\n\x03run\x18\x02 \x01(\x0b\x32\x19.draftbridge.v1.VerifyRunH\x00\x12\x36\n\ncandidates\x18\x03 \x01(\x0b\x32 .draftbridge.v1.VerifyCandidatesH\x00\x12,\n\x05grant\x18\x04 \x01(\x0b\x32\x1b.draftbridge.v1.VerifyGrantH\x00\x42\x06\n\x04kind\"\x9d\x01\n\nVerifyOpen\x12\x34\n\x08sampling\x18\x01 \x01(\x0b\x32\".draftbridge.v1.SamplingParameters\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\x08logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10tokenizer_sha256\x18\x05 \x01(\tB\x0b\n\t_logprobs\"\xac\x01\n\tVerifyRun\x12\x18\n\x10\x62\x61se_token_count\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x13\n\x0b\x62yte_offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x63redit\x18\x04 \x01(\r\x12\x13\n\x0bpatience_us\x18\x05 \x01(\x04\x12\x19\n\x11\x65mpty_token_count\x18\x06 \x01(\r\x12\x1d\n\x15generated_token_count\x18\x07 \x01(\r\"`\n\x10VerifyCandidates\x12\x10\n\x08offer_id\x18\x01 \x01(\x04\x12\x18\n\x10\x62\x61se_token_count\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05width\x18\x04 \x01(\r\"G\n\x0bVerifyGrant\x12\x0e\n\x06\x63redit\x18\x01 \x01(\r\x12\x18\n\x0bpatience_us\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x0e\n\x0c_patience_us\"\xdf\x02\n\x0eVerifyResponse\x12\x18\n\x10\x62\x61se_token_count\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x03 \x01(\r\x12\x1d\n\x15\x63\x61ndidate_token_count\x18\x04 \x01(\r\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.draftbridge.v1.TokenLogprobs\x12\x33\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1c.draftbridge.v1.FinishReason\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x07 \x01(\r\x12\x10\n\x08queue_ns\x18\x08 \x01(\x04\x12\x12\n\nforward_ns\x18\t \x01(\x04\x12\x11\n\twaited_ns\x18\n \x01(\x04\x12\x10\n\x08offer_id\x18\x0c \x01(\x04\x12\x16\n\x0enear_tie_count\x18\x0b \x01(\r2\\\n\rTargetService\x12K\n\x06Verify\x12\x1d.draftbridge.v1.VerifyRequest\x1a\x1e.draftbridge.v1.VerifyResponse(\x01\x30\x01\x42\x1eZ\x1c\x64raftbridge/v1;draftbridgev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x64raftbridge/v1/target.proto\x12\x0e\x64raftbridge.v1\x1a\x1d\x64raftbridge/v1/sampling.proto\"\xd3\x01\n\rVerifyRequest\x12*\n\x04open\x18\x01 \x01(\x0b\x32\x1a.draftbridge.v1.VerifyOpenH\x00\x12(\n\x03run\x18\x02 \x01(\x0b\x32\x19.draftbridge.v1.VerifyRunH\x00\x12\x36\n\ncandidates\x18\x03 \x01(\x0b\x32 .draftbridge.v1.VerifyCandidatesH\x00\x12,\n\x05grant\x18\x04 \x01(\x0b\x32\x1b.draftbridge.v1.VerifyGrantH\x00\x42\x06\n\x04kind\"\x9d\x01\n\nVerifyOpen\x12\x34\n\x08sampling\x18\x01 \x01(\x0b\x32\".draftbridge.v1.SamplingParameters\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\r\n\x05model\x18\x03 \x01(\t\x12\x15\n\x08logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10tokenizer_sha256\x18\x05 \x01(\tB\x0b\n\t_logprobs\"\xac\x01\n\tVerifyRun\x12\x18\n\x10\x62\x61se_token_count\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x13\n\x0b\x62yte_offset\x18\x03 \x01(\x04\x12\x0e\n\x06\x63redit\x18\x04 \x01(\r\x12\x13\n\x0bpatience_us\x18\x05 \x01(\x04\x12\x19\n\x11\x65mpty_token_count\x18\x06 \x01(\r\x12\x1d\n\x15generated_token_count\x18\x07 \x01(\r\"\x93\x01\n\x10VerifyCandidates\x12\x10\n\x08offer_id\x18\x01 \x01(\x04\x12\x18\n\x10\x62\x61se_token_count\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\r\n\x05width\x18\x04 \x01(\r\x12\x31\n\x08\x62ranches\x18\x05 \x03(\x0b\x32\x1f.draftbridge.v1.CandidateBranch\"2\n\x0f\x43\x61ndidateBranch\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\"G\n\x0bVerifyGrant\x12\x0e\n\x06\x63redit\x18\x01 \x01(\r\x12\x18\n\x0bpatience_us\x18\x02 \x01(\x04H\x00\x88\x01\x01\x42\x0e\n\x0c_patience_us\"\x8e\x03\n\x0eVerifyResponse\x12\x18\n\x10\x62\x61se_token_count\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1c\n\x14\x61\x63\x63\x65pted_token_count\x18\x03 \x01(\r\x12\x1d\n\x15\x63\x61ndidate_token_count\x18\x04 \x01(\r\x12/\n\x08logprobs\x18\x05 \x03(\x0b\x32\x1d.draftbridge.v1.TokenLogprobs\x12\x33\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x1c.draftbridge.v1.FinishReason\x12\x1a\n\x12\x63\x61\x63hed_token_count\x18\x07 \x01(\r\x12\x10\n\x08queue_ns\x18\x08 \x01(\x04\x12\x12\n\nforward_ns\x18\t \x01(\x04\x12\x11\n\twaited_ns\x18\n \x01(\x04\x12\x10\n\x08offer_id\x18\x0c \x01(\x04\x12\x16\n\x0enear_tie_count\x18\x0b \x01(\r\x12\x14\n\x0c\x62ranch_count\x18\r \x01(\r\x12\x17\n\x0f\x62ranch_accepted\x18\x0e \x01(\x08\x32\\\n\rTargetService\x12K\n\x06Verify\x12\x1d.draftbridge.v1.VerifyRequest\x1a\x1e.draftbridge.v1.VerifyResponse(\x01\x30\x01\x42\x1eZ\x1c\x64raftbridge/v1;draftbridgev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,12 +39,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERIFYOPEN']._serialized_end=450
   _globals['_VERIFYRUN']._serialized_start=453
   _globals['_VERIFYRUN']._serialized_end=625
-  _globals['_VERIFYCANDIDATES']._serialized_start=627
-  _globals['_VERIFYCANDIDATES']._serialized_end=723
-  _globals['_VERIFYGRANT']._serialized_start=725
-  _globals['_VERIFYGRANT']._serialized_end=796
-  _globals['_VERIFYRESPONSE']._serialized_start=799
-  _globals['_VERIFYRESPONSE']._serialized_end=1150
-  _globals['_TARGETSERVICE']._serialized_start=1152
-  _globals['_TARGETSERVICE']._serialized_end=1244
+  _globals['_VERIFYCANDIDATES']._serialized_start=628
+  _globals['_VERIFYCANDIDATES']._serialized_end=775
+  _globals['_CANDIDATEBRANCH']._serialized_start=777
+  _globals['_CANDIDATEBRANCH']._serialized_end=827
+  _globals['_VERIFYGRANT']._serialized_start=829
+  _globals['_VERIFYGRANT']._serialized_end=900
+  _globals['_VERIFYRESPONSE']._serialized_start=903
+  _globals['_VERIFYRESPONSE']._serialized_end=1301
+  _globals['_TARGETSERVICE']._serialized_start=1303
+  _globals['_TARGETSERVICE']._serialized_end=1395
 # @@protoc_insertion_point(module_scope)

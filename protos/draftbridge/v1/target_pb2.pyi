@@ -172,6 +172,7 @@ class VerifyCandidates(_message.Message):
     BASE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
     offer_id: _builtins.int
     """Number that the client gives the offer: at least 1 and larger than every earlier one on this stream; 0 for an offer
     without ids. Responses name the offer that their candidates came from.
@@ -186,6 +187,12 @@ class VerifyCandidates(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The candidates, at most `context_length`. Those from the first id outside the vocabulary on are ignored."""
 
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateBranch]:
+        """Tokens that may come in place of candidates, at most 64. Only for a target whose description has `branches`, which
+        may ignore them all the same, for example when sequences share its forward.
+        """
+
     def __init__(
         self,
         *,
@@ -193,14 +200,41 @@ class VerifyCandidates(_message.Message):
         base_token_count: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         width: _builtins.int = ...,
+        branches: _abc.Iterable[Global___CandidateBranch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_token_count", b"base_token_count", "offer_id", b"offer_id", "token_ids", b"token_ids", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_token_count", b"base_token_count", "branches", b"branches", "offer_id", b"offer_id", "token_ids", b"token_ids", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyCandidates: _TypeAlias = VerifyCandidates  # noqa: Y015
+
+@_typing.final
+class CandidateBranch(_message.Message):
+    """A token in place of a candidate, after all candidates before that one. So candidates and branches are a tree."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Index of the candidate in `token_ids` of the offer."""
+    token_id: _builtins.int
+    """The token. Ignored if it is outside the vocabulary."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "token_id", b"token_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CandidateBranch: _TypeAlias = CandidateBranch  # noqa: Y015
 
 @_typing.final
 class VerifyGrant(_message.Message):
@@ -250,10 +284,12 @@ class VerifyResponse(_message.Message):
     WAITED_NS_FIELD_NUMBER: _builtins.int
     OFFER_ID_FIELD_NUMBER: _builtins.int
     NEAR_TIE_COUNT_FIELD_NUMBER: _builtins.int
+    BRANCH_COUNT_FIELD_NUMBER: _builtins.int
+    BRANCH_ACCEPTED_FIELD_NUMBER: _builtins.int
     base_token_count: _builtins.int
     """Index in the sequence of the first of `token_ids`."""
     accepted_token_count: _builtins.int
-    """How many candidates were accepted."""
+    """How many candidates were accepted, without branches."""
     candidate_token_count: _builtins.int
     """How many candidates the forward verified."""
     finish_reason: _sampling_pb2.FinishReason.ValueType
@@ -272,10 +308,14 @@ class VerifyResponse(_message.Message):
     """How many of `token_ids` were chosen by so small a margin that a forward of another width might have chosen other
     ids. Always 0 from a deterministic target.
     """
+    branch_count: _builtins.int
+    """How many branches the forward verified: none, or all of the offer that are in place of its verified candidates."""
+    branch_accepted: _builtins.bool
+    """True if the token after the accepted candidates is that of a branch."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens that the target chose: the accepted candidates, then one more, unless an accepted one ended the text.
-        At least 1, and no more than the credit.
+        """The tokens that the target chose: the accepted candidates, then the accepted branch if there is one, then one more,
+        unless an accepted one ended the text. At least 1, and no more than the credit.
         """
 
     @_builtins.property
@@ -297,10 +337,12 @@ class VerifyResponse(_message.Message):
         waited_ns: _builtins.int = ...,
         offer_id: _builtins.int = ...,
         near_tie_count: _builtins.int = ...,
+        branch_count: _builtins.int = ...,
+        branch_accepted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "base_token_count", b"base_token_count", "cached_token_count", b"cached_token_count", "candidate_token_count", b"candidate_token_count", "finish_reason", b"finish_reason", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "near_tie_count", b"near_tie_count", "offer_id", b"offer_id", "queue_ns", b"queue_ns", "token_ids", b"token_ids", "waited_ns", b"waited_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_token_count", b"accepted_token_count", "base_token_count", b"base_token_count", "branch_accepted", b"branch_accepted", "branch_count", b"branch_count", "cached_token_count", b"cached_token_count", "candidate_token_count", b"candidate_token_count", "finish_reason", b"finish_reason", "forward_ns", b"forward_ns", "logprobs", b"logprobs", "near_tie_count", b"near_tie_count", "offer_id", b"offer_id", "queue_ns", b"queue_ns", "token_ids", b"token_ids", "waited_ns", b"waited_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,7 +4,8 @@ The tokens of all rows are concatenated like one text. Only attention relates to
 model needs no padding and no masks. Attention runs row by row, over the row's own slot.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -41,11 +42,32 @@ class SlotCaches:
                 tensor[slot, :, start : start + count] = tensor[slot, :, :count]
 
 
-class RaggedBatch:
-    """Attention for one forward over the given rows. Tokens after those of the rows are padding."""
+@contextmanager
+def branched(
+    held: Sequence[torch.Tensor], new: Sequence[torch.Tensor], slot: int, position: int, token: int
+) -> Iterator[None]:
+    """Replaces what a slot holds at a position by that of a token, during the context.
 
-    def __init__(self, caches: SlotCaches, rows: Sequence[Row]) -> None:
-        self._caches, self._rows = caches, rows
+    `held`, `new`: keys and values of all slots, and of the forward's tokens [1, heads, tokens, size].
+    """
+    before = [one[slot, :, position].clone() for one in held]
+    for one, other in zip(held, new, strict=True):
+        one[slot, :, position] = other[0, :, token]
+    try:
+        yield
+    finally:
+        for one, kept in zip(held, before, strict=True):
+            one[slot, :, position] = kept
+
+
+class RaggedBatch:
+    """Attention for one forward over the given rows. Tokens after those of the rows are padding.
+
+    `branches`, of a single row: see `Branching.forward_branches`. Their tokens follow those of the row.
+    """
+
+    def __init__(self, caches: SlotCaches, rows: Sequence[Row], branches: Sequence[tuple[int, int]] = ()) -> None:
+        self._caches, self._rows, self._branches = caches, rows, branches
         self._masks: dict[tuple[int, int, int], torch.Tensor] = {}
 
     def attend(
@@ -65,6 +87,14 @@ class RaggedBatch:
             held = keys[row.slot, None, :, part], values[row.slot, None, :, part]
             outputs.append(attention(query[:, :, own], *held, mask, scoring))
             start += count
+        for index, _ in self._branches:
+            row = self._rows[0]
+            end = row.keep + index + 1
+            part = slice(max(0, end - scoring.window) if scoring.window else 0, end)
+            with branched((keys, values), (key, value), row.slot, end - 1, start):
+                held = keys[row.slot, None, :, part], values[row.slot, None, :, part]
+                outputs.append(attention(query[:, :, start : start + 1], *held, None, scoring))
+            start += 1
         if start < query.shape[2]:
             outputs.append(query.new_zeros(1, query.shape[2] - start, query.shape[1], value.shape[3]))
         # The operator must return a new contiguous tensor, as `_shape` declares.

@@ -148,20 +148,36 @@ class TorchEngine:
             table = self._run_plain(rows)
         return by_row(table[: len(wanted)].float().cpu().numpy(), rows)
 
+    @property
+    def takes_branches(self) -> bool:
+        """See `Branching`. Compiled forwards have none."""
+        return self._fast is None
+
+    @torch.inference_mode()
+    def forward_branches(self, row: Row, branches: Sequence[tuple[int, int]]) -> Logits:
+        """See `Branching.forward_branches`."""
+        check(self, [row], branches)
+        run = self._run_invariant if self._row_limit else self._run_plain
+        return run([row], branches=branches).float().cpu().numpy()
+
     @torch.inference_mode()
     def copy(self, source: int, target: int, token_count: int) -> None:
         """See `Engine.copy`."""
         check_copy(self, source, target, token_count)
         self._caches.copy(source, target, token_count)
 
-    def _run_plain(self, rows: Sequence[Row]) -> torch.Tensor:
-        """Returns the concatenated logits of rows."""
-        return self._run(RaggedBatch(self._caches, rows), *_flat(rows), lambda _: self._least)
+    def _run_plain(self, rows: Sequence[Row], branches: Sequence[tuple[int, int]] = ()) -> torch.Tensor:
+        """Returns the concatenated logits of rows, then those of the `branches` of a single row."""
+        batch = RaggedBatch(self._caches, rows, branches)
+        return self._run(batch, *_flat(rows, branches), lambda _: self._least)
 
-    def _run_invariant(self, rows: Sequence[Row], limit: int | None = None) -> torch.Tensor:
-        """Returns the concatenated logits of rows, each of which does not depend on the others."""
+    def _run_invariant(
+        self, rows: Sequence[Row], limit: int | None = None, branches: Sequence[tuple[int, int]] = ()
+    ) -> torch.Tensor:
+        """Returns the same logits, each of which does not depend on what else is in the forward."""
         limit = limit or self._row_limit
-        return self._run(BlockBatch(self._caches, rows), *_flat(rows), lambda count: size_of(count, limit))
+        batch = BlockBatch(self._caches, rows, branches)
+        return self._run(batch, *_flat(rows, branches), lambda count: size_of(count, limit))
 
     @torch.inference_mode()
     def _passes_agree(self) -> bool:
@@ -239,8 +255,8 @@ class TorchEngine:
         )
 
 
-def _flat(rows: Sequence[Row]) -> tuple[list[int], list[int], list[int]]:
-    """Returns the ids and positions of all rows' tokens, and the indices of those whose logits are wanted."""
+def _flat(rows: Sequence[Row], branches: Sequence[tuple[int, int]] = ()) -> tuple[list[int], list[int], list[int]]:
+    """Returns the ids and positions of all tokens of rows and branches, and the indices of those with wanted logits."""
     ids: list[int] = []
     positions: list[int] = []
     wanted: list[int] = []
@@ -248,6 +264,10 @@ def _flat(rows: Sequence[Row]) -> tuple[list[int], list[int], list[int]]:
         wanted += range(len(ids) + row.logits_from, len(ids) + len(row.token_ids))
         ids += row.token_ids
         positions += range(row.keep, row.keep + len(row.token_ids))
+    for index, id_ in branches:
+        wanted.append(len(ids))
+        ids.append(id_)
+        positions.append(rows[0].keep + index)
     return ids, positions, wanted
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from services.engines.engine import Row, sample_ids
 from services.engines.torch.attention import Scoring
-from services.engines.torch.cache import SlotCaches, attention, causal_mask
+from services.engines.torch.cache import SlotCaches, attention, branched, causal_mask
 from services.engines.torch.packed import PackedLinear
 
 # The numbers of rows of a product. One or two tokens take no less time than four; with AVX-512 six do not take more
@@ -55,10 +55,10 @@ def _span_end(row: Row) -> int:
 
 
 class BlockBatch:
-    """Attention for one forward, in blocks. Tokens after those of the rows are padding."""
+    """Attention for one forward, in blocks. Tokens after those of the rows and `branches` are padding."""
 
-    def __init__(self, caches: SlotCaches, rows: Sequence[Row]) -> None:
-        self._caches, self._rows = caches, rows
+    def __init__(self, caches: SlotCaches, rows: Sequence[Row], branches: Sequence[tuple[int, int]] = ()) -> None:
+        self._caches, self._rows, self._branches = caches, rows, branches
         self._masks: dict[tuple[int, ...], torch.Tensor] = {}
 
     def attend(
@@ -77,27 +77,31 @@ class BlockBatch:
             for span in range(row.keep // SPAN * SPAN, end, SPAN):
                 low, high = max(span, row.keep), min(span + SPAN, end)
                 own = slice(start + low - row.keep, start + high - row.keep)
-                first = max(0, span + 1 - scoring.window) if scoring.window else 0
-                held_keys, held_values = (held[row.slot, :, first : span + SPAN] for held in (keys, values))
-                out[0, own] = self._attend(query[0, :, own], held_keys, held_values, span, low, first, scoring)
+                out[0, own] = self._attend(query[0, :, own], (keys, values), row.slot, low, scoring)
             start += len(row.token_ids)
+        for token, (index, _) in enumerate(self._branches, start):
+            slot, position = self._rows[0].slot, self._rows[0].keep + index
+            with branched((keys, values), (key, value), slot, position, token):
+                own = slice(token, token + 1)
+                out[0, own] = self._attend(query[0, :, own], (keys, values), slot, position, scoring)
         return out
 
     def _attend(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        span: int,
+        held: tuple[torch.Tensor, torch.Tensor],
+        slot: int,
         low: int,
-        first: int,
         scoring: Scoring,
     ) -> torch.Tensor:
         """Returns attention [tokens, heads, size] of query [heads, tokens, size] from position `low` on, in one span.
 
-        Keys and values [heads, length, size] begin at position `first` and end where the span does.
+        `held`: keys and values of all slots. Attention reads them up to where the span ends.
         """
         heads, count, size = query.shape
+        span = low // SPAN * SPAN
+        first = max(0, span + 1 - scoring.window) if scoring.window else 0
+        keys, values = (one[slot, :, first : span + SPAN] for one in held)
         begin = low // _BLOCK * _BLOCK
         blocks = -(-(low + count - begin) // _BLOCK)
         filled = pad(query, (0, 0, low - begin, begin + blocks * _BLOCK - low - count))

@@ -78,6 +78,7 @@ class DraftSession(CreditedSession):
         uncertain = likelihood < self._min_probability
         self._batch, self._min_probability = 1, 0.0  # the rest of the epoch is sent token by token
         first = forwards[0]
+        runners_up = [one.runner_up for one in chosen if one.runner_up]
         return Proposal(
             self._epoch,
             tuple(one.token_id for one in chosen),
@@ -88,6 +89,8 @@ class DraftSession(CreditedSession):
             forward_ns=sum(one.forward_ns for one in forwards),
             read_token_count=first.token_count,
             read_ns=first.forward_ns,
+            runner_up_ids=tuple(id_ for id_, _ in runners_up),
+            runner_up_confidence=tuple(confidence for _, confidence in runners_up),
         )
 
     def _choose(self, logits: Logits) -> Choice:

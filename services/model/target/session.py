@@ -28,6 +28,7 @@ class _Verdict:
     choices: list[Choice]
     candidate_token_count: int
     ended: bool
+    branch_accepted: bool = False
 
 
 class TargetSession:
@@ -55,6 +56,8 @@ class TargetSession:
         self._inbox: Inbox[Run | Candidates | Grant] = Inbox()
         self._news = asyncio.Event()
         self._pending: list[int] = []
+        # Pairs of the index of a pending candidate and an id in its place.
+        self._branches: list[tuple[int, int]] = []
         self._credit = 0
         self._patience_us = 0
         self._width = 0
@@ -164,6 +167,11 @@ class TargetSession:
         ids = list(takewhile(lambda id_: id_ < size, candidates.token_ids))
         if common_prefix_length(produced, ids) == min(len(produced), len(ids)):
             self._pending, self._offer_id, self._width = ids[len(produced) :], candidates.offer_id, candidates.width
+            self._branches = [
+                (index - len(produced), id_)
+                for index, id_ in candidates.branches
+                if len(produced) <= index < len(ids) and id_ < size
+            ]
 
     def close(self) -> None:
         """Cancels a running forward and frees the slot."""
@@ -209,6 +217,7 @@ class TargetSession:
             if accepted < len(extra):
                 extra, self._pending = extra[:accepted], self._pending[:accepted]
         offset, empty, history = self._offset, self._empty_tokens, self._history.copy()
+        branches = [one for one in self._branches if one[0] < len(extra) and not self._matcher]
         certain = 0
         if self._matcher and extra:
             certain, rest_may = self._matcher.certain(extra[:_MAX_CERTAIN])
@@ -218,8 +227,9 @@ class TargetSession:
             certain = 0 if self._sampler.logprobs is not None else certain
         done = await sequence.forward(
             extra[certain:],
-            lambda logits: self._verify(logits, extra, certain, offset, empty, history),
+            lambda logits: self._verify(logits, extra, certain, branches, offset, empty, history),
             extra[:certain],
+            branches,
         )
         if any(isinstance(message, Run) for message in self._inbox):
             return None  # the new run replaces this sequence
@@ -233,6 +243,7 @@ class TargetSession:
             self._matcher.advance(ids[:-1] if verdict.ended else ids)
         agreed = common_prefix_length(self._pending, ids) == len(ids)
         self._pending = self._pending[len(ids) :] if agreed else []
+        self._branches = [(index - len(ids), id_) for index, id_ in self._branches if index >= len(ids)]
         self._credit -= len(ids)
         for id_ in ids:
             data = self._model.vocabulary.token_bytes(id_)
@@ -260,17 +271,32 @@ class TargetSession:
             forward_ns=done.forward_ns,
             waited_ns=waited_ns,
             near_tie_count=sum(choice.near_tie for choice in verdict.choices),
+            branch_count=done.branch_count,
+            branch_accepted=verdict.branch_accepted,
         )
 
     def _verify(
-        self, logits: Logits, extra: tuple[int, ...], certain: int, offset: int, empty: int, history: History
+        self,
+        logits: Logits,
+        extra: tuple[int, ...],
+        certain: int,
+        branches: Sequence[tuple[int, int]],
+        offset: int,
+        empty: int,
+        history: History,
     ) -> _Verdict:
         """Chooses the target's own token at each position up to the first candidate that differs from it.
 
-        `logits`: shape [1 + candidates - certain, ids]; the first `certain` candidates need none. The engine may have
-        run only the first candidates of `extra`.
+        If that token is a branch, it chooses one more. `logits`: shape [1 + candidates - certain + branches, ids]; the
+        first `certain` candidates need none. The engine may have run only the first candidates of `extra`, and then no
+        branches.
         """
         count = certain + len(logits) - 1
+        if count > len(extra):
+            count = len(extra)
+            branched = dict(zip(branches, logits[-len(branches) :], strict=True))
+        else:
+            branched = {}
         choices: list[Choice] = []
         with self._matcher.excursion() if self._matcher else nullcontext():
             for position in range(count + 1):
@@ -282,13 +308,18 @@ class TargetSession:
                 history.extend((choice.token_id,))
                 if choice.token_id in self._sampler.ends:
                     return _Verdict(choices, count, ended=True)
-                if position == count or choice.token_id != extra[position]:
+                wrong = position == count or choice.token_id != extra[position]
+                after = branched.get((position, choice.token_id))
+                if wrong and after is None:
                     break
                 if self._matcher:
                     self._matcher.advance((choice.token_id,))
                 data = self._model.vocabulary.token_bytes(choice.token_id)
                 offset += len(data)
                 empty = 0 if data else empty + 1
+                if wrong and after is not None:
+                    choices.append(self._choose(after, offset, empty, history))
+                    return _Verdict(choices, count, choices[-1].token_id in self._sampler.ends, branch_accepted=True)
         return _Verdict(choices, count, ended=False)
 
     def _choose(self, row: Logits, offset: int, empty: int, history: History) -> Choice:

@@ -1,0 +1,165 @@
+"""Tests where branches come from and which are sent: what a draft would have proposed in place of its tokens."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.measuring.draft_estimates import DraftEstimates
+from bridge.planning.estimates import RequestEstimates, TargetEstimates
+from bridge.planning.planner import Mode, Planner, SpeculationParameters
+from bridge.planning.prediction import Plan, Prediction
+from bridge.ports import Pass, Proposal
+from bridge.sampling.noise import gumbel
+from bridge.sampling.sampler import Sampler, SamplingParameters
+from bridge.sources.source import Branch, Continuation, DraftPace, Offer, Outcome, RunnerUp, offer_of
+from bridge.sources.source_set import SourceSet
+from tests.support.drafted import MODEL, WORDS, commit, draft_source, ids_of
+from tests.support.simulated import MS
+
+DRAFTED = (" fox", " jumps", " over")
+OTHERS = (" dog", " sleeps", " and")
+
+
+def flat(*texts: str) -> tuple[int, ...]:
+    return tuple(id_ for text in texts for id_ in ids_of(text))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 5}, {"top_p": 0.8}])
+@given(seed=st.integers(0, 1 << 30))
+def test_the_runner_up_is_what_would_be_chosen_without_the_first(
+    temperature: float, truncation: dict, seed: int
+) -> None:
+    generator = np.random.default_rng(seed)
+    logits, keys = generator.standard_normal(50, np.float32) * 3, generator.integers(-(2**63), 2**63 - 1, 50)
+    parameters = SamplingParameters(temperature, **truncation)
+    sampler = Sampler(parameters, seed, keys, np.empty(0, np.int64), confident=True)
+    choice = sampler.choose(logits, 3, 0)
+    assert choice.runner_up is not None and choice.probability is not None
+    scores = logits / max(temperature, 1e-6) if temperature else logits
+    if temperature and truncation:
+        kept = np.argsort(-logits)[: truncation.get("top_k", 50)]
+        chances = np.exp(scores - scores.max())[np.argsort(-logits)]
+        if "top_p" in truncation:
+            kept = kept[: 1 + int(np.searchsorted(np.cumsum(chances / chances.sum()), truncation["top_p"]))]
+        scores = np.where(np.isin(np.arange(50), kept), scores, -np.inf)
+    weights = np.exp(scores - scores.max())
+    sums = scores + gumbel(seed, 3, 0, keys) * (temperature > 0)
+    order = np.argsort(-sums)
+    assert choice.token_id == order[0]
+    if np.isfinite(sums[order[1]]):
+        assert choice.runner_up[0] == order[1]
+        np.testing.assert_allclose(choice.runner_up[1], weights[order[1]] / weights.sum(), rtol=1e-3)
+    np.testing.assert_allclose(choice.probability, weights[order[0]] / weights.sum(), rtol=1e-3)
+
+
+async def test_runners_up_become_branches_of_the_candidates_that_they_replace() -> None:
+    source, _, tape = draft_source()
+    sources = SourceSet([], replace(MODEL, branches=True), None)
+    sources.insert(source)
+    await sources.advance(DraftPace(20))
+    ids, others = flat(*DRAFTED), flat(*OTHERS)
+    count = len(ids)
+    runners_up = (others[0], *[0] * (count - 2), others[-1])  # a control token has no bytes
+    confidences = (0.2,) * count
+    source._on_proposal(Proposal(1, ids, (0.5,) * count, runner_up_ids=runners_up, runner_up_confidence=confidences))
+    (offer,) = sources.offers()
+    assert offer.token_ids == ids
+    assert offer.branches[0] == Branch(0, others[0], 0.2)
+    assert all(branch.token_id != ids[branch.index] for branch in offer.branches)
+    commit(tape, source, DRAFTED[0])
+    (later,) = sources.offers()
+    assert later.token_ids == ids[len(ids_of(DRAFTED[0])) :]
+    assert [(one.index, one.token_id) for one in later.branches] == [
+        (one.index - len(ids_of(DRAFTED[0])), one.token_id) for one in offer.branches[1:]
+    ]
+
+
+def test_a_branch_is_a_candidate_of_the_target_and_needs_its_own_bytes() -> None:
+    """The draft may have other tokens: a runner-up in the middle of one of the target's replaces that whole token."""
+    (whole,) = ids_of(" the") if len(ids_of(" the")) == 1 else (None,)
+    assert whole is not None, "the tokenizer of the tests has this word"
+    part = Continuation(
+        "draft",
+        b" the fox",
+        starts=(0, 2, 4),
+        confidences=(0.9, 0.8, 0.7),
+        runners_up=(RunnerUp(2, b"o", 0.1), RunnerUp(0, b" the", 0.3), RunnerUp(4, b" dog", 0.2)),
+    )
+    offer = offer_of(WORDS, [part], branches=True)
+    assert offer.token_ids[0] == whole
+    first = {branch.index: branch for branch in offer.branches}[0]
+    assert first.token_id == ids_of(" to")[0] and first.evidence == pytest.approx(0.9 * 0.1)
+    assert {branch.index for branch in offer.branches} == {0, 1}, "the second one proposes the same bytes"
+    assert offer.part(1).branches == tuple(replace(one, index=0) for one in offer.branches if one.index == 1)
+    assert offer.part(0, 1).branches == (first,)
+
+
+def planner(conf: float, step: float, mode: Mode = Mode.AUTO) -> Planner:
+    """A draft whose runners-up with this probability have been right as often; each further token costs `step`."""
+    costs = [(width, int(20 * MS * (1 + step * (width - 1)))) for width in (1, 2, 3, 4, 6, 8, 12, 17)]
+    estimates = RequestEstimates(TargetEstimates(costs))
+    draft = DraftEstimates([(1, int(MS))])
+    for index in range(400):
+        draft.branches.observe(conf, float(index % 100 < 100 * conf))
+        draft.chances.observe(0.6, float(index % 10 < 6))
+    estimates.use_draft(draft)
+    return Planner(SpeculationParameters(mode), estimates)
+
+
+OFFER = Offer((20, 21, 22), ("draft",) * 3, (0.6,) * 3, (Branch(0, 30, 0.2), Branch(2, 32, 0.2), Branch(1, 31, 0.2)))
+TURN = Plan("draft in turns", Prediction(2.2, 30 * MS, 6 * MS), DraftPace(3, turns=True), source="draft")
+
+
+@pytest.mark.parametrize("mode", [Mode.AUTO, Mode.LOCKSTEP])
+@pytest.mark.parametrize(
+    ("conf", "step", "kept"),
+    [(0.2, 0.001, [0, 1, 2]), (0.2, 0.06, [0, 1]), (0.2, 0.09, [0]), (0.2, 0.3, []), (0.01, 0.06, [])],
+    ids=["width is free", "the two likeliest", "the likeliest", "width is expensive", "hardly ever right"],
+)
+def test_branches_are_sent_that_save_more_time_than_they_take(
+    mode: Mode, conf: float, step: float, kept: list[int]
+) -> None:
+    offer = replace(OFFER, branches=tuple(replace(one, evidence=conf) for one in OFFER.branches))
+    found, width = planner(conf, step, mode).choose([offer], TURN)
+    assert width == 3 or mode is Mode.AUTO
+    assert [branch.index for branch in found.branches] == [index for index in kept if index < width]
+
+
+def test_how_often_branches_are_right_is_learned() -> None:
+    estimates = RequestEstimates(TargetEstimates())
+    draft = DraftEstimates()
+    estimates.use_draft(draft)
+    before = draft.branches.of(0.2)
+    tried = replace(OFFER, branches=(Branch(1, 31, 0.2),))
+
+    def observe(*ids: int, accepted: int, branch: bool) -> None:
+        result = Pass(0, ids, accepted, 3, 1, branch_count=1, branch_accepted=branch)
+        estimates.observe(Outcome(result, tried, (b"a",) * len(ids), 20_000_000), TURN)
+
+    observe(9, accepted=0, branch=False)
+    assert draft.branches.of(0.2) == before, "the text did not come to its place"
+    for _ in range(8):
+        observe(20, 31, 9, accepted=1, branch=True)
+    better = draft.branches.of(0.2)
+    assert better > before
+    for _ in range(8):
+        observe(20, 21, 9, accepted=2, branch=False)
+    assert draft.branches.of(0.2) < better
+
+
+def test_more_branches_than_can_matter_are_not_translated() -> None:
+    data = b" a" * 20
+    part = Continuation(
+        "draft",
+        data,
+        starts=tuple(range(0, 40, 2)),
+        confidences=(0.9,) * 20,
+        runners_up=tuple(RunnerUp(start, b" b", 0.1) for start in range(0, 40, 2)),
+    )
+    offer = offer_of(WORDS, [part], branches=True)
+    assert len(offer.token_ids) == 20
+    assert [branch.index for branch in offer.branches] == [0, 1, 2, 3]
