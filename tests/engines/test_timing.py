@@ -108,7 +108,7 @@ def test_a_slow_engine_is_measured_for_a_limited_time(monkeypatch: pytest.Monkey
     now = iter(range(0, 10**12, 10**9))
     monkeypatch.setattr(engines, "timed", Machine(lambda number: True))
     monkeypatch.setattr(engines, "perf_counter_ns", lambda: next(now))
-    assert [width for width, _ in measure(HashEngine(model("byte_level")), all_logits=True)] == [1, 2, 3, 5, 9, 17]
+    assert [width for width, _ in measure(HashEngine(model("byte_level")), all_logits=True)] == [1, 2, 3, 4, 6, 8]
 
 
 def test_a_server_reports_only_undisturbed_costs(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -108,7 +109,8 @@ def test_the_data_type_is_named_as_the_library_names_it(
         assert {name: value for name, value in options.items() if "dtype" in name} == {keyword: torch.bfloat16}
         raise InterruptedError
 
-    monkeypatch.setattr(transformers, "__version__", version)
+    # The module that is imported now: transformers replaces its own, and a test module may hold the one before.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     monkeypatch.setattr("gguf.GGUFReader", object)  # which is replaced
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: None)
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", stop)
