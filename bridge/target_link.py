@@ -5,6 +5,7 @@ contract raises `TargetFault`.
 """
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from math import inf
 from time import perf_counter_ns
 
@@ -110,11 +111,13 @@ class TargetLink:
         elif awaited or self._patience_us == 0:
             return
         self._held, self._held_width, number = ids, width, 0
+        # A target leaves out branches that it cannot produce, and its count of them would differ from that here.
+        branches = tuple(one for one in offer.branches if one.index < len(ids) and self._model.has(one.token_id))
         if ids:
             self._last_number = number = self._last_number + 1
-            self._offers[number] = base, offer
-        branches = tuple((one.index, one.token_id) for one in offer.branches if one.index < len(ids))
-        await self._target.candidates(Candidates(number, base, ids, max(width, 1), branches))
+            self._offers[number] = base, replace(offer, branches=branches)
+        pairs = tuple((one.index, one.token_id) for one in branches)
+        await self._target.candidates(Candidates(number, base, ids, max(width, 1), pairs))
 
     def commit(self, result: Pass, elapsed_ns: int | None = None) -> Outcome:
         """Checks a pass and commits it to the tape. Raises `TargetFault`."""

@@ -92,6 +92,17 @@ async def test_a_branch_of_a_candidate_that_is_not_sent_is_not_sent() -> None:
     assert target.received == [Candidates(1, 2, (20, 21), 3, ((1, 31),))]
 
 
+async def test_a_branch_that_the_target_cannot_produce_is_not_sent() -> None:
+    """A tokenizer may have more ids than the model has logits. The target would leave that branch out."""
+    target = Target()
+    one, _ = link(target)
+    branches = (Branch(0, MODEL.vocabulary_size, 0.9), *BRANCHES)
+    await one.offer(replace(offered(20, 21, 22), branches=branches), 3, 0, awaited=False)
+    assert target.received == [Candidates(1, 2, (20, 21, 22), 3, ((1, 31), (2, 32)))]
+    outcome = one.commit(Pass(2, (20, 31, 9), 1, 3, offer_id=1, branch_count=2, branch_accepted=True))
+    assert outcome.tried.branches == BRANCHES
+
+
 async def test_the_rest_of_an_offer_is_taken_later() -> None:
     target = Target()
     one, _ = link(target)
