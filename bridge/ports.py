@@ -139,7 +139,10 @@ class Pass:
 
     @property
     def width(self) -> int:
-        """Returns the tokens that the forward ran: the last one before it, candidates and branches."""
+        """Returns the tokens that the forward ran: the last one before it, candidates and branches.
+
+        A forward after an accepted branch ran one more, that branch's.
+        """
         return 1 + self.candidate_token_count + self.branch_count
 
 

@@ -173,6 +173,8 @@ class RequestEstimates:
         self.pass_count, self.target_waits = 0, False
         # The time that the intervals between passes were shorter than their forwards.
         self._lacking_ns = 0.0
+        # Whether the pass before accepted a branch: its token is not in the target's cache, so the next one runs it.
+        self._runs_branch_again = False
         # The passes since the present draft joined.
         self.draft_pass_count, self._tried_draft = 0, False
 
@@ -211,6 +213,8 @@ class RequestEstimates:
     ) -> None:
         """Records a pass that was made under a plan, all that the sources offered for it, and the draft's state."""
         result, shared = outcome.result, self.shared
+        width = result.width + self._runs_branch_again
+        self._runs_branch_again = result.branch_accepted
         self.pass_count, self.target_waits = self.pass_count + 1, plan.holds_back
         self._observe_candidates(outcome, plan, offers, ended_early=state is not None and state.ended_early)
         used = set(outcome.tried.sources) or {""}
@@ -235,7 +239,7 @@ class RequestEstimates:
         interval_ns = outcome.elapsed_ns - result.waited_ns - self._lacking_ns
         taken_ns = max(interval_ns, result.forward_ns)
         self._lacking_ns = min(taken_ns - interval_ns, taken_ns)
-        costs, width = shared.costs, result.width
+        costs = shared.costs
         self.forward.widths = costs.widths
         if self.chances:  # only where candidates are chosen does a cost that is too high keep anything from being tried
             costs.widths.forget(width)

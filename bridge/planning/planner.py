@@ -135,6 +135,7 @@ class Planner:
             return self._branched(longest, width, plan), width
         if plan.is_trial:
             tried = next((offer for offer in offers if offer.sources[0] == plan.source), Offer())
+            tried = self._branched(tried, plan.trial_width, plan)
             # Enough for two passes, because the candidates may be too late for the first.
             return tried.part(0, plan.trial_width * (1 if plan.holds_back else 2)), plan.trial_width
         costs = self._target_costs()

@@ -129,6 +129,22 @@ def test_branches_are_sent_that_save_more_time_than_they_take(
     assert [branch.index for branch in found.branches] == [index for index in kept if index < width]
 
 
+def test_a_trial_has_only_branches_that_are_worth_their_time() -> None:
+    trial = replace(TURN, is_trial=True, trial_width=3)
+    assert len(planner(0.2, 0.001).choose([OFFER], trial)[0].branches) == 3
+    assert planner(0.2, 0.3).choose([OFFER], trial) == (replace(OFFER, branches=()), 3)
+
+
+def test_the_pass_after_an_accepted_branch_counts_as_wider_because_it_runs_that_token_again() -> None:
+    estimates, widths = RequestEstimates(TargetEstimates()), list[int]()
+    estimates.forward.observe = lambda width, _: widths.append(width)  # type: ignore[method-assign]
+    tried = replace(OFFER, branches=(Branch(1, 31, 0.2),))
+    right = Pass(0, (20, 31, 9), 1, 3, 1, branch_count=1, branch_accepted=True)
+    for result, offer in ((right, tried), (Pass(3, (7,), 0, 0), Offer()), (Pass(4, (8,), 0, 0), Offer())):
+        estimates.observe(Outcome(result, offer, (b"a",) * len(result.token_ids), 20_000_000), TURN)
+    assert widths == [5, 2, 1]
+
+
 def test_how_often_branches_are_right_is_learned() -> None:
     estimates = RequestEstimates(TargetEstimates())
     draft = DraftEstimates()
