@@ -242,16 +242,16 @@ def offer_of(
         ids.append(end_id)
         sources.append(last.source)
         evidence.append(last.evidence_of(len(last.data), len(last.data) + 1))
-    others = _branches(vocabulary, parts[0], ids) if branches else ()
+    others = _branches(vocabulary, parts[0], ids, limit_bytes) if branches else ()
     return Offer(tuple(ids), tuple(sources), tuple(evidence), others)
 
 
-def _branches(vocabulary: Vocabulary, part: Continuation, ids: Sequence[int]) -> tuple[Branch, ...]:
-    """Returns the most probable runners-up as branches of candidates."""
+def _branches(vocabulary: Vocabulary, part: Continuation, ids: Sequence[int], limit_bytes: int) -> tuple[Branch, ...]:
+    """Returns the most probable runners-up as branches of candidates. Translates `limit_bytes` for each at most."""
     found = dict[tuple[int, int], Branch]()
     likely = sorted(part.runners_up, key=lambda one: part.evidence_of(0, one.start) * one.confidence, reverse=True)
     for one in likely[:_MAX_BRANCHES]:
-        other = candidates(vocabulary, part.data[: one.start] + one.data)
+        other = candidates(vocabulary, (part.data[: one.start] + one.data)[:limit_bytes])
         index = common_prefix_length(ids, other)
         if index < min(len(ids), len(other)):
             begin = sum(len(vocabulary.token_bytes(id_)) for id_ in ids[:index])

@@ -16,6 +16,7 @@ from bridge.sampling.noise import gumbel
 from bridge.sampling.sampler import Sampler, SamplingParameters
 from bridge.sources.source import Branch, Continuation, DraftPace, Offer, Outcome, RunnerUp, offer_of
 from bridge.sources.source_set import SourceSet
+from bridge.text.translation import candidates
 from tests.support.drafted import MODEL, WORDS, commit, draft_source, ids_of
 from tests.support.simulated import MS
 
@@ -165,6 +166,17 @@ def test_how_often_branches_are_right_is_learned() -> None:
     for _ in range(8):
         observe(20, 21, 9, accepted=2, branch=False)
     assert draft.branches.of(0.2) < better
+
+
+def test_no_more_bytes_are_translated_for_a_branch_than_for_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft's tokens may be of any length, and the bridge translates while other requests wait."""
+    lengths, path = list[int](), "bridge.sources.source.candidates"
+    monkeypatch.setattr(path, lambda words, data: lengths.append(len(data)) or candidates(words, data))
+    long = (RunnerUp(0, b" b" * 1000, 0.5), RunnerUp(2, b" c" * 1000, 0.5), RunnerUp(2000, b" d", 0.5))
+    part = Continuation("draft", b" a" * 1500, starts=(0, 2, 2000), confidences=(0.9,) * 3, runners_up=long)
+    offer = offer_of(WORDS, [part], limit_bytes=40, branches=True)
+    assert max(lengths) == 40
+    assert [branch.index for branch in offer.branches] == [0, 1], "the third is in place of no candidate"
 
 
 def test_more_branches_than_can_matter_are_not_translated() -> None:
