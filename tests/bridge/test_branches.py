@@ -17,6 +17,7 @@ from bridge.sampling.sampler import Sampler, SamplingParameters
 from bridge.sources.source import Branch, Continuation, DraftPace, Offer, Outcome, RunnerUp, offer_of
 from bridge.sources.source_set import SourceSet
 from bridge.text.translation import candidates
+from bridge.text.vocabulary import Vocabulary
 from tests.support.drafted import MODEL, WORDS, commit, draft_source, ids_of
 from tests.support.simulated import MS
 
@@ -136,9 +137,11 @@ def test_a_trial_has_only_branches_that_are_worth_their_time() -> None:
     assert planner(0.2, 0.3).choose([OFFER], trial) == (replace(OFFER, branches=()), 3)
 
 
-def test_the_pass_after_an_accepted_branch_counts_as_wider_because_it_runs_that_token_again() -> None:
-    estimates, widths = RequestEstimates(TargetEstimates()), list[int]()
-    estimates.forward.observe = lambda width, _: widths.append(width)  # type: ignore[method-assign]
+def test_the_pass_after_an_accepted_branch_counts_as_wider_because_it_runs_that_token_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    estimates, widths = RequestEstimates(TargetEstimates()), list[float]()
+    monkeypatch.setattr(estimates.forward, "observe", lambda width, _: widths.append(width))
     tried = replace(OFFER, branches=(Branch(1, 31, 0.2),))
     right = Pass(0, (20, 31, 9), 1, 3, 1, branch_count=1, branch_accepted=True)
     for result, offer in ((right, tried), (Pass(3, (7,), 0, 0), Offer()), (Pass(4, (8,), 0, 0), Offer())):
@@ -170,8 +173,13 @@ def test_how_often_branches_are_right_is_learned() -> None:
 
 def test_no_more_bytes_are_translated_for_a_branch_than_for_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft's tokens may be of any length, and the bridge translates while other requests wait."""
-    lengths, path = list[int](), "bridge.sources.source.candidates"
-    monkeypatch.setattr(path, lambda words, data: lengths.append(len(data)) or candidates(words, data))
+    lengths = list[int]()
+
+    def translate(words: Vocabulary, data: bytes) -> list[int]:
+        lengths.append(len(data))
+        return candidates(words, data)
+
+    monkeypatch.setattr("bridge.sources.source.candidates", translate)
     long = (RunnerUp(0, b" b" * 1000, 0.5), RunnerUp(2, b" c" * 1000, 0.5), RunnerUp(2000, b" d", 0.5))
     part = Continuation("draft", b" a" * 1500, starts=(0, 2, 2000), confidences=(0.9,) * 3, runners_up=long)
     offer = offer_of(WORDS, [part], limit_bytes=40, branches=True)
