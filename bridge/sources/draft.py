@@ -336,9 +336,8 @@ class DraftSource(CandidateSource):
             raise ProtocolViolation("the draft sent confidences for only some tokens: send them for all or none")
         if len(others) not in (0, count) or len(others) != len(other_confidence):
             raise ProtocolViolation("the draft sent runners-up for only some tokens: send them for all or none")
-        if not all(
-            0 <= value <= _MAX_CONFIDENCE for value in (*proposal.confidence, *other_confidence)
-        ):  # also for NaN
+        values = (*proposal.confidence, *other_confidence)
+        if not all(0 <= value <= _MAX_CONFIDENCE for value in values):  # also False for NaN
             raise ProtocolViolation("the draft sent a confidence that is not a probability")
         if any(not 0 <= id_ < size for id_ in (*proposal.token_ids, *others)):
             raise ProtocolViolation(f"the draft proposed an id outside its vocabulary of {size} ids")
