@@ -5,7 +5,7 @@ they are scraped. Names of speculation counters are vLLM's; the histogram of cal
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from time import perf_counter_ns
 from typing import Protocol
 
@@ -40,6 +40,15 @@ class ServerMetrics:
             "rpc_response_status_code",
         )
         self.active_calls = self._gauge("rpc_server_active_calls", "Calls in progress.", "rpc_method")
+        self.certificate_end = self._gauge(
+            "tls_certificate_not_after_seconds",
+            "End of the validity of the server's certificate, in seconds since 1970; only with TLS.",
+            "path",
+        )
+
+    def watch_certificate(self, path: str, end: Callable[[], float]) -> None:
+        """Reads the end of a certificate's validity at each scrape."""
+        self.certificate_end.labels(path).set_function(end)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, namespace=PREFIX, registry=self.registry)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -85,9 +86,13 @@ def _observed(config: ProcessConfig, metrics: "ServerMetrics", service: str) -> 
     """Sets up log, metrics and traces of a process, and prints where its metrics are."""
     with importing():
         from services.rpc.metrics_server import serving_metrics
+        from services.rpc.security import certificate_end, warn_of_expiry
         from services.traces import Traces
 
     configure(config.log_format, config.log_level)
+    if path := config.tls_certificate:
+        warn_of_expiry(path)
+        metrics.watch_certificate(str(path), partial(certificate_end, path))
     with ExitStack() as stack:
         traces = Traces(config.otlp, service)
         stack.callback(traces.close)
@@ -152,11 +157,12 @@ def _check_addresses(listen: str, http: str) -> None:
     from services.rpc.server import check_free
 
     try:
-        load(BridgeServerConfig, {"listen": listen, "http": http})
+        given = {"listen": listen, "http": http} if http else {"listen": listen}
+        config = load(BridgeServerConfig, given).values
     except InvalidConfiguration as error:
         hint = "; `up` starts a bridge, whose other settings are variables such as DRAFTBRIDGE_BRIDGE_INSECURE"
         fail(f"{error}{hint if '--insecure' in str(error) else ''}")
-    for address in filter(None, (listen, http)):
+    for address in filter(None, (config.listen, config.http)):
         check_free(address)
 
 

@@ -3,7 +3,10 @@
 import logging
 import ssl
 from collections.abc import Iterable
+from datetime import UTC, datetime
+from math import nan
 from pathlib import Path
+from time import time
 
 import grpc
 
@@ -11,6 +14,9 @@ from draftbridge.security import Credentials, is_local
 from services.config import InvalidConfiguration, ProcessConfig, ServerConfig, exposure
 
 _log = logging.getLogger(__name__)
+
+# The seconds before a certificate's end in which a server that starts warns of it.
+_EXPIRES_SOON = 7 * 86_400
 
 
 def check_exposure(listen: str, config: ProcessConfig) -> None:
@@ -34,6 +40,29 @@ def warn_of_open_token(credentials: Credentials, addresses: Iterable[str]) -> No
             "because of --insecure, the token of %s is sent unencrypted to %s",
             credentials.token_file,
             ", ".join(others),
+        )
+
+
+def certificate_end(path: Path) -> float:
+    """Returns the end of a certificate's validity in seconds since 1970; NaN if the file has none that can be read."""
+    from cryptography import x509  # takes 0.2 s, which a server without TLS need not spend
+
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.timestamp()
+    except (OSError, ValueError):
+        return nan
+
+
+def warn_of_expiry(path: Path) -> None:
+    """Logs that a server's certificate has expired or soon will. It is used all the same: clients decide."""
+    end = certificate_end(path)
+    if end - time() < _EXPIRES_SOON:  # False for NaN
+        day = datetime.fromtimestamp(end, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        _log.warning(
+            "the certificate %s is valid until %s, and clients refuse it after that: replace the file, no restart is "
+            "needed",
+            path,
+            day,
         )
 
 

@@ -2,23 +2,28 @@
 
 import asyncio
 import contextlib
+import re
+import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2 as httpx
 import pytest
 
 from draftbridge import CallError, Client, Credentials, security
 from draftbridge.security import open_aio_channel, open_channel
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc, draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc
 from services.cli.processes import ProcessFailed
-from services.rpc.security import _Certificates
+from services.rpc.security import _Certificates, certificate_end, warn_of_expiry
 from tests.services.test_cli import command, refused
 from tests.support.certificates import Pair, authority, issue
+from tests.support.observed import observed
 from tests.support.ports import free_address
 from tests.support.secure import ALICE, KEYS, describe, suffix_server
 from tests.support.waiting import eventually
@@ -47,6 +52,42 @@ def test_an_expired_certificate_is_told_with_its_remedy(tmp_path: Path) -> None:
     ):
         client.models()
     assert caught.value.reason == "TLS_FAILED"
+
+
+def test_the_end_of_a_certificate_is_logged_and_measured(tmp_path: Path) -> None:
+    by, now = authority(tmp_path / "ca.pem"), datetime.now(UTC).replace(microsecond=0)
+    pair = issue(by, tmp_path, "server", not_after=now - timedelta(1))
+    unverified = ssl.create_default_context()
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+    server = observed(tmp_path, "draft", "serve", "suffix", "--role", "draft", *pair.options, torch=False)
+    with server as running, httpx.Client(verify=unverified) as client:
+
+        def end() -> datetime:
+            text = client.get(running.metrics).text
+            (value,) = re.findall(r"^draftbridge_tls_certificate_not_after_seconds{.*} (.*)$", text, re.M)
+            return datetime.fromtimestamp(float(value), UTC)
+
+        assert end() == now - timedelta(1)
+        issue(by, tmp_path, "server", not_after=now + timedelta(30))
+        assert end() == now + timedelta(30), "it is that of the file, which new connections get"
+        assert "server.pem is valid until" in running.log.read_text()
+
+
+@pytest.mark.parametrize(("days", "warns"), [(-1, True), (6, True), (8, False)])
+def test_a_server_warns_of_a_certificate_that_ends_within_a_week(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, days: int, warns: bool
+) -> None:
+    pair = issue(authority(tmp_path / "ca.pem"), tmp_path, "server", not_after=datetime.now(UTC) + timedelta(days))
+    warn_of_expiry(pair.certificate)
+    assert ("clients refuse it after that: replace the file" in caplog.text) == warns
+
+
+def test_a_file_without_a_certificate_has_no_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pair = issue(authority(tmp_path / "ca.pem"), tmp_path, "server")
+    for path in (pair.key, tmp_path / "missing.pem"):
+        warn_of_expiry(path)
+        assert isnan(certificate_end(path))
+    assert not caplog.text
 
 
 def test_a_file_that_is_not_pem_is_named_before_the_connection(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -213,6 +213,7 @@ def test_a_taken_port_is_said_so(tiny_fleet: Fleet, tiny_models: tuple[Path, Pat
     assert f"cannot listen on {tiny_fleet.draft}" in refused(command(*up, tiny_fleet.draft))
     assert "HOST:PORT" in refused(command(*up, "nonsense"))
     assert "DRAFTBRIDGE_BRIDGE_INSECURE" in refused(command(*up, "0.0.0.0:0"))
+    assert "DRAFTBRIDGE_BRIDGE_INSECURE" in refused(command(*up, "127.0.0.1:0", DRAFTBRIDGE_BRIDGE_HTTP="0.0.0.0:0"))
 
 
 def cut_gguf() -> bytes:
