@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -128,7 +129,7 @@ class Choice:
 
     `near_tie`: another token was so close that rounding may have decided. `probability` is in the distribution that the
     token was sampled from, `logprob` and `top_logprobs` are in the model's own, before penalties and temperature.
-    `runner_up`: the id that would have been chosen in its place, and its probability.
+    `runner_up`: the id that would have been chosen in its place, and its probability: 0 if no other one could be.
     """
 
     token_id: int
@@ -195,8 +196,19 @@ class Sampler:
         logprob, top_logprobs = (None, ()) if self.logprobs is None else _logprobs(scores, token_id, self.logprobs)
         probability, runner_up = None, None
         if probabilities:
-            probability, runner_up = probabilities[0], (next_id, probabilities[1])
+            # If no other id may be chosen, the chosen one is reported again.
+            probability, runner_up = probabilities[0], (next_id, 0.0 if next_id == token_id else probabilities[1])
         return Choice(token_id, lead < self.tolerance, probability, runner_up, logprob, top_logprobs)
+
+    @cached_property
+    def _biases(self) -> tuple[Int64, NDArray[np.float32]]:
+        """The ids of `logit_bias`, which may be as many as the vocabulary has, and their biases."""
+        bias = self.parameters.logit_bias
+        return np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
+
+    @cached_property
+    def _end_ids(self) -> Int64:
+        return np.fromiter(self.ends, np.int64, len(self.ends))
 
     def _sample(self, scores: Logits, best: float, offset: int, counter: int) -> tuple[int, int, float, list[float]]:
         """Returns an id, the next one, how much higher the score of that would have to be, and their probabilities.
@@ -254,8 +266,9 @@ class Sampler:
         if not (parameters.logit_bias or penalized or early):
             return scores if allowed is None else np.where(allowed[: len(scores)], scores, np.float32(-np.inf))
         scores = scores.copy()
-        for id_, bias in parameters.logit_bias.items():
-            scores[id_] += np.float32(bias)
+        biased, biases = self._biases
+        known = biased < len(scores)  # a model may lack added tokens of its tokenizer
+        scores[biased[known]] += biases[known]
         if penalized:
             seen = penalized.seen()
             seen = seen[seen < len(scores)]  # a prompt may contain ids that the tokenizer lacks
@@ -268,7 +281,7 @@ class Sampler:
         if allowed is not None:
             scores[~allowed[: len(scores)]] = -np.inf
         if early:
-            ends = [id_ for id_ in self.ends if id_ < len(scores)]  # a model may lack added tokens of its tokenizer
+            ends = self._end_ids[self._end_ids < len(scores)]
             ending = scores[ends]
             scores[ends] = -np.inf
             if allowed is not None and not np.isfinite(scores.max()):  # the grammar allows nothing but the end
@@ -287,7 +300,11 @@ def _logprobs(scores: Logits, token_id: int, count: int) -> tuple[float, tuple[t
     """Returns the log probability of a token, and the `count` best ids with theirs."""
     logp = scores.astype(np.float64) - scores.max()
     logp -= np.log(np.exp(logp).sum())
-    best = np.argsort(-logp, kind="stable")[:count]
+    count = min(count, len(logp))
+    if not count:
+        return float(logp[token_id]), ()
+    near = np.flatnonzero(logp >= np.partition(logp, -count)[-count])  # sorting all would take longer than a forward
+    best = near[np.argsort(-logp[near], kind="stable")][:count]
     return float(logp[token_id]), tuple((int(id_), float(logp[id_])) for id_ in best if np.isfinite(logp[id_]))
 
 

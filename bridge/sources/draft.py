@@ -153,8 +153,10 @@ class DraftSource(CandidateSource):
         self._tape, self._clock, self._threshold = opening.tape, opening.clock, opening.confidence_threshold
         self._drafter, self.model, self.times, self.on_use = draft.drafter, draft.model, draft.times, draft.on_use
         self._context = DraftContext(draft.model.vocabulary, opening.render(draft.model))
+        self._token_count = self._byte_count = 0
         ids, context = self._context.ids, draft.model.context_length
-        require(len(ids) < context, PromptTooLong, len(ids), context, draft.model.name)
+        count = len(ids) + self._generated_lag
+        require(count < context, PromptTooLong, count, context, draft.model.name)
         # The tokens that it must read before its first proposal.
         self._first_lag = max(len(ids) - self.times.cached_token_count(ids), 1)
         self._epoch: DraftEpoch | None = None
@@ -166,7 +168,6 @@ class DraftSource(CandidateSource):
         self._silent_since_ns: int | None = None
         # What the draft may still send, in all epochs together.
         self._credited_messages = self._credited_tokens = 0
-        self._token_count = self._byte_count = 0
         self._on_fault = draft.on_fault
         self._notify: Callable[[], None] = lambda: None
         self._reader: asyncio.Task[None] | None = None
@@ -359,7 +360,8 @@ class DraftSource(CandidateSource):
             # Any other control token has no meaning for the target.
             epoch.done = True
             return
-        epoch.add(id_, data, confidence, (token_bytes(other[0]), other[1]) if other else (b"", 0.0))
+        runner_up = (token_bytes(other[0]), other[1]) if other and other[0] != id_ and other[1] > 0 else (b"", 0.0)
+        epoch.add(id_, data, confidence, runner_up)
         self._token_count, self._byte_count = self._token_count + 1, self._byte_count + len(data)
         epoch.done = confidence < self._threshold
 

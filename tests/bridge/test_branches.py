@@ -52,7 +52,9 @@ def test_the_runner_up_is_what_would_be_chosen_without_the_first(
     sums = scores + gumbel(seed, 3, 0, keys) * (temperature > 0)
     order = np.argsort(-sums)
     assert choice.token_id == order[0]
-    if np.isfinite(sums[order[1]]):
+    if not np.isfinite(sums[order[1]]):
+        assert choice.runner_up[1] == 0.0, "nothing else could have been chosen"
+    else:
         assert choice.runner_up[0] == order[1]
         np.testing.assert_allclose(choice.runner_up[1], weights[order[1]] / weights.sum(), rtol=1e-3)
     np.testing.assert_allclose(choice.probability, weights[order[0]] / weights.sum(), rtol=1e-3)
@@ -78,6 +80,21 @@ async def test_runners_up_become_branches_of_the_candidates_that_they_replace() 
     assert [(one.index, one.token_id) for one in later.branches] == [
         (one.index - len(ids_of(DRAFTED[0])), one.token_id) for one in offer.branches[1:]
     ]
+
+
+async def test_what_could_not_be_chosen_in_place_of_a_token_becomes_no_branch() -> None:
+    """The draft may report the token itself, or an impossible one, though the target divides its text otherwise."""
+    source, *_ = draft_source()
+    sources = SourceSet([], replace(MODEL, branches=True), None)
+    sources.insert(source)
+    await sources.advance(DraftPace(20))
+    ids, others = flat(*DRAFTED), flat(*OTHERS)
+    confidence, impossible = (1.0,) * len(ids), (others[0], *ids[1:])
+    chances = (0.0, *confidence[1:])
+    source._on_proposal(Proposal(1, ids, confidence, runner_up_ids=impossible, runner_up_confidence=chances))
+    assert source._epoch is not None and not source._epoch.ahead().runners_up  # type: ignore[union-attr]
+    (offer,) = sources.offers()
+    assert offer.token_ids == ids and not offer.branches
 
 
 def test_a_branch_is_a_candidate_of_the_target_and_needs_its_own_bytes() -> None:
