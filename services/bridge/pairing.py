@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
+import grpc
 from cachetools import LRUCache
 
-from bridge.errors import DraftBridgeError, InvalidField, InvalidRequest, ProtocolViolation, Unreachable
+from bridge.errors import DraftBridgeError, InvalidField, ProtocolViolation, Unreachable
 from bridge.generation import Finished
 from bridge.measuring.costs import Ewma
 from bridge.planning.choice import Candidate, DraftChoice, DraftChooser, Expectation, PairRecord, predicted_gain
@@ -21,6 +22,7 @@ from services.bridge.pauses import Pauses
 from services.bridge.replicas import Balancer, is_broken, is_lost
 from services.bridge.zoo import Zoo
 from services.errors import DraftAway, ModelNotFound, PairRefused
+from services.rpc.status import code_of
 
 _MAX_WORKLOAD_LENGTH, _MAX_DRAFTS = 64, 64
 # Assumed bytes of a target's token, until requests have shown them.
@@ -131,8 +133,8 @@ class Assignment:
         broken = isinstance(error, ProtocolViolation)
         if (broken or is_lost(error)) and self.replicas(draft):
             return draft
-        # Other requests may have prompts and chats that the draft takes.
-        if broken or not isinstance(error, InvalidRequest):
+        # Other requests may have prompts, chats and grammars that the draft takes.
+        if error.reason == ProtocolViolation.reason or code_of(error) is not grpc.StatusCode.INVALID_ARGUMENT:
             self._pairing.pauses.failed(self._target, draft)
         return None
 

@@ -236,9 +236,16 @@ class Scheduler:
         """Returns the jobs of the next forward with their rows, by the rules at the top of this file."""
         self._jobs = [job for job in self._jobs if not job.future.done()]
         begun: list[Job] = []
+        full = False
         for job in self._jobs:
-            if self._slots.of(job.holder) or self._begin(job, begun):
+            if self._slots.of(job.holder):
                 begun.append(job)
+            elif not full:  # with no slot for one new sequence, there is none for those after it
+                place = self._place(job)
+                full = place is None
+                if place and not _is_being_read(job, place, begun):
+                    self._take(job, place)
+                    begun.append(job)
         steps = [job for job in begun if job.lacks <= _MAX_STEP_IDS]
         prompts = [job for job in begun if job.lacks > _MAX_STEP_IDS]
         chunks = dict(_shared(_SHARED_CHUNK if steps else _CHUNK, [(job, job.lacks) for job in prompts]))
@@ -248,8 +255,8 @@ class Scheduler:
             (job, self._row(job, chunks.get(job, job.lacks), extras.get(job))) for job in begun if chunks.get(job, 1)
         ]
 
-    def _begin(self, job: Job, begun: Sequence[Job]) -> bool:
-        """Gives a new sequence a slot, unless there is none or a job is reading a prompt with the same beginning."""
+    def _place(self, job: Job) -> SlotChoice | None:
+        """Returns a slot for a new sequence, for which an idle one may lose its own; None if there is none."""
         place = self._slots.place(job.ids)
         if place is None:
             busy = {one.holder for one in self._jobs}
@@ -259,16 +266,7 @@ class Scheduler:
                     self._holders.discard(idle)
                     self._evicted.add(idle)
             place = self._slots.place(job.ids)
-        if place is None:
-            return False
-        for other in begun:
-            if (
-                other.lacks > _MAX_STEP_IDS
-                and common_prefix_length(other.ids, job.ids) >= place.length + MIN_COPIED_TOKENS
-            ):
-                return False
-        self._take(job, place)
-        return True
+        return place
 
     def _take(self, job: Job, place: SlotChoice) -> None:
         length = place.length
@@ -384,3 +382,11 @@ def _shared(amount: int, wanted: Sequence[tuple[Job, int]]) -> list[tuple[Job, i
         given.append((job, part))
         left -= part
     return given
+
+
+def _is_being_read(job: Job, place: SlotChoice, begun: Sequence[Job]) -> bool:
+    """Returns whether one of the jobs reads a prompt whose beginning a new sequence can copy afterwards."""
+    return any(
+        other.lacks > _MAX_STEP_IDS and common_prefix_length(other.ids, job.ids) >= place.length + MIN_COPIED_TOKENS
+        for other in begun
+    )

@@ -37,6 +37,7 @@ _log = logging.getLogger(__name__)
 Timings: TypeAlias = list[tuple[int, Timing]]
 # With a smaller model, the difference is not worth the seconds of a trial.
 _MIN_WEIGHT_BYTES = 64 << 20
+# The least memory for the one sequence of a trial; it has more if the options give more to each.
 _CACHE_BYTES = 256 << 20
 # Engines are tried in turn this often: the machine may have other work for seconds, and the choice is remembered. What
 # was remembered by an earlier rule, or of slower engines, is measured anew.
@@ -205,9 +206,13 @@ def _key(
     ]
     libraries = [library_facts(name) for one in rivals for name in one.modules]
     machine = (cpu_name(), sorted(cpu_flags()), core_count())
-    given = (options.device, options.dtype.value, options.weights.value, options.threads)
+    given = (options.device, options.dtype.value, options.weights.value, options.threads, _cache_bytes(options))
     facts = (files, libraries, machine, given, _RULE)
     return hashlib.sha256(repr((facts, drafts, deterministic)).encode()).hexdigest()[:24]
+
+
+def _cache_bytes(options: EngineOptions) -> int:
+    return max(_CACHE_BYTES, options.cache_byte_limit // options.slot_count)
 
 
 def _read(file: Path) -> dict[str, float]:
@@ -229,7 +234,7 @@ def main() -> None:
     limit_spinning()  # as a server does
     bind_threads(options.device, options.threads, compiles=options.compile)
     try:
-        opened = engine_spec(name).open(path, replace(options, slot_count=1, cache_byte_limit=_CACHE_BYTES))
+        opened = engine_spec(name).open(path, replace(options, slot_count=1, cache_byte_limit=_cache_bytes(options)))
     except DraftBridgeError as error:
         print(" ".join(str(error).split()))
         sys.exit(_REFUSED)

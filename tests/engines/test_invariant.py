@@ -92,6 +92,16 @@ def test_a_product_that_rounds_differently_above_32_rows_gets_no_more(
     assert np.concatenate(parts).tobytes() == whole.tobytes() and max(counts) == 32
 
 
+def test_a_model_that_is_not_invariant_after_all_keeps_its_wide_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(FAMILIES["llama"], tmp_path)
+    engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))
+    monkeypatch.setattr(engine, "_passes_agree", lambda: False)
+    assert not engine.make_invariant()
+    assert {part.row_limit for part in engine._model.modules() if isinstance(part, PackedLinear)} == {None}
+
+
 def test_a_long_text_in_windows_has_the_models_own_logits(tmp_path: Path) -> None:
     model = saved(FAMILIES["mistral"], tmp_path)
     engine = invariant(TorchEngine(tmp_path, dtype="float32", slot_count=2))

@@ -1,5 +1,7 @@
 """Tests llama.cpp by the contract of every engine, and with the real models."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,7 @@ pytest.importorskip("llama_cpp", reason="the llamacpp extra is not installed: ma
 
 import llama_cpp
 
-from services.engines.llamacpp.engine import LlamaCppEngine
+from services.engines.llamacpp.engine import LlamaCppEngine, _amx_problem, model_options
 
 
 def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
@@ -46,6 +48,32 @@ class TestLlamaCpp(EngineContract):
     """A tiny Llama in float32; keys and values are float16."""
 
     tolerance = 5e-3
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(0, ""), (-11, "crash in this build"), (-9, "for lack of memory"), (None, "took longer than 120 s")],
+)
+def test_kernels_that_could_not_be_tried_are_not_called_broken(
+    status: int | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(command: list[str], *, timeout: float, **options: object) -> subprocess.CompletedProcess:
+        if status is None:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, status)
+
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.setattr(llama_cpp, "llama_print_system_info", lambda: b"AMX_INT8 = 1")
+    monkeypatch.setattr(subprocess, "run", run)
+    options = model_options(tmp_path / "model.gguf")
+    assert options.use_extra_bufts == (not words)
+    assert words in caplog.text and bool(caplog.text) == bool(words)
+
+
+def test_the_trial_of_kernels_runs_a_file_whose_name_is_no_text(pair: tuple, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff.gguf")
+    gguf.write(pair[0], path)
+    assert _amx_problem(path) == ""
 
 
 def test_memory_is_a_budget(pair: tuple, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Tests the forwards of sequences that share a model: what they contain, and what fails or leaves in their middle."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter_ns
 
@@ -13,6 +14,7 @@ from services.engines.engine import Row
 from services.engines.job import Timed
 from services.engines.scheduler import Scheduler
 from services.engines.sequence import CachedSequence
+from services.engines.slots import Slots
 from tests.support.waiting import eventually
 from tests.support.watched import Watched, after, drop, ids
 
@@ -309,4 +311,23 @@ async def test_what_is_cancelled_leaves_the_batch_also_while_its_sequence_stays(
     for _ in range(20):  # during which the cancelled job would progress
         await drop(scheduler, ids(6, 1))
     assert engine.token_count < 1000
+    scheduler.close()
+
+
+async def test_sequences_that_wait_for_a_slot_do_not_slow_down_each_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Watched(slot_count=1)
+    scheduler = Scheduler(lambda: engine, queue_limit=300)
+    searches, evict = list[int](), Slots.evict
+    monkeypatch.setattr(Slots, "evict", lambda *given: (searches.append(len(engine.forwards)), evict(*given))[1])
+    holding = CachedSequence(scheduler)
+    holding.replace(0, ids(4))
+    await holding.forward((), len)
+    waiting = [asyncio.create_task(drop(scheduler, ids(4, seed))) for seed in range(1, 200)]
+    await asyncio.to_thread(eventually, lambda: scheduler.queue_length == len(waiting))
+    searches.clear()
+    for _ in range(5):
+        await holding.forward((), len)
+    assert max(Counter(searches).values()) < 50, "they wait for the same slot, so that one search is enough for all"
+    holding.close()
+    await asyncio.gather(*waiting)
     scheduler.close()

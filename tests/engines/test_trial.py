@@ -277,6 +277,29 @@ def test_all_options_reach_the_process_of_a_trial() -> None:
         assert trial._decoded(trial._encoded(options, True)) == (options, True)
 
 
+def test_a_trial_has_as_much_memory_for_its_sequence_as_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a model whose cache is large is refused, whatever the server may use for it."""
+    given = list[EngineOptions]()
+
+    def open_(path: Path, options: EngineOptions) -> None:
+        given.append(options)
+        raise UnusableModel("seen")
+
+    spec = replace(LLAMACPP, open=open_)
+    monkeypatch.setattr("services.engines.registry.engine_spec", lambda name: spec)
+    keys = set[str]()
+    for byte_count, slot_count in ((2 << 30, 8), (8 << 30, 2), (1 << 20, 8)):
+        options = replace(OPTIONS, cache_byte_limit=byte_count, slot_count=slot_count, threads=1)
+        monkeypatch.setattr("sys.argv", ["trial", "llamacpp", str(tmp_path), trial._encoded(options, None)])
+        with pytest.raises(SystemExit):
+            trial.main()
+        keys.add(trial._key([spec], {}, options, False, None))
+    assert [(one.slot_count, one.cache_byte_limit >> 20) for one in given] == [(1, 256), (1, 4096), (1, 256)]
+    assert len(keys) == 2, "a refusal for lack of memory does not hold for more"
+
+
 def test_a_small_model_is_not_measured(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_MIN_WEIGHT_BYTES", 5)
     attempts = Attempts()

@@ -9,7 +9,7 @@ from operator import mul
 
 import pytest
 
-from bridge.errors import PromptTooLong, ProtocolViolation, TokenOutOfRange
+from bridge.errors import InvalidGrammar, PromptTooLong, ProtocolViolation, TokenOutOfRange
 from bridge.ports import Proposal, Sync
 from bridge.sampling.sampler import Logits
 from services.engines.engine import Row
@@ -178,6 +178,21 @@ async def test_a_matcher_of_a_draft_follows_a_long_text_without_holding_up_other
             assert (await anext(proposals)).token_ids
             assert (await anext(proposals)).token_ids
         assert matcher.sought == [(10, True), (200, False)]
+
+
+async def test_a_draft_whose_grammar_has_exceeded_a_limit_goes_on_without_it() -> None:
+    class Failed(Followed):
+        def seek(self, data: bytes) -> bool:
+            super().seek(data)
+            raise InvalidGrammar("sampling.grammar", "is too complex")
+
+    async with draft() as (session, proposals):
+        session._matcher = matcher = Failed()  # type: ignore[assignment]
+        for number in (1, 2):
+            await session.sync(Sync(number, 0, PROMPT, 1, 2))
+            assert (await anext(proposals)).token_ids == (oracle(1)[0],)
+            assert (await anext(proposals)).token_ids
+        assert len(matcher.sought) == 1, "it never recovers"
 
 
 async def test_a_grant_before_a_sync_is_refused() -> None:

@@ -1,14 +1,18 @@
 """Tests the target's side of a stream: credit, patience, candidates at any time."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
+from typing import Any
 
 import pytest
 
 from bridge.errors import PromptTooLong, ProtocolViolation, TokenOutOfRange
 from bridge.ports import Candidates, FinishReason, Grant, Pass, Run
+from bridge.sampling.sampler import Logits
+from services.engines.engine import Row
 from services.engines.scheduler import Scheduler
 from services.errors import BaseMismatch, SlotsExhausted
 from services.model.target.session import TargetSession
@@ -284,6 +288,29 @@ async def test_slots_run_out_and_come_back_with_their_cache() -> None:
         result = await anext(aiter(third.passes()))
         assert result.cached_token_count == 2  # all but the last, which must run for its logits
         assert list(result.token_ids) == oracle(1)
+
+
+async def test_a_failure_that_nobody_waits_for_any_more_is_not_logged() -> None:
+    class Failing(tiny.HashEngine):
+        def forward(self, rows: Sequence[Row]) -> list[Logits]:
+            if rows[0].keep:
+                raise RuntimeError("out of memory")
+            return super().forward(rows)
+
+    problems = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+    async with target(engine=Failing(MODEL)) as session:
+        passes = session.passes()
+        await session.run(run(credit=9))
+        await anext(passes)  # the next forward has begun, and fails before its result is wanted
+        running = session._running
+        assert running is not None
+        await asyncio.wait([running])
+        await passes.aclose()
+    del session, running, passes
+    gc.collect()
+    await asyncio.sleep(0)
+    assert not problems
 
 
 async def test_a_grant_before_a_run_is_refused() -> None:

@@ -50,7 +50,9 @@ _CACHE_BYTES = 2
 # How much the difference of a position's two best logits varied over widths 1 to 16, on SmolLM2-135M (Q4_1) and
 # Gemma-3-270M (Q4_K_M). One token runs in other kernels than several, and these round activations to 8 bits.
 _TOLERANCE = 0.5
-_REMEDY = "To fix this, rebuild llama-cpp-python as `make llamacpp` does"
+# How long a trial of AMX kernels may take besides reading the file, in seconds, and how fast a slow disk is, in bytes
+# per second. The status of one that the system has killed.
+_PROBE_SECONDS, _SLOWEST_READ, _KILLED = 120, 50e6, -9
 
 
 class LlamaCppEngine:
@@ -209,19 +211,23 @@ def model_options(gguf: Path, offload: bool = False) -> Any:
     """Returns llama.cpp's options to load a model: on the GPU or not, and without AMX kernels if they crash here."""
     options = llama_cpp.llama_model_default_params()
     options.n_gpu_layers = -1 if offload else 0
-    if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info() and not _amx_works(gguf):
-        _log.warning("llama.cpp's AMX kernels crash in this build. Without them it runs at half the speed. %s", _REMEDY)
+    if b"AMX_INT8 = 1" in llama_cpp.llama_print_system_info() and (problem := _amx_problem(gguf)):
+        _log.warning("llama.cpp runs at half the speed, without its AMX kernels, because %s", problem)
         options.use_extra_bufts = False
     return options
 
 
-def _amx_works(gguf: Path) -> bool:
+def _amx_problem(gguf: Path) -> str:
+    """Returns why AMX kernels cannot be used, with the remedy; "" if they work."""
     probe = bound_command("services.engines.llamacpp.probe", str(gguf))
+    limit = _PROBE_SECONDS + gguf.stat().st_size / _SLOWEST_READ
     try:
-        done = subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, timeout=120)
+        done = subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, timeout=limit)
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+        return f"a trial of them took longer than {limit:.0f} s: start the server again when the machine has less to do"
+    if done.returncode == _KILLED:
+        return "a trial of them was killed, probably for lack of memory: free some and start the server again"
+    return "they crash in this build: rebuild llama-cpp-python as `make llamacpp` does" if done.returncode else ""
 
 
 @cache

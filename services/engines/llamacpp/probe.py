@@ -6,6 +6,7 @@ GCC 12 omits the stores that prepare AMX's tile configuration, so that the proce
 than one token (llama.cpp issue 20824).
 """
 
+import os
 import sys
 
 import llama_cpp
@@ -16,7 +17,7 @@ def main() -> None:
     llama_cpp.llama_backend_init()
     options = llama_cpp.llama_model_default_params()
     options.n_gpu_layers = 0
-    model = llama_cpp.llama_model_load_from_file(sys.argv[1].encode(), options)
+    model = llama_cpp.llama_model_load_from_file(os.fsencode(sys.argv[1]), options)
     settings = llama_cpp.llama_context_default_params()
     settings.n_ctx = 256
     context = llama_cpp.llama_init_from_model(model, settings)

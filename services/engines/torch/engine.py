@@ -17,7 +17,16 @@ from services.engines.selftest import SelfTest, distance, narrowed
 from services.engines.torch.attention import ATTENTION, Attention, using
 from services.engines.torch.cache import ByteCounter, RaggedBatch, SlotCaches
 from services.engines.torch.compiled import CompiledForwards, FastForwards, GraphForwards
-from services.engines.torch.invariant import SIZES, SPAN, BlockBatch, make_invariant, padded, routes_tokens, size_of
+from services.engines.torch.invariant import (
+    SIZES,
+    SPAN,
+    BlockBatch,
+    limit_rows,
+    make_invariant,
+    padded,
+    routes_tokens,
+    size_of,
+)
 from services.engines.torch.model import TokenLogits, context_limit, load_model, quantize
 from services.engines.torch.packed import computes_bfloat16, pack
 
@@ -123,6 +132,7 @@ class TorchEngine:
                     raise ValueError("logits in batch-invariant passes differ from those in others")
             except Exception:  # the model has passed its self-test, and can be served without
                 self._row_limit = 0
+                limit_rows(self._model, None)
                 _log.exception("the model does not run in batch-invariant passes")
             else:
                 how = f"yes, up to {self._row_limit} rows at once" if self._row_limit else "no, logits differ by width"

@@ -176,7 +176,7 @@ def make_invariant(
     refused: its numbers of rows would not be those that are compared. What is compared are a few positions after 576
     others at most, so windows larger than that and longer texts are taken on trust.
     """
-    _limit_rows(model, None)
+    limit_rows(model, None)
     looked_up = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
     if any(len(one.shape) > 1 and id(one) not in looked_up for one in model.parameters()):
         return 0  # a product with weights that are not packed
@@ -185,7 +185,7 @@ def make_invariant(
     keep = min(_COMPARED_AFTER, (context_length - _COMPARED) // SPAN * SPAN)
 
     def agree(limit: int) -> bool:
-        _limit_rows(model, limit)
+        limit_rows(model, limit)
 
         def logits(start: int, size: int) -> torch.Tensor:
             """Returns the logits of some tokens, empty if a product got another number of rows."""
@@ -205,11 +205,12 @@ def make_invariant(
     with _row_counts(model, counts):
         found = next((limit for limit in _LIMITS if agree(limit)), 0)
     if not found:
-        _limit_rows(model, None)
+        limit_rows(model, None)
     return found
 
 
-def _limit_rows(model: torch.nn.Module, limit: int | None) -> None:
+def limit_rows(model: torch.nn.Module, limit: int | None) -> None:
+    """Sets the most rows of one product in packed layers; None for no limit."""
     for part in model.modules():
         if isinstance(part, PackedLinear):
             part.row_limit = limit

@@ -105,7 +105,11 @@ class DraftSession(CreditedSession):
     def _seek(self, matcher: TextMatcher) -> bool:
         """Moves the matcher to the end of the sequence. Returns whether the grammar allows the generated text."""
         generated = self._generated(self._offset)
-        return len(generated) == self._offset and matcher.seek(generated)
+        try:
+            return len(generated) == self._offset and matcher.seek(generated)
+        except InvalidGrammar:  # it has exceeded a limit, and never recovers; the bridge cuts what it would refuse
+            self._matcher = None
+            return False
 
     def _generated(self, byte_count: int) -> bytes:
         """Returns the last bytes that the sequence spells."""

@@ -111,6 +111,8 @@ class TargetSession:
             # If there is nothing to wait for, the next forward starts before this result is sent.
             ready = self._credit and not self._ended and not self._waits and not self._inbox
             self._running = asyncio.create_task(self._forward(0)) if ready else None
+            if self._running:  # its error is of no interest to a client that leaves before it asks for the result
+                self._running.add_done_callback(lambda task: task.cancelled() or task.exception())
             if result:
                 yield result
 
