@@ -14,7 +14,9 @@ from bridge.text.models import Model
 from bridge.text.vocabulary import Rendering
 
 MAX_STOP_STRINGS = 64
-MAX_TENANT_LENGTH = 256
+# Of the name that a client gives. Servers put the name of the client's key and a slash before it: the bridge, and an
+# HTTP door in a process of its own.
+MAX_TENANT_LENGTH, KEY_PREFIX_LENGTH = 256, 65
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,15 @@ def check(request: Request, has_token: Callable[[int], bool] = lambda id_: True)
         (0.0 <= threshold <= 1.0, "speculation.assistant_confidence_threshold", "between 0 and 1", threshold),
         (not unknown, "speculation.sources", f"a selection of {', '.join(SOURCES)}", ", ".join(unknown)),
         (used, "speculation.sources", f"names of sources that mode {given.mode.value} uses", ", ".join(named)),
-        (len(tenant) <= MAX_TENANT_LENGTH, "tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(tenant)),
     ):
         require(holds, InvalidField, name, allowed, got)
+    check_tenant(tenant, 2)
+
+
+def check_tenant(tenant: str, prefix_count: int) -> None:
+    """Raises `InvalidField` for a tenant that is too long, with the names of at most `prefix_count` keys before it."""
+    fits = len(tenant) <= MAX_TENANT_LENGTH + prefix_count * KEY_PREFIX_LENGTH
+    require(fits, InvalidField, "tenant", f"at most {MAX_TENANT_LENGTH} characters long", len(tenant))
 
 
 def check_size(request: Request, limit_bytes: int) -> None:

@@ -167,11 +167,11 @@ class TlsFailed(Unreachable, reason="TLS_FAILED"):
 
 
 class TokenRefused(Unreachable, reason="TOKEN_REFUSED"):
-    """A model service refuses the bridge's own token, which is not the client's fault."""
+    """A service refuses the token of the process that asks it, which is not the client's fault."""
 
     text = (
-        "the service at {address} refuses the bridge's token ({detail}): start the bridge with "
-        "--service-token-file and a token from the service's keys file"
+        "{address} refuses the token of the process that asks it ({detail}): give that a token from the keys file of "
+        "{address}, a bridge with --service-token-file, `draftbridge http` with --bridge-token-file"
     )
 
 

@@ -4,10 +4,11 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 
+import grpc
 from cachetools import LRUCache
 from grpc import aio
 
-from bridge.errors import DraftBridgeError
+from bridge.errors import DraftBridgeError, InvalidField
 from bridge.generation import Delta, Finished
 from bridge.request import Request, check
 from draftbridge.security import Credentials, open_aio_channel
@@ -198,4 +199,9 @@ class RemoteGateway:
         # The model is one that the client named, as in a gateway of this process.
         if isinstance(found, RemoteError) and found.reason == ModelNotFound.reason:
             return ModelNotFound(str(found), **found.metadata)
+        # gRPC's own refusal, which has no reason of ours.
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or ""):
+            return InvalidField(
+                "the prompt", "small enough for a message to the bridge, whose limit is --message-limit"
+            )
         return found

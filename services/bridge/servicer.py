@@ -13,7 +13,7 @@ from grpc import aio
 from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import SpeculationParameters
-from bridge.request import MAX_STOP_STRINGS, Request, check_bytes
+from bridge.request import MAX_STOP_STRINGS, Request, check_bytes, check_tenant
 from bridge.text.chat import Chat
 from bridge.text.models import Model
 from bridge.text.translation import segment, translate
@@ -178,6 +178,7 @@ def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
             input_ = tuple(message.token_ids.token_ids)
         case _:
             raise EmptyPrompt
+    check_tenant(message.tenant, 1)  # an HTTP door may have put the name of its own client's key before it
     speculation = message.speculation
     assistant_tokens = speculation.num_assistant_tokens if speculation.HasField("num_assistant_tokens") else None
     return Request(

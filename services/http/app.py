@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField
 from bridge.generation import Delta
-from bridge.request import Request
+from bridge.request import Request, check_tenant
 from services.bridge.backend import Backend, ServedModel, ServiceState
 from services.bridge.shared import Shared
 from services.errors import ModelNotFound, Unauthenticated
@@ -296,6 +296,7 @@ class _Endpoint(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body: R | None = None
+        target = ""
         try:
             request = HttpRequest(scope, receive)
             key = self._door.key_of(request)
@@ -305,6 +306,7 @@ class _Endpoint(Generic[R]):
                 target, ours = body.model or "", body.extension
                 requests = [_owned(one, key) for one in await asyncio.to_thread(body.requests)]
                 model = await self._door.backend.served_target(target)
+                target = model.name  # the default may change meanwhile, and the answer must be that of one model
                 calls = isinstance(body, ChatCompletionRequest) and body.demands_call
                 choices = [
                     Choice(index, request, model, Call() if calls else None) for index, request in enumerate(requests)
@@ -318,7 +320,7 @@ class _Endpoint(Generic[R]):
                         await response(scope, receive, send)
         except DraftBridgeError as error:
             names = body.names if body else {}
-            response = errors.answer(error, model=(body and body.model) or "", names=names)
+            response = errors.answer(error, model=target, names=names)
             await response(scope, receive, send)
 
 
@@ -336,7 +338,8 @@ def _segmented(models: Sequence[str], rows: list[list[tuple[int, bytes]]]) -> Re
 
 
 def _owned(request: Request, key: Key | None) -> Request:
-    """Keeps the tenants of one key apart from those of another, as the gRPC server does."""
+    """Keeps the tenants of one key apart from those of another, as the gRPC server does. Raises `InvalidField`."""
+    check_tenant(request.tenant, 0)
     return replace(request, tenant=f"{key.name}/{request.tenant}") if key and request.tenant else request
 
 

@@ -12,7 +12,6 @@ from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
-from weakref import WeakSet
 
 from starlette.exceptions import HTTPException
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -32,6 +31,10 @@ _MAX_REFUSED_BODY_BYTES = 16 << 20
 _MAX_PIPELINED = 16
 # A client that reads less in the time limit has stopped reading.
 _MIN_READ_BYTES = 16 << 10
+# How long a client with TLS may take to confirm the end of its connection, for which asyncio would wait 30 s.
+_CLOSING_SECONDS = 3.0
+# How long asyncio waits for the end of a handshake.
+_HANDSHAKE_SECONDS = 60.0
 # Otherwise the system takes a megabyte and more, and the rest waits until a third of that is read: for much longer than
 # the time limit, if the client is slow.
 _UNSENT_OPTION = getattr(socket, "TCP_NOTSENT_LOWAT", None)
@@ -51,7 +54,8 @@ def connection_limit() -> int:
 class Connection(HttpToolsProtocol):
     """A connection that must send the head of a request in time. Between requests, uvicorn's own timeout holds.
 
-    `shaking`: connections that have not completed their TLS handshake, which count too.
+    `shaking`: the times at which connections began that have not completed their TLS handshake, which count too.
+    asyncio does not report that a handshake has failed, so such connections count for as long as one may take.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class Connection(HttpToolsProtocol):
         max_connections: int,
         head_seconds: float,
         send_seconds: float,
-        shaking: "WeakSet[Connection]",
+        shaking: dict[object, float],
         **named: Any,
     ) -> None:
         super().__init__(*given, **named)
@@ -74,14 +78,16 @@ class Connection(HttpToolsProtocol):
         self._is_parsing = False
         self._closes_after_body = False
         self._unanswered: list[RequestResponseCycle] = []
-        self._shaking = shaking
+        self._shaking, self._handshake, now = shaking, object(), self.loop.time()
+        while shaking and (oldest := next(iter(shaking))) and shaking[oldest] < now - _HANDSHAKE_SECONDS:
+            del shaking[oldest]
         if shaking and len(self.connections) + len(shaking) >= max_connections:
             raise ConnectionAbortedError("there are too many connections")  # asyncio closes this one
-        shaking.add(self)
+        shaking[self._handshake] = now
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Closes the connection at once if there are too many."""
-        self._shaking.discard(self)
+        self._shaking.pop(self._handshake, None)
         super().connection_made(transport)
         # Writing pauses as long as anything waits to be sent, so that the time limit applies to short answers too.
         transport.set_write_buffer_limits(high=1, low=0)
@@ -115,7 +121,7 @@ class Connection(HttpToolsProtocol):
         refused = self._expects_body and answered
         if self._byte_count > (_MAX_REFUSED_BODY_BYTES if refused else _MAX_HEAD_BYTES):
             if refused:
-                self.transport.close()
+                self._end()
             else:
                 self._refuse(431, f"the head of a request may have at most {_MAX_HEAD_BYTES} bytes: shorten it")
 
@@ -163,7 +169,7 @@ class Connection(HttpToolsProtocol):
         if self._expects_body and cycle is self.cycle and cycle.response_complete:
             self._closes_after_body = True
         else:
-            self.transport.close()
+            self._end()
 
     def on_body(self, body: bytes) -> None:
         """Leaves the size of the body to the application, unless that has already refused the request."""
@@ -176,7 +182,7 @@ class Connection(HttpToolsProtocol):
         self._byte_count, self._expects_body, self._is_parsing = 0, False, False
         super().on_message_complete()
         if self._closes_after_body:
-            self.transport.close()
+            self._end()
 
     def pause_writing(self) -> None:
         """Ends the connection if the client does not read for a time."""
@@ -215,7 +221,26 @@ class Connection(HttpToolsProtocol):
             answer = errors.answer_to_http_error(HTTPException(status, message, {"connection": "close"}))
             head = b"".join(b"%s: %s\r\n" % header for header in answer.raw_headers)
             self.transport.write(STATUS_LINE[status] + head + b"\r\n" + bytes(answer.body))
-        self.transport.close()
+        self._end()
+
+    def shutdown(self) -> None:
+        """Ends the connection because the server stops, once a request in progress is answered."""
+        if self.transport.is_closing() or self.cycle is None or self.cycle.response_complete:
+            self._end()
+        else:
+            super().shutdown()
+
+    def _end(self) -> None:
+        """Closes the connection once all is sent. A client with TLS need not confirm that."""
+        if not self.transport.is_closing():
+            self.transport.close()
+        self.loop.call_later(_CLOSING_SECONDS, self._abort_once_sent)
+
+    def _abort_once_sent(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.loop.call_later(_CLOSING_SECONDS, self._abort_once_sent)
+        else:
+            self.transport.abort()
 
     def _begin_head(self) -> None:
         self._head_timer = self.loop.call_later(self._head_seconds, self.timeout_keep_alive_handler)

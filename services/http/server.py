@@ -9,7 +9,6 @@ from functools import partial
 from ipaddress import ip_address
 from math import ceil
 from typing import Any, cast
-from weakref import WeakSet
 
 import uvicorn
 
@@ -22,7 +21,7 @@ from services.http.app import application
 from services.http.connections import Connection, connection_limit
 from services.rpc import security
 from services.rpc.keys import Keys
-from services.rpc.server import PortTaken, Stop, host_and_port, stop_event
+from services.rpc.server import HURRIED_SECONDS, PortTaken, Stop, host_and_port, stop_event
 
 _BACKLOG = 2048
 # What the system keeps for a client that reads slowly, so that it is noticed before its whole text is in memory.
@@ -111,7 +110,7 @@ async def serving(
         max_connections=where.limits.connections or connection_limit(),
         head_seconds=where.limits.head_seconds,
         send_seconds=where.limits.send_seconds,
-        shaking=WeakSet(),
+        shaking={},
     )
     server = _Server(
         uvicorn.Config(
@@ -135,8 +134,12 @@ async def serving(
         server.should_exit = True
         if isinstance(stop, Stop):
             await stop.hurried.wait()
-            for task in tuple(server.server_state.tasks):
-                task.cancel()
+            for seconds in (HURRIED_SECONDS, 0.0):  # a request may come until uvicorn has noticed the end
+                for task in tuple(server.server_state.tasks):
+                    task.cancel()
+                await asyncio.sleep(seconds)
+            for connection in tuple(server.server_state.connections):  # their clients may have stopped reading
+                connection.transport.abort()
 
     serving, stopping = asyncio.create_task(server.serve([listener])), asyncio.create_task(stop_with_the_process())
     try:

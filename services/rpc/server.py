@@ -31,7 +31,7 @@ from services.rpc.status import StatusInterceptor
 T = TypeVar("T")
 
 # The grace of running calls in a hurry, and of calls that only watch the health.
-_HURRIED_SECONDS, _IDLE_SECONDS = 2.0, 0.5
+HURRIED_SECONDS, _IDLE_SECONDS = 2.0, 0.5
 _HEALTH_INTERVAL_SECONDS = 1.0
 # A connection is closed if the client does not answer a ping within half of this; pings are sent as often.
 _KEEPALIVE_SECONDS = 20.0
@@ -190,7 +190,7 @@ class Server:
         # Clients may watch the health for ever, which must not use up the grace period.
         hurried = stop.hurried if isinstance(stop, Stop) else asyncio.Event()
         await unless(hurried.wait(), self._gate.wait_idle())
-        seconds = _HURRIED_SECONDS if hurried.is_set() else _IDLE_SECONDS
+        seconds = HURRIED_SECONDS if hurried.is_set() else _IDLE_SECONDS
         # Two stops that reach their ends at the same time may crash gRPC.
         if seconds < self._grace_seconds:
             await self._server.stop(seconds)

@@ -15,7 +15,7 @@ from bridge.errors import InvalidField
 from bridge.generation import Delta, Finished, generate
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import Pass
-from bridge.request import Request, check
+from bridge.request import Request, check, check_tenant
 from bridge.sources.learned import LearnedSource
 from bridge.sources.ngrams import _LENGTHS, MAX_LENGTH, TABLE_BYTES, NgramMemory, NgramTable, confidence
 from bridge.sources.source import Offer, Opening, Outcome, offer_of
@@ -223,6 +223,8 @@ async def test_what_came_until_a_request_was_given_up_is_kept(expected: list[int
 
 
 def test_a_tenant_has_a_short_name() -> None:
-    check(asking("a" * 256))
+    check_tenant("a" * 256, 0)
     with pytest.raises(InvalidField, match="tenant must be at most 256"):
-        check(asking("a" * 257))
+        check_tenant("a" * 257, 0)
+    with pytest.raises(InvalidField, match="tenant must be at most 256"):
+        check(asking("a" * (256 + 2 * 65 + 1)))

@@ -34,7 +34,7 @@ def test_a_secured_bridge_that_starts_later(tiny_fleet: Fleet, tmp_path: Path) -
         assert health.status_code == 503 and health.json()["services"][0]["address"] == address
         with launched("bridge", *bridge, "--listen", address):
             # A wrong token of the door is not reported as a fault of its client either.
-            eventually(lambda: "token" in httpx.get(f"{url}/health").json()["services"][0]["problem"])
+            eventually(lambda: "--bridge-token-file" in httpx.get(f"{url}/health").json()["services"][0]["problem"])
             assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 503
             token.write_text(ALICE)
             eventually(lambda: httpx.get(f"{url}/health").status_code == 200)
@@ -42,6 +42,17 @@ def test_a_secured_bridge_that_starts_later(tiny_fleet: Fleet, tmp_path: Path) -
             expected = httpx.post(f"{tiny_fleet.http}/v1/completions", json=BODY, timeout=60).json()
             assert answer["choices"] == expected["choices"]
             assert 'http_route="/v1/completions"' in httpx.get(f"{url}/metrics").text
+
+
+def test_a_prompt_that_is_too_large_for_a_message_to_the_bridge_is_not_to_be_sent_again(tiny_fleet: Fleet) -> None:
+    bridge = ("bridge", "--target", tiny_fleet.target, "--message-limit", "1", *OPTIONS)
+    with (
+        launched("bridge", *bridge) as (address, _),
+        launched("http", "http", "--bridge", address, "--body", "4", *OPTIONS) as (url, _),
+    ):
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "a" * (2 << 20)}, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "prompt") and "--message-limit" in error["message"]
 
 
 def test_a_client_that_leaves_frees_its_sequences_on_the_bridge(tiny_fleet: Fleet, client: Client) -> None:

@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
-from weakref import WeakSet
 
 import httpx2 as httpx
 import pytest
@@ -18,12 +17,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from uvicorn.server import ServerState
 
+from bridge.request import Request
+from services.bridge.pairing import Wish
 from services.bridge.shared import Shared
 from services.cli.processes import Fleet
 from services.http.answer import Limits
 from services.http.app import _Door
 from services.http.connections import _HEAD_END, Connection
 from services.http.requests import CompletionRequest
+from services.rpc.server import Stop
 from tests.services.test_http_limits import open_connections
 from tests.support.certificates import authority, issue
 from tests.support.doors import LONG, door, raw
@@ -101,7 +103,7 @@ class Searched:
         return _HEAD_END.search(data, begin)
 
 
-def bare_connection() -> Connection:
+def bare_connection(shaking: dict[object, float] | None = None) -> Connection:
     """Returns a connection without a transport."""
     return Connection(
         config=uvicorn.Config(lambda: None),
@@ -110,7 +112,7 @@ def bare_connection() -> Connection:
         max_connections=1,
         head_seconds=1.0,
         send_seconds=1.0,
-        shaking=WeakSet(),
+        shaking={} if shaking is None else shaking,
     )
 
 
@@ -283,6 +285,63 @@ async def test_connections_before_their_tls_handshake_count(tiny_fleet: Fleet, t
             with pytest.raises(httpx.TransportError):
                 await http.get("/v1/models")
         writer.close()
+
+
+async def test_a_handshake_that_failed_counts_no_longer_than_one_may_take() -> None:
+    now = asyncio.get_running_loop().time()
+    old, fresh = {object(): now - 61}, {object(): now - 59}
+    assert len(bare_connection(old)._shaking) == 1, "only its own"
+    with pytest.raises(ConnectionAbortedError, match="too many connections"):
+        bare_connection(fresh)
+
+
+async def test_a_client_that_does_not_confirm_the_end_of_tls_does_not_hold_up_a_server_that_stops(
+    tiny_fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a synchronous client with a pool of connections: nobody reads while it has nothing to ask."""
+    monkeypatch.setattr("services.http.connections._CLOSING_SECONDS", 0.3)
+    pair = issue(authority(tmp_path / "ca.pem"), tmp_path, "bridge")
+    files = {"tls_certificate": pair.certificate, "tls_key": pair.key}
+    trust = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    async with AsyncExitStack() as stack:
+        async with door(tiny_fleet, grace=60, **files) as (url, _):
+            connection = await asyncio.to_thread(raw, url, json.dumps(SHORT).encode(), None, trust)
+            stack.callback(connection.close)
+            assert b" 200 OK" in await asyncio.to_thread(connection.recv, 1 << 16)
+            began = time.perf_counter()
+        assert time.perf_counter() - began < 15
+
+
+async def test_a_hurry_also_ends_what_a_client_does_not_read(
+    tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.http.server.HURRIED_SECONDS", 0.3)
+    stop = Stop()
+    async with AsyncExitStack() as stack:
+        async with door(tiny_fleet, stop=stop, grace=60) as (url, gateway):
+            connection = raw(url, json.dumps(LONG | {"n": 2, "stream": True}).encode(), receive_bytes=4096)
+            stack.callback(connection.close)
+            await asyncio.to_thread(eventually, lambda: gateway.counts.active == 2)
+            began = time.perf_counter()
+            stop.set()
+            stop.hurried.set()
+        assert time.perf_counter() - began < 15 and gateway.counts.active == 0
+
+
+async def test_an_answer_is_that_of_the_model_whose_name_it_has(
+    tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default may change between the question which model serves and the request itself."""
+    async with door(tiny_fleet) as (url, gateway), httpx.AsyncClient(base_url=url, timeout=60) as http:
+        asked, generate = list[str](), gateway.generate
+
+        def noting(one: Request, name: str = "", wish: Wish | None = None) -> Any:
+            asked.append(name)
+            return generate(one, name, wish)
+
+        monkeypatch.setattr(gateway, "generate", noting)
+        answer = await http.post("/v1/completions", json=SHORT | {"n": 2})
+    assert answer.json()["model"] == "tiny-target" and asked == ["tiny-target"] * 2
 
 
 async def test_more_choices_than_slots_take_turns(tiny_fleet: Fleet) -> None:

@@ -276,7 +276,7 @@ def test_a_bridge_without_its_token_does_not_start(secured: Secured, capfd: pyte
     options = ("--target", secured.target, "--listen", "127.0.0.1:0", "--service-ca", secured.ca)
     with pytest.raises(ProcessFailed), launched("bridge", "bridge", *map(str, (*options, *own))):
         pass
-    assert "refuses the bridge's token" in " ".join(capfd.readouterr().err.split())
+    assert "refuses the token of the process that asks it" in " ".join(capfd.readouterr().err.split())
     with (
         pytest.raises(ProcessFailed),
         launched("bridge", "bridge", *map(str, options), "--connect-timeout", "1"),

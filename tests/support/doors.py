@@ -62,14 +62,17 @@ def tool(name: str, **function: object) -> dict[str, object]:
 
 
 @asynccontextmanager
-async def door(tiny_fleet: Fleet, limits: Limits | None = None, **options: Any) -> AsyncIterator[tuple[str, Gateway]]:
-    """Opens a door in this process on the models of the fleet."""
+async def door(
+    tiny_fleet: Fleet, limits: Limits | None = None, stop: asyncio.Event | None = None, **options: Any
+) -> AsyncIterator[tuple[str, Gateway]]:
+    """Opens a door in this process on the models of the fleet. It closes when `stop` is set, and at the end."""
     async with AsyncExitStack() as stack:
         zoo = await Zoo([tiny_fleet.target], [tiny_fleet.draft]).connect()
         stack.push_async_callback(zoo.close)
         config = BridgeServerConfig(target=(tiny_fleet.target,), http="127.0.0.1:0", **options)
         gateway = Gateway(zoo)
-        yield await stack.enter_async_context(http_door(config, gateway, asyncio.Event(), limits=limits)), gateway
+        opening = http_door(config, gateway, stop or asyncio.Event(), limits=limits)
+        yield await stack.enter_async_context(opening), gateway
 
 
 def raw(
