@@ -1,5 +1,6 @@
 """Estimates the costs and acceptance of a draft, from measured times and accepted candidates."""
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
@@ -64,7 +65,8 @@ class DraftEstimates:
         self.goes_on_if_right = Chances(_POSITIONS, _GOES_ON_IF_RIGHT_PRIORS)
         # The passes since the draft was last used, and those after which it is tried.
         self.idle_pass_count, self.trial_interval = 0, _MIN_TRIAL_INTERVAL
-        self._contexts: deque[Sequence[int]] = deque(maxlen=_CACHED_CONTEXTS)
+        # A ninth of the memory that a list needs.
+        self._contexts: deque[array[int]] = deque(maxlen=_CACHED_CONTEXTS)
 
     @property
     def token_ns(self) -> float:
@@ -99,13 +101,13 @@ class DraftEstimates:
 
     def cached_token_count(self, ids: Sequence[int]) -> int:
         """Returns how many of the first `ids` the draft has probably cached. A thread may ask."""
-        contexts = tuple(self._contexts)  # the event loop may add one meanwhile
-        return max((common_prefix_length(ids, one) for one in contexts), default=0)
+        contexts, found = tuple(self._contexts), array("I", ids)  # the event loop may add one meanwhile
+        return max((common_prefix_length(found, one) for one in contexts), default=0)
 
     def observe_context(self, ids: Sequence[int]) -> None:
         """Records that the draft has read `ids`."""
-        if ids not in self._contexts:
-            self._contexts.append(ids)
+        if (read := array("I", ids)) not in self._contexts:
+            self._contexts.append(read)
 
     def observe_turn(self, token_count: int, *, ended_early: bool) -> None:
         """Records the length of a turn that the draft might end early, and whether it has."""

@@ -11,6 +11,8 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from cachetools import LRUCache
+
 from bridge.measuring.chances import Chances, RequestChances
 from bridge.measuring.costs import MAX_DELAY_RATIO, PRIOR_HOP_NS, Ewma, ForwardTime, WidthCost
 from bridge.measuring.draft_estimates import DraftEstimates
@@ -37,6 +39,8 @@ _MIN_RATIO = 0.1
 _MAX_TIME_RATIO = 3.0
 # The least chance of candidates that are tried, once in a while, though they are not expected to pay.
 _PROMISING = 0.5
+# The drafts that are remembered, by name: one may come back under ever new names.
+_MAX_DRAFTS = 256
 # The weight of the newest pass in the average gain from waiting for candidates.
 _GAIN_FRESH = 0.2
 
@@ -112,7 +116,7 @@ class TargetEstimates:
         # By source that proposes at once.
         self.chances: dict[str, Chances] = {}
         self.corrections: dict[str, Correction] = {}
-        self.drafts: dict[str, DraftEstimates] = {}
+        self.drafts: LRUCache[str, DraftEstimates] = LRUCache(_MAX_DRAFTS)
         # The tokens of a text. As lengths vary, this is also how many are still to come at any time.
         self.text_tokens = Ewma(_PRIOR_TEXT_TOKENS, count=_PRIOR_TEXTS)
         # By source, the passes since one with its candidates; under "", those since one without candidates.

@@ -35,6 +35,8 @@ _MAX_TOKENIZERS = 32
 _MAX_GUEST_TEMPLATES = 8
 # No tokenizer has more ids; logits of more columns would exhaust the memory of every process.
 _MAX_VOCABULARY_SIZE = 1 << 24
+# The most items of each list of a description, and characters of each text: requests and tokens take time for each.
+_MOST_COSTS, _MOST_ENDS, _MOST_UNITS, _MOST_CHARACTERS = 64, 1024, 4096, 256
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class ModelReader:
                         f"{address} sends a tokenizer of more than {_TOKENIZER_LIMIT_BYTES} bytes or "
                         f"{_MAX_TOKENIZER_PIECES} pieces"
                     )
-            got = hashlib.sha256(data).hexdigest()
+            got = (await asyncio.to_thread(hashlib.sha256, data)).hexdigest()
             if not got == announced == sha256:
                 raise ChecksumMismatch(
                     f"the tokenizer from {address} has SHA-256 {got}, not {sha256} as announced: restart that server",
@@ -165,6 +167,18 @@ class ModelReader:
         return vocabulary, flaw
 
 
+def excess_of(description: model_pb2.Model) -> tuple[str, int, int] | None:
+    """Returns a field that is longer than that of any model, the most that it may have, and what it has; or None."""
+    lengths = [
+        ("forward_costs", _MOST_COSTS, len(description.forward_costs)),
+        ("special_ids.eos", _MOST_ENDS, len(description.special_ids.eos)),
+        ("compute_units", _MOST_UNITS, len(description.compute_units)),
+    ]
+    texts = ("revision", "engine", "device", "dtype")
+    lengths += [(name, _MOST_CHARACTERS, len(getattr(description, name))) for name in texts]
+    return next((one for one in lengths if one[2] > one[1]), None)
+
+
 def _check_vocabulary(description: model_pb2.Model, vocabulary: Vocabulary, address: str) -> None:
     """Raises `UnusableModel` for a description that cannot be true of a model with this tokenizer."""
     size, ids = description.vocabulary_size, description.special_ids
@@ -175,6 +189,8 @@ def _check_vocabulary(description: model_pb2.Model, vocabulary: Vocabulary, addr
         problem = f"the special id {wrong[0]} and a vocabulary of {size} ids"
     elif description.context_length < 2:
         problem = f"a context of {description.context_length} tokens"
+    elif excess := excess_of(description):
+        problem = f"a {excess[0]} of length {excess[2]}, where {excess[1]} is the most"
     else:
         return
     raise UnusableModel(

@@ -27,7 +27,7 @@ from services.bridge.pairing import Pairing, Wish
 from services.bridge.remote import RemoteDrafter, RemoteVerifier
 from services.bridge.replicas import Balancer, ResumingVerifier, blocks_of, is_broken
 from services.bridge.zoo import Zoo
-from services.errors import BridgeBusy, GrammarNotSupported
+from services.errors import BridgeBusy, GrammarNotSupported, PairRefused
 from services.grammars.store import ByteGrammars
 from services.metrics import BridgeMetrics, RequestMetrics
 from services.rpc.status import code_of
@@ -42,7 +42,7 @@ _NO_MEMORY = "this bridge does not learn from the outputs of tenants: start it w
 class RequestCounts:
     """Numbers of requests, running and by how they ended. `cancelled`: the client left before the end.
 
-    `refused`: the request was invalid, or a limit was reached. `failed`: any other error.
+    `refused`: the request was invalid or not for these models, or a limit was reached. `failed`: any other error.
     """
 
     active: int = 0
@@ -60,8 +60,8 @@ class RequestCounts:
             yield
             outcome = "finished"
         except Exception as error:
-            refused = isinstance(error, DraftBridgeError) and code_of(error) in _REFUSALS
-            outcome = "refused" if refused else "failed"
+            limited = isinstance(error, DraftBridgeError) and code_of(error) in _REFUSALS
+            outcome = "refused" if limited or isinstance(error, GrammarNotSupported | PairRefused) else "failed"
             raise
         finally:
             self.active -= 1

@@ -23,6 +23,7 @@ from bridge.sources.source import Outcome
 from bridge.statistics import Statistics
 from bridge.text.vocabulary import Vocabulary
 from draftbridge.v1 import candidate_pb2, candidate_pb2_grpc
+from services.bridge.endpoint import excess_of
 from services.bridge.guest_drafts import GuestDrafts
 from services.bridge.guest_tokenizers import GuestTokenizers
 from services.bridge.replicas import Balancer
@@ -222,6 +223,8 @@ def _check(opening: candidate_pb2.ProposeOpen) -> None:
     if not name.isprintable() or not 0 < len(name) <= _MAX_NAME_LENGTH:
         raise InvalidField("open.engine", f"1 to {_MAX_NAME_LENGTH} printable characters", f"{len(name)} characters")
     check_engine(model, opening.sources)
+    if excess := excess_of(model):
+        raise InvalidField(f"open.model.{excess[0]}", f"at most {excess[1]} long", excess[2])
     if len(model.tokenizer_sha256) != 64:
         raise InvalidField("open.model.tokenizer_sha256", "64 hexadecimal digits", repr(model.tokenizer_sha256[:80]))
 

@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import astuple, fields
 from itertools import count
+from math import inf
 from pathlib import Path
+from threading import Semaphore
 from time import monotonic, sleep, time
 from typing import Any
 
@@ -28,8 +30,8 @@ _WRITE = (
 # Rows to keep: those that were updated last; and the requests after which the others are removed.
 _MAX_ROWS, _TRIM_REQUESTS = 4096, 256
 _TRIM = "DELETE FROM pair_record WHERE rowid NOT IN (SELECT rowid FROM pair_record ORDER BY updated DESC LIMIT ?)"
-# How long to wait for another process that writes the file.
-_LOCKED_SECONDS, _RETRY_SECONDS = 5.0, 0.05
+# How long to wait for another process that writes the file, and the most writes that wait meanwhile.
+_LOCKED_SECONDS, _RETRY_SECONDS, _MAX_WAITING = 5.0, 0.05, 1000
 
 
 class _ForeignFile(Exception):
@@ -50,6 +52,8 @@ class PairMemory:
         self._writer = ThreadPoolExecutor(1, "pair memory")
         self._database: sqlite3.Connection | None = None
         self._failed, self._written_count = False, 0
+        # Room for writes that wait, and the time after which none is made any more.
+        self._room, self._end = Semaphore(_MAX_WAITING), inf
         self.records: dict[RecordKey, PairRecord] = {}
         try:
             self.records = self._open()
@@ -59,11 +63,13 @@ class PairMemory:
             self._set_aside(error)
 
     def add(self, key: RecordKey, request: PairRecord) -> None:
-        """Adds a request to a record soon, in the order of the calls."""
-        self._submit(self._write, key, astuple(request))
+        """Adds a request to a record soon, in the order of the calls; not while too many wait for a locked file."""
+        if self._room.acquire(blocking=False):
+            self._submit(self._write, key, astuple(request))
 
     def close(self) -> None:
-        """Writes what is still to be written, and closes the file."""
+        """Writes what is still to be written, for some seconds at most, and closes the file."""
+        self._end = monotonic() + _LOCKED_SECONDS
         if self._database:
             self._submit(self._database.close)
         self._writer.shutdown()
@@ -138,7 +144,8 @@ class PairMemory:
             raise ValueError(f"its records have the columns {', '.join(columns)}")
 
     def _write(self, key: RecordKey, values: tuple[float, ...]) -> None:
-        if self._database:
+        self._room.release()
+        if self._database and monotonic() < self._end:
             self._database.execute(_WRITE, (*key, *values, time()))
             self._written_count += 1
             if self._written_count % _TRIM_REQUESTS == 0:

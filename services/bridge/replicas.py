@@ -14,6 +14,7 @@ from time import perf_counter_ns
 
 import grpc
 from cachetools import LRUCache
+from grpc import aio
 
 from bridge.errors import DraftBridgeError, NotReady, TargetFault, Unreachable
 from bridge.ports import Candidates, Grant, Pass, Run
@@ -52,7 +53,8 @@ _MOVED_REASONS = (
 
 @dataclass
 class _Replica:
-    """What is known of one address. `failures`: in a row; `retry_ns`: when one request, `trial`, may try it again.
+    """What is known of one address. `failures`: in a row; `retry_ns`: when one request may try it again; `trial`: that
+    request, since `trial_ns`.
 
     `retired`: it left its host name and is forgotten with its last request.
     """
@@ -61,8 +63,13 @@ class _Replica:
     failures: int = 0
     retry_ns: int = 0
     trial: object = None
+    trial_ns: int = 0
     retired: bool = False
     blocks: "LRUCache[bytes, bool]" = field(default_factory=lambda: LRUCache(_REMEMBERED_BLOCKS))
+
+    def is_on_trial(self, now: int) -> bool:
+        """Returns whether a request tries it. One that still has not asked it for anything counts no longer."""
+        return self.trial is not None and now < self.trial_ns + _MAX_PAUSE_NS
 
 
 class Balancer:
@@ -84,10 +91,10 @@ class Balancer:
         """
         now = self._clock()
         known = [(endpoint, self._of(endpoint)) for endpoint in endpoints]
-        due = [one for one in known if one[1].failures and one[1].trial is None and one[1].retry_ns <= now]
+        due = [one for one in known if one[1].failures and one[1].retry_ns <= now and not one[1].is_on_trial(now)]
         if due:
             endpoint, replica = min(due, key=lambda one: one[1].retry_ns)
-            replica.trial = request
+            replica.trial, replica.trial_ns = request, now
             return endpoint
         working = [one for one in known if not one[1].failures]
         if not working:
@@ -214,9 +221,11 @@ class ResumingVerifier:
         # Of the failures since a replica made progress: how to take each back, and the codes.
         self._failures: list[Callable[[], None]] = []
         self._codes: set[grpc.StatusCode] = set()
+        self._fails_everywhere = False
         self._generated: list[int] = []
         self._run = Run(0, (), 0, 0, 0, 0)
-        self._open(balancer.choose(endpoints(), prompt, self))
+        chosen = balancer.choose(endpoints(), prompt, self)
+        self._use(chosen, self._connected(chosen))
 
     @property
     def endpoint(self) -> Endpoint:
@@ -265,7 +274,8 @@ class ResumingVerifier:
         try:
             yield
         except TargetFault:
-            self._balancer.on_failure(self._endpoint, self)
+            if not self._fails_everywhere:
+                self._balancer.on_failure(self._endpoint, self)
             raise
 
     def close(self) -> None:
@@ -274,8 +284,15 @@ class ResumingVerifier:
         self._load.close()
         self._balancer.closed(self._endpoint, self)
 
-    def _open(self, endpoint: Endpoint) -> None:
-        self._endpoint, self._verifier, self._load = endpoint, self._connect(endpoint), ExitStack()
+    def _connected(self, endpoint: Endpoint) -> RemoteVerifier:
+        """Opens a stream to a replica. Raises `Unreachable` if it has left its host name, which closes its channel."""
+        try:
+            return self._connect(endpoint)
+        except aio.UsageError as error:
+            raise Unreachable(endpoint.address, "it has left its host name") from error
+
+    def _use(self, endpoint: Endpoint, verifier: RemoteVerifier) -> None:
+        self._endpoint, self._verifier, self._load = endpoint, verifier, ExitStack()
         self._load.enter_context(endpoint.estimates.request())
         self._tried.add(endpoint.address)
         self._balancer.opened(endpoint, self._prompt)
@@ -288,12 +305,15 @@ class ResumingVerifier:
         self._on_error(self._endpoint, error)
         others = [one for one in self._endpoints() if one.address not in self._tried]
         if not others and len(self._tried) > 1 and len(self._codes) == 1 and self._codes.issubset(_FAULTY_CODES):
+            self._fails_everywhere = True
             for take_back in self._failures:
                 take_back()
         if not others or not (is_lost(error) or is_broken(error) or error.reason in _MOVED_REASONS):
             raise _named(error, self._endpoint)
+        chosen = self._balancer.choose(others, self._prompt, self)
+        verifier = self._connected(chosen)
         self.close()
-        self._open(self._balancer.choose(others, self._prompt, self))
+        self._use(chosen, verifier)
         await self._verifier.run(self._resumed())
 
     def _resumed(self) -> Run:

@@ -150,8 +150,8 @@ class Zoo:
         endpoint = connection.endpoint
         if endpoint is None:
             return ""
-        owner = self._owners()[endpoint.role, endpoint.model.name]
-        if owner.identity == endpoint.identity:
+        owner = self._owners().get((endpoint.role, endpoint.model.name))  # None if it has just left its host name
+        if owner is None or owner.identity == endpoint.identity:
             return ""
         what = "tokenizer" if owner.identity[1] == endpoint.identity[1] else "revision"
         return (

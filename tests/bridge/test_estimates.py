@@ -325,3 +325,19 @@ async def test_a_request_that_moves_to_another_replica_learns_the_costs_of_that_
         elif count == 21:  # the pass with which the move is noticed
             known_ns = first.costs.single_ns
     assert first.costs.single_ns == known_ns > 0 and second.costs.single_ns > 0
+
+
+def test_drafts_with_ever_new_names_are_forgotten() -> None:
+    estimates = TargetEstimates()
+    for number in range(1000):
+        estimates.draft(f"v{number}")
+    assert len(estimates.drafts) == 256 and "v999" in estimates.drafts
+
+
+def test_what_a_draft_has_read_is_kept_in_little_memory_and_once() -> None:
+    draft = DraftEstimates()
+    for _ in range(2):
+        draft.observe_context(list(range(1000)))
+    (kept,) = draft._contexts
+    assert kept.itemsize * len(kept) == 4000
+    assert draft.cached_token_count([0, 1, 2, 9]) == 3

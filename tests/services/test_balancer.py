@@ -7,8 +7,9 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc import aio
 
-from bridge.errors import DraftBridgeError, NotReady, TargetFault, Unreachable
+from bridge.errors import DraftBridgeError, InvalidGrammar, NotReady, TargetFault, Unreachable
 from bridge.planning.estimates import TargetEstimates
 from bridge.ports import FinishReason, Grant, Pass, Run
 from bridge.request import Request
@@ -304,3 +305,65 @@ def test_a_replica_that_breaks_when_it_is_no_longer_configured_is_forgotten(conf
     balancer.closed(B, assignment)
     assignment._on_failure(B, B, Unreachable("b", "its stream broke"))
     assert balancer._replicas.keys() == ({B.address} if configured else set())
+
+
+@pytest.mark.parametrize(
+    ("error", "pauses"),
+    [
+        (InvalidGrammar("grammar", "is too complex"), False),
+        (RemoteError(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_GRAMMAR", "it is too complex", {}), False),
+        (RemoteError(grpc.StatusCode.INVALID_ARGUMENT, "PROTOCOL_VIOLATION", "send the sync first", {}), True),
+        (RemoteError(grpc.StatusCode.INTERNAL, "ENGINE_FAILURE", "out of memory", {}), True),
+    ],
+    ids=str,
+)
+def test_a_request_that_a_draft_refuses_does_not_keep_others_from_it(error: DraftBridgeError, pauses: bool) -> None:
+    paused = list[object]()
+    pairing: Any = SimpleNamespace(
+        balancer=Balancer(),
+        pauses=SimpleNamespace(failed=lambda target, draft: paused.append(draft)),
+        replicas=lambda target, draft: [],
+        zoo=SimpleNamespace(connections=[A, B]),
+    )
+    Assignment(pairing, A, [], Wish())._on_failure(B, B, error)
+    assert paused == [B] * pauses
+
+
+async def test_a_replica_that_has_left_its_name_is_lost_and_not_a_bug() -> None:
+    endpoints, balancer = [endpoint(name) for name in "ab"], Balancer()
+    opened = iter([Breaking(Pass(0, (70,), 0, 0))])
+
+    def connect(one: Any) -> Any:
+        if (found := next(opened, None)) is None:
+            raise aio.UsageError("Channel is closed.")
+        return found
+
+    verifier = ResumingVerifier(balancer, lambda: endpoints, connect, lambda one, error: None, [])
+    with pytest.raises(Unreachable, match="left its host name"):
+        assert [one.token_ids async for one in verifier.passes()] == [(70,)]
+    verifier.close()
+    assert {one.active for one in balancer._replicas.values()} == {0} and running(endpoints) == [0, 0]
+    with pytest.raises(Unreachable, match="left its host name"):
+        ResumingVerifier(balancer, lambda: endpoints, connect, lambda one, error: None, [])
+
+
+async def test_a_contract_that_all_replicas_break_alike_pauses_none() -> None:
+    balancer, endpoints = Balancer(Clock()), [endpoint(name) for name in "ab"]
+    fault = TargetFault("it sends what cannot be parsed")
+    verifier = refusing(balancer, endpoints, {"a": fault, "b": fault})
+    with pytest.raises(TargetFault), verifier.judged():
+        await anext(verifier.passes())
+    verifier.close()
+    assert not any(balancer._of(one).failures for one in endpoints)
+
+
+def test_a_trial_that_asks_nothing_does_not_keep_others_away() -> None:
+    clock = Clock()
+    balancer = Balancer(clock)
+    balancer.on_failure(A, ONE)
+    clock.seconds = 0.6
+    assert balancer.choose([A, B], [], object()) is A
+    clock.seconds = 30
+    assert balancer.choose([A, B], [], ONE) is B
+    clock.seconds = 31
+    assert balancer.choose([A, B], [], ONE) is A

@@ -96,6 +96,7 @@ async def test_a_service_without_grammars_is_not_asked_to_obey_one(gateway: Gate
     target.description.grammars = False
     with pytest.raises(GrammarNotSupported, match="tiny-target's service does not support grammars"):
         await text()
+    assert (gateway.counts.refused, gateway.counts.failed) == (1, 0)
 
 
 async def test_a_target_that_is_lost_is_the_reason_if_no_other_replica_obeys_grammars(

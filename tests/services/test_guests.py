@@ -2,7 +2,7 @@
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -117,6 +117,13 @@ def raw(bridge: Bridge) -> Iterator[Raw]:
     eventually(lambda: ("", "raw") not in bridge.servicer._connections)
 
 
+def lengthened(field: str, items: Iterable[object]) -> model_pb2.Model:
+    """Returns the description of a model with a list that is longer than that of any."""
+    model = description("byte_level")
+    getattr(model, field).extend(items)
+    return model
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -124,6 +131,8 @@ def raw(bridge: Bridge) -> Iterator[Raw]:
         ({"engine": "a\nb"}, "INVALID_FIELD"),
         ({"model": model_pb2.Model(context_length=1, vocabulary_size=1)}, "INVALID_FIELD"),
         ({"sources": ["oracle"]}, "INVALID_FIELD"),
+        ({"model": lengthened("forward_costs", [model_pb2.ForwardCost(token_count=1)] * 65)}, "INVALID_FIELD"),
+        ({"model": lengthened("compute_units", map(str, range(4097)))}, "INVALID_FIELD"),
         ({"draft": "nobody"}, "MODEL_NOT_FOUND"),
     ],
 )

@@ -5,6 +5,7 @@ import threading
 from contextlib import closing
 from dataclasses import astuple, replace
 from pathlib import Path
+from time import monotonic
 
 import pytest
 
@@ -146,6 +147,24 @@ def test_a_file_that_another_process_has_locked_is_left_alone(
     other.close()
     assert memory.records == {} and "cannot be used" in caplog.text
     assert recall(path) == {KEY: RECORD}
+
+
+def test_a_file_that_stays_locked_holds_up_neither_requests_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pairs.sqlite"
+    monkeypatch.setattr(pair_memory, "_LOCKED_SECONDS", 0.2)
+    monkeypatch.setattr(pair_memory, "_MAX_WAITING", 50)
+    memory = PairMemory(path)
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for _ in range(200):
+            memory.add(KEY, RECORD)
+        assert memory._writer._work_queue.qsize() <= 50
+        began = monotonic()
+        memory.close()
+        assert monotonic() - began < 5, "50 writes would take 10 s"
+    assert "cannot be written" in caplog.text and recall(path) == {}
 
 
 def test_a_file_that_is_locked_for_a_moment_is_waited_for_also_where_sqlite_does_not_wait(

@@ -233,7 +233,9 @@ async def test_a_model_that_lies_about_its_vocabulary_is_refused() -> None:
     no_columns = replace(liar, model=replace(liar.model, vocabulary_size=0))
     ids = replace(liar.model.special_ids, eos=(4_000_000_000,))
     wrong_ids = replace(liar, model=replace(liar.model, special_ids=ids))
-    for wrong in (no_columns, wrong_ids):
+    many_ends = replace(liar, model=replace(liar.model, special_ids=replace(ids, eos=(1,) * 2000)))
+    many_costs = replace(liar, model=replace(liar.model, forward_costs=tuple((one, one) for one in range(1, 100))))
+    for wrong in (no_columns, wrong_ids, many_ends, many_costs):
         async with serving(wrong) as address:
             zoo = Zoo([address], [])
             with pytest.raises(UnusableModel, match=r"liar .* cannot be true"):
@@ -243,6 +245,14 @@ async def test_a_model_that_lies_about_its_vocabulary_is_refused() -> None:
                 assert gateway.zoo.connections[0].state is not State.AVAILABLE
                 assert "cannot be true" in gateway.zoo.connections[0].problem
                 assert (await text_of(gateway, "", Wish(), Mode.OFF))[0]
+
+
+async def test_a_service_that_leaves_while_it_is_asked_does_not_spoil_the_status() -> None:
+    async with serving(trained("gpt-2")) as address, bridge([address], []) as gateway:
+        (one,), entries = gateway.zoo.connections, gateway.zoo._entries
+        gateway.zoo._entries = []
+        assert gateway.zoo.conflict(one) == ""
+        gateway.zoo._entries = entries
 
 
 async def test_no_other_model_takes_the_place_of_a_target_that_is_away() -> None:
