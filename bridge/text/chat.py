@@ -126,12 +126,11 @@ def end_of_turn(model: Model) -> int | None:
 def _shown_end_of_turn(model: Model) -> int | None:
     if not model.chat_template:
         return None
-    try:
-        chat = Chat((Message("user", "a"), Message("assistant", "b")))
-        text, marks = rendered(model, chat, add_generation_prompt=False)
-        ids = model.vocabulary.prompt(text, marks, framed=False).ids
-    except (InvalidRequest, UnusableModel):
+    chat = Chat((Message("user", "a"), Message("assistant", "b")))
+    found = tried(model, chat, add_generation_prompt=False)
+    if found is None:
         return None
+    ids = model.vocabulary.prompt(*found, framed=False).ids
     return next((id_ for id_ in reversed(ids) if id_ in model.special_ids.eos), None)
 
 
@@ -177,6 +176,20 @@ def rendered(model: Model, chat: Chat, *, add_generation_prompt: bool) -> tuple[
     return model.run_template(model.chat_template, variables, marks.split + marks.literal, shield), marks
 
 
+def tried(model: Model, chat: Chat, *, add_generation_prompt: bool = True) -> tuple[str, Marks] | None:
+    """Returns the same, or None for a chat that the template refuses or fails for.
+
+    A limit that it exceeded shows what the machine has to do at the moment, not what the template is like, so such an
+    error is raised.
+    """
+    try:
+        return rendered(model, chat, add_generation_prompt=add_generation_prompt)
+    except (InvalidRequest, UnusableModel) as error:
+        if isinstance(error, UnusableModel) and error.reason != UnusableModel.reason:
+            raise
+        return None
+
+
 def _adapted(model: Model, messages: Sequence[Message]) -> tuple[Message, ...]:
     """Returns the messages in the form that the model's template knows."""
     adapted = tuple(messages)
@@ -219,10 +232,10 @@ def _needs_objects(model: Model) -> bool:
 
 def _contains(model: Model, messages: tuple[Message, ...], text: str) -> bool | None:
     """Returns whether the template's text of the messages contains `text`, or None if the template fails."""
-    try:
-        written, marks = rendered(model, Chat(messages), add_generation_prompt=True)
-    except (InvalidRequest, UnusableModel):
+    found = tried(model, Chat(messages))
+    if found is None:
         return None
+    written, marks = found
     return text in written.replace(marks.split, "").replace(marks.literal, "")
 
 

@@ -8,9 +8,10 @@ the template makes exactly the same ids of it again.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import date
 
 from bridge.errors import InvalidRequest, UnusableModel
-from bridge.text.chat import Chat, Message, render_chat, rendered
+from bridge.text.chat import Chat, Message, render_chat, tried
 from bridge.text.models import Model, derived
 
 # Contents that no template writes itself, and that no template changes.
@@ -62,24 +63,32 @@ def _texts(model: Model, ids: Sequence[int]) -> list[str]:
     return texts
 
 
-@derived
 def _frames(model: Model) -> tuple[_Frame, ...]:
     """Returns the frames with and without a system message."""
-    if not model.chat_template:
-        return ()
+    days, today = _frames_by_day(model), date.today()
+    if today not in days:  # many templates write the date
+        days.clear()
+        days[today] = _learned(model) if model.chat_template else ()
+    return days[today]
+
+
+@derived
+def _frames_by_day(model: Model) -> dict[date, tuple[_Frame, ...]]:
+    return {}
+
+
+def _learned(model: Model) -> tuple[_Frame, ...]:
     turns = (Message("user", _FIRST), Message("assistant", _ANSWER), Message("user", _SECOND))
     found = []
     # First without a system message: a template may write a default one.
     for messages in (turns, (Message("system", _SYSTEM), *turns)):
         contents = [one.content for one in messages]
-        try:
-            text, _ = rendered(model, Chat(messages), add_generation_prompt=True)
-        except (InvalidRequest, UnusableModel):  # a template without system messages, for one
-            continue
+        written = tried(model, Chat(messages))
         any_content = "|".join(contents)
-        if re.findall(any_content, text) != contents:  # it changes, moves or repeats a message
+        # A template may have no system messages, and may change, move or repeat a message.
+        if written is None or re.findall(any_content, written[0]) != contents:
             continue
-        start, *system_end, to_assistant, to_user, end = re.split(any_content, text)
+        start, *system_end, to_assistant, to_user, end = re.split(any_content, written[0])
         if start and to_assistant and to_user and end:
             found.append(_Frame(start, "".join(system_end), to_assistant, to_user, end))
     return tuple(found)

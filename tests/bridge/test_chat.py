@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from bridge.request import Request
 from bridge.text.chat import (
     Chat,
     Message,
+    _drops_developer,
+    _needs_objects,
     end_of_turn,
     render_chat,
     render_ids_for,
@@ -24,7 +27,7 @@ from bridge.text.chat import (
 from bridge.text.models import Model, SpecialIds
 from bridge.text.prefix_cache import PrefixCache
 from bridge.text.vocabulary import Rendering, Vocabulary
-from services.errors import SandboxBusy
+from services.errors import SandboxBusy, TemplateLimitExceeded
 from services.sandbox.jinja import run_template
 from tests.support import real, tiny
 from tests.support.tiny import EXACT_KINDS, SPECIALS, vocabulary
@@ -180,6 +183,28 @@ def test_a_busy_sandbox_hides_the_end_of_a_turn_only_for_a_moment() -> None:
     assert end_of_turn(of) is None
     is_busy = False
     assert end_of_turn(of) == 2
+
+
+@pytest.mark.parametrize("first", [0, 1, 2], ids=["end of a turn", "developer", "calls"])
+def test_a_template_that_took_too_long_once_is_asked_again(first: int) -> None:
+    """A machine that stalls does not decide for ever how a model's chats are written."""
+    stalled = True
+
+    def run(template: str, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> str:
+        if stalled:
+            raise TemplateLimitExceeded("time", "3 s")
+        return run_template(template, variables, marks, shield)
+
+    template = (
+        "{% for m in messages %}{% if m.role != 'developer' %}{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.arguments }}{% endfor %}<eos>{% endif %}{% endfor %}"
+    )
+    of = replace(tiny.model("byte_level"), chat_template=template, run_template=run)
+    probe = (end_of_turn, _drops_developer, _needs_objects)[first]
+    with suppress(TemplateLimitExceeded):
+        assert probe(of) is None
+    stalled = False
+    assert probe(of) == (2, True, False)[first]
 
 
 def test_a_prompts_control_tokens_go_to_another_model_by_their_role() -> None:

@@ -1,5 +1,10 @@
 """A chat is read back from the ids that a template made of it, or it is not read."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import date
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +12,7 @@ from hypothesis import strategies as st
 from bridge.text.chat import Chat, Message, render_chat
 from bridge.text.chat_reading import read_chat
 from bridge.text.models import Model
+from services.sandbox.jinja import run_template
 from tests.support import tiny
 
 TURNS = (
@@ -61,3 +67,21 @@ def test_a_chat_that_was_read_renders_the_same_ids(contents: list[str], template
     ids = render_chat(model, chat(*contents[: len(contents) - (len(contents) + 1) % 2])).ids
     found = read_chat(model, ids)
     assert found is None or render_chat(model, found).ids == ids
+
+
+def test_a_template_that_writes_the_date_is_read_on_the_next_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    days = [date(2026, 7, 2), date(2026, 7, 1)]
+
+    class Calendar:
+        @staticmethod
+        def today() -> date:
+            return days[-1]
+
+    def run(template: str, variables: Mapping[str, Any], marks: str, shield: Callable[[str], str]) -> str:
+        return f"Today: {days[-1]}\n" + run_template(template, variables, marks, shield)
+
+    monkeypatch.setattr("bridge.text.chat_reading.date", Calendar)
+    model = replace(of(TURNS), run_template=run)
+    while days:
+        assert read_chat(model, render_chat(model, chat("Hello")).ids) == chat("Hello")
+        days.pop()
