@@ -211,7 +211,7 @@ class SourceSet:
                 if source.name == DRAFT:
                     self._seek(error)
                     self.note = self.note.replace(_REPLACED, _ALONE)
-                self.note = self.note or f"the {source.name} was lost ({error.reason}); {_ALONE}"
+                self.note = self.note or f"the {source.name} stopped ({error.reason}); {_ALONE}"
                 return
             self._note_bug(f"{source.name} source", error)
 

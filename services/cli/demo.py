@@ -168,13 +168,14 @@ def _why(together: Sample, alone: Sample) -> str:
     if not did.num_accepted_tokens:
         return f"None of the {did.num_draft_tokens} candidates was right here, so nothing was gained."
     pass_cost = (did.verify_ns / did.target_pass_count) / (plain.verify_ns / plain.target_pass_count)
-    shares = [
-        f"{one.accepted_byte_count / did.generated_byte_count:.0%} was {NAMES.get(one.name, f'by {one.name}')}"
+    shares = " and ".join(
+        f"{one.accepted_byte_count / did.generated_byte_count:.0%} "
+        + NAMES.get(one.name, f"by {one.name}").removeprefix("proposed ")
         for one in did.sources
         if one.accepted_byte_count
-    ]
+    )
     return (
-        f"Why: of the text, {' and '.join(shares)}. So a pass of the target gave "
+        f"Why: of the text, {shares.replace(' by ', ' was proposed by ', 1)}. So a pass of the target gave "
         f"{(together.token_count + 1) / did.target_pass_count:.1f} tokens instead of 1 and took {pass_cost:.2f} times "
         f"as long; {did.waited_ns / did.elapsed_ns:.0%} of the time the target waited for the draft. "
         f"Predicted: {did.predicted_tokens_per_second:.1f} tokens/s, measured: {did.measured_tokens_per_second:.1f}."

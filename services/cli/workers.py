@@ -23,8 +23,8 @@ from services.rpc.server import PortTaken, Stop, host_and_port, stop_event, unle
 
 _log = logging.getLogger(__name__)
 
-# The pause before a worker that has ended is started again.
-_RESTART_SECONDS = 1.0
+# The pause before a worker that has ended is started again, at first and at most: it doubles until a worker serves.
+_RESTART_SECONDS, _MAX_RESTART_SECONDS = 1.0, 30.0
 
 
 def run_workers(config: BridgeServerConfig, until_stdin_closes: bool, on_start: Callable[[str], None]) -> None:
@@ -94,6 +94,15 @@ async def _serve(
         await asyncio.gather(*(worker.kill() for worker in workers))
 
 
+def _environment() -> dict[str, str]:
+    """Returns the environment of a worker, which has only the options of its command line.
+
+    The file of the configuration may have changed since, and then its siblings would have other settings.
+    """
+    ours = "DRAFTBRIDGE_BRIDGE_"
+    return {key: value for key, value in os.environ.items() if key != "DRAFTBRIDGE_CONFIG" and not key.startswith(ours)}
+
+
 class _Worker:
     """One worker. `ready` gets what it announces when it serves for the first time."""
 
@@ -108,16 +117,18 @@ class _Worker:
 
     async def run(self, stop: Stop) -> None:
         """Runs the worker, and starts it again when it ends, until `stop` is set. Raises `ProcessFailed`."""
+        pause = _RESTART_SECONDS
         while not stop.is_set():
             try:
                 process = self._process = await asyncio.create_subprocess_exec(
-                    *self._arguments, stdin=PIPE, stdout=PIPE, start_new_session=os.name == "posix"
+                    *self._arguments, stdin=PIPE, stdout=PIPE, env=_environment(), start_new_session=os.name == "posix"
                 )
             except OSError as error:  # the system may lack memory or processes for a moment
                 ended, reason = f"could not be started ({error.strerror})", str(error.strerror)
             else:
                 ending = asyncio.create_task(self._end(process, stop))
-                await self._read(process)
+                if await self._read(process):
+                    pause = _RESTART_SECONDS
                 ended, reason = f"ended with status {await process.wait()}", "see its message above"
                 ending.cancel()
             if stop.is_set():
@@ -125,8 +136,9 @@ class _Worker:
             if not self.ready.done():
                 self.ready.set_exception(ProcessFailed(f"worker {self._number} did not start: {reason}"))
                 return
-            _log.error("worker %d %s and is started again", self._number, ended)
-            await unless(stop.wait(), asyncio.sleep(_RESTART_SECONDS))
+            _log.error("worker %d %s and is started again in %.0f s", self._number, ended, pause)
+            await unless(stop.wait(), asyncio.sleep(pause))
+            pause = min(2 * pause, _MAX_RESTART_SECONDS)
 
     async def kill(self) -> None:
         """Ends the worker at once. Waits for the end of its pipes, because they must not outlive the event loop."""
@@ -135,16 +147,20 @@ class _Worker:
                 self._process.kill()
             await self._process.communicate()
 
-    async def _read(self, process: Process) -> None:
-        """Reads what the worker prints, to its end."""
+    async def _read(self, process: Process) -> bool:
+        """Reads what the worker prints, to its end. Returns whether it has served."""
         assert process.stdout is not None
+        served = False
         async for line in process.stdout:
             text = line.decode(errors="replace").rstrip()
             if not text.startswith(READY):
                 with suppress(OSError):  # nobody reads our output any more, and the bridge goes on
                     print(text, flush=True)
-            elif not self.ready.done():
+                continue
+            served = True
+            if not self.ready.done():
                 self.ready.set_result(text.removeprefix(READY))
+        return served
 
     @staticmethod
     async def _end(process: Process, stop: Stop) -> None:

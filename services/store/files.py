@@ -114,7 +114,10 @@ def _special_ids(directory: Path, vocabulary: Vocabulary, settings: dict[str, An
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str:
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text()
+        try:
+            return file.read_text("utf-8")
+        except ValueError as error:
+            raise UnusableModel(f"{file} is not UTF-8 ({error}): download it again, or remove it") from None
     template = settings.get("chat_template") or ""
     if isinstance(template, list):
         template = next((one["template"] for one in template if one.get("name") == "default"), "")

@@ -145,10 +145,10 @@ async def test_the_first_fault_is_the_one_that_is_noted() -> None:
     assert chain.offers() == [] and chain.empty
     later, _, _ = draft_source()
     chain.insert(later)
-    assert chain.note == "the draft was lost (SERVICE_UNREACHABLE); another draft replaced it"
+    assert chain.note == "the draft stopped (SERVICE_UNREACHABLE); another draft replaced it"
     later._error = ProtocolViolation("later")
     assert chain.offers() == []
-    assert chain.note == "the draft was lost (SERVICE_UNREACHABLE); the target went on without it"
+    assert chain.note == "the draft stopped (SERVICE_UNREACHABLE); the target went on without it"
 
 
 def pass_alone(chain: SourceSet, tape: Tape) -> None:

@@ -38,6 +38,17 @@ def test_options_give_the_same_configuration_whatever_the_environment_is() -> No
     assert {"--insecure", "--no-channelz", "--service-ca"} <= set(words)
 
 
+async def test_a_worker_reads_neither_a_file_nor_the_environment_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CONFIG", "changed.toml")
+    monkeypatch.setenv("DRAFTBRIDGE_BRIDGE_DRAFT", "b:2")
+    stop, worker = Stop(), workers._Worker(0, BridgeServerConfig(target=("a:1",)))
+    worker._arguments = ["sh", "-c", 'echo "listening on a:2$DRAFTBRIDGE_CONFIG$DRAFTBRIDGE_BRIDGE_DRAFT"; exec cat']
+    task = asyncio.create_task(worker.run(stop))
+    assert await worker.ready == "a:2"
+    stop.set()
+    await task
+
+
 async def test_a_worker_that_the_system_cannot_start_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_RESTART_SECONDS", 0.0)
     stop, missing = Stop(), ["/nowhere/python"]
@@ -60,6 +71,27 @@ async def test_a_worker_that_the_system_cannot_start_is_tried_again(monkeypatch:
     workers._log.addFilter(end)
     await task
     workers._log.removeFilter(end)
+
+
+async def test_a_worker_is_tried_more_seldom_until_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(workers, "_RESTART_SECONDS", 0.002)
+    monkeypatch.setattr(workers, "_MAX_RESTART_SECONDS", 0.005)
+    stop, worker, pauses = Stop(), workers._Worker(0, BridgeServerConfig(target=("a:1",))), list[float]()
+    serves = 'echo >> "$0"; case $(wc -l < "$0") in 1|5) echo listening on a:2;; esac'
+    worker._arguments = ["sh", "-c", serves, str(tmp_path / "runs")]
+
+    def note(record: logging.LogRecord) -> bool:
+        pauses.append(record.args[2])  # type: ignore[index,arg-type]
+        if len(pauses) == 6:
+            stop.set()
+        return True
+
+    workers._log.addFilter(note)
+    try:
+        await worker.run(stop)
+    finally:
+        workers._log.removeFilter(note)
+    assert pauses == [0.002, 0.004, 0.005, 0.005, 0.002, 0.004]
 
 
 async def test_a_worker_is_started_again_when_nobody_reads_the_output_any_more(

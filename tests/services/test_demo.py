@@ -91,6 +91,21 @@ def test_a_gain_of_nothing_is_explained(tried: int, words: str) -> None:
     assert words in demo._why(together, replace(together, way=ALONE))
 
 
+def test_the_gain_is_explained_by_source() -> None:
+    sources = [
+        bridge_pb2.SourceStatistics(name="draft", accepted_byte_count=77),
+        bridge_pb2.SourceStatistics(name="suffix", accepted_byte_count=1),
+        bridge_pb2.SourceStatistics(name="learned"),
+    ]
+    did = bridge_pb2.SpeculationStatistics(
+        num_draft_tokens=40, num_accepted_tokens=20, target_pass_count=10, verify_ns=10, elapsed_ns=10,
+        generated_byte_count=100, sources=sources,
+    )  # fmt: skip
+    together = Sample(0, "", AUTO, 29, 10, 0, "", did)
+    expected = "Why: of the text, 77% was proposed by the draft and 1% by prompt lookup. So a pass"
+    assert demo._why(together, replace(together, way=ALONE)).startswith(expected)
+
+
 @pytest.mark.parametrize("draft", ["none", "suffix"])
 def test_a_draft_without_a_model_needs_no_files(gone: dict[str, Exception], draft: str) -> None:
     gone[draft] = ModelNotFound("there is no such model")

@@ -17,6 +17,7 @@ from services.store import download
 from services.store.built_in import BUILT_IN, BuiltIn
 from services.store.cache import NoSpace, cache_directory, scratch_directory
 from services.store.download import built_in_gguf
+from services.store.files import _chat_template
 from services.store.resolve import resolve, resolve_gguf
 from tests.support import gguf
 
@@ -215,3 +216,12 @@ def test_the_hub_comes_first_and_the_packages_where_it_has_another_file(
         wheel.unlink()
     assert built_in_gguf(replace(on_hub, name="again"), ignore).read_bytes() == WHOLE
     assert not held
+
+
+def test_a_chat_template_that_is_no_text_is_refused_with_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "chat_template.jinja"
+    file.write_bytes("{{ '▁' }}".encode())
+    assert _chat_template(tmp_path, {}) == "{{ '▁' }}"
+    file.write_bytes(b"{{ '\xff' }}")
+    with pytest.raises(UnusableModel, match=r"chat_template\.jinja is not UTF-8"):
+        _chat_template(tmp_path, {})
