@@ -11,8 +11,8 @@ and planning, and waiting for a draft. The first `--warm` steps of each number o
 
 With `--draft-tokenizer`, a draft service recites the text without computing, right with probability `--acceptance`;
 without it there is prompt lookup alone. "round trip": milliseconds that a proxy puts between engine and bridge; 0:
-without the proxy. "missed": deadlines that passed while the engine waited; after three in a row the client does not
-wait until an answer is in time. "speed": tokens per second relative to the engine alone.
+without the proxy. "missed": answers that came after their deadline; after three in a row the client does not wait until
+an answer is in time. "speed": tokens per second relative to the engine alone.
 """
 
 import argparse
@@ -69,18 +69,18 @@ def measure(
         _Sequence(next(_IDS), truth[index * stride :] + truth[: index * stride], options.prompt)
         for index in range(count)
     ]
-    times, late, warm_accepted = [], 0, 0
+    times, warm_late, warm_accepted = [], 0, 0
     for number in range(options.warm + options.steps):
         if number == options.warm:
-            warm_accepted = sum(one.accepted for one in sequences)
-        before, began = client.counts.late_count, time.perf_counter()
+            warm_late, warm_accepted = client.counts.late_count, sum(one.accepted for one in sequences)
+        began = time.perf_counter()
         found = client.step([one.step() for one in sequences], deadline=deadline_ms / 1000)
         if number >= options.warm:
             times.append(1000 * (time.perf_counter() - began))
-            late += client.counts.late_count - before
         for one in sequences:
             one.forward(found[one.id].token_ids if one.id in found else ())
         time.sleep(options.forward_ms / 1000)  # in place of the engine's forward
+    late = client.counts.late_count - warm_late  # counted when an answer arrives, mostly between steps
     client.step([], ended=[one.id for one in sequences], deadline=0)
     accepted = sum(one.accepted for one in sequences) - warm_accepted
     return {

@@ -108,7 +108,7 @@ def ours(prompt: str, played: Sequence[Round], draft: Model, target: Model) -> W
         epoch = DraftEpoch(number, len(one.proposed), True, b"")
         for id_ in one.proposed:
             epoch.add(id_, draft.vocabulary.token_bytes(id_), 1.0)
-        if ahead := epoch.ahead("draft"):
+        if ahead := epoch.ahead():
             offer_of(target.vocabulary, [ahead])
         tape.commit(one.committed)
         syncs.append(context.append(tape.data[ends[-1] :], one.proposed))

@@ -87,6 +87,8 @@ class EngineStream:
 
     outbox: "queue.SimpleQueue[Any]" = field(default_factory=queue.SimpleQueue)
     opened: bool = False
+    # The sequences that the bridge holds at most: it has dropped those that were named least recently.
+    max_sequence_count: int = 0
     kept: dict[int, int] = field(default_factory=dict)
     answers: dict[int, Answer] = field(default_factory=dict)
     # By sequence: the step of the answer that the last candidates came from, and their number.
@@ -115,6 +117,14 @@ class EngineStream:
         self.answers.pop(sequence_id, None)
         self.returned.pop(sequence_id, None)
 
+    def trim(self, named_count: int) -> None:
+        """Forgets what the bridge has dropped: all but the sequences that were named last, of an engine that ends none.
+
+        `named_count`: the number that the present step names.
+        """
+        while self.max_sequence_count and len(self.kept) > max(self.max_sequence_count, named_count):
+            self.forget(next(iter(self.kept)))
+
     def note_kept(self, one: SequenceStep) -> None:
         """Notes which of a sequence's tokens still stand."""
         if (held := self.kept.get(one.sequence_id)) is not None:
@@ -125,12 +135,12 @@ class EngineStream:
 
     def gained(self, one: SequenceStep) -> candidate_pb2.ProposeSequence:
         """Returns the message for a sequence, and notes that the bridge has its tokens."""
-        kept = self.kept.get(one.sequence_id, 0)
+        kept = self.kept.pop(one.sequence_id, 0)
         new = one.token_ids[kept:]
         step, count = self.returned.pop(one.sequence_id, (0, 0))
         if one.verified_count is not None:
             count = min(count, one.verified_count)
-        self.kept[one.sequence_id] = len(one.token_ids)
+        self.kept[one.sequence_id] = len(one.token_ids)  # at the end, as the one that was named last
         return candidate_pb2.ProposeSequence(
             sequence_id=one.sequence_id,
             kept_token_count=kept,

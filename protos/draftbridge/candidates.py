@@ -227,6 +227,7 @@ class CandidateClient:
                 forward_token_count=forward_token_count,
             )
             stream.ended.clear()
+            stream.trim(len(sequences))
             usable = (1 - _RESERVE) * deadline - self._overhead_seconds
             request.deadline_us = max(int(usable * 1e6), 0)
             stream.sent[request.step] = time.monotonic(), deadline
@@ -345,7 +346,7 @@ class CandidateClient:
         draft = f"the draft {opened.draft}" if opened.draft else "no draft"
         self._log_once(f"candidates from {self._address}, with {draft}", level=logging.INFO)
         with self._changed:
-            stream.opened = True
+            stream.opened, stream.max_sequence_count = True, opened.max_sequence_count
             self._missed = 0
             self.counts.connection_count += 1
             self._changed.notify_all()

@@ -166,17 +166,18 @@ def generate_request(
             if isinstance(value, int) and not 0 <= value < 1 << bits:
                 raise invalid(name, f"{name} must be between 0 and {2**bits - 1}, got {value}") from error
         for name, ids in (
-            ("logit_bias", logit_bias or ()),
+            ("logit_bias", logit_bias),
             ("stop_token_ids", stop_token_ids),
             ("token_ids", token_ids),
         ):
-            for id_ in ids or ():
+            for id_ in ids if isinstance(ids, Iterable) else ():
                 if isinstance(id_, int) and not 0 <= id_ < 1 << 32:
                     raise invalid(name, f"{name} must hold ids between 0 and {2**32 - 1}, got {id_}") from error
         for message, given_fields in (
             (sampling_pb2.SamplingParameters, sampling | constraint),
             (bridge_pb2.Speculation, speculation_fields),
             (bridge_pb2.GenerateRequest, others | {"prompt": prompt}),
+            (bridge_pb2.TokenIds, dict[str, Any](token_ids=token_ids)),
         ):
             for name, one in given_fields.items():
                 try:

@@ -1,15 +1,19 @@
 """Tests the arithmetic of `benchmarks.guests`, and the proxy that delays a connection."""
 
+import argparse
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks import guest_steps
 from benchmarks.delay import DelayProxy
 from benchmarks.guest_steps import speed
 from benchmarks.guests import ALONE, Sample, speeds, step_times
 from benchmarks.vllm_ways import OURS, PLAIN, RECORD, WAYS
+from draftbridge.candidates import CandidateCounts, SequenceStep
 
 
 def test_speeds_are_of_all_tokens_of_a_group() -> None:
@@ -76,3 +80,16 @@ def test_the_proxy_delays_holds_back_and_ends_connections() -> None:
                 proxy.set_delay(0.0)
                 assert client.recv(100) == b"x"
             served.result(60)
+
+
+def test_answers_that_come_between_two_steps_are_late_ones() -> None:
+    class Late:
+        counts = CandidateCounts()
+
+        def step(self, sequences: list[SequenceStep], *, ended: Sequence[int] = (), deadline: float) -> dict:
+            self.counts.late_count += bool(sequences)  # as when the answer arrives after it
+            return {}
+
+    options = argparse.Namespace(prompt=4, warm=3, steps=6, forward_ms=0.0)
+    found = guest_steps.measure(Late(), list(range(40)), 1, 2.0, options)  # type: ignore[arg-type]
+    assert found["missed"] == 1.0

@@ -160,6 +160,20 @@ def test_an_ended_sequence_begins_anew(connected: CandidateClient, bridge: Scrip
     assert bridge.steps[-1].sequences[0].kept_token_count == 0
 
 
+def test_what_the_bridge_has_dropped_is_forgotten_though_the_engine_ends_nothing(
+    connected: CandidateClient, bridge: Scripted
+) -> None:
+    stream = connected._stream
+    assert stream is not None
+    stream.max_sequence_count = 2
+    for id_ in range(20):
+        assert connected.step([SequenceStep(id_, [1, 2])], deadline=10)
+    assert list(stream.kept) == [18, 19] and stream.answers.keys() <= {18, 19}
+    connected.step([SequenceStep(id_, [1, 2, 3]) for id_ in (19, 5, 18)], deadline=10)
+    assert [one.kept_token_count for one in bridge.steps[-1].sequences] == [2, 0, 2], "more in one step stay"
+    assert list(stream.kept) == [19, 5, 18]
+
+
 def test_a_bridge_that_has_forgotten_gets_everything_again(connected: CandidateClient, bridge: Scripted) -> None:
     ask(connected, [1, 2, 3])
     bridge.held.clear()

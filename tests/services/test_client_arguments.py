@@ -1,11 +1,13 @@
 """What a client cannot send is refused by the name of the argument, before any call."""
 
+from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
-from draftbridge import AsyncClient, Client
+from draftbridge import AsyncClient, Client, Credentials
 from draftbridge.errors import CallError
 from draftbridge.guests.client import open_client
 from draftbridge.guests.transformers import assist
@@ -28,6 +30,10 @@ CHAT = {"role": "user", "content": "a"}
         ({"logit_bias": {"a": 1.0}}, "logit_bias"),
         ({"draft_temperature": "x"}, "draft_temperature"),
         ({"regex": 5}, "regex"),
+        ({"stop_token_ids": 5}, "stop_token_ids"),
+        ({"logit_bias": 5}, "logit_bias"),
+        ({"prompt": None, "token_ids": 5}, "token_ids"),
+        ({"prompt": None, "token_ids": np.array([1, 2]), "temperature": "warm"}, "temperature"),
     ],
 )
 def test_a_wrong_type_is_named(arguments: dict[str, Any], field: str) -> None:
@@ -103,6 +109,8 @@ def test_an_adapter_is_not_opened_with_wrong_settings() -> None:
     for address in ("LOCAL", "http://127.0.0.1:80", "127.0.0.1:99999"):
         with pytest.raises(ValueError, match='HOST:PORT or "local"'):
             open_client(address, model_pb2.Model(), b"")
+    with pytest.raises(ValueError, match=r"missing\.pem"):
+        open_client("127.0.0.1:1", model_pb2.Model(), b"", credentials=Credentials(ca=Path("missing.pem")))
     with pytest.raises(ValueError, match="deadline"):
         assist(None, None, "local", deadline=-1.0)
 

@@ -10,6 +10,7 @@ from draftbridge.candidates import (
     Candidates,
     SequenceStep,
 )
+from draftbridge.errors import CallError
 from draftbridge.security import Credentials, is_address
 from draftbridge.v1 import model_pb2
 
@@ -53,11 +54,16 @@ def open_client(
     """Returns a client for the bridge at `address`, HOST:PORT, with the parameters of `CandidateClient`.
 
     The address "local" needs no bridge: candidates come from what repeats in the engine's own texts. Raises
-    `ValueError` if that is asked for a draft, and for an address that is none.
+    `ValueError` if that is asked for a draft, for an address that is none, and for credentials that cannot be used.
     """
     if address != LOCAL:
         if not is_address(address):
             raise ValueError(f'DraftBridge\'s bridge must be HOST:PORT or "{LOCAL}", got {address!r}')
+        if credentials:
+            try:
+                credentials.check(address)
+            except CallError as error:
+                raise ValueError(str(error)) from error
         return CandidateClient(
             address, model, tokenizer_json, engine=engine, draft=draft, sources=sources, credentials=credentials
         )

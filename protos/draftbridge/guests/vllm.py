@@ -25,7 +25,8 @@ from draftbridge.v1 import model_pb2
 class Proposer:
     """Proposes candidates for all rows of a worker's batch.
 
-    Raises only from the constructor: for wrong settings, and for a tokenizer that the bridge cannot use.
+    Raises only from the constructor, for wrong settings. What only the bridge knows, such as a source or a draft by
+    another name, is logged.
     """
 
     def __init__(self, vllm_config: Any) -> None:
