@@ -112,7 +112,7 @@ hooks: .venv/dev ## Lint and format before each commit, with pre-commit.
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "$(PYTHON) is not Python 3.11 or newer: choose another with PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 # pip compiles modules one after another, which takes nearly half of the time; compileall uses all cores. It fails for
 # a file of torch that needs Python 3.12, and which nothing imports.
@@ -142,6 +142,7 @@ llamacpp: .venv/llamacpp ## Compile llama.cpp for the llamacpp engine: about ten
 .PHONY: ik-llama
 ik-llama: .venv/ik_llama/ready ## Compile ik_llama.cpp for this processor: about five minutes.
 .venv/ik_llama/ready: .venv/demo
+	@$(BIN)/python -c 'import ik_llama_cpp' || { echo "pip has no prebuilt ik_llama.cpp for this platform"; exit 1; }
 	rm -rf $(@D) && mkdir -p $(@D)/source
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt --no-deps \
 		--no-binary ik-llama-cpp-python --dest $(@D) ik-llama-cpp-python

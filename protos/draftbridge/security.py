@@ -80,6 +80,7 @@ class Credentials:
                 "on the way is trusted"
             )
         _check_pem(self)
+        _Material.read(self)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,17 @@ class Zoo:
 
     async def _connect_targets(self) -> None:
         targets = self._of(model_pb2.ROLE_TARGET)
-        results = await asyncio.gather(*(one.connect() for one in targets), return_exceptions=True)
+        tasks = [asyncio.create_task(one.connect()) for one in targets]
+        waiting: set[asyncio.Task[None]] = set(tasks)
+        try:
+            while waiting and not any(task.done() and not task.exception() for task in tasks):
+                _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if waiting:  # the others may be loading for minutes, and are connected later
+                await asyncio.wait(waiting, timeout=CHECK_SECONDS)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         failed = [(one, error) for one, error in zip(targets, results, strict=True) if isinstance(error, Exception)]
         if failed and len(failed) == len(targets):
             # One reason is raised, and the caller prints it.

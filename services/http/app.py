@@ -133,9 +133,9 @@ class _Hosts:
 
         async def refuse(message: Message) -> None:
             nonlocal app
-            app = errors.answer_to_http_error(
-                HTTPException(400, "the server does not know the name in the Host header: add it with --http-host")
-            )
+            remedy = "add it with --http-host, or in `draftbridge http` with --host"
+            problem = f"the server does not know the name in the Host header: {remedy}"
+            app = errors.answer_to_http_error(HTTPException(400, problem))
 
         await self._trusted(scope, receive, refuse)
         await app(scope, receive, send)

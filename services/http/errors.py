@@ -81,7 +81,7 @@ class TooManySequences(Exhausted, reason="TOO_MANY_SEQUENCES"):
     """The HTTP door generates as many choices as it may."""
 
     def __init__(self, limit: int) -> None:
-        remedy = "ask for a smaller n, or start it with a larger --http-sequences"
+        remedy = "ask for a smaller n, or start it with a larger --http-sequences (`draftbridge http`: --sequences)"
         super().__init__(f"this server generates at most {limit} choices at once", remedy, limit=limit)
 
 

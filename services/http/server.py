@@ -134,10 +134,10 @@ async def serving(
         server.should_exit = True
         if isinstance(stop, Stop):
             await stop.hurried.wait()
-            for seconds in (HURRIED_SECONDS, 0.0):  # a request may come until uvicorn has noticed the end
-                for task in tuple(server.server_state.tasks):
-                    task.cancel()
-                await asyncio.sleep(seconds)
+            await asyncio.sleep(HURRIED_SECONDS)
+            for task in tuple(server.server_state.tasks):
+                task.cancel()
+            await asyncio.sleep(0)
             for connection in tuple(server.server_state.connections):  # their clients may have stopped reading
                 connection.transport.abort()
 

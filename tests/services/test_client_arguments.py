@@ -109,8 +109,9 @@ def test_an_adapter_is_not_opened_with_wrong_settings() -> None:
     for address in ("LOCAL", "http://127.0.0.1:80", "127.0.0.1:99999"):
         with pytest.raises(ValueError, match='HOST:PORT or "local"'):
             open_client(address, model_pb2.Model(), b"")
-    with pytest.raises(ValueError, match=r"missing\.pem"):
-        open_client("127.0.0.1:1", model_pb2.Model(), b"", credentials=Credentials(ca=Path("missing.pem")))
+    for missing in (Credentials(ca=Path("missing")), Credentials(token_file=Path("missing"))):
+        with pytest.raises(ValueError, match="missing"):
+            open_client("127.0.0.1:1", model_pb2.Model(), b"", credentials=missing)
     with pytest.raises(ValueError, match="deadline"):
         assist(None, None, "local", deadline=-1.0)
 

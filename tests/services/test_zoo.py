@@ -247,6 +247,16 @@ async def test_a_model_that_lies_about_its_vocabulary_is_refused() -> None:
                 assert (await text_of(gateway, "", Wish(), Mode.OFF))[0]
 
 
+async def test_a_bridge_does_not_wait_for_further_targets_if_one_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.bridge.zoo.CHECK_SECONDS", 0.1)
+    async with serving(trained("gpt-2", "here")) as address, asyncio.timeout(50):
+        zoo = Zoo([free_address(), address], [], timeout=60)
+        await zoo.connect()
+        assert [one.state for one in zoo.connections] == [State.AWAY, State.AVAILABLE]
+        assert zoo.connections[0].problem and zoo.target("").model.name == "here"
+        await zoo.close()
+
+
 async def test_a_service_that_leaves_while_it_is_asked_does_not_spoil_the_status() -> None:
     async with serving(trained("gpt-2")) as address, bridge([address], []) as gateway:
         (one,), entries = gateway.zoo.connections, gateway.zoo._entries

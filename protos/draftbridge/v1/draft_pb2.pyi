@@ -223,7 +223,9 @@ class DraftResponse(_message.Message):
 
     @_builtins.property
     def runner_up_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The id that the draft would have proposed in place of each token; for all tokens or none."""
+        """The id that the draft would have proposed in place of each token; for all tokens or none. Where no other id could
+        have been proposed, the token itself with probability 0.
+        """
 
     @_builtins.property
     def runner_up_confidence(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
