@@ -220,7 +220,7 @@ def slot_room(token_bytes: int, slot_count: int, cache_byte_limit: int, limit: i
     `token_bytes`: memory of one token's keys and values. Raises `UnusableModel` if the memory is too small.
     """
     room = cache_byte_limit // (slot_count * token_bytes) // CONTEXT_STEP * CONTEXT_STEP
-    if room == 0:
+    if room <= 0:  # negative if an engine has set some memory aside
         raise UnusableModel(
             f"{slot_count} sequences of {CONTEXT_STEP} tokens, the minimum, take "
             f"{slot_count * token_bytes * CONTEXT_STEP / 2**30:.2f} GiB of keys and values: increase --kv-memory, or "

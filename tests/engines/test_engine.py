@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from bridge.errors import UnusableModel
-from services.engines.engine import Row
+from services.engines.engine import Row, slot_room
 from services.engines.torch.compiled import _COMPILER, GraphForwards
 from services.engines.torch.engine import TorchEngine
 from tests.support.depth import DEEP
@@ -162,3 +162,18 @@ def test_cuda_gives_the_same_logits(tmp_path: Path) -> None:
             np.testing.assert_allclose(logits, expected(model, ids), atol=1e-3)
             logits = engine.forward([Row(slot, 20, tuple(ids[20:]), 0)])[0]
             np.testing.assert_allclose(logits, expected(model, ids)[20:], atol=1e-3)
+
+
+def test_slots_that_are_shorter_than_a_step_are_compiled(tmp_path: Path) -> None:
+    model = saved(transformers.LlamaConfig(**LLAMA_LIKE | {"max_position_embeddings": 100}), tmp_path)
+    engine = TorchEngine(tmp_path, dtype="float32", slot_count=2)
+    engine._fast = GraphForwards(engine._logits, engine._caches, torch.device("cpu"))
+    (found,) = engine.forward([Row(1, 0, (1, 2, 3), 0)])
+    np.testing.assert_allclose(found, expected(model, [1, 2, 3]), atol=1e-4)
+
+
+@pytest.mark.parametrize("byte_count", [-1, 0, 256_000 * 8 - 1])
+def test_too_little_memory_for_the_least_context_is_refused(byte_count: int) -> None:
+    with pytest.raises(UnusableModel, match="increase --kv-memory"):
+        slot_room(1000, 8, byte_count, 4096)
+    assert slot_room(1000, 8, 256_000 * 8, 4096) == 256

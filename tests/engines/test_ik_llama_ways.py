@@ -161,6 +161,20 @@ def test_a_probe_that_did_not_come_to_its_end_is_repeated(tmp_path: Path) -> Non
         choose_way(path, 5, None, never)
 
 
+def test_a_probe_that_did_not_come_to_its_end_costs_nothing_that_was_measured_before(tmp_path: Path) -> None:
+    path, seen = tmp_path / "model.gguf", list[bool]()
+    path.write_bytes(b"GGUF")
+
+    def once(gguf: Path, threads: int, repacked: bool) -> Way | None:
+        seen.append(repacked)
+        if seen.count(repacked) > 1:
+            raise probing._Unfinished("took too long")
+        return REPACKED if repacked else PLAIN
+
+    assert choose_way(path, 4, None, once) == choose_way(path, 5, None, lambda _, __, one: REPACKED if one else PLAIN)
+    assert seen.count(True) == seen.count(False) == 2
+
+
 def test_logits_that_depend_on_the_number_of_threads_are_not_deterministic(
     tiny_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

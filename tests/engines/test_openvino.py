@@ -92,10 +92,20 @@ def test_damaged_weights_are_refused_by_the_conversion(tmp_path: Path, monkeypat
     monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
     saved(FAMILIES["llama"], tmp_path)
     (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    failed = SimpleNamespace(returncode=1, stderr="the file is damaged")
-    monkeypatch.setattr("subprocess.run", lambda *arguments, **options: failed)
-    with pytest.raises(UnusableModel, match="could not be converted for OpenVINO"):
-        convert(tmp_path, "tiny", "full")
+    for status, problem in ((1, "the file is damaged"), (-9, "the process was killed")):
+        failed = SimpleNamespace(returncode=status, stderr="the file is damaged")
+        monkeypatch.setattr("subprocess.run", lambda *arguments, failed=failed, **options: failed)
+        with pytest.raises(UnusableModel, match=rf"could not be converted for OpenVINO \({problem}"):
+            convert(tmp_path, "tiny", "full")
+
+
+def test_a_model_with_large_keys_and_values_is_converted(tmp_path: Path) -> None:
+    """They need more than 256 MiB for the two sequences of the self-test."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 2176, "num_hidden_layers": 1}
+    large = LLAMA_LIKE | heads
+    saved(transformers.LlamaConfig(**large), tmp_path)
+    export(tmp_path, tmp_path / "openvino", "full")
+    assert OpenVinoEngine(tmp_path / "openvino" / "model.xml", slot_count=1).context_length == 256
 
 
 def test_one_thread_goes_without_bfloat16(llama: Exported) -> None:

@@ -54,6 +54,31 @@ def test_right_candidates_save_forwards(loaded: tuple[Any, Any]) -> None:
     assert client.engine_seconds[0] == 0 and all(client.engine_seconds[1:]), "times are those of a call's own forwards"
 
 
+def test_a_wrapper_is_assisted_as_its_model_is(loaded: tuple[Any, Any]) -> None:
+    """As PEFT's: it has its model's methods, and the model calls its own."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, model: Any) -> None:
+            super().__init__()
+            self.inner = model
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("inner"), name)
+
+        def generate(self, *given: Any, **options: Any) -> Any:
+            return self.inner.generate(*given, **options)
+
+    model, tokenizer = loaded
+    plain, wrapper = generated(loaded), Wrapper(model)
+    with assisted(wrapper, client := ToldClient(plain)):
+        assert generated((wrapper, tokenizer)) == plain
+    assert client.proposed_count > 20
+    assert "_get_candidate_generator" not in vars(model) and "generate" not in vars(wrapper)
+
+
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_closed_assistance_leaves_the_generate_of_others(loaded: tuple[Any, Any], in_order: bool) -> None:
     """Another library has put its own `generate` on the model before, and perhaps a second assistance comes after."""

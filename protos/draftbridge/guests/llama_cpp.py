@@ -3,7 +3,9 @@
 >>> from llama_cpp import Llama
 >>> from draftbridge.guests.llama_cpp import BridgeDraftModel
 >>> draft = BridgeDraftModel("localhost:50050", "tokenizer.json")
->>> llama = Llama("model.gguf", draft_model=draft)
+>>> llama = Llama("model.gguf", draft_model=draft, logits_all=True)
+
+Without `logits_all`, llama-cpp-python 0.3 fails as soon as a text with a draft model has more than `n_batch` tokens.
 """
 
 import json

@@ -49,13 +49,15 @@ class Assistance:
         self._ids = itertools.count(1)
         self._running: set[int] = set()
         self._generate, self._get_generator = model.generate, model._get_candidate_generator
-        # What the model has of its own in place of its class's methods, such as another library's.
-        self._before = {name: vars(model).get(name) for name in ("generate", "_get_candidate_generator")}
+        # A wrapper, such as PEFT's, has its model's methods, but the model calls its own.
+        self._owner = getattr(self._get_generator, "__self__", model)
+        # What they have of their own in place of their classes' methods, such as another library's.
+        self._before = vars(model).get("generate"), vars(self._owner).get("_get_candidate_generator")
         self._closed = False
         self._active = threading.local()
         self._lock = threading.Lock()
         model.generate = self._assisted_generate
-        model._get_candidate_generator = self._candidate_generator
+        self._owner._get_candidate_generator = self._candidate_generator
 
     def __enter__(self) -> "Assistance":
         return self
@@ -67,14 +69,15 @@ class Assistance:
 
     def close(self) -> None:
         """Removes the candidates from the model, and closes the connection. May be called twice."""
-        self._closed, owned = True, vars(self._model)
-        for name, own in (
-            ("generate", self._assisted_generate),
-            ("_get_candidate_generator", self._candidate_generator),
+        self._closed = True
+        generate, generator = self._before
+        for owner, name, own, before in (
+            (self._model, "generate", self._assisted_generate, generate),
+            (self._owner, "_get_candidate_generator", self._candidate_generator, generator),
         ):
-            if owned.get(name) == own:
+            if (owned := vars(owner)).get(name) == own:
                 del owned[name]
-                if before := self._before[name]:
+                if before:
                     owned[name] = before
         self.client.close()
 

@@ -99,7 +99,7 @@ def _measured(
         try:
             way = probe(gguf, threads, repacked)
         except _Unfinished as error:
-            way, unfinished = None, str(error)
+            way, unfinished = before, str(error)  # what was measured in another round still holds
         found[repacked] = _combined(before, way) if before and way else way
     plain, repacked_way = found.get(False), found.get(True)
     if plain is None and repacked_way is None:

@@ -14,6 +14,7 @@ import torch
 from openvino.frontend.pytorch import ConversionExtension
 
 from bridge.errors import UnusableModel
+from services.engines.engine import CONTEXT_STEP
 from services.engines.openvino.engine import OpenVinoEngine
 from services.engines.openvino.graph import INPUTS, AttentionSpec, placeholder
 from services.engines.selftest import SelfTest, narrowed
@@ -62,8 +63,12 @@ def _checked(model: Any) -> ov.Model:
     model.set_attn_implementation("eager")
     self_test = SelfTest.of(model)
     graph = _traced(model)
-    # The engine inserts its attention into a copy, so that the saved file does not contain it.
-    self_test.check(OpenVinoEngine(graph.clone(), dtype="float32", slot_count=2, cache_byte_limit=1 << 28))
+    # The engine inserts its attention into a copy, so that the saved file does not contain it. The self-test needs few
+    # positions, so that any memory is enough.
+    tested = graph.clone()
+    limit = min(CONTEXT_STEP, context_limit(model.config.get_text_config()))
+    tested.set_rt_info(limit, ["draftbridge", "context_length"])
+    self_test.check(OpenVinoEngine(tested, dtype="float32", slot_count=2, cache_byte_limit=1 << 40))
     return graph
 
 

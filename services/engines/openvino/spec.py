@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # it loads numpy, which few commands need
 _WEIGHT_BYTES = {"full": 4.0, "int8": 1.1, "int4": 1.1}
 # Version of the converted files. Files of other versions are not used.
 _FORMAT = 2
+# The status of a process that the system has killed.
+_KILLED = -9
 
 
 def convert(directory: Path, name: str, weights: str, report: Report = lambda text: None) -> Path:
@@ -47,7 +49,9 @@ def convert(directory: Path, name: str, weights: str, report: Report = lambda te
             )
             if done.returncode:
                 check_space(scratch, "the converted model")  # others may have filled the disk meanwhile
-                reason = done.stderr.strip().splitlines()[-1:] or ["the process was killed"]
+                reason = done.stderr.strip().splitlines()[-1:] or ["the process has ended"]
+                if done.returncode == _KILLED:
+                    reason = ["the process was killed, probably for lack of memory"]
                 raise UnusableModel(
                     f"{name} could not be converted for OpenVINO ({reason[0][:500]}): use --engine torch",
                     model=directory,

@@ -80,7 +80,7 @@ class GraphForwards:
 
     def __init__(self, logits: TokenLogits, caches: SlotCaches, device: torch.device) -> None:
         self._logits, self._caches, self._device = logits, caches, device
-        lengths = [CONTEXT_STEP]
+        lengths = [min(CONTEXT_STEP, caches.capacity)]
         while lengths[-1] < caches.capacity:
             lengths.append(min(2 * lengths[-1], caches.capacity))
         self._lengths = lengths
