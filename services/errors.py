@@ -129,10 +129,12 @@ class BridgeBusy(Exhausted, reason="BRIDGE_BUSY"):
 
 
 class SandboxBusy(Exhausted, reason="SANDBOX_BUSY"):
-    """The sandbox cannot run the model's chat template, or try a grammar, now."""
+    """The sandbox cannot run the model's chat template, try a grammar, or read a tokenizer, now."""
 
-    def __init__(self, detail: str, task: str = "run the model's chat template", instead: str = "a prompt") -> None:
-        super().__init__(f"the sandbox cannot {task} now ({detail})", f"or send {instead} instead")
+    def __init__(
+        self, detail: str, task: str = "run the model's chat template", remedy: str = "or send a prompt instead"
+    ) -> None:
+        super().__init__(f"the sandbox cannot {task} now ({detail})", remedy)
 
 
 class TokenizersFull(Exhausted, reason="TOKENIZERS_FULL"):

@@ -19,6 +19,7 @@ from bridge.planning.estimates import TargetEstimates
 from bridge.text.models import Model
 from draftbridge.v1 import model_pb2
 from services.bridge.endpoint import CHECK_SECONDS, ROLES, Endpoint, ModelReader
+from services.errors import Exhausted
 from services.rpc.status import RemoteError, from_rpc_error
 
 _log = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class Connection:
         try:
             await self._take_in(description)
         except Exception as error:
-            lost = isinstance(error, Unreachable | RemoteError)
+            lost = isinstance(error, Unreachable | RemoteError | Exhausted)
             self.refused = None if lost else description
             # If refusing a tokenizer takes long, waiting as long limits the share of time that it costs.
             self._pause_seconds = max(perf_counter() - started, _RETRY_SECONDS)

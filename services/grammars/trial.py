@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 # Ordinary grammars take milliseconds.
 CPU_LIMIT_SECONDS = 1.5
-_MEMORY_LIMIT_BYTES = 1 << 30
+MEMORY_LIMIT_BYTES = 1 << 30
 # The library recurses. Servers compile in threads, whose stack has 2 MB at least: what passes here must fit there.
 _STACK_LIMIT_BYTES = 1 << 20
 # On a busy machine, the process gets its time later. Starting it takes longest.
@@ -43,7 +43,7 @@ _WALKS, _WALK_BYTES = 4, 64
 
 def grammar_busy(detail: str) -> SandboxBusy:
     """Returns the error for a grammar that cannot be tried now."""
-    return SandboxBusy(detail, "try the grammar", "a request without it")
+    return SandboxBusy(detail, "try the grammar", "or send a request without it instead")
 
 
 class GrammarTrial:
@@ -94,7 +94,7 @@ class GrammarTrial:
         _log.info("the process that tried a grammar ended with status %s", status)
         if status not in _CAUSED_BY_GRAMMAR:  # an operator or the system ended it, it gave no answer, or cannot run
             raise grammar_busy(f"its process had no processor time, or ended with status {status}")
-        limits = f"{self._cpu_limit:g} s or {_MEMORY_LIMIT_BYTES >> 20} MiB"
+        limits = f"{self._cpu_limit:g} s or {MEMORY_LIMIT_BYTES >> 20} MiB"
         return str(invalid(grammar, f"is too complex: compiling it takes more than {limits}")).partition(" ")[2]
 
     def _started(self) -> "Connection[Any, Any]":
@@ -143,7 +143,7 @@ def try_grammar(grammar: Grammar) -> None:
 
 
 def _main(cpu_limit: float) -> None:
-    confine(_MEMORY_LIMIT_BYTES, _STACK_LIMIT_BYTES)
+    confine(MEMORY_LIMIT_BYTES, _STACK_LIMIT_BYTES)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(os.dup(0))
     with suppress(EOFError, OSError):

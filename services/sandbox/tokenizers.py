@@ -6,10 +6,12 @@ A hostile file that exhausts memory or time, or crashes the library, ends only t
 import asyncio
 import contextlib
 import json
+import signal
 from typing import Any
 
 from bridge.errors import TokenizerNotUnderstood
 from services.child import command
+from services.errors import SandboxBusy
 from services.sandbox.process import environment
 
 # The largest published tokenizers take 3 s.
@@ -19,7 +21,8 @@ TIME_LIMIT_SECONDS = 60
 async def find_flaw(tokenizer_json: bytes, time_limit: float = TIME_LIMIT_SECONDS) -> str:
     """Returns why a target cannot use the tokenizer; empty if it can.
 
-    Raises `TokenizerNotUnderstood` if a draft cannot use it either, or if it exceeds the limits.
+    Raises `TokenizerNotUnderstood` if a draft cannot use it either, or if it exceeds the limits, and
+    `SandboxBusy` if the system ended the process.
     """
     process = await asyncio.create_subprocess_exec(
         *command("services.sandbox.tokenizer_selftest", str(TIME_LIMIT_SECONDS)),
@@ -37,6 +40,10 @@ async def find_flaw(tokenizer_json: bytes, time_limit: float = TIME_LIMIT_SECOND
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+    if process.returncode == -signal.SIGKILL:  # its own limits end it otherwise
+        raise SandboxBusy(
+            "its process was killed, perhaps for want of memory", "read the tokenizer", "or give the bridge more memory"
+        )
     if not output:
         raise _unusable(f"the process that read it ended with status {process.returncode}")
     answer: dict[str, Any] = json.loads(output)

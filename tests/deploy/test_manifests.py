@@ -10,6 +10,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from services.grammars import trial
+from services.sandbox import jinja, tokenizer_selftest
 from tests.deploy.commands import ROOT
 from tests.deploy.manifests import KUBERNETES, OVERLAYS, of_kind, processes, render
 
@@ -142,6 +144,16 @@ def test_probes_ask_the_process_itself(overlay: str, tmp_path: Path) -> None:
     # A bridge waits for a target that is starting, and is not restarted meanwhile.
     wait = found["bridge"].values["connect_timeout"]
     assert limits.get("target", 0) <= wait < limits["bridge"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_bridge_has_memory_for_its_sandboxes(overlay: str, tmp_path: Path) -> None:
+    (bridge,) = [one for one in processes(overlay, tmp_path) if one.name == "bridge"]
+    limit = bridge.container["resources"]["limits"]["memory"]
+    assert limit.endswith("Gi")
+    # Kubernetes ends all processes of a container that exceeds its memory, so each sandbox must fit beside the bridge.
+    for sandbox in (tokenizer_selftest.MEMORY_LIMIT_BYTES, trial.MEMORY_LIMIT_BYTES, jinja.MEMORY_LIMIT_BYTES):
+        assert sandbox + 2 * (bridge.values["guest_memory"] << 20) <= int(limit[:-2]) << 30
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)

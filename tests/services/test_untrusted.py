@@ -19,7 +19,7 @@ from services.bridge import connection, endpoint
 from services.bridge.gateway import Gateway
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
-from services.errors import ChecksumMismatch, DraftAway, ModelNotFound
+from services.errors import ChecksumMismatch, DraftAway, ModelNotFound, SandboxBusy
 from services.sandbox.tokenizer_selftest import self_test
 from services.sandbox.tokenizers import find_flaw
 from tests.support import families
@@ -274,6 +274,25 @@ async def test_what_is_made_to_break_a_reader_is_refused(content: bytes) -> None
 async def test_a_tokenizer_that_takes_for_ever_is_given_up() -> None:
     with pytest.raises(TokenizerNotUnderstood, match=r"more than 0\.01 s"):
         await find_flaw(tokenizer_json("byte_level"), time_limit=0.01)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_tokenizer_whose_process_was_killed_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    content = tokenizer_json("byte_level")
+    with monkeypatch.context() as patched:
+        patched.setattr("services.sandbox.tokenizers.command", lambda *_: ["sh", "-c", "kill -9 $$"])
+        with pytest.raises(SandboxBusy, match=r"cannot read the tokenizer now .*for want of memory"):
+            await find_flaw(content)
+        async with stranger(content) as address:
+            known = Zoo([], [address])
+            try:
+                await known.connect()
+                (status,) = await known.check()
+                assert "for want of memory" in status.problem
+                patched.undo()
+                await asyncio.to_thread(eventually, lambda: known.draft("") is not None)
+            finally:
+                await known.close()
 
 
 def test_dropout_of_a_training_run_is_left_out() -> None:
