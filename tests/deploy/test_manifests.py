@@ -147,6 +147,14 @@ def test_probes_ask_the_process_itself(overlay: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_rollout_is_given_the_time_that_its_pods_have_to_start(overlay: str) -> None:
+    for deployment in of_kind(overlay, "Deployment"):
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        start = container["startupProbe"]
+        assert deployment["spec"]["progressDeadlineSeconds"] > start["periodSeconds"] * start["failureThreshold"] + 300
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_bridge_has_memory_for_its_sandboxes(overlay: str, tmp_path: Path) -> None:
     (bridge,) = [one for one in processes(overlay, tmp_path) if one.name == "bridge"]
     limit = bridge.container["resources"]["limits"]["memory"]
