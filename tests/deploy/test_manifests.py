@@ -155,6 +155,25 @@ def test_a_rollout_is_given_the_time_that_its_pods_have_to_start(overlay: str) -
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_rolling_update_needs_no_spare_accelerator_or_node(overlay: str) -> None:
+    for deployment in of_kind(overlay, "Deployment"):
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        scarce = overlay == "overlays/one-node" or any(
+            name.endswith((".com/gpu", "/gaudi")) for name in container["resources"]["limits"]
+        )
+        wanted = {"maxSurge": 0, "maxUnavailable": 1} if scarce else {"maxSurge": 1, "maxUnavailable": 0}
+        assert deployment["spec"]["strategy"]["rollingUpdate"] == wanted
+
+
+def test_one_node_of_four_cores_has_room_for_all() -> None:
+    requests = [
+        deployment["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"]
+        for deployment in of_kind("overlays/one-node", "Deployment")
+    ]
+    assert sum(float(one.replace("m", "e-3")) for one in requests) <= 3.5
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_bridge_has_memory_for_its_sandboxes(overlay: str, tmp_path: Path) -> None:
     (bridge,) = [one for one in processes(overlay, tmp_path) if one.name == "bridge"]
     limit = bridge.container["resources"]["limits"]["memory"]
