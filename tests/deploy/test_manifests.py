@@ -200,11 +200,13 @@ def test_selectors_find_pods(overlay: str) -> None:
         (admitted,) = [one["podSelector"] for one in policies[name]["ingress"][0]["from"]]
         assert selects(admitted, {"draftbridge-client": "true"}), "any pod with this label"
         assert not selects(admitted, labels_of(deployments["draft"]))
-    # The bridge runs close to the process with which it exchanges a message for each pass or step.
+    # Bridge and draft run close to the process with which the bridge exchanges a message for each pass or step.
     wanted = "target" if "target" in deployments else "vllm"
-    near = deployments["bridge"]["spec"]["template"]["spec"]["affinity"]["podAffinity"]
-    for one in near["preferredDuringSchedulingIgnoredDuringExecution"]:
-        assert selects(one["podAffinityTerm"]["labelSelector"], labels_of(deployments[wanted]))
+    for name in ("bridge", "draft"):
+        near = deployments[name]["spec"]["template"]["spec"]["affinity"]["podAffinity"]
+        terms = [one["podAffinityTerm"] for one in near["preferredDuringSchedulingIgnoredDuringExecution"]]
+        assert all(selects(one["labelSelector"], labels_of(deployments[wanted])) for one in terms)
+        assert "topology.kubernetes.io/zone" in {one["topologyKey"] for one in terms}
     monitors = of_kind(overlay, "PodMonitor")
     for monitor in monitors:
         endpoint = monitor["spec"]["podMetricsEndpoints"][0]
