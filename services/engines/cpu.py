@@ -3,10 +3,12 @@
 import os
 from contextlib import suppress
 from functools import cache
+from math import ceil
 from pathlib import Path
 from platform import processor
 
 _CPUINFO = Path("/proc/cpuinfo")
+_CGROUP = Path("/sys/fs/cgroup")
 # Devices of drivers for NVIDIA, AMD and Gaudi.
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/accel", "/dev/dxg")
 
@@ -39,7 +41,25 @@ def surely_on_cpu(device: str) -> bool:
 
 
 def core_count() -> int:
-    """Returns how many cores this process may use: all its threads together, because OpenMP binds some of them."""
+    """Returns how many cores this process may use: all its threads together, because OpenMP binds some of them.
+
+    A container with a limit on processor time sees all cores of its machine: with a thread for each, all of them would
+    wait for those that are out of time.
+    """
+    count = _allowed_count()
+    return min(count, core_quota() or count)
+
+
+def core_quota(directory: Path = _CGROUP) -> int | None:
+    """Returns the processor time that the container may use, in cores, rounded up; None if it has no limit."""
+    for names in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):  # versions 2 and 1 of cgroups
+        with suppress(OSError, ValueError):  # also for "max", no limit
+            quota, period = map(int, " ".join((directory / name).read_text() for name in names).split())
+            return max(1, ceil(quota / period)) if quota > 0 else None
+    return None
+
+
+def _allowed_count() -> int:
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     tasks = Path("/proc/self/task")

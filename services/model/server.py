@@ -14,6 +14,7 @@ from draftbridge.machine import compute_units
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2, target_pb2_grpc
 from services.config import GAUDI, ModelServerConfig, Role, option
 from services.engines.affinity import pin
+from services.engines.cpu import core_count, core_quota
 from services.engines.engine import Engine, branching, measure, warm
 from services.engines.fixed_width import as_served
 from services.engines.huge_pages import use_huge_pages
@@ -111,11 +112,15 @@ def _health(config: ModelServerConfig, loaded: LoadedModel) -> ModelHealth:
 
 
 def pinned_options(config: ModelServerConfig) -> EngineOptions:
-    """Pins this process to the configured cores. Returns the engine's options, with one thread for each of them."""
-    if not config.cpu_affinity:
+    """Pins this process to the configured cores. Returns the engine's options, with one thread for each of them.
+
+    A container whose processor time is limited to fewer cores gets as many threads as that.
+    """
+    if config.cpu_affinity:
+        pin(config.cpu_affinity)
+    if config.threads or not (config.cpu_affinity or core_count() == core_quota()):
         return config.options
-    cores = pin(config.cpu_affinity)
-    return replace(config.options, threads=config.threads or len(cores))
+    return replace(config.options, threads=core_count())
 
 
 def _load(
@@ -145,7 +150,7 @@ def _load(
         return engine
 
     loaded = load(directory, config.name or default_name(config.model), open_engine, config.queue, observer)
-    units, unit_count = compute_units(loaded.engine.device, config.threads)
+    units, unit_count = compute_units(loaded.engine.device, config.threads or core_count())
     model = replace(
         loaded.model,
         forward_costs=_undisturbed(timings),

@@ -11,7 +11,9 @@ import pytest
 
 from bridge.errors import InvalidField
 from services.config import ModelServerConfig
+from services.engines import cpu
 from services.engines.affinity import pin
+from services.model import server
 from services.model.server import pinned_options
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not pin processes")
@@ -88,7 +90,37 @@ def test_a_pinned_server_computes_with_a_thread_for_each_core() -> None:
     first = str(min(os.sched_getaffinity(0)))
     assert pinned_options(ModelServerConfig(model="any", cpu_affinity=first)).threads == 1
     assert pinned_options(ModelServerConfig(model="any", cpu_affinity=first, threads=3)).threads == 3
-    assert pinned_options(ModelServerConfig(model="any")).threads is None
+    assert pinned_options(ModelServerConfig(model="any")).threads in (None, cpu.core_quota())
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "5000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_the_processor_time_of_a_container_is_counted_in_cores(
+    files: dict[str, str], cores: int | None, tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cpu.core_quota(tmp_path) == cores
+
+
+def test_a_server_in_a_container_computes_with_as_many_threads_as_it_has_time_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (cpu, server):
+        monkeypatch.setattr(module, "core_quota", lambda: 1)
+    assert cpu.core_count() == 1
+    assert pinned_options(ModelServerConfig(model="any")).threads == 1
+    assert pinned_options(ModelServerConfig(model="any", threads=3)).threads == 3
 
 
 @pytest.mark.parametrize(
