@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -64,5 +65,18 @@ def processes(overlay: str, directory: Path) -> Iterator[Process]:
         if container["image"].split(":")[0] == "draftbridge" and container["args"][0] in ("serve", "bridge"):
             (mount,) = [one["mountPath"] for one in container["volumeMounts"] if one["name"] == "config"]
             arguments = [one.replace(mount, str(directory)) for one in container["args"]]
-            environment = {one["name"]: one["value"] for one in container.get("env", [])}
-            yield Process(deployment["metadata"]["name"], pod, container, parse(arguments, environment))
+            values = parse(arguments, environment_of(container))
+            yield Process(deployment["metadata"]["name"], pod, container, values)
+
+
+def environment_of(container: dict[str, Any]) -> dict[str, str]:
+    """Returns the environment variables of a container. Kubernetes rounds its own requests of cores up."""
+    requested = str(ceil(cores_of(container)))
+    found = {one["name"]: one.get("value", one.get("valueFrom")) for one in container.get("env", [])}
+    own = {"resourceFieldRef": {"resource": "requests.cpu"}}
+    return {name: requested if value == own else value for name, value in found.items()}
+
+
+def cores_of(container: dict[str, Any]) -> float:
+    """Returns how many cores a container requests."""
+    return float(container["resources"]["requests"]["cpu"].replace("m", "e-3"))

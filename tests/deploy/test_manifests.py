@@ -13,7 +13,7 @@ import yaml
 from services.grammars import trial
 from services.sandbox import jinja, tokenizer_selftest
 from tests.deploy.commands import ROOT
-from tests.deploy.manifests import KUBERNETES, OVERLAYS, of_kind, processes, render
+from tests.deploy.manifests import KUBERNETES, OVERLAYS, cores_of, environment_of, of_kind, processes, render
 
 # Kinds of the Prometheus operator, of which the validator has no schema.
 OPERATOR = ("PodMonitor", "PrometheusRule")
@@ -126,7 +126,7 @@ def test_probes_ask_the_process_itself(overlay: str, tmp_path: Path) -> None:
     starts = {name: one.container["startupProbe"] for name, one in found.items()}
     limits = {name: one["periodSeconds"] * one["failureThreshold"] for name, one in starts.items()}
     for process in found.values():
-        environment = {one["name"]: one["value"] for one in process.container.get("env", [])}
+        environment = environment_of(process.container)
         for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
             probe = process.container[kind]
             # A bridge without a target runs, and is not restarted, but gets no requests.
@@ -166,11 +166,16 @@ def test_a_rolling_update_needs_no_spare_accelerator_or_node(overlay: str) -> No
 
 
 def test_one_node_of_four_cores_has_room_for_all() -> None:
-    requests = [
-        deployment["spec"]["template"]["spec"]["containers"][0]["resources"]["requests"]["cpu"]
-        for deployment in of_kind("overlays/one-node", "Deployment")
-    ]
-    assert sum(float(one.replace("m", "e-3")) for one in requests) <= 3.5
+    deployments = of_kind("overlays/one-node", "Deployment")
+    assert sum(cores_of(one["spec"]["template"]["spec"]["containers"][0]) for one in deployments) <= 3.5
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_models_on_cpus_compute_with_as_many_threads_as_they_request_cores(overlay: str, tmp_path: Path) -> None:
+    for process in processes(overlay, tmp_path):
+        if process.name != "bridge":
+            on_cpu = process.values["engine"] == "ik_llama"
+            assert process.values["threads"] == (cores_of(process.container) if on_cpu else None)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
