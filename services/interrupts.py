@@ -1,5 +1,6 @@
-"""Decides what Ctrl-C does while modules are imported. Imports almost nothing itself."""
+"""Decides what Ctrl-C does while modules are imported, and SIGTERM in a container. Imports almost nothing itself."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -22,3 +23,12 @@ def importing() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def end_at_sigterm() -> None:
+    """Lets SIGTERM end the first process of a container at once, like any other process, until asyncio handles it.
+
+    Linux discards a signal to such a process if its action is the default one.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))

@@ -25,7 +25,7 @@ from services.config import (
 from services.config_reading import check, check_files, load
 from services.engines.registry import engines, follows, prepare
 from services.engines.spec import Dtype, EngineOptions, Weights
-from services.interrupts import importing
+from services.interrupts import end_at_sigterm, importing
 from services.logs import configure
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 def serve(config: ModelServerConfig, until_stdin_closes: bool) -> None:
     """Serve one model, as target, draft or both, until stopped."""
+    end_at_sigterm()  # a model may be downloaded for minutes
     with importing():
         from services.metrics import ModelMetrics
         from services.model.server import run

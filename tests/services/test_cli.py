@@ -303,3 +303,22 @@ def test_a_command_and_a_bridge_start_without_heavy_libraries(module: str) -> No
     code = f"import sys, {module}; print(*{heavy} & {{name.partition('.')[0] for name in sys.modules}})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []
+
+
+STOPPED_DOWNLOAD = """
+import os
+import signal
+from services.cli.app import app
+from services.model import server
+
+os.getpid = lambda: 1  # as the first process of a container
+server.choose_engine = lambda *_: signal.raise_signal(signal.SIGTERM)
+app(["serve", "smollm2-135m-instruct", "--listen", "127.0.0.1:0"])
+"""
+
+
+def test_serve_in_a_container_is_stopped_while_it_downloads() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_DOWNLOAD], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
