@@ -55,12 +55,14 @@ test-zoo: .venv/dev ## Run the real models in every engine, and all pairs of eig
 	$(BIN)/pytest -m zoo tests/engines tests/end_to_end/test_real_zoo.py
 
 # LangChain and LiteLLM need other versions of their libraries than the tests.
-test-clients: .venv/clients ## Run the tests of the HTTP door with LangChain and LiteLLM, in an environment of their own.
+test-clients: .venv/dev .venv/clients/ready ## Run the tests of the HTTP door with LangChain and LiteLLM, in an environment of their own.
 	DRAFTBRIDGE_CLIENTS_PYTHON=$(CURDIR)/.venv/clients/bin/python $(BIN)/pytest -m clients tests/services $(PYTEST_ARGS)
 
-.venv/clients: .venv/dev
-	$(PYTHON) -m venv $@
-	$@/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) 'langchain-openai>=1.7,<2' 'litellm>=1.100,<2'
+.venv/clients/ready: .venv/bin/python
+	$(PYTHON) -m venv .venv/clients
+	.venv/clients/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+		'langchain-openai>=1.7,<2' 'litellm>=1.100,<2'
+	@touch $@
 
 # An environment of its own, because optimum-habana needs an older transformers. What has the same version in both, such
 # as torch, it takes from .venv. The stand-ins are on the path instead of Gaudi's libraries. The other environment runs

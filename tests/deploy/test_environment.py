@@ -20,6 +20,13 @@ def test_a_python_that_is_too_old_leaves_no_environment(tmp_path: Path) -> None:
     assert not (tmp_path / ".venv").exists()
 
 
+def test_an_environment_whose_installation_was_interrupted_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / ".venv/clients").mkdir(parents=True)
+    command = ["make", "--file", str(ROOT / "Makefile"), "--old-file", ".venv/dev", "--dry-run", "test-clients"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=True)
+    assert "litellm" in done.stdout
+
+
 def test_each_package_has_a_version() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {canonicalize_name(line.partition("==")[0]) for line in lines if "==" in line}
