@@ -5,8 +5,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +17,16 @@ from draftbridge import Client
 from services.cli.processes import READY, launched
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
+
+
+@contextmanager
+def started(command: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[str]"]:
+    """Starts a process in a session of its own, and kills it however the block ends: its children then end, too."""
+    with subprocess.Popen(command, text=True, start_new_session=True, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture
@@ -63,7 +75,7 @@ def test_a_target_that_was_killed_may_have_lacked_memory(tiny_models: tuple[Path
     command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "none"]
     command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as process:
+    with started(command, stdout=pipe, stderr=pipe) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         next(line for line in process.stdout if READY in line)
@@ -79,7 +91,7 @@ def test_up_is_stopped_while_it_starts(tiny_models: tuple[Path, Path], signal_: 
         word for role, path in zip(("--target", "--draft"), tiny_models, strict=True) for word in (role, str(path))
     ]
     command = [sys.executable, "-m", "services.cli", "up", *models, "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+    with started(command, stdout=subprocess.DEVNULL) as process:
         while not (children := psutil.Process(process.pid).children()):
             assert process.poll() is None
         process.send_signal(signal_)
@@ -132,7 +144,7 @@ def test_a_signal_whose_exception_is_lost_is_still_known() -> None:
 def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path]) -> None:
     command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "suffix"]
     command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with started(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         output = ""
         for line in process.stdout:
