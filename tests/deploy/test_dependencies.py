@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -47,15 +48,19 @@ def package(module: str) -> str:
     return PACKAGES[max(known, key=len)] if known else canonicalize_name(module.split(".")[0])
 
 
-def pins() -> dict[str, Version]:
-    lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M)
+def pins(file: str) -> dict[str, Version]:
+    lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / file).read_text(), flags=re.M)
     return {canonicalize_name(name): Version(version) for name, version in lines}
 
 
-def test_the_pinned_versions_are_within_the_bounds() -> None:
-    pinned = pins()
-    # The other extras have environments of their own.
-    wanted = [*BASE, *(one for extra in ("dev", "llamacpp", *EXTRAS["dev"][0].extras) for one in EXTRAS[extra])]
+# The other extras have environments of their own.
+@pytest.mark.parametrize(
+    ("file", "extras"),
+    [("constraints.txt", ["dev", "llamacpp", *EXTRAS["dev"][0].extras]), ("constraints-habana.txt", ["habana"])],
+)
+def test_the_pinned_versions_are_within_the_bounds(file: str, extras: list[str]) -> None:
+    pinned = pins(file)
+    wanted = [*BASE, *(one for extra in extras for one in EXTRAS[extra])]
     wanted = [one for one in wanted if one.name != PROJECT["name"]]
     assert all(one.specifier.contains(pinned[canonicalize_name(one.name)]) for one in wanted)
 
