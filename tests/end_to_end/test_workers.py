@@ -4,8 +4,9 @@ import asyncio
 import io
 import logging
 import signal
+import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -134,6 +135,21 @@ async def test_a_worker_that_is_killed_is_waited_for() -> None:
     assert worker._process is not None and worker._process.returncode == -signal.SIGKILL
 
 
+def is_bridge(process: psutil.Process) -> bool:
+    """Returns whether a process is a bridge that has not ended."""
+    with suppress(psutil.Error):  # it has ended, perhaps just now
+        return "bridge" in process.cmdline()
+    return False
+
+
+def test_a_worker_that_has_ended_is_no_bridge_any_more() -> None:
+    with subprocess.Popen(["sh", "-c", ":", "bridge"]) as ended:
+        process = psutil.Process(ended.pid)
+        eventually(lambda: process.status() == psutil.STATUS_ZOMBIE)
+        assert not is_bridge(process)
+    assert not is_bridge(process)
+
+
 def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
     with ExitStack() as stack:
         scripted = ("--role", "target", "--slots", "16")
@@ -146,8 +162,7 @@ def test_workers_share_the_work_and_one_that_dies_is_replaced() -> None:
         port, text = int(address.rpartition(":")[2]), expected("shared", 20)
 
         def running() -> list[psutil.Process]:
-            children = psutil.Process(process.pid).children()
-            return [one for one in children if one.status() != psutil.STATUS_ZOMBIE and "bridge" in one.cmdline()]
+            return [one for one in psutil.Process(process.pid).children() if is_bridge(one)]
 
         def serving() -> int:
             """Returns how many workers have connections of clients."""
