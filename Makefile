@@ -55,7 +55,7 @@ test-zoo: .venv/dev ## Run the real models in every engine, and all pairs of eig
 	$(BIN)/pytest -m zoo tests/engines tests/end_to_end/test_real_zoo.py
 
 # LangChain and LiteLLM need other versions of their libraries than the tests.
-test-clients: .venv/dev .venv/clients/ready ## Run the tests of the HTTP door with LangChain and LiteLLM, in an environment of their own.
+test-clients: .venv/dev .venv/clients/ready ## Run the HTTP door's tests with LangChain and LiteLLM.
 	DRAFTBRIDGE_CLIENTS_PYTHON=$(CURDIR)/.venv/clients/bin/python $(BIN)/pytest -m clients tests/services $(PYTEST_ARGS)
 
 .venv/clients/ready: .venv/bin/python
