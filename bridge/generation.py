@@ -85,6 +85,7 @@ async def generate(
     clock: Callable[[], int] = perf_counter_ns,
     statistics: Statistics | None = None,
     grammar: TextGrammar | None = None,
+    started_ns: int | None = None,
 ) -> AsyncGenerator[Started | Delta | Finished, None]:
     """Yields the target's own continuation of the request; a draft only makes it faster.
 
@@ -94,10 +95,10 @@ async def generate(
     the target that serves this one now, which adds to it. `memory` holds what was learned from outputs of tenants, to
     which one with a tenant adds. `clock` returns nanoseconds. The request counts into `statistics`, which the caller
     may read at any time. `grammar` follows the request's grammar from the start of the text; `target` must obey the
-    same.
+    same. `started_ns`: when the request arrived, by the same clock; now by default.
     Raises `InvalidRequest` for a request that the target cannot serve, and the errors of `speculate`.
     """
-    started = clock()
+    started = clock() if started_ns is None else started_ns
     check(request, model.has)
     # Encoding a long prompt takes time, and other requests must not wait for it.
     prompt = await asyncio.to_thread(render, request, model, model)

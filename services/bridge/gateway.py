@@ -264,6 +264,7 @@ class Gateway:
                 self.memory,
                 statistics=running.statistics,
                 grammar=grammar,
+                started_ns=running.started_ns,
             )
             stages = Stages(self.traces, "encode")
             async with aclosing(events):

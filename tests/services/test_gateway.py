@@ -1,8 +1,10 @@
 """A caller of the gateway without protocol buffers gets the same results as the gRPC door."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from time import perf_counter_ns
 
 import pytest
 
@@ -78,6 +80,26 @@ async def test_what_a_bridge_lacks_for_a_request_is_noted(tiny_fleet: Fleet, cha
     assert finished.statistics.note.endswith(note) and bool(finished.statistics.note) == bool(note)
     gateway.close()
     await zoo.close()
+
+
+async def test_the_time_of_a_request_includes_that_of_its_grammar(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_, begun_ns, last_ns = gateway._grammars.open, 0, 0
+
+    async def slow(grammar: Grammar) -> object:
+        nonlocal begun_ns
+        begun_ns = perf_counter_ns()
+        await asyncio.sleep(0.05)
+        return await open_(grammar)
+
+    monkeypatch.setattr(gateway._grammars, "open", slow)
+    sampling = SamplingParameters(grammar=Grammar(GrammarKind.REGEX, "[0-9]{4}"))
+    async with aclosing(gateway.generate(asked(sampling=sampling))) as events:
+        async for event in events:
+            last_ns = last_ns if isinstance(event, Finished) else perf_counter_ns()
+    assert isinstance(event, Finished)
+    assert event.elapsed_ns > last_ns - begun_ns > 0
 
 
 async def test_a_service_without_grammars_is_not_asked_to_obey_one(gateway: Gateway) -> None:
