@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass, replace
 from time import perf_counter_ns
+from typing import NoReturn
 
 import grpc
 
@@ -176,6 +177,11 @@ class Gateway:
                 yield running
         finally:
             del self.running[running]
+
+    def refuse(self, error: DraftBridgeError) -> NoReturn:
+        """Raises the error of a request that its door refuses, and counts it."""
+        with self._request():
+            raise error
 
     @property
     def targets(self) -> list[Model]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from grpc import aio
 
-from bridge.errors import EmptyPrompt, InvalidField, TokenOutOfRange
+from bridge.errors import DraftBridgeError, EmptyPrompt, InvalidField, TokenOutOfRange
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import SpeculationParameters
 from bridge.request import MAX_STOP_STRINGS, Request, check_bytes, check_tenant
@@ -53,14 +53,11 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         self, request: bridge_pb2.GenerateRequest, context: "aio.ServicerContext[Any, Any]"
     ) -> AsyncIterator[bridge_pb2.GenerateResponse]:
         """See the contract."""
-        known = [one.known.model for one in self._zoo.connections if one.known]  # also of services that are away
-        vocabulary_size = max((one.vocabulary_size for one in known), default=_MAX_IDS)
-        _check_counts(request, self._gateway.prompt_limit_bytes, vocabulary_size)
-        wish = Wish.of(request.draft, request.drafts, request.workload)
-        if request.ByteSize() > _MAX_INLINE_BYTES:
-            converted = await asyncio.to_thread(_read_request, request)
-        else:
-            converted = _read_request(request)
+        try:
+            converted = await self._read(request)
+            wish = Wish.of(request.draft, request.drafts, request.workload)
+        except DraftBridgeError as error:
+            self._gateway.refuse(error)
         events = self._gateway.generate(converted, request.target, wish=wish)
         async with aclosing(events):
             async for event in events:
@@ -72,6 +69,14 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
                         yield bridge_pb2.GenerateResponse(delta=codec.write_delta(event))
                     case Finished():
                         yield bridge_pb2.GenerateResponse(finished=codec.write_finished(event))
+
+    async def _read(self, request: bridge_pb2.GenerateRequest) -> Request:
+        known = [one.known.model for one in self._zoo.connections if one.known]  # also of services that are away
+        vocabulary_size = max((one.vocabulary_size for one in known), default=_MAX_IDS)
+        _check_counts(request, self._gateway.prompt_limit_bytes, vocabulary_size)
+        if request.ByteSize() > _MAX_INLINE_BYTES:
+            return await asyncio.to_thread(_read_request, request)
+        return _read_request(request)
 
     async def GetStatus(  # noqa: N802
         self, request: bridge_pb2.GetStatusRequest, context: "aio.ServicerContext[Any, Any]"

@@ -8,7 +8,7 @@ from time import perf_counter_ns
 
 import pytest
 
-from bridge.errors import InvalidField, Unreachable
+from bridge.errors import InvalidField, InvalidRequest, Unreachable
 from bridge.generation import Delta, Finished
 from bridge.planning.planner import Mode, SpeculationParameters
 from bridge.ports import Pass
@@ -16,9 +16,10 @@ from bridge.request import Request
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
 from draftbridge import Client
-from draftbridge.v1 import model_pb2
+from draftbridge.v1 import bridge_pb2, model_pb2
 from services.bridge.gateway import Gateway, Opened
 from services.bridge.remote import RemoteVerifier
+from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
 from services.cli.processes import Fleet
 from services.errors import BridgeBusy, GrammarNotSupported, ModelNotFound
@@ -157,6 +158,14 @@ async def test_what_is_refused_is_not_counted_as_failed(gateway: Gateway) -> Non
             async with aclosing(gateway.generate(asked(**changes), name)) as events:
                 await anext(events)
     assert (gateway.counts.refused, gateway.counts.failed) == (2, 0)
+
+
+async def test_messages_that_are_no_request_are_counted_as_refused(gateway: Gateway) -> None:
+    nothing = bridge_pb2.GenerateRequest()
+    for request in (nothing, bridge_pb2.GenerateRequest(prompt="x", draft="a", drafts=["b"])):
+        with pytest.raises(InvalidRequest):
+            [_ async for _ in BridgeServicer(gateway).Generate(request, None)]  # type: ignore[arg-type]
+    assert (gateway.counts.refused, gateway.counts.failed, gateway.counts.active) == (2, 0, 0)
 
 
 async def test_a_prompt_that_is_too_long_is_refused_before_any_model_reads_it(gateway: Gateway) -> None:

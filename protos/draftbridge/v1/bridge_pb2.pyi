@@ -847,7 +847,9 @@ class GetStatusResponse(_message.Message):
     generated_token_count: _builtins.int
     """Number of tokens in the answers of all generations that succeeded."""
     refused_count: _builtins.int
-    """Number of generations that were refused because of what the client sent, or for lack of room."""
+    """Number of generations that were refused because of what the client sent, or for lack of room. Calls that a limit of
+    the server or of their key refuses are not counted.
+    """
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]:
         """The model services that the bridge is configured with. Each is asked now, for up to 2 seconds."""
