@@ -19,7 +19,7 @@ from bridge.text.models import Model
 from bridge.text.translation import segment, translate
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.bridge.backend import Opened
-from services.bridge.gateway import Gateway
+from services.bridge.gateway import Gateway, Running
 from services.bridge.listing import write_pair, write_service
 from services.bridge.pairing import Wish
 from services.logs import request_id
@@ -97,16 +97,7 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
             prefix_caches=[codec.write_prefix_cache(vocabulary) for vocabulary in self._zoo.vocabularies()],
             ngram_memory=codec.write_ngram_memory(self._gateway.memory),
             generated_token_count=self._generated_token_count,
-            running=[
-                bridge_pb2.RunningGeneration(
-                    target=one.target,
-                    draft=one.draft,
-                    elapsed_ns=now - one.started_ns,
-                    generated_token_count=one.metrics.generated_token_count,
-                    speculation=codec.write_statistics(one.statistics),
-                )
-                for one in islice(self._gateway.running, _MAX_RUNNING)
-            ],
+            running=[_write_running(one, now) for one in islice(self._gateway.running, _MAX_RUNNING)],
         )
 
     async def ListModels(  # noqa: N802
@@ -136,6 +127,18 @@ class BridgeServicer(bridge_pb2_grpc.BridgeServiceServicer):
         size = len(request.text.encode()) if kind == "text" else 4 * len(request.token_ids.token_ids)
         check_bytes(kind, size, self._gateway.prompt_limit_bytes)
         return await asyncio.to_thread(_translated, request, source, target)
+
+
+def _write_running(running: Running, now_ns: int) -> bridge_pb2.RunningGeneration:
+    speculation = codec.write_statistics(running.statistics)
+    speculation.ClearField("note")  # it may quote the chat of another client, by the words of a draft's template
+    return bridge_pb2.RunningGeneration(
+        target=running.target,
+        draft=running.draft,
+        elapsed_ns=now_ns - running.started_ns,
+        generated_token_count=running.metrics.generated_token_count,
+        speculation=speculation,
+    )
 
 
 def _translated(request: bridge_pb2.TranslateRequest, source: Model, target: Model) -> bridge_pb2.TranslateResponse:

@@ -15,9 +15,10 @@ from bridge.ports import Pass
 from bridge.request import Request
 from bridge.sampling.grammar import Grammar, GrammarKind
 from bridge.sampling.sampler import SamplingParameters
+from bridge.statistics import Statistics
 from draftbridge import Client
 from draftbridge.v1 import bridge_pb2, model_pb2
-from services.bridge.gateway import Gateway, Opened
+from services.bridge.gateway import Gateway, Opened, Running
 from services.bridge.remote import RemoteVerifier
 from services.bridge.servicer import BridgeServicer
 from services.bridge.zoo import Zoo
@@ -150,6 +151,14 @@ async def test_a_door_that_leaves_early_is_counted_as_cancelled(gateway: Gateway
                 break
     assert not gateway.running
     assert vars(gateway.counts) == {"active": 0, "finished": 0, "refused": 0, "failed": 0, "cancelled": 1}
+
+
+async def test_the_status_does_not_show_what_a_template_said_about_the_chat_of_another_client(gateway: Gateway) -> None:
+    statistics = Statistics(note="the draft's template refused the chat: my secret", target_pass_count=3)
+    gateway.running[Running(statistics, gateway.metrics.request(statistics), perf_counter_ns())] = None
+    status = await BridgeServicer(gateway).GetStatus(bridge_pb2.GetStatusRequest(), None)  # type: ignore[arg-type]
+    assert status.running[0].speculation.target_pass_count == 3
+    assert "secret" not in str(status)
 
 
 async def test_what_is_refused_is_not_counted_as_failed(gateway: Gateway) -> None:

@@ -916,7 +916,7 @@ class RunningGeneration(_message.Message):
     """Number of tokens sent so far."""
     @_builtins.property
     def speculation(self) -> Global___SpeculationStatistics:
-        """What its passes have counted so far. Mode and the fields for the end of a text are not set."""
+        """What its passes have counted so far. Mode, `note` and the fields for the end of a text are not set."""
 
     def __init__(
         self,
