@@ -243,7 +243,6 @@ class Gateway:
             target = verifier.endpoint
             assignment = self.pairing.assign(target, request, wish or Wish())
             assignment.statistics, assignment.prompt = running.statistics, prompt
-            running.statistics.draft_choice = assignment.choice
 
             def next_draft(error: DraftBridgeError | None) -> Draft | None:
                 draft = assignment.next(error)
@@ -278,6 +277,8 @@ class Gateway:
                     match event:
                         case Started(prompt_token_count):
                             running.target = target.model.name
+                            if assignment.choice and assignment.choice.draft == running.draft:
+                                running.statistics.draft_choice = assignment.choice
                             stages.begin("prefill", prompt_tokens=prompt_token_count)
                             yield Opened(running.target, running.draft, request.seed, prompt_token_count)
                         case Finished():

@@ -195,7 +195,8 @@ class Pairing:
             raise InvalidField("workload", f"at most {_MAX_WORKLOAD_LENGTH} printable characters", got)
         if len(wish.drafts) > _MAX_DRAFTS:
             raise InvalidField("drafts", f"at most {_MAX_DRAFTS} names", len(wish.drafts))
-        if request.speculation.mode is Mode.OFF:
+        unused = not (request.speculation.allows(DRAFT) or wish.draft or wish.drafts)
+        if unused or request.speculation.mode is Mode.OFF:
             return Assignment(self, target, (), wish)
         assignment = self._assigned(target, request, wish)
         assignment.learns = _learns(request)

@@ -22,6 +22,7 @@ from services.bridge.pairing import Assignment, Wish
 from services.bridge.pauses import Pauses
 from services.config import Role
 from services.errors import ModelNotFound
+from tests.support.ports import free_address
 from tests.support.waiting import eventually
 from tests.support.zoo import (
     SAMPLING,
@@ -238,6 +239,28 @@ async def test_a_draft_that_refuses_a_chat_is_replaced_and_chosen_for_others() -
             assert found[-1].statistics.note
         target, refused = gateway.zoo.target(""), gateway.zoo.draft("picky")
         assert refused and not gateway.pairing.pauses.holds(target, refused)
+
+
+async def test_a_draft_that_takes_no_part_is_not_reported_as_chosen_nor_missed() -> None:
+    async with AsyncExitStack() as stack:
+        refusing = "{{ raise_exception('no chats') }}"
+        models = trained("gpt-2"), trained("gemma", "picky", chat_template=refusing)
+        target, picky = [await stack.enter_async_context(serving(one)) for one in models]
+        beside = await stack.enter_async_context(bridge([target], [picky]))
+        alone = await stack.enter_async_context(bridge([target], [free_address()]))
+        chat = Chat((Message("user", "The "),))
+        without = SpeculationParameters(sources=("suffix",))
+        for gateway, input_, speculation in (
+            (beside, chat, SpeculationParameters()),
+            (beside, "The ", without),
+            (alone, "The ", without),
+        ):
+            request = Request(input_, sampling=SAMPLING, seed=1, max_tokens=4, speculation=speculation)
+            async with aclosing(gateway.generate(request)) as events:
+                *_, finished = [event async for event in events]
+            assert isinstance(finished, Finished)
+            assert not finished.statistics.drafts and finished.statistics.draft_choice is None
+            assert bool(finished.statistics.note) == (input_ is chat)
 
 
 async def test_a_list_whose_drafts_cannot_be_used_costs_the_draft_and_names_the_reasons() -> None:
