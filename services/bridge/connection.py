@@ -71,6 +71,8 @@ class Connection:
         self._reader, self._timeout, self._on_connected = reader, timeout, on_connected
         self.known: Endpoint | None = None
         self.refused: model_pb2.Model | None = None
+        # The process that broke the contract, by its `instance_id`, and what it did.
+        self._breach = ("", "")
         self.problem = "it has not answered yet"
         self.round_trip_ns = 0
         # Set after the first try to connect.
@@ -128,12 +130,13 @@ class Connection:
         self._changed.set()
 
     def refuse(self, problem: str) -> None:
-        """Stops using a service that broke the contract, until its health stream ends, as when it restarts.
+        """Stops using a service that broke the contract, until it restarts, which changes its `instance_id`.
 
-        One without health checks is used again when it describes itself differently: a restart changes `instance_id`.
+        One without an `instance_id` is used again when its health stream ends, or it describes itself differently.
         """
         if self.known and not self.problem:
             self.problem, self.refused = problem, self.known.description
+            self._breach = self.refused.instance_id, problem
             self._report(DraftBridgeError)
 
     async def check(self) -> str:
@@ -184,6 +187,9 @@ class Connection:
         except Exception:
             self.refused = None
             raise
+        if description.instance_id and description.instance_id == self._breach[0]:
+            self.problem, self.refused = self._breach[1], description
+            return
         if description == self.refused:
             return
         if self.known:

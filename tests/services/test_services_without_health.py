@@ -1,4 +1,4 @@
-"""A model service without health checks is asked for its description, by which the bridge notices its restart."""
+"""How the bridge notices that a refused service has restarted: by its description, with or without health checks."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -12,6 +12,7 @@ from draftbridge.v1 import model_pb2
 from services.bridge.connection import Connection, State
 from services.bridge.endpoint import Endpoint, ModelReader
 from tests.support import tiny
+from tests.support.waiting import eventually
 
 
 class NoHealth:
@@ -37,8 +38,27 @@ class NoHealth:
         return aio.AioRpcError(grpc.StatusCode.UNIMPLEMENTED, aio.Metadata(), aio.Metadata())
 
 
-async def test_a_refused_service_is_used_again_after_its_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_pb2_grpc, "HealthStub", NoHealth)
+class LostHealth(NoHealth):
+    """A service whose connection is lost each time that `lost` is set."""
+
+    lost: asyncio.Event
+
+    async def Check(self, request: object, timeout: float) -> None:  # noqa: N802, ASYNC109
+        pass
+
+    async def __aiter__(self) -> AsyncIterator[None]:
+        await self.lost.wait()
+        self.lost.clear()
+        raise aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, aio.Metadata(), aio.Metadata())
+        yield
+
+
+@pytest.mark.parametrize("health", [NoHealth, LostHealth])
+async def test_a_refused_service_is_used_again_after_its_restart(
+    health: type[NoHealth], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = LostHealth.lost = asyncio.Event()
+    monkeypatch.setattr(health_pb2_grpc, "HealthStub", health)
     monkeypatch.setattr("services.bridge.connection._POLL_SECONDS", 0.0)
     monkeypatch.setattr("services.bridge.connection._RETRY_SECONDS", 0.0)
     instance_id, calls = "first", asyncio.Queue[str]()
@@ -49,6 +69,7 @@ async def test_a_refused_service_is_used_again_after_its_restart(monkeypatch: py
         return model_pb2.Model(name="tiny", instance_id=instance_id), 0
 
     async def state_after_calls() -> State:
+        lost.set()
         while not calls.empty():
             calls.get_nowait()
         async with asyncio.timeout(20):
@@ -63,10 +84,11 @@ async def test_a_refused_service_is_used_again_after_its_restart(monkeypatch: py
         one.known = Endpoint("x", model_pb2.ROLE_DRAFT, channel, described, tiny.model(tiny.EXACT_KINDS[0]))
         one.start()
         try:
-            assert await state_after_calls() is State.AVAILABLE
+            await asyncio.to_thread(eventually, lambda: one.endpoint is not None)
             one.refuse("it broke the contract")
             assert await state_after_calls() is State.REFUSED, "the same process describes itself as before"
+            assert one.problem == "it broke the contract"
             instance_id = "second"
-            assert await state_after_calls() is State.AVAILABLE
+            await asyncio.to_thread(eventually, lambda: one.state is State.AVAILABLE)
         finally:
             await one.close()
