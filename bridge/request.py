@@ -87,7 +87,8 @@ def check_size(request: Request, limit_bytes: int) -> None:
             size = len(text.encode())
         case Chat(messages, variables):
             size = sum(len(one.role.encode()) + len(one.content.encode()) for one in messages)
-            size += len(json.dumps([dict(variables), *(dict(one.fields) for one in messages)]))
+            further = [dict(variables), *(dict(one.fields) for one in messages)]
+            size += len(json.dumps(further, ensure_ascii=False).encode())
         case ids:
             size = 4 * len(ids)
     check_bytes("the prompt", size, limit_bytes)

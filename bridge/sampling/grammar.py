@@ -35,7 +35,7 @@ class Grammar:
     @classmethod
     def choice(cls, texts: Sequence[str]) -> "Grammar":
         """Returns the grammar that allows these texts only."""
-        return cls(GrammarKind.CHOICE, json.dumps(list(texts)))
+        return cls(GrammarKind.CHOICE, json.dumps(list(texts), ensure_ascii=False))
 
     @property
     def field(self) -> str:
@@ -58,7 +58,3 @@ class Grammar:
         texts = json.loads(self.text)
         if not texts or "" in texts:
             raise InvalidGrammar(self.field, "needs at least one text, and none of them may be empty")
-        try:
-            "".join(texts).encode()
-        except UnicodeEncodeError:
-            raise InvalidField(self.field, "made of Unicode texts", "a lone surrogate") from None

@@ -75,7 +75,7 @@ def test_a_field_beyond_its_limit_is_refused_by_name(field: str) -> None:
         ("aé", 3),
         ((1, 2, 3), 12),
         (Chat((Message("user", "hé"),)), 4 + 3 + len("[{}, {}]")),
-        (Chat((Message("user", "hé", {"name": "x"}),), {"k": 1}), 4 + 3 + len('[{"k": 1}, {"name": "x"}]')),
+        (Chat((Message("user", "hé", {"name": "ж"}),), {"k": 1}), 4 + 3 + len('[{"k": 1}, {"name": "xx"}]')),
     ],
 )
 def test_a_prompt_has_the_size_of_all_that_is_encoded(input_: str | Chat | tuple[int, ...], size: int) -> None:

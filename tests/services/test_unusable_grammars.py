@@ -339,6 +339,10 @@ def test_parameters_that_contradict_a_grammar_are_refused() -> None:
         SamplingParameters(grammar=grammar, ignore_eos=True).checked()
     with pytest.raises(InvalidField, match="at most"):
         SamplingParameters(grammar=Grammar(GrammarKind.REGEX, "a" * (MAX_GRAMMAR_BYTES + 1))).checked()
+    longest = "ж" * (MAX_GRAMMAR_BYTES // 2 - 2)
+    SamplingParameters(grammar=Grammar.choice([longest])).checked()
+    with pytest.raises(InvalidField, match="at most"):
+        SamplingParameters(grammar=Grammar.choice([longest + "x"])).checked()
     with pytest.raises(InvalidGrammar, match="at least one text"):
         SamplingParameters(grammar=Grammar.choice([])).checked()
     with pytest.raises(InvalidField, match="lone surrogate"):
