@@ -335,7 +335,8 @@ class Pairing:
                 name: away[target_name] or problems[name] or self.refusal(target, one) for name, one in drafts.items()
             }
             usable = [name for name in drafts if not refusals[name]]
-            best = max(usable, key=lambda name: expected[name].gain, default=None)
+            ready = [name for name in usable if not self.pauses.holds(target, drafts[name])]
+            best = max(ready or usable, key=lambda name: expected[name].gain, default=None)
             for name, draft in drafts.items():
                 gain = expected[name].gain
                 record = self.chooser.record(key, candidates[name].key, workload)
