@@ -237,8 +237,9 @@ class GenerateRequest(_message.Message):
     """
     tenant: _builtins.str
     """Key under which the bridge learns from this output, to find candidates for later requests with the same key, if it
-    was started with --ngram-memory. Empty: nothing is kept or reused. At most 256 characters. Response times can reveal
-    earlier outputs of a tenant, so share a key only among clients that may see each other's outputs.
+    was started with --ngram-memory, the mode is AUTO and `Speculation.sources` allows "learned". Empty: nothing is
+    kept or reused. At most 256 characters. Response times can reveal earlier outputs of a tenant, so share a key only
+    among clients that may see each other's outputs.
     """
     reports_progress: _builtins.bool
     """Whether deltas report the progress of speculation, see `GenerateDelta.progress`."""
@@ -1014,7 +1015,7 @@ class Endpoint(_message.Message):
     REACHABLE_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """Address as HOST:PORT."""
+    """Address as configured. A host name has one entry for each of its addresses, as HOST:PORT (IP)."""
     role: _model_pb2.Role.ValueType
     """The role in which the bridge uses the service: ROLE_TARGET or ROLE_DRAFT."""
     reachable: _builtins.bool
@@ -1068,7 +1069,9 @@ class ListModelsResponse(_message.Message):
 
     @_builtins.property
     def services(self) -> _containers.RepeatedCompositeFieldContainer[Global___ServiceState]:
-        """One entry for each configured address and role: targets, then drafts, in the order of the configuration."""
+        """One entry for each configured address and role, of a host name for each of its addresses: targets, then drafts, in
+        the order of the configuration.
+        """
 
     def __init__(
         self,
@@ -1129,7 +1132,7 @@ class ServiceState(_message.Message):
     ROUND_TRIP_NS_FIELD_NUMBER: _builtins.int
     MEASURED_COSTS_FIELD_NUMBER: _builtins.int
     address: _builtins.str
-    """Address as HOST:PORT."""
+    """Address as in `Endpoint.address`."""
     role: _model_pb2.Role.ValueType
     """The role in which the bridge uses the service: ROLE_TARGET or ROLE_DRAFT."""
     state: Global___ServiceState.State.ValueType
@@ -1144,7 +1147,9 @@ class ServiceState(_message.Message):
 
     @_builtins.property
     def measured_costs(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.ForwardCost]:
-        """Times of passes of one sequence as requests have measured them; empty for a draft."""
+        """Times of passes of one sequence by which the bridge plans: as the service described them, then as requests have
+        measured them. Empty for a draft, and for a target that described none until requests have.
+        """
 
     def __init__(
         self,

@@ -151,6 +151,7 @@ class ProposeStep(_message.Message):
     deadline_us: _builtins.int
     """Microseconds that the bridge may take from receiving this step to sending its answer; default 2000. 0: it answers
     at once with the candidates that it has. Waiting lets a draft propose for the newest tokens. At most 10 seconds.
+    For a step with two or more sequences at least 1 ms, which choosing among their candidates may take.
     """
     engine_ns: _builtins.int
     """Nanoseconds from the moment at which the engine had its candidates to the tokens of this step: the cost of its
@@ -166,7 +167,9 @@ class ProposeStep(_message.Message):
 
     @_builtins.property
     def ended_sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences that have ended. A sequence that no step has named for a while (10 minutes by default) ends, too."""
+        """Sequences that have ended; of more than 65,536, the rest is ignored. A sequence that no step has named for a while
+        (10 minutes by default) ends, too.
+        """
 
     def __init__(
         self,

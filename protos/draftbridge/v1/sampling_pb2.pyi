@@ -113,7 +113,9 @@ class SamplingParameters(_message.Message):
     Unset: the bridge draws one and reports it in GenerateStarted. Model services use the seed of their open message.
     """
     min_tokens: _builtins.int
-    """The first `min_tokens` tokens cannot end the text. 0, the default, is off. At most `max_tokens`, if that is set."""
+    """None of the first `min_tokens` tokens ends the text, but a stop string may end it there. 0, the default, is off. At
+    most `max_tokens`, if that is set.
+    """
     ignore_eos: _builtins.bool
     """If true, the model's own end-of-text tokens do not end the text. Default false. Not allowed with a grammar."""
     json_schema: _builtins.str

@@ -266,8 +266,9 @@ Global___VerifyGrant: _TypeAlias = VerifyGrant  # noqa: Y015
 
 @_typing.final
 class VerifyResponse(_message.Message):
-    """What one forward yielded. Each response starts where the one before it ended. The bridge fails its request with
-    INTERNAL, reason TARGET_FAULT, if a target breaks a rule of this message.
+    """What one forward yielded. Each response starts where the one before it ended. The bridge checks what could harm the
+    text or its own state: a request whose target breaks such a rule fails with INTERNAL, reason TARGET_FAULT. A stream
+    that floods the bridge or cannot be read goes on at another replica, if there is one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
