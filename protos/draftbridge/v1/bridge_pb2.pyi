@@ -228,7 +228,9 @@ class GenerateRequest(_message.Message):
     logprobs: _builtins.int
     """Number of most probable tokens to report per position, at most 100. 0: only the chosen one; unset: nothing."""
     target: _builtins.str
-    """Name of the target. Empty: the first target that the bridge was configured with. Unknown: NOT_FOUND."""
+    """Name of the target. Empty: the first one, in the order of the configuration, that the bridge has connected since its
+    start. Unknown: NOT_FOUND.
+    """
     draft: _builtins.str
     """Name of the draft. Empty: the draft with the highest expected speed for this target and `workload`; if none is
     available the target runs without one, which `SpeculationStatistics.note` reports. An unknown name fails with
