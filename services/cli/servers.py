@@ -239,4 +239,7 @@ def _toml(value: object) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    return str(value) if isinstance(value, int | float) else json.dumps(str(value))
+    if isinstance(value, int | float):
+        return str(value)
+    # TOML has the escapes of JSON, but for surrogates; and only TOML wants DEL escaped.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

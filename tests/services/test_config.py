@@ -182,6 +182,12 @@ def test_what_show_prints_is_a_file_with_the_same_values(tmp_path: Path) -> None
     assert checked.returncode == 0 and "valid" in checked.stdout
 
 
+def test_what_show_prints_of_any_text_is_toml(tmp_path: Path) -> None:
+    path = written(tmp_path, '[serve]\nmodel = "mödel/\U0001f600\\u007f\\t"\n')
+    shown = run("config", "show", "serve", "--config", str(path))
+    assert load(ModelServerConfig, {}, written(tmp_path, shown.stdout), {}).values.model == "mödel/\U0001f600\x7f\t"
+
+
 def test_a_bad_value_ends_a_server_with_one_line(tmp_path: Path) -> None:
     path = written(tmp_path, "[bridge]\ntarget = ['a:1']\nconnect-timeout = 'soon'\n")
     done = run("bridge", "--config", str(path))
