@@ -304,16 +304,19 @@ def _accepted_of(sample: Sample, source: str) -> int:
 def differences(samples: Sequence[Sample]) -> str:
     """Returns a sentence about texts that differ from that of the target alone; empty if there are none."""
     alone = {one.prompt: one for one in samples if one.way == ALONE}
-    different = {one.prompt for one in samples if one.text != alone[one.prompt].text}
+    different = [one for one in samples if one.text != alone[one.prompt].text]
     if not different:
         return ""
-    if strange := [number for number in sorted(different) if not alone[number].speculation.near_ties]:
+    # Rounding may have decided in either text.
+    unexplained = (one for one in different if not one.speculation.near_ties)
+    if strange := sorted({one.prompt for one in unexplained if not alone[one.prompt].speculation.near_ties}):
         return (
             f"{len(strange)} prompts have texts that differ without a near tie (the first is number {strange[0] + 1}). "
             "That is a bug, here or in the engine: please report it with the prompt."
         )
+    count = len({one.prompt for one in different})
     return (
-        f"{len(different)} prompts have texts that differ after a near tie, where rounding decides. "
+        f"{count} prompts have texts that differ after a near tie, where rounding decides. "
         "`serve --deterministic` makes all texts equal."
     )
 

@@ -202,7 +202,9 @@ def test_texts_that_differ_are_explained() -> None:
     alone, together = some[2:]
     other = [*some[:2], alone, replace(together, text="other")]
     assert "1 prompts have texts that differ without a near tie (the first is number 2)" in bench.differences(other)
-    alone.speculation.near_ties = 1
+    together.speculation.near_ties = 1
+    assert "1 prompts have texts that differ after a near tie" in bench.differences(other)
+    alone.speculation.near_ties, together.speculation.near_ties = 1, 0
     assert "where rounding decides" in bench.differences(other)
 
 
