@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -32,7 +33,8 @@ def run_workers(config: BridgeServerConfig, until_stdin_closes: bool, on_start: 
 
     Raises `PortTaken`, `InvalidField`, and `ProcessFailed` if a worker does not start.
     """
-    if not hasattr(socket, "SO_REUSEPORT"):
+    # Others that have SO_REUSEPORT, such as macOS, may give one of the workers all connections.
+    if sys.platform != "linux":
         raise InvalidField("--workers", "1 on this system, which cannot share a port", config.workers)
     with closing(_Ports()) as ports:
         shared = {"listen": ports.reserve("listen", config.listen), "workers": 1, "share_port": True}

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from benchmarks.scripted_service import expected
+from bridge.errors import InvalidField
 from draftbridge import CallError, Client
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.cli import workers
@@ -37,6 +38,13 @@ def test_options_give_the_same_configuration_whatever_the_environment_is() -> No
     environment = {"DRAFTBRIDGE_BRIDGE_LISTEN": "127.0.0.1:8", "DRAFTBRIDGE_BRIDGE_CHANNELZ": "true"}
     assert load(BridgeServerConfig, flags, None, environment).values == config
     assert {"--insecure", "--no-channelz", "--service-ca"} <= set(words)
+
+
+def test_systems_that_do_not_share_out_connections_have_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    config = BridgeServerConfig(target=("a:1",), listen="127.0.0.1:0", workers=2)
+    with pytest.raises(InvalidField, match="1 on this system, which cannot share a port"):
+        workers.run_workers(config, True, print)
 
 
 async def test_a_worker_reads_neither_a_file_nor_the_environment_again(monkeypatch: pytest.MonkeyPatch) -> None:
