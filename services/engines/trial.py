@@ -29,7 +29,7 @@ from services.engines.openmp import bind_threads, limit_spinning
 from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions, Weights
 from services.engines.timing import Timing
 from services.errors import DamagedFile
-from services.store.cache import NoSpace, Report, cache_directory
+from services.store.cache import CacheUnusable, NoSpace, Report, cache_directory
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def fastest(
             paths[one.name] = one.prepare(model, chosen[one.name], report)
         except DamagedFile:
             raise  # other engines would only take longer to find that out
-        except (UnusableModel, NoSpace) as error:
+        except (UnusableModel, NoSpace, CacheUnusable) as error:
             report(f"{one.name} is not used: {error}")
     rivals = [one for one in rivals if one.name in paths]
     if not rivals:

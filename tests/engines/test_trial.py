@@ -22,7 +22,7 @@ from services.engines.timing import Timing
 from services.engines.torch.spec import TORCH
 from services.engines.trial import fastest
 from services.errors import DamagedFile
-from services.store.cache import NoSpace
+from services.store.cache import CacheUnusable, NoSpace
 
 WIDTHS = (1, 2, 3, 5, 9, 17, 25)
 # Both need 1 ms for one token; each further token costs the first engine 1 ms, and the second 0.1 ms.
@@ -241,7 +241,14 @@ def test_auto_goes_on_with_other_files_if_no_engine_runs_those_of_a_kind(monkeyp
     assert choose_engine("auto", "gemma-3-270m", OPTIONS)[0] is IK_LLAMA
 
 
-@pytest.mark.parametrize("error", [UnusableModel("it cannot be exported"), NoSpace(Path("a"), "the file", 1, 2)])
+@pytest.mark.parametrize(
+    "error",
+    [
+        UnusableModel("it cannot be exported"),
+        NoSpace(Path("a"), "the file", 1, 2),
+        CacheUnusable(Path("a"), "Read-only file system"),
+    ],
+)
 def test_a_model_that_an_engine_cannot_convert_is_left_to_others(big: Path, error: Exception) -> None:
     def refuse(model: str, options: EngineOptions, report: object) -> Path:
         raise error
