@@ -12,7 +12,6 @@ the three take turns.
 import argparse
 import asyncio
 import json
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -30,6 +29,7 @@ from rich.table import Table
 
 from draftbridge.v1 import target_pb2, target_pb2_grpc
 from services.cli.processes import serve
+from services.engines.cpu import core_count
 from services.engines.engine import Engine, Row
 from services.engines.openvino.spec import convert
 from services.store.resolve import resolve, resolve_gguf
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", nargs="+", default=["torch", "llamacpp"], choices=list(OPTIONS))
     parser.add_argument("--model", nargs="+", default=["smollm2-135m-instruct", "gemma-3-270m"])
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=core_count())
     parser.add_argument("--device", default="auto", help="as in the serve command")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

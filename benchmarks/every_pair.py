@@ -11,7 +11,6 @@ speed: the planner of a fresh bridge still learns. The exit status is 1 if a tex
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -25,6 +24,7 @@ from rich.table import Table
 from benchmarks import prompts
 from draftbridge import Client, Generation
 from services.cli.processes import launched, serve
+from services.engines.cpu import core_count
 
 MODELS = ("qwen2.5-coder-1.5b-instruct", "qwen2.5-coder-0.5b-instruct", "gemma-3-270m", "smollm2-135m-instruct")
 OFF = "off"
@@ -86,7 +86,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--engine", default="ik_llama")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=core_count())
     parser.add_argument("--prompts", type=Path, default=prompts.OWN)
     parser.add_argument("--count", type=int, default=2, help="number of prompts")
     parser.add_argument("--tokens", type=int, default=32)

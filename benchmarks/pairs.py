@@ -42,6 +42,7 @@ from draftbridge import Client, Generation
 from draftbridge.v1 import model_pb2
 from services.cli.processes import fleet
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET
+from services.engines.cpu import core_count
 from services.store.resolve import has_gguf, resolve, resolve_gguf
 
 MODES = (ALONE, *BRIDGED)
@@ -96,7 +97,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--draft", default=DEFAULT_DRAFT, help="none to use prompt lookup only")
     parser.add_argument("--engine", default="torch")
     parser.add_argument("--weights", default="auto")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=core_count())
     parser.add_argument("--draft-engine", default="torch")
     parser.add_argument("--draft-threads", type=int, default=1)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)

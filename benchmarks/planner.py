@@ -27,7 +27,6 @@ FILE of prompts: see `benchmarks.prompts`; the default is its own 12. The JSON f
 
 import argparse
 import json
-import os
 import platform
 import shlex
 import sys
@@ -46,7 +45,7 @@ from benchmarks.planner_report import AUTO, OFF, WAYS, Run, Statistics, Way, fre
 from draftbridge.messages import generate_request
 from draftbridge.v1 import bridge_pb2, bridge_pb2_grpc
 from services.cli.processes import launched, pinned, serve
-from services.engines.cpu import cpu_name
+from services.engines.cpu import core_count, cpu_name
 from services.store.resolve import default_name
 
 _QWEN, _GEMMA, _SMOLLM = "qwen2.5-coder-1.5b-instruct", "gemma-3-270m", "smollm2-135m-instruct"
@@ -71,7 +70,7 @@ class Setting:
 
 
 def _settings(draft_engine: str = "llamacpp") -> dict[str, Setting]:
-    everything = ("--threads", str(os.cpu_count()))
+    everything = ("--threads", str(core_count()))
     llamacpp = ("--engine", "llamacpp")
     torch, openvino = ("--engine", "torch", "--dtype"), ("--engine", "openvino", "--weights", "int8")
     draft = ("--engine", draft_engine)
@@ -219,7 +218,7 @@ def about(arguments: argparse.Namespace) -> dict[str, Any]:
         "command": shlex.join(sys.orig_argv),
         "arguments": vars(arguments),
         "processor": cpu_name(),
-        "cores": os.cpu_count(),
+        "cores": core_count(),
         "python": platform.python_version(),
         "libraries": {name: found for name in _LIBRARIES if (found := _version(name))},
     }

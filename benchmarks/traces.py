@@ -11,7 +11,6 @@ continues the last message of a chat as plain text. The file is written after ea
 
 import argparse
 import asyncio
-import os
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -28,6 +27,7 @@ from bridge.text.chat import Chat
 from bridge.text.common_prefix import common_prefix_length
 from bridge.text.translation import DraftContext
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET
+from services.engines.cpu import core_count
 from services.engines.engine import Engine
 from services.engines.sequence import CachedSequence
 from services.model.host import LoadedModel, load
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=24, help="maximum number of prompts, spread over the categories")
     parser.add_argument("--tokens", type=int, default=128, help="tokens generated for each prompt")
     parser.add_argument("--engine", choices=["llamacpp", "torch"], default="llamacpp")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=core_count())
     arguments = parser.parse_args()
     given = prompts.read(arguments.prompts, arguments.count)
     pairs: list[Pair] = []
