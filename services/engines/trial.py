@@ -30,6 +30,7 @@ from services.engines.spec import Dtype, EngineOptions, EngineSpec, GaudiOptions
 from services.engines.timing import Timing
 from services.errors import DamagedFile
 from services.store.cache import CacheUnusable, NoSpace, Report, cache_directory
+from services.store.gguf import is_gguf
 
 _log = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ def _size(path: Path) -> int:
 
 def _files(path: Path) -> list[Path]:
     """Returns the files with weights: a GGUF file, those beside a converted model, or those of a directory."""
-    if path.suffix == ".gguf":
+    if path.is_file() and is_gguf(path):
         return [path]
     return sorted(file for file in (path if path.is_dir() else path.parent).iterdir() if file.is_file())
 

@@ -9,6 +9,13 @@ from services.errors import ChecksumMismatch
 
 # The exit status of a conversion that fails because the file ends too early.
 CUT_STATUS = 3
+_MAGIC = b"GGUF"
+
+
+def is_gguf(path: Path) -> bool:
+    """Returns whether a file is a GGUF file by its first bytes, whatever its name is. Raises `OSError`."""
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def is_cut(path: Path) -> bool:
@@ -35,12 +42,11 @@ def is_cut(path: Path) -> bool:
 
 def check_gguf(path: Path, sha256: str | None = None) -> str:
     """Returns the SHA-256 of a GGUF file. Raises `UnusableModel` for other files, `ChecksumMismatch` if it differs."""
+    if not is_gguf(path):
+        raise UnusableModel(
+            f"{path} is not a GGUF file: give a GGUF file, or a directory that save_pretrained wrote", model=path
+        )
     with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise UnusableModel(
-                f"{path} is not a GGUF file: give a GGUF file, or a directory that save_pretrained wrote", model=path
-            )
-        file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if sha256 is not None and digest != sha256:
         raise ChecksumMismatch(

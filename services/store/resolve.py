@@ -27,7 +27,7 @@ from services.store.cache import (
     writing,
 )
 from services.store.download import built_in_gguf
-from services.store.gguf import CUT_STATUS, check_gguf
+from services.store.gguf import CUT_STATUS, check_gguf, is_gguf
 
 # What is kept of a GGUF file, by the data type of its weights ("" for none): the end of the directory's name in the
 # cache, and the bytes of a weight. float32 represents every value of the file, and what holds it serves for all others.
@@ -144,7 +144,8 @@ def resolve_gguf(reference: str, report: Report = lambda text: None) -> Path:
         return built_in_gguf(BUILT_IN[reference], report)
     try:
         path = Path(reference).expanduser()
-        found = [path] if path.is_file() and path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+        named = path.is_file() and (path.suffix == ".gguf" or is_gguf(path))  # such as a blob, named by its digest
+        found = [path] if named else sorted(path.glob("*.gguf"))
     except (OSError, RuntimeError, ValueError):  # such as a name too long, or ~ of an unknown user
         found = []
     if len(found) != 1:

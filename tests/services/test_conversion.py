@@ -19,6 +19,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from bridge.errors import TokenizerNotUnderstood, UnusableModel
+from services.engines import trial
 from services.engines.torch.model import load_model
 from services.errors import DamagedFile
 from services.model.host import load
@@ -28,7 +29,7 @@ from services.store.cache import NoSpace, cache_directory, fingerprint
 from services.store.convert import convert, ends
 from services.store.files import read_model_files
 from services.store.gguf import is_cut
-from services.store.resolve import default_name, resolve
+from services.store.resolve import default_name, has_gguf, resolve, resolve_gguf
 from services.store.tokenizer import read_vocabulary
 from tests.support import gguf, tiny
 
@@ -155,6 +156,18 @@ def test_an_engine_that_reads_gguf_needs_no_converted_weights(
     (whole / "tokenizer.json").unlink()
     with pytest.raises(UnusableModel, match="delete it and run the same command again"):
         resolve(str(file))
+
+
+def test_a_gguf_file_may_have_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    file, other = tmp_path / "sha256-0123", tmp_path / "sha256-4567"
+    gguf.write_qwen(file)
+    other.write_bytes(b"a license")
+    assert has_gguf(str(file)) and resolve_gguf(str(file)) == file
+    assert not has_gguf(str(other))
+    assert read_vocabulary(str(file)).size == 260
+    assert trial._files(file) == [file]
+    assert trial._files(other) == [file, other], "beside the file of a converted model lie its weights"
 
 
 def test_weights_are_stored_in_bfloat16_for_an_engine_that_computes_in_it(
