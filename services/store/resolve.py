@@ -43,10 +43,13 @@ def default_name(reference: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.name or reference
 
 
-def resolve(reference: str, report: Report = lambda text: None, *, weights: str = "float32") -> Path:
+def resolve(
+    reference: str, report: Report = lambda text: None, *, weights: str = "float32", only_tokenizer: bool = False
+) -> Path:
     """Returns a directory with configuration, weights and tokenizer. Downloads and converts the model if needed.
 
-    `weights`: the data type, float32 or bfloat16, that those of a GGUF file are converted to; "" if none are needed.
+    `weights`: the data type, float32 or bfloat16, that those of a GGUF file are converted to; "" to convert none.
+    `only_tokenizer`, with that: only the configuration and the tokenizer of a model of the hub are downloaded.
     Raises `ModelNotFound`, `UnusableModel`, `DamagedFile`, `ChecksumMismatch`, `CacheUnusable` or `NoSpace`.
     """
     if not reference:
@@ -71,7 +74,7 @@ def resolve(reference: str, report: Report = lambda text: None, *, weights: str 
             f"there is no model at {reference}: {_REMEDY}",
             model=reference,
         )
-    return _from_hub(reference, report)
+    return _from_hub(reference, report, only_tokenizer)
 
 
 def _directory(path: Path, weights: bool = True) -> Path:
@@ -95,16 +98,17 @@ def _kept(path: Path, weights: bool) -> Path:
         raise UnusableModel(f"{path} is damaged: delete it and run the same command again", model=path) from error
 
 
-def _from_hub(reference: str, report: Report) -> Path:
+def _from_hub(reference: str, report: Report, only_tokenizer: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    report(f"fetching {reference} from the Hugging Face hub")
+    report(f"fetching {'the tokenizer of ' * only_tokenizer}{reference} from the Hugging Face hub")
+    whole = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
         with writing(Path(constants.HF_HUB_CACHE), "the download"):
             found = snapshot_download(
                 reference,
-                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+                allow_patterns=["config.json", "tokenizer.json"] if only_tokenizer else whole,
                 # The same weights in another layout, and parts of other programs.
                 ignore_patterns=["consolidated*", "onnx/*", "original/*"],
             )
@@ -124,7 +128,7 @@ def _from_hub(reference: str, report: Report) -> Path:
             f"({type(error).__name__}): {_REMEDY}",
             model=reference,
         ) from error
-    return _directory(Path(found))
+    return _directory(Path(found), not only_tokenizer)
 
 
 def has_gguf(reference: str) -> bool:

@@ -31,4 +31,4 @@ def read_vocabulary(reference: str, report: Report = lambda text: None) -> Vocab
         file = path / "tokenizer.json" if path.is_dir() else path
         if file.suffix == ".json" and file.is_file():
             return read_tokenizer(file)[1]
-    return read_tokenizer(resolve(reference, report, weights="") / "tokenizer.json")[1]
+    return read_tokenizer(resolve(reference, report, weights="", only_tokenizer=True) / "tokenizer.json")[1]

