@@ -1,9 +1,9 @@
-"""Decides what Ctrl-C does while modules are imported, and SIGTERM in a container. Imports almost nothing itself."""
+"""Decides what signals do in code that would swallow or delay them, and in containers. Imports almost nothing itself."""
 
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -13,22 +13,44 @@ def importing() -> Iterator[None]:
 
     A KeyboardInterrupt could come up in a callback of the import system, where Python prints a traceback and goes on.
     """
-    handler = signal.getsignal(signal.SIGINT)
     # Otherwise it is ignored, as in a background job of a shell, or a caller handles it.
-    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with _by_the_system([signal.SIGINT] if usual else []):
+        yield
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Lets Ctrl-C, and a SIGTERM that a caller handles, end the process at once during the block.
+
+    It is for code that waits for its own threads before it lets a KeyboardInterrupt pass, and leaves nothing that the
+    next run could not continue.
+    """
+    with _by_the_system([one for one in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(one))]):
+        yield
+
+
+@contextmanager
+def _by_the_system(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Lets these signals end the process during the block; in the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # Linux discards a signal to the first process of a container if its action is the default one.
+    action = _exit if os.getpid() == 1 else signal.SIG_DFL
+    handlers = {number: signal.signal(number, action) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def end_at_sigterm() -> None:
-    """Lets SIGTERM end the first process of a container at once, like any other process, until asyncio handles it.
-
-    Linux discards a signal to such a process if its action is the default one.
-    """
+    """Lets SIGTERM end the first process of a container at once, like any other process, until asyncio handles it."""
     if os.getpid() == 1:
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+        signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, frame: object) -> None:
+    os._exit(128 + number)

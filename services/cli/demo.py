@@ -1,7 +1,6 @@
 """Runs `draftbridge demo`: two models with different tokenizers generate together, and a table shows the gain."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,15 +145,12 @@ def _compared(together: str, alone: str) -> str:
 def _fetched(wanted: Demonstration, report: Callable[[str], None]) -> Demonstration:
     """Downloads the models, those of the small pair if the large one cannot be had. Returns the pair."""
     try:
-        with ThreadPoolExecutor() as pool:
-            drafts = [] if wanted.draft in ("none", SUFFIX) else [wanted.draft]
-            fetched = [pool.submit(resolve, draft, report, weights="") for draft in drafts]
-            if wanted.engine == registry.AUTO:
-                resolve(wanted.target, report, weights="")
-            else:
-                registry.prepare(wanted.engine, wanted.target, EngineOptions(), report)
-            for one in fetched:
-                one.result()
+        if wanted.engine == registry.AUTO:
+            resolve(wanted.target, report, weights="")
+        else:
+            registry.prepare(wanted.engine, wanted.target, EngineOptions(), report)
+        if wanted.draft not in ("none", SUFFIX):
+            resolve(wanted.draft, report, weights="")
     except (ModelNotFound, UnusableModel, NoSpace) as error:
         return _fetched(_smaller(wanted, error, report), report)
     return wanted

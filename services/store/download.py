@@ -24,6 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from bridge.errors import DraftBridgeError, UnusableModel
 from services.child import command
 from services.errors import ChecksumMismatch, ModelNotFound
+from services.interrupts import ending_at_once
 from services.store.built_in import BuiltIn
 from services.store.cache import Report, cache_directory, check_space, writing
 from services.store.gguf import check_gguf
@@ -153,7 +154,8 @@ def _from_hub(model: BuiltIn, partial: Path) -> Path:
 
     repository, _, file = model.hub.partition(":")
     try:
-        hf_hub_download(repository, file, local_dir=partial)  # resumes, and shows a bar of its own
+        with ending_at_once():  # which the library may delay, see `services.store.resolve`
+            hf_hub_download(repository, file, local_dir=partial)  # resumes, and shows a bar of its own
     except Exception as error:
         raise _SourceGone(f"{type(error).__name__}: {error}"[:300]) from error
     return partial / file

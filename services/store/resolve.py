@@ -13,6 +13,7 @@ from pathlib import Path
 from bridge.errors import UnusableModel
 from services.child import bound_command
 from services.errors import DamagedFile, ModelNotFound
+from services.interrupts import ending_at_once
 from services.store.built_in import BUILT_IN, SUFFIX, BuiltIn
 from services.store.cache import (
     CacheUnusable,
@@ -105,7 +106,8 @@ def _from_hub(reference: str, report: Report, only_tokenizer: bool) -> Path:
     report(f"fetching {'the tokenizer of ' * only_tokenizer}{reference} from the Hugging Face hub")
     whole = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        with writing(Path(constants.HF_HUB_CACHE), "the download"):
+        # The library waits for its threads, which may download for hours; the next run goes on where they ended.
+        with writing(Path(constants.HF_HUB_CACHE), "the download"), ending_at_once():
             found = snapshot_download(
                 reference,
                 allow_patterns=["config.json", "tokenizer.json"] if only_tokenizer else whole,

@@ -1,6 +1,7 @@
 """Tests what the demo does when models cannot be had, and what it says of a gain."""
 
 import io
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +21,11 @@ from services.store.cache import NoSpace
 
 @pytest.fixture
 def gone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
-    """Errors by model; other models are there."""
+    """Errors by model; other models are there. They are fetched in the main thread, which Ctrl-C interrupts."""
     errors: dict[str, Exception] = {}
 
     def resolve(model: str, report: object, *, weights: str) -> Path:
+        assert threading.current_thread() is threading.main_thread()
         if model in errors:
             raise errors[model]
         return Path(model)

@@ -117,6 +117,43 @@ def test_up_is_stopped_while_it_downloads(signal_: signal.Signals) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+HELD_DOWNLOAD = """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import huggingface_hub
+from services.cli.__main__ import main
+
+def snapshot_download(*_, **__):
+    with ThreadPoolExecutor(1) as pool:  # which waits for the thread, as that of the library does
+        pool.submit(lambda: (print("downloading", flush=True), Event().wait())).result()
+
+huggingface_hub.snapshot_download = snapshot_download
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "signal_"),
+    [
+        (["pull", "us/model"], signal.SIGINT),
+        (["up", "--target", "us/model", "--listen", "127.0.0.1:0"], signal.SIGINT),
+        (["up", "--target", "us/model", "--listen", "127.0.0.1:0"], signal.SIGTERM),
+    ],
+)
+def test_a_download_from_the_hub_is_stopped_at_once(words: list[str], signal_: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HELD_DOWNLOAD, *words]
+    environment = os.environ | {"HF_HOME": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "downloading\n"
+            process.send_signal(signal_)
+            assert process.wait(60) == -signal_
+        finally:
+            process.kill()
+
+
 LOST_SIGNAL = """
 import signal
 from services.cli.processes import StopSignals
