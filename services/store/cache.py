@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import FileLock
 from platformdirs import user_cache_path
 
-from bridge.errors import NotReady
+from bridge.errors import NotReady, UnusableModel
 
 # Receives a line of text at each step of a long operation.
 Report = Callable[[str], None]
@@ -76,6 +76,17 @@ def writing(directory: Path, what: str) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises `UnusableModel` if the caller cannot read a model's files, such as those of another user."""
+    try:
+        yield
+    except OSError as error:
+        raise UnusableModel(
+            f"{error.filename or path} cannot be read ({error.strerror}): let this user read it", model=path
+        ) from error
+
+
 def cache_directory() -> Path:
     """Returns the cache's directory: below DRAFTBRIDGE_CACHE if that is set, else in the user's cache directory."""
     return Path(os.environ.get("DRAFTBRIDGE_CACHE") or user_cache_path("draftbridge")) / "models"
@@ -126,7 +137,8 @@ def name_revision(directory: Path, gguf_sha256: str) -> None:
 def source_of(directory: Path) -> str:
     """Returns the SHA-256 of the GGUF file that a directory was converted from, "" if it has no record of one."""
     file = directory / _SOURCE
-    return file.read_text() if file.is_file() else ""
+    with reading(file):
+        return file.read_text() if file.is_file() else ""
 
 
 def remedy_for(directory: Path) -> str:
@@ -142,8 +154,9 @@ def fingerprint(directory: Path) -> str:
     # Elsewhere, a copy's weights may have been changed since.
     if directory.parent == cache_directory() and (source := source_of(directory)):
         return source[:16]
-    digest = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in sorted([one for kind in ("safetensors", "bin", "gguf") for one in directory.glob(f"*.{kind}")]):
-        with path.open("rb") as file:
-            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    with reading(directory):
+        digest = hashlib.sha256((directory / "config.json").read_bytes())
+        for path in sorted([one for kind in ("safetensors", "bin", "gguf") for one in directory.glob(f"*.{kind}")]):
+            with path.open("rb") as file:
+                digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]

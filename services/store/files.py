@@ -9,7 +9,7 @@ from bridge.errors import UnusableModel
 from bridge.text.models import Model, SpecialIds
 from bridge.text.vocabulary import Vocabulary
 from services.sandbox.jinja import run_template
-from services.store.cache import fingerprint, remedy_for, source_of
+from services.store.cache import fingerprint, reading, remedy_for, source_of
 from services.store.tokenizer import read_tokenizer
 
 # The largest share of a tokenizer's tokens, without added ones, that its model may lack.
@@ -59,15 +59,16 @@ class ModelFiles:
 
 def read_model_files(directory: Path) -> ModelFiles:
     """Reads a model directory. Raises `UnusableModel` or `TokenizerNotUnderstood`."""
-    tokenizer_json, vocabulary = read_tokenizer(directory / "tokenizer.json")
-    settings = _json(directory / "tokenizer_config.json")
-    return ModelFiles(
-        tokenizer_json=tokenizer_json,
-        vocabulary=vocabulary,
-        special_ids=_special_ids(directory, vocabulary, settings),
-        chat_template=_chat_template(directory, settings),
-        revision=fingerprint(directory),
-    )
+    with reading(directory):
+        tokenizer_json, vocabulary = read_tokenizer(directory / "tokenizer.json")
+        settings = _json(directory / "tokenizer_config.json")
+        return ModelFiles(
+            tokenizer_json=tokenizer_json,
+            vocabulary=vocabulary,
+            special_ids=_special_ids(directory, vocabulary, settings),
+            chat_template=_chat_template(directory, settings),
+            revision=fingerprint(directory),
+        )
 
 
 def stated_vocabulary_size(directory: Path) -> int | None:

@@ -23,6 +23,7 @@ from services.store.cache import (
     check_space,
     making,
     name_revision,
+    reading,
     settle,
     source_of,
     writing,
@@ -67,7 +68,8 @@ def resolve(
     except (OSError, RuntimeError, ValueError) as error:  # such as a name too long, or ~ of an unknown user
         raise ModelNotFound(f"there is no model at {reference[:200]} ({error}): {_REMEDY}") from error
     if is_directory:
-        return _directory(path, bool(weights) or not any(path.glob("*.gguf")))
+        with reading(path):
+            return _directory(path, bool(weights) or not any(path.glob("*.gguf")))
     if is_file:
         return _gguf(path, path.stem, None, weights, report)
     if path.suffix == ".gguf" or path.is_absolute() or reference.startswith((".", "~")):
@@ -194,7 +196,8 @@ def _gguf(path: Path, name: str, sha256: str | None, weights: str, report: Repor
 
     `sha256`: the file's, if that was checked. Raises `UnusableModel`, `DamagedFile`, `CacheUnusable` or `NoSpace`.
     """
-    digest = sha256 or check_gguf(path)
+    with reading(path):
+        digest = sha256 or check_gguf(path)
     name = name if sha256 else f"{name}-{digest[:12]}"
     if kept := _in_cache(name, digest, weights):
         return kept

@@ -5,13 +5,17 @@ from pathlib import Path
 
 from bridge.errors import TokenizerNotUnderstood
 from bridge.text.vocabulary import Vocabulary
-from services.store.cache import Report, remedy_for
+from services.store.cache import Report, reading, remedy_for
 from services.store.resolve import resolve
 
 
 def read_tokenizer(path: Path) -> tuple[bytes, Vocabulary]:
-    """Returns the content of a `tokenizer.json`, and its tokenizer. Raises `TokenizerNotUnderstood` with its path."""
-    content = path.read_bytes()
+    """Returns the content of a `tokenizer.json`, and its tokenizer.
+
+    Raises `TokenizerNotUnderstood` with its path, and `UnusableModel` if it cannot be read.
+    """
+    with reading(path):
+        content = path.read_bytes()
     try:
         return content, Vocabulary(content)
     except TokenizerNotUnderstood as error:

@@ -1,5 +1,6 @@
 """Tests that GGUF files are converted once, and that directories of a model are read or refused."""
 
+import errno
 import json
 import shutil
 import sys
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -246,6 +248,54 @@ def test_a_directory_with_a_gguf_file_needs_no_other_weights(tmp_path: Path) -> 
     first = fingerprint(tmp_path)
     (tmp_path / "model.gguf").write_bytes(b"GGUF two")
     assert fingerprint(tmp_path) != first
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"]
+)
+def test_a_file_that_this_user_may_not_read_is_named(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one in ("config.json", "tokenizer_config.json", "chat_template.jinja", "model.safetensors"):
+        (tmp_path / one).write_text("{}")
+    (tmp_path / "tokenizer.json").write_bytes(tiny.tokenizer_json("byte_level"))
+    hide(tmp_path / name, monkeypatch)
+    with pytest.raises(UnusableModel, match=rf"/{name} cannot be read \(Permission denied\): let this user read it"):
+        read_model_files(tmp_path)
+
+
+def test_a_directory_or_gguf_file_that_this_user_may_not_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTBRIDGE_CACHE", str(tmp_path / "cache"))
+    (directory := tmp_path / "model").mkdir()
+    (file := tmp_path / "model.gguf").write_bytes(b"GGUF")
+    hide(directory / "config.json", monkeypatch, "is_file")
+    with pytest.raises(UnusableModel, match=r"config\.json cannot be read \(Permission denied\)"):
+        resolve(str(directory))
+    hide(file, monkeypatch)
+    with pytest.raises(UnusableModel, match=r"model\.gguf cannot be read \(Permission denied\)"):
+        resolve(str(file))
+    kept = cache_directory() / f"{BUILT.name}.gguf"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(b"GGUF")
+    hide(kept, monkeypatch)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as in a container
+    with pytest.raises(UnusableModel, match=rf"{BUILT.name}\.gguf cannot be read \(Permission denied\)"):
+        resolve(BUILT.name, weights="")
+
+
+def hide(hidden: Path, monkeypatch: pytest.MonkeyPatch, *methods: str) -> None:
+    """Makes a file unreadable for these methods of its path: permissions do not keep root from reading."""
+    for method in methods or ("open", "read_bytes", "read_text"):
+        usual = getattr(Path, method)
+
+        def refuse(path: Path, *arguments: object, usual: Any = usual, **options: object) -> object:
+            if path == hidden:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return usual(path, *arguments, **options)
+
+        monkeypatch.setattr(Path, method, refuse)
 
 
 @pytest.mark.parametrize(("weights", "size"), [("float32", 4), ("bfloat16", 2)])
