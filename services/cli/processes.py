@@ -63,6 +63,12 @@ def fetch(targets: Sequence[str], drafts: Sequence[str | None], report: Report) 
         resolve(model, report, weights="")
 
 
+def private_environment() -> dict[str, str]:
+    """Returns the environment of a bridge that has only the options of its command line, or of its model servers."""
+    ours = "DRAFTBRIDGE_BRIDGE_"
+    return {key: value for key, value in os.environ.items() if key != "DRAFTBRIDGE_CONFIG" and not key.startswith(ours)}
+
+
 def draft_threads() -> int:
     """Returns the number of threads for a draft on the target's machine: half of the cores, but two if there are two.
 
@@ -146,17 +152,26 @@ def fleet(
     bridge_options: Sequence[str] = (),
     target_cores: Sequence[int] | None = None,
     draft_cores: Sequence[int] | None = None,
+    configured: bool = False,
 ) -> Iterator[Fleet]:
     """Runs a target, a bridge and, unless it is None, a draft. Yields when all are ready.
 
     `target_cores`, `draft_cores`: the cores of a model server, all if None. `draft_options` are for a draft with an
-    engine, so not for prompt lookup. Raises `ProcessFailed`.
+    engine, so not for prompt lookup. `configured`: the processes read the user's configuration; otherwise, the model
+    servers read variables but for their names, and the bridge reads nothing. Raises `ProcessFailed`.
     """
+    from services.store.resolve import default_name  # takes a while, and few commands need it
+
     processes: dict[str, subprocess.Popen[str]] = {}
+    environment = None if configured else private_environment()
+
+    def named(model: str) -> tuple[str, ...]:
+        return () if configured else ("--name", default_name(model))
+
     with contextlib.ExitStack() as stack:
 
         def start(name: str, *arguments: str) -> str:
-            processes[name] = process = _start(*arguments, "--until-stdin-closes")
+            processes[name] = process = _start(*arguments, "--until-stdin-closes", environment=environment)
             stack.callback(stop, process)
             return _ready(name, process)
 
@@ -167,9 +182,10 @@ def fleet(
         if draft is not None:
             own = () if draft == SUFFIX else draft_options  # prompt lookup has no engine
             with pinned(draft_cores):
-                addresses["draft"] = start("draft", "serve", draft, "--role", "draft", *common, *own)
+                addresses["draft"] = start("draft", "serve", draft, "--role", "draft", *named(draft), *common, *own)
         with pinned(target_cores):
-            addresses["target"] = start("target", "serve", target, "--role", "target", *common, *target_options)
+            words = ("serve", target, "--role", "target", *named(target), *common, *target_options)
+            addresses["target"] = start("target", *words)
         models = [word for name, address in addresses.items() for word in (f"--{name}", address)]
         bridge = start("bridge", "bridge", *models, "--listen", listen, *bridge_options)
         address, _, http = bridge.partition(" and ")
@@ -177,16 +193,21 @@ def fleet(
 
 
 @contextlib.contextmanager
-def serve(model: str, *options: str) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """Runs a model server. Yields its address and process. Raises `ProcessFailed`."""
-    with launched(model, "serve", model, "--until-stdin-closes", "--listen", "127.0.0.1:0", *options) as server:
+def serve(
+    model: str, *options: str, environment: dict[str, str] | None = None
+) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """Runs a model server. Yields its address and process. Raises `ProcessFailed`. `environment`: None for our own."""
+    words = ("serve", model, "--until-stdin-closes", "--listen", "127.0.0.1:0", *options)
+    with launched(model, *words, environment=environment) as server:
         yield server
 
 
 @contextlib.contextmanager
-def launched(name: str, *arguments: str, module: str = "services.cli") -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+def launched(
+    name: str, *arguments: str, module: str = "services.cli", environment: dict[str, str] | None = None
+) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """Runs a module that prints its address and ends when its standard input closes. See `serve`."""
-    process = _start(*arguments, module=module)
+    process = _start(*arguments, module=module, environment=environment)
     try:
         yield _ready(name, process), process
     finally:
@@ -210,13 +231,15 @@ def stop(process: "subprocess.Popen[str]") -> None:
             process.wait()
 
 
-def _start(*arguments: str, module: str = "services.cli") -> "subprocess.Popen[str]":
+def _start(
+    *arguments: str, module: str = "services.cli", environment: dict[str, str] | None
+) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         command(module, *arguments),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=_HUGE_PAGES | os.environ,
+        env=_HUGE_PAGES | (os.environ if environment is None else environment),
         # In a session of its own, a child does not receive Ctrl-C: this process stops the children in order.
         start_new_session=os.name == "posix",
     )

@@ -134,6 +134,7 @@ def up(
             target_options=target_options,
             draft_options=draft_options,
             bridge_options=("--http", http) if http else (),
+            configured=True,
         ) as running:
             stop.started = True
             print(f"target  {target} at {running.target}")

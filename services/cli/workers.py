@@ -18,7 +18,7 @@ from bridge.errors import InvalidField
 from services.bridge.pair_memory import PairMemory
 from services.child import command
 from services.cli.options import as_options
-from services.cli.processes import READY, ProcessFailed
+from services.cli.processes import READY, ProcessFailed, private_environment
 from services.config import BridgeServerConfig
 from services.rpc.server import PortTaken, Stop, host_and_port, stop_event, unless
 
@@ -96,15 +96,6 @@ async def _serve(
         await asyncio.gather(*(worker.kill() for worker in workers))
 
 
-def _environment() -> dict[str, str]:
-    """Returns the environment of a worker, which has only the options of its command line.
-
-    The file of the configuration may have changed since, and then its siblings would have other settings.
-    """
-    ours = "DRAFTBRIDGE_BRIDGE_"
-    return {key: value for key, value in os.environ.items() if key != "DRAFTBRIDGE_CONFIG" and not key.startswith(ours)}
-
-
 class _Worker:
     """One worker. `ready` gets what it announces when it serves for the first time."""
 
@@ -123,7 +114,12 @@ class _Worker:
         while not stop.is_set():
             try:
                 process = self._process = await asyncio.create_subprocess_exec(
-                    *self._arguments, stdin=PIPE, stdout=PIPE, env=_environment(), start_new_session=os.name == "posix"
+                    *self._arguments,
+                    stdin=PIPE,
+                    stdout=PIPE,
+                    # The file of the configuration may have changed since, and its siblings have the old settings.
+                    env=private_environment(),
+                    start_new_session=os.name == "posix",
                 )
             except OSError as error:  # the system may lack memory or processes for a moment
                 ended, reason = f"could not be started ({error.strerror})", str(error.strerror)

@@ -14,7 +14,9 @@ import psutil
 import pytest
 
 from draftbridge import Client
-from services.cli.processes import READY, launched
+from services.cli.processes import READY, fleet, launched
+from services.cli.zoo import running as zoo
+from services.store.built_in import SUFFIX
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
 
@@ -181,8 +183,11 @@ def test_a_signal_whose_exception_is_lost_is_still_known() -> None:
 def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path]) -> None:
     command = [sys.executable, "-m", "services.cli", "up", "--target", str(tiny_models[0]), "--draft", "suffix"]
     command += ["--listen", "127.0.0.1:0", "--dtype", "float32"]
-    with started(command, stdout=subprocess.PIPE) as process:
+    environment = os.environ | {"DRAFTBRIDGE_BRIDGE_HTTP": "127.0.0.1:0"}
+    pipe = subprocess.PIPE
+    with started(command, stdout=pipe, stderr=pipe, env=environment) as process:
         assert process.stdout is not None
+        assert process.stderr is not None
         output = ""
         for line in process.stdout:
             output += line
@@ -193,6 +198,22 @@ def test_up_with_the_draft_that_needs_no_model(tiny_models: tuple[Path, Path]) -
             assert client.generate("The quick", max_tokens=5).started.draft == "suffix"
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 0
+        assert "page and OpenAI's protocol: http://" in process.stderr.read(), "its bridge reads the environment"
+
+
+def test_what_is_measured_has_none_of_the_users_settings(
+    tiny_models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = map(str, tiny_models)
+    for name, value in {
+        "CONFIG": "/nowhere.toml", "BRIDGE_TLS_CERTIFICATE": "/nowhere.pem", "BRIDGE_DRAFT": "127.0.0.1:1",
+        "SERVE_NAME": "same",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"DRAFTBRIDGE_{name}", value)
+    with fleet(target, SUFFIX) as running, Client(running.bridge) as client:
+        assert [one.model.name for one in client.services()] == ["tiny-target", "suffix"]
+    with zoo._fleet([target], [draft], "torch") as (bridge, _), Client(bridge) as client:
+        assert [one.model.name for one in client.services()] == ["tiny-target", "tiny-draft"]
 
 
 def test_a_process_is_stopped_though_another_one_has_its_output(

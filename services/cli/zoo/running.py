@@ -9,11 +9,12 @@ from bridge.errors import InvalidField
 from draftbridge import Client
 from draftbridge.v1 import model_pb2
 from services.cli.connection import Connect
-from services.cli.processes import fetch, launched, serve
+from services.cli.processes import fetch, launched, private_environment, serve
 from services.cli.terminal import report
 from services.cli.zoo.predict import Times
 from services.cli.zoo.samples import Models
 from services.store.built_in import SUFFIX
+from services.store.resolve import default_name
 
 DEFAULT_MODELS = "gemma-3-270m,smollm2-135m-instruct"
 
@@ -100,16 +101,18 @@ def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str) -> Iterat
     with ExitStack() as stack:
         options: list[str] = []
         served = {}
+        environment = private_environment()
         for number, model in enumerate(models, start=1):
             report(f"starting {model} ({number} of {len(models)})")
             role = "both" if model in targets and model in drafts else "target" if model in targets else "draft"
             engines = () if model == SUFFIX else ("--engine", engine)
-            address, _ = stack.enter_context(serve(model, "--role", role, *engines))
+            words = ("--role", role, "--name", default_name(model), *engines)
+            address, _ = stack.enter_context(serve(model, *words, environment=environment))
             served[address] = model
             options += ["--target", address] if model in targets else []
             options += ["--draft", address] if model in drafts else []
-        common = ("--listen", "127.0.0.1:0", "--until-stdin-closes")
-        yield stack.enter_context(launched("bridge", "bridge", *options, *common))[0], served
+        words = ("bridge", *options, "--listen", "127.0.0.1:0", "--until-stdin-closes")
+        yield stack.enter_context(launched("bridge", *words, environment=environment))[0], served
 
 
 def _described(model: model_pb2.Model) -> dict[str, Any]:
