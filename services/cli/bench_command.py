@@ -10,7 +10,7 @@ from draftbridge import Client
 from services.cli import bench
 from services.cli.connection import Connect, connecting
 from services.cli.fitted import Fitted
-from services.cli.processes import check_cores, draft_threads, fetch, fleet
+from services.cli.processes import check_cores, check_options, draft_threads, fetch, fleet, private_environment
 from services.cli.terminal import DEFAULT_DRAFT, DEFAULT_TARGET, check_writable, err, fail, out, report, writing
 from services.config import MODEL_HELP
 from services.engines.cpu import cpu_name
@@ -62,6 +62,9 @@ def run(
     with ExitStack() as stack:
         address = server
         if not server:
+            environment = private_environment()
+            check_options(target, environment, engine=engine, dtype=dtype, weights=weights)
+            check_options(draft, environment, engine=draft_engine)
             fetch([target], [drafted], report)
             report("starting the model servers and a bridge")
             threads = len(of_draft) if of_draft else draft_threads()

@@ -7,12 +7,15 @@ import queue
 import signal
 import subprocess
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from bridge.errors import DraftBridgeError
 from services.child import command
+from services.config import ModelServerConfig
+from services.config_reading import load
 from services.engines.cpu import core_count
+from services.engines.registry import AUTO, engine_spec
 from services.interrupts import importing
 from services.store.built_in import SUFFIX
 from services.store.cache import Report
@@ -67,6 +70,17 @@ def private_environment() -> dict[str, str]:
     """Returns the environment of a bridge that has only the options of its command line, or of its model servers."""
     ours = "DRAFTBRIDGE_BRIDGE_"
     return {key: value for key, value in os.environ.items() if key != "DRAFTBRIDGE_CONFIG" and not key.startswith(ours)}
+
+
+def check_options(model: str, environment: Mapping[str, str], **options: str) -> None:
+    """Checks options of a model server that is to be started in an environment, before its model is downloaded.
+
+    Raises `InvalidConfiguration`, `InvalidField`, or `UnusableModel` for an engine that is not installed.
+    """
+    given = {"model": model, "listen": "127.0.0.1:0", **options}
+    config = load(ModelServerConfig, given, environment=environment).values
+    if config.engine != AUTO:
+        engine_spec(config.engine).check(config.options)
 
 
 def draft_threads() -> int:

@@ -1,6 +1,7 @@
 """Tests that `draftbridge up` starts a fleet, and leaves nothing running however it ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,10 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from draftbridge import Client
+from services.cli.app import app
 from services.cli.processes import READY, fleet, launched
 from services.cli.zoo import running as zoo
+from services.errors import ModelNotFound
 from services.store.built_in import SUFFIX
 
 COMMANDS = ["pull", "serve", "bridge", "up", "generate", "models", "translate", "demo", "version", "doctor", "zoo"]
@@ -117,6 +121,33 @@ def test_up_is_stopped_while_it_downloads(signal_: signal.Signals) -> None:
     command = [sys.executable, "-c", STOPPED_DOWNLOAD, str(int(signal_))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["up", "--engine", "toch"], "--engine must be one of .*, got 'toch'"),
+        (["up", "--dtype", "float3"], "--dtype must be .*, got 'float3'"),
+        (["up", "--engine", "torch", "--dtype", "float32", "--draft", "suffix"], "a download"),
+        (["up", "--engine", "llamacpp", "--dtype", "float32"], "--dtype must be auto with --engine llamacpp"),
+        (["bench", "--engine", "toch"], "--engine must be one of .*, got 'toch'"),
+        (["bench", "--draft-engine", "toch"], "--engine must be one of .*, got 'toch'"),
+        (["bench", "--weights", "int3"], "--weights must be .*, got 'int3'"),
+        (["zoo", "measure", "--engine", "toch"], "--engine must be one of .*, got 'toch'"),
+    ],
+)
+def test_options_are_checked_before_a_model_is_downloaded(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(*_: object, **options: object) -> None:
+        raise ModelNotFound("a download")
+
+    monkeypatch.setattr("services.store.resolve.resolve", download)
+    monkeypatch.setattr("services.cli.processes.StopSignals", object)  # those of the tests stay
+    monkeypatch.chdir(tmp_path)
+    listen = ["--listen", "127.0.0.1:0"] if words[0] == "up" else []
+    result = CliRunner().invoke(app, [*words, *listen])
+    assert re.search(message, str(result.exception)), result.output
 
 
 HELD_DOWNLOAD = """

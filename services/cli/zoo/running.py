@@ -9,7 +9,7 @@ from bridge.errors import InvalidField
 from draftbridge import Client
 from draftbridge.v1 import model_pb2
 from services.cli.connection import Connect
-from services.cli.processes import fetch, launched, private_environment, serve
+from services.cli.processes import check_options, fetch, launched, private_environment, serve
 from services.cli.terminal import report
 from services.cli.zoo.predict import Times
 from services.cli.zoo.samples import Models
@@ -97,11 +97,12 @@ def _fleet(targets: Sequence[str], drafts: Sequence[str], engine: str) -> Iterat
     models = list(dict.fromkeys((*targets, *drafts)))
     if SUFFIX in targets:
         raise InvalidField("--targets", f"models with a text of their own, not {SUFFIX}", ", ".join(targets))
+    environment = private_environment()
+    check_options(models[0], environment, engine=engine)
     fetch(targets, drafts, report)
     with ExitStack() as stack:
         options: list[str] = []
         served = {}
-        environment = private_environment()
         for number, model in enumerate(models, start=1):
             report(f"starting {model} ({number} of {len(models)})")
             role = "both" if model in targets and model in drafts else "target" if model in targets else "draft"
