@@ -1,4 +1,4 @@
-"""Decides what signals do in code that would swallow or delay them, and in containers. Imports almost nothing itself."""
+"""Decides what signals do in code that would swallow or delay them, and in containers. Imports almost nothing."""
 
 import os
 import signal
