@@ -177,7 +177,7 @@ def fleet(
     from services.store.resolve import default_name  # takes a while, and few commands need it
 
     processes: dict[str, subprocess.Popen[str]] = {}
-    environment = None if configured else private_environment()
+    environment: Mapping[str, str] = os.environ if configured else private_environment()
 
     def named(model: str) -> tuple[str, ...]:
         return () if configured else ("--name", default_name(model))
@@ -208,9 +208,9 @@ def fleet(
 
 @contextlib.contextmanager
 def serve(
-    model: str, *options: str, environment: dict[str, str] | None = None
+    model: str, *options: str, environment: Mapping[str, str] = os.environ
 ) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """Runs a model server. Yields its address and process. Raises `ProcessFailed`. `environment`: None for our own."""
+    """Runs a model server. Yields its address and process. Raises `ProcessFailed`."""
     words = ("serve", model, "--until-stdin-closes", "--listen", "127.0.0.1:0", *options)
     with launched(model, *words, environment=environment) as server:
         yield server
@@ -218,7 +218,7 @@ def serve(
 
 @contextlib.contextmanager
 def launched(
-    name: str, *arguments: str, module: str = "services.cli", environment: dict[str, str] | None = None
+    name: str, *arguments: str, module: str = "services.cli", environment: Mapping[str, str] = os.environ
 ) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """Runs a module that prints its address and ends when its standard input closes. See `serve`."""
     process = _start(*arguments, module=module, environment=environment)
@@ -245,15 +245,13 @@ def stop(process: "subprocess.Popen[str]") -> None:
             process.wait()
 
 
-def _start(
-    *arguments: str, module: str = "services.cli", environment: dict[str, str] | None
-) -> "subprocess.Popen[str]":
+def _start(*arguments: str, module: str = "services.cli", environment: Mapping[str, str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         command(module, *arguments),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=_HUGE_PAGES | (os.environ if environment is None else environment),
+        env={**_HUGE_PAGES, **environment},
         # In a session of its own, a child does not receive Ctrl-C: this process stops the children in order.
         start_new_session=os.name == "posix",
     )
