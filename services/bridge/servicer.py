@@ -186,7 +186,7 @@ def _read_request(message: bridge_pb2.GenerateRequest) -> Request:
             input_ = tuple(message.token_ids.token_ids)
         case _:
             raise EmptyPrompt
-    check_tenant(message.tenant, 1)  # an HTTP door may have put the name of its own client's key before it
+    check_tenant(message.tenant, int("/" in message.tenant))  # an HTTP door puts its own client's key before it
     speculation = message.speculation
     assistant_tokens = speculation.num_assistant_tokens if speculation.HasField("num_assistant_tokens") else None
     return Request(

@@ -4,10 +4,12 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# The files that may read the wall clock: when keys expire, the date in answers, traces, templates and records of
-# measurements, the age of files.
+# The files that may read the wall clock: when keys and certificates expire, the date in answers, traces, templates and
+# records of measurements, the age of files.
 DATED = {
+    "bridge/text/chat_reading.py",
     "services/rpc/keys.py",
+    "services/rpc/security.py",
     "services/http/responses.py",
     "services/http/app.py",
     "services/traces.py",
