@@ -48,8 +48,7 @@ def main() -> None:
     parser.add_argument("--draft", help="directory of the draft")
     parser.add_argument("--draft-gguf", help="the draft as a GGUF file for llama.cpp")
     parser.add_argument("--dtype", default="bfloat16")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parser.add_argument("--threads", type=int, default=cores)
+    parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--context", type=int, default=2048, help="maximum number of tokens of prompt and answer")
     options = parser.parse_args()
     if options.name.startswith("vllm"):

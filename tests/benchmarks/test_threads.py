@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from benchmarks import engines, every_pair, pairs, planner, rival_process, traces
+from benchmarks import engines, every_pair, pairs, planner, traces
 from services.engines.cpu import core_count
 
 
@@ -15,7 +15,7 @@ def large_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4096)
 
 
-@pytest.mark.parametrize("benchmark", [engines, every_pair, pairs, rival_process, traces])
+@pytest.mark.parametrize("benchmark", [engines, every_pair, pairs, traces])
 def test_threads_by_default(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     defaults = []
 

@@ -86,6 +86,7 @@ def test_a_closed_assistance_leaves_the_generate_of_others(loaded: tuple[Any, An
     plain, theirs = generated(loaded), lambda *args, **options: type(model).generate(model, *args, **options)
     model.generate = theirs
     first, second = (assisted(model, ToldClient(plain)) for _ in range(2))
+    assert generated(loaded) == plain and second.client.proposed_count > 20, "the later one is asked"
     for one in (second, first) if in_order else (first, second):
         one.close()
     before = first.client.steps[:], second.client.steps[:]

@@ -151,6 +151,8 @@ def test_options_are_checked_before_a_model_is_downloaded(
 
 
 HELD_DOWNLOAD = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # in a background job it is ignored
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 

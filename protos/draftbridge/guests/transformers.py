@@ -49,8 +49,7 @@ class Assistance:
         self._ids = itertools.count(1)
         self._running: set[int] = set()
         self._generate, self._get_generator = model.generate, model._get_candidate_generator
-        # A wrapper, such as PEFT's, has its model's methods, but the model calls its own.
-        self._owner = getattr(self._get_generator, "__self__", model)
+        self._owner = _owner_of(model)
         # What they have of their own in place of their classes' methods, such as another library's.
         self._before = vars(model).get("generate"), vars(self._owner).get("_get_candidate_generator")
         self._closed = False
@@ -133,6 +132,14 @@ class Assistance:
                 [step], deadline=deadline, engine_seconds=engine_seconds, forward_token_count=forward_token_count
             ).get(step.sequence_id)
         return found.token_ids if found else ()
+
+
+def _owner_of(model: Any) -> Any:
+    """Returns the model that asks itself for a generator: that of a wrapper, such as PEFT's, which has its methods."""
+    owner = getattr(model._get_candidate_generator, "__self__", model)
+    if isinstance(owner, Assistance):  # another one is at work
+        owner = owner._owner
+    return owner if hasattr(type(owner), "_get_candidate_generator") else model
 
 
 class _Generator:
