@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--draft", help="directory of the draft")
     parser.add_argument("--draft-gguf", help="the draft as a GGUF file for llama.cpp")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--context", type=int, default=2048, help="maximum number of tokens of prompt and answer")
     options = parser.parse_args()
     if options.name.startswith("vllm"):
