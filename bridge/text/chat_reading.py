@@ -66,10 +66,12 @@ def _texts(model: Model, ids: Sequence[int]) -> list[str]:
 def _frames(model: Model) -> tuple[_Frame, ...]:
     """Returns the frames with and without a system message."""
     days, today = _frames_by_day(model), date.today()
-    if today not in days:  # many templates write the date
-        days.clear()
-        days[today] = _learned(model) if model.chat_template else ()
-    return days[today]
+    found = days.get(today)  # many templates write the date
+    if found is None:
+        found = _learned(model) if model.chat_template else ()
+        days.clear()  # another thread may do the same
+        days[today] = found
+    return found
 
 
 @derived

@@ -156,7 +156,10 @@ class ModelReader:
 
     @staticmethod
     async def read_tokenizer(data: bytes, description: model_pb2.Model, address: str) -> tuple[Vocabulary, str]:
-        """Returns a tokenizer and why it cannot be a target's, or "". Raises `TokenizerNotUnderstood`."""
+        """Returns a tokenizer and why it cannot be a target's, or "".
+
+        Raises `TokenizerNotUnderstood`, and `SandboxBusy` if the system ended the process that tried it.
+        """
         try:
             flaw = await find_flaw(data)
             vocabulary = await asyncio.to_thread(Vocabulary, data)

@@ -155,7 +155,7 @@ class RemoteGateway:
                     case "finished":
                         yield client_codec.read_finished(response.finished)
         except aio.AioRpcError as error:
-            raise self._converted(error) from error
+            raise _too_large(error, "the prompt") or self._converted(error) from error
         finally:
             call.cancel()
 
@@ -185,7 +185,7 @@ class RemoteGateway:
         try:
             return await self._stub.Translate(request, timeout=_TIMEOUT_SECONDS, metadata=outgoing_metadata())
         except aio.AioRpcError as error:
-            raise self._converted(error) from error
+            raise _too_large(error, "text") or self._converted(error) from error
 
     def _served(self, model: model_pb2.Model) -> ServedModel:
         tokens = self._tokens.get(model.tokenizer_sha256)
@@ -199,9 +199,11 @@ class RemoteGateway:
         # The model is one that the client named, as in a gateway of this process.
         if isinstance(found, RemoteError) and found.reason == ModelNotFound.reason:
             return ModelNotFound(str(found), **found.metadata)
-        # gRPC's own refusal, which has no reason of ours.
-        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in (error.details() or ""):
-            return InvalidField(
-                "the prompt", "small enough for a message to the bridge, whose limit is --message-limit"
-            )
         return found
+
+
+def _too_large(error: aio.AioRpcError, field: str) -> InvalidField | None:
+    """Returns the error of a message that exceeds the bridge's limit, because of a field; None for other errors."""
+    if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED or "larger than max" not in (error.details() or ""):
+        return None
+    return InvalidField(field, "small enough for a message to the bridge, whose limit is --message-limit")

@@ -68,7 +68,7 @@ class _Replica:
     blocks: "LRUCache[bytes, bool]" = field(default_factory=lambda: LRUCache(_REMEMBERED_BLOCKS))
 
     def is_on_trial(self, now: int) -> bool:
-        """Returns whether a request tries it. One that still has not asked it for anything counts no longer."""
+        """Returns whether a request tries it. One that has shown nothing for the longest pause counts no longer."""
         return self.trial is not None and now < self.trial_ns + _MAX_PAUSE_NS
 
 

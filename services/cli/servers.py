@@ -244,5 +244,6 @@ def _toml(value: object) -> str:
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, int | float):
         return str(value)
-    # TOML has the escapes of JSON, but for surrogates; and only TOML wants DEL escaped.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+    # TOML has the escapes of JSON, but for pairs of surrogates; and only TOML wants DEL escaped.
+    escaped = (f"\\U{ord(one):08x}" if one > "\uffff" else json.dumps(one)[1:-1] for one in str(value))
+    return f'"{"".join(escaped)}"'.replace("\x7f", "\\u007f")

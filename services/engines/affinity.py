@@ -49,6 +49,12 @@ def physical_cores(cores: Set[int], system: Path = _SYSTEM) -> list[frozenset[in
     return sorted(found, key=min)
 
 
+def physical_core_count() -> int:
+    """Returns how many physical cores this process may use."""
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return len(physical_cores(frozenset(allowed)))
+
+
 def _numbers(text: str) -> frozenset[int]:
     """Parses a list of numbers and ranges, as 0-7,16."""
     found: set[int] = set()

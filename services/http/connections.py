@@ -31,7 +31,7 @@ _MAX_REFUSED_BODY_BYTES = 16 << 20
 _MAX_PIPELINED = 16
 # A client that reads less in the time limit has stopped reading.
 _MIN_READ_BYTES = 16 << 10
-# How long a client with TLS may take to confirm the end of its connection, for which asyncio would wait 30 s.
+# How long a client with TLS may take to confirm the end of its connection when the server stops. asyncio waits 30 s.
 _CLOSING_SECONDS = 3.0
 # How long asyncio waits for the end of a handshake.
 _HANDSHAKE_SECONDS = 60.0
@@ -71,6 +71,9 @@ class Connection(HttpToolsProtocol):
         self._max_connections, self._head_seconds, self._send_seconds = max_connections, head_seconds, send_seconds
         self._head_timer: TimerHandle | None = None
         self._send_timer: TimerHandle | None = None
+        # Set once the server stops.
+        self._is_stopping = False
+        self._end_timer: TimerHandle | None = None
         # Since the last message or piece of a body that the application receives.
         self._byte_count = 0
         self._expects_body = False
@@ -103,6 +106,9 @@ class Connection(HttpToolsProtocol):
         """Ends the timers, and reports to all requests that the client has left."""
         self._end_head()
         self.resume_writing()
+        self._is_stopping = False
+        if self._end_timer is not None:
+            self._end_timer.cancel()
         super().connection_lost(exc)
         for cycle in self._unanswered:
             cycle.disconnected = not cycle.response_complete
@@ -225,20 +231,23 @@ class Connection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Ends the connection because the server stops, once a request in progress is answered."""
+        self._is_stopping = True
         if self.transport.is_closing() or self.cycle is None or self.cycle.response_complete:
             self._end()
         else:
             super().shutdown()
 
     def _end(self) -> None:
-        """Closes the connection once all is sent. A client with TLS need not confirm that."""
+        """Closes the connection once all is sent. While the server stops, a client with TLS need not confirm that."""
         if not self.transport.is_closing():
             self.transport.close()
-        self.loop.call_later(_CLOSING_SECONDS, self._abort_once_sent)
+        if self._is_stopping and self._end_timer is None:
+            self._end_timer = self.loop.call_later(_CLOSING_SECONDS, self._abort_once_sent)
 
     def _abort_once_sent(self) -> None:
+        """Ends the connection, unless a client still reads an answer. At most a buffer of asyncio's is lost."""
         if self.transport.get_write_buffer_size():
-            self.loop.call_later(_CLOSING_SECONDS, self._abort_once_sent)
+            self._end_timer = self.loop.call_later(_CLOSING_SECONDS, self._abort_once_sent)
         else:
             self.transport.abort()
 

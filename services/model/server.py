@@ -13,7 +13,7 @@ from bridge.sampling.sampler import SamplingParameters
 from draftbridge.machine import compute_units
 from draftbridge.v1 import draft_pb2, draft_pb2_grpc, model_pb2, model_pb2_grpc, target_pb2, target_pb2_grpc
 from services.config import GAUDI, ModelServerConfig, Role, option
-from services.engines.affinity import pin
+from services.engines.affinity import physical_core_count, pin
 from services.engines.cpu import core_count, core_quota
 from services.engines.engine import Engine, branching, measure, warm
 from services.engines.fixed_width import as_served
@@ -114,11 +114,14 @@ def _health(config: ModelServerConfig, loaded: LoadedModel) -> ModelHealth:
 def pinned_options(config: ModelServerConfig) -> EngineOptions:
     """Pins this process to the configured cores. Returns the engine's options, with one thread for each of them.
 
-    A container whose processor time is limited to fewer cores gets as many threads as that.
+    A container whose processor time is limited to less than its physical cores gets as many threads as that; others
+    have the engine's own number.
     """
     if config.cpu_affinity:
         pin(config.cpu_affinity)
-    if config.threads or not (config.cpu_affinity or core_count() == core_quota()):
+    quota = core_quota()
+    limited = quota is not None and quota < physical_core_count()
+    if config.threads or not (config.cpu_affinity or limited):
         return config.options
     return replace(config.options, threads=core_count())
 

@@ -82,9 +82,9 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UnusableModel(
-            f"{error.filename or path} cannot be read ({error.strerror}): let this user read it", model=path
-        ) from error
+        remedy = "let this user read it" if isinstance(error, PermissionError) else "check the file and its disk"
+        text = f"{error.filename or path} cannot be read ({error.strerror}): {remedy}"
+        raise UnusableModel(text, model=path) from error
 
 
 def cache_directory() -> Path:

@@ -132,7 +132,11 @@ def _from_hub(reference: str, report: Report, only_tokenizer: bool) -> Path:
             f"({type(error).__name__}): {_REMEDY}",
             model=reference,
         ) from error
-    return _directory(Path(found), not only_tokenizer)
+    try:
+        return _directory(Path(found), not only_tokenizer)
+    except UnusableModel as error:  # offline, the library returns what it has, such as a tokenizer alone
+        remedy = "if the hub has the rest, run the same command with a connection to it"
+        raise UnusableModel(f"{error}; {remedy}", model=reference) from error
 
 
 def has_gguf(reference: str) -> bool:

@@ -113,13 +113,16 @@ def test_the_processor_time_of_a_container_is_counted_in_cores(
     assert cpu.core_quota(tmp_path) == cores
 
 
+@pytest.mark.parametrize(("cores", "threads"), [(4, 1), (1, None)])
 def test_a_server_in_a_container_computes_with_as_many_threads_as_it_has_time_for(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, cores: int, threads: int | None
 ) -> None:
+    """Where the limit is no less than the physical cores, engines keep their own number, which is that of these."""
     for module in (cpu, server):
         monkeypatch.setattr(module, "core_quota", lambda: 1)
+    monkeypatch.setattr(server, "physical_core_count", lambda: cores)
     assert cpu.core_count() == 1
-    assert pinned_options(ModelServerConfig(model="any")).threads == 1
+    assert pinned_options(ModelServerConfig(model="any")).threads == threads
     assert pinned_options(ModelServerConfig(model="any", threads=3)).threads == 3
 
 

@@ -357,7 +357,7 @@ async def test_a_contract_that_all_replicas_break_alike_pauses_none() -> None:
     assert not any(balancer._of(one).failures for one in endpoints)
 
 
-def test_a_trial_that_asks_nothing_does_not_keep_others_away() -> None:
+def test_a_trial_that_shows_nothing_does_not_keep_others_away_for_ever() -> None:
     clock = Clock()
     balancer = Balancer(clock)
     balancer.on_failure(A, ONE)

@@ -312,6 +312,38 @@ async def test_a_client_that_does_not_confirm_the_end_of_tls_does_not_hold_up_a_
         assert time.perf_counter() - began < 15
 
 
+@pytest.mark.parametrize("secure", [False, True])
+async def test_connections_that_end_while_the_server_stops_leave_no_error(
+    tiny_fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secure: bool
+) -> None:
+    """The client reads to the end, and so confirms it, before the timers of connections run out, and after."""
+    monkeypatch.setattr("services.http.connections._CLOSING_SECONDS", 0.1)
+    problems = list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: problems.append(context))
+    files, trust = {}, None
+    if secure:
+        pair = issue(authority(tmp_path / "ca.pem"), tmp_path, "bridge")
+        files = {"tls_certificate": pair.certificate, "tls_key": pair.key}
+        trust = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+    stop = Stop()
+    async with door(tiny_fleet, stop=stop, grace=60, **files) as (url, _):
+        where = urlsplit(url)
+        for further in ("Connection: close\r\n", ""):
+            for pause in (0.0, 0.3):
+                reader, writer = await asyncio.open_connection(where.hostname, where.port, ssl=trust)
+                writer.write(request(SHORT, further))
+                await answered(reader)
+                if not further:
+                    stop.set()
+                await asyncio.sleep(pause)  # in which a timer may run out
+                assert await asyncio.wait_for(reader.read(), 60) == b""
+                writer.close()
+                if stop.is_set():
+                    break
+    await asyncio.sleep(0.3)  # until the timers of connections would have run out
+    assert not problems
+
+
 async def test_a_hurry_also_ends_what_a_client_does_not_read(
     tiny_fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
